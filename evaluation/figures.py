@@ -12,7 +12,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from agentenv.assembly.keys.benchmarks import groups as benchmark_groups
-from agentenv.assembly.run.records import FAILED, EvalRow
+from agentenv.assembly.reports.records import FAILED, EvalRow
 from agentenv.evaluation import statistics
 from agentenv.evaluation.scores import CONCURRENCY, Scorer, Votes, count_votes, score_rows
 from agentenv.evaluation.statistics import cohen_kappa, majority_at_k, pass_at_k

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from agentenv.assembly.keys.cluster import WHERE
-from agentenv.assembly.run.records import FAILED, EvalRow, Key, Wanted
+from agentenv.assembly.reports.records import FAILED, EvalRow, Key, Wanted
 from agentenv.assembly.run.rundir import LockHolder
 from agentenv.base.config import Tree, changes
 from agentenv.base.disk import PARTIAL, append_whole, explain, write_whole

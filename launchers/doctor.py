@@ -22,7 +22,7 @@ from agentenv.assembly.run.arguments import EXIT_FAILED, Parser
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 
 if TYPE_CHECKING:
-    from agentenv.assembly.parts.checks import CheckResult
+    from agentenv.assembly.checks.checks import CheckResult
 
 EPILOG = """exit codes: 0 every check passed or was skipped, 1 one failed, 2 bad arguments
 

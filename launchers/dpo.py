@@ -72,10 +72,10 @@ def self_critic(num_rounds: int) -> Work:
     def work(
         config: TrainConfig, run: RunDirectory, view: View, resume: str
     ) -> Coroutine[Any, Any, None]:
-        from agentenv.training.loop.rounds import run_rounds  # slow to load
-        from agentenv.training.loop.training import Training
+        from agentenv.training.start import make_training  # slow to load
+        from agentenv.training.supervised.rounds import run_rounds
 
-        return run_rounds(Training(config, run, view, resume=resume), num_rounds)
+        return run_rounds(make_training(config, run, view, resume=resume), num_rounds)
 
     return work
 

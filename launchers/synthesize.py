@@ -21,10 +21,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from agentenv.assembly.checks.checks import refuse
 from agentenv.assembly.keys.evaluation import SynthesisConfig, SynthesisPlan, make_plan, set_name
 from agentenv.assembly.keys.help import KeysParser
 from agentenv.assembly.parts.assembly import Questions
-from agentenv.assembly.parts.checks import refuse
 from agentenv.assembly.parts.environments import try_env
 from agentenv.assembly.run.rundir import LOG_FILE
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done

@@ -52,9 +52,9 @@ def reinforce(
 ) -> Coroutine[Any, Any, None]:
     """Train as configured. The returned coroutine is the whole run."""
     from agentenv.training.loop.control import controlled  # slow to load
-    from agentenv.training.loop.training import Training  # after the errors of the configuration
+    from agentenv.training.start import make_training  # after the errors of the configuration
 
-    return Training(config, run, view, resume=resume, subscribers=[controlled]).run_all()
+    return make_training(config, run, view, resume=resume, subscribers=[controlled]).run_all()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from agentenv.endpoint.capture import Endpoint
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
-from agentenv.envs.quickstart_setup import build_model, build_tokenizer
+from agentenv.envs.quickstart.setup import build_model, build_tokenizer
 from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.algorithms.credit import TreeCredit, tree_credit
 from agentenv.learners.trees.batch import encode

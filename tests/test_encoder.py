@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from agentenv.assembly.run.terminal import is_shown
 from agentenv.base.types import Message
-from agentenv.envs.quickstart_setup import build_tokenizer
+from agentenv.envs.quickstart.setup import build_tokenizer
 from agentenv.processes import worker_pool
 from agentenv.processes.worker_pool import WorkerPool
 from agentenv.text import encoder

@@ -12,7 +12,7 @@ from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View
 from agentenv.base.config import load_config
-from agentenv.training.loop.training import Training
+from agentenv.training.start import make_training
 
 CONFIG = Path(__file__).parent / "support" / "small_quickstart.toml"
 
@@ -20,7 +20,7 @@ CONFIG = Path(__file__).parent / "support" / "small_quickstart.toml"
 @pytest.mark.promise
 async def test_an_agent_learns_to_use_real_tools(tmp_path: Path) -> None:
     config = load_config(TrainConfig, CONFIG)
-    training = Training(config, RunDirectory(tmp_path / "run", resume=False), View(), resume=False)
+    training = make_training(config, RunDirectory(tmp_path / "run", resume=False), View())
     await training.run_all()
 
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -12,7 +12,8 @@ import pytest
 
 from agentenv.adapters.testing import check_tool_env
 from agentenv.assembly.keys.rl import EnvConfig
-from agentenv.assembly.parts.environments import EnvSettings, EnvSetup
+from agentenv.assembly.parts.env_processes import EnvSetup
+from agentenv.assembly.parts.environments import EnvSettings
 from agentenv.base.config import to_plain
 from agentenv.base.deadline import WorkClock, doing, waiting, working
 from agentenv.base.errors import CrashError, EnvError, WorkerError

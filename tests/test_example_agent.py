@@ -15,7 +15,7 @@ from agentenv.base.types import Limits, SamplingParams
 from agentenv.contract.env import close_shared
 from agentenv.contract.plan import Independent
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.envs.quickstart_setup import build_tokenizer
+from agentenv.envs.quickstart.setup import build_tokenizer
 from agentenv.launchers import train
 from agentenv.rollout.actor import Actor
 from agentenv.text.renderer import TagRenderer

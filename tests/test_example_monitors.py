@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from agentenv.assembly.run.monitors import Axis, Monitors, RolloutMonitorConfig
+from agentenv.assembly.reports.monitors import Axis, Monitors, RolloutMonitorConfig
 from agentenv.base.config import build_config
 from agentenv.base.errors import ConfigError
 from examples.monitors import otel

@@ -18,7 +18,7 @@ from agentenv.base.errors import DataError
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.base.types import Message, Task
 from agentenv.envs.grading.reward import ToolReward
-from agentenv.envs.quickstart import PEOPLE
+from agentenv.envs.quickstart.world import PEOPLE
 from agentenv.evaluation.sets import Curve, calls_to
 from agentenv.learners.algorithms.aepo import AEPO
 from benchmarks.experiments import algorithms, chain, tables

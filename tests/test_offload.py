@@ -57,7 +57,7 @@ def used(text: str, names: set[str]) -> Iterator[str]:
 PROGRAMS = (
     "assembly/serving/",
     "training/workers/ray_driver.py",
-    *("assembly/parts/memory.py", "learners/ranks/rank_process.py", "learners/ranks/trainer.py"),
+    *("assembly/checks/memory.py", "learners/ranks/rank_process.py", "learners/ranks/trainer.py"),
     "agentenv/processes/guard.py",
     "agentenv/engines/vllm_plugin/",
     *(
@@ -86,7 +86,7 @@ ALLOWED = {
     # nothing on the loop waits for these
     "assembly/run/watchdog.py: threading.Thread": "the watchdog looks at the loop from outside",
     "assembly/run/watchdog.py: time.monotonic": "the same",
-    "assembly/run/monitors.py: threading.Thread": "they are handed rows, asked for nothing",
+    "assembly/reports/monitors.py: threading.Thread": "they are handed rows, asked for nothing",
     "agentenv/adapters/gym.py: threading.Thread": "the loop of callers that have none",
     "agentenv/adapters/gym.py: new_event_loop": "the same",
     "lab/viewing/page.py: subprocess.Popen": "the viewer, which ends with the run",
@@ -96,7 +96,7 @@ ALLOWED = {
     "launchers/serve.py: time.time": "when a model came, as its API says it",
     "envs/sandbox/program.py: subprocess.run": "whether bubblewrap starts, in a thread",
     "assembly/run/terminal.py: time.monotonic": "when a line was shown last, for people",
-    "assembly/parts/checks.py: time.monotonic": "how long a check took, for people",
+    "assembly/checks/checks.py: time.monotonic": "how long a check took, for people",
     # no process is started
     "assembly/run/terminal.py: ThreadPoolExecutor": "in place of one with a thread that hangs",
 }

@@ -21,7 +21,7 @@ from agentenv.engines.openai import OpenAIConfig
 from agentenv.engines.pool.turn import PooledTurn
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.engines.token_routes import TokensEngine, _sglang_body
-from agentenv.envs.quickstart_setup import build_model
+from agentenv.envs.quickstart.setup import build_model
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.renderer import TagRenderer
 from agentenv.training.supervised.dialogues import Dialogue

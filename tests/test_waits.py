@@ -109,7 +109,7 @@ ALLOWED = {
     "agentenv/processes/worker_pool.py _ForkServer.load: loop.sock_recv": CALLER + "_over_a_bound",
     "agentenv/processes/worker_pool.py main: socket.recv_fds": CHILD,
     "assembly/run/watchdog.py Watchdog._run: self._signals.recv": "settimeout(BEAT_S)",
-    "assembly/run/monitors.py Monitors._run: self._calls.get": HERE,
+    "assembly/reports/monitors.py Monitors._run: self._calls.get": HERE,
     "launchers/retriever.py serve: stop.wait": FOREVER,
     "agentenv/base/offload.py Machine.start_process: asyncio.create_subprocess_exec": "within",
     "evaluation/sweep.py SweepRunner._train: process.wait": "a run takes as long as it takes",

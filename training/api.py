@@ -38,9 +38,9 @@ from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
 from agentenv.assembly.keys.help import refuse_verl_keys
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.parts.session import run_session
+from agentenv.assembly.reports.records import EvalRow
 from agentenv.assembly.run.arguments import LATEST, check_places
 from agentenv.assembly.run.checkpoints import find_checkpoint
-from agentenv.assembly.run.records import EvalRow
 from agentenv.assembly.run.rundir import INPUTS
 from agentenv.assembly.run.terminal import (
     View,
@@ -204,7 +204,7 @@ def train(
     this file for errors.
     """
     from agentenv.training.loop.control import controlled  # slow to load
-    from agentenv.training.loop.training import Training
+    from agentenv.training.start import make_training
 
     with _process(View(is_quiet=is_quiet), "writing the run") as (view, stack):
         raw, source, name = _read(config)
@@ -225,7 +225,7 @@ def train(
         with run_session(built, folder, view, resume=bool(which), left_out=left_out) as run:
             if not which:
                 _keep(folder / INPUTS, kept, model, tokenizer)
-            training = Training(built, run, view, resume=which, subscribers=[controlled])
+            training = make_training(built, run, view, resume=which, subscribers=[controlled])
             _run_in_thread(training.run_all, view)
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     return TrainingResult(folder, summary, env)

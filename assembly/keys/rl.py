@@ -18,9 +18,9 @@ from agentenv.assembly.keys.cluster import (
     check_reachable,
 )
 from agentenv.assembly.keys.supervised import SelfCriticConfig, SFTConfig
+from agentenv.assembly.reports.monitors import RolloutMonitorConfig
 from agentenv.assembly.run.arguments import ModelConfig, RunConfig
 from agentenv.assembly.run.checkpoints import CheckpointConfig
-from agentenv.assembly.run.monitors import RolloutMonitorConfig
 from agentenv.base.config import ESSENTIAL, ROWS
 from agentenv.base.errors import ConfigError
 from agentenv.base.registry import Registry

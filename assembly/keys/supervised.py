@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr, replace
 
+from agentenv.assembly.reports.monitors import MonitorConfig
 from agentenv.assembly.run.arguments import ModelConfig, RunConfig
 from agentenv.assembly.run.checkpoints import SavingConfig
-from agentenv.assembly.run.monitors import MonitorConfig
 from agentenv.base.config import ESSENTIAL, PATH, ROWS
 from agentenv.base.errors import ConfigError
 from agentenv.learners.learner import LearnerConfig
@@ -342,7 +342,7 @@ class SFTConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class SelfCriticConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """At intervals of updates, the policy answers training questions several times, and DPO prefers
-    answers with a high reward to the others (training/loop/self_critic.py)."""
+    answers with a high reward to the others (training/supervised/self_critic.py)."""
 
     every: Annotated[int, Meta(ge=1, description="updates between two rounds")] = 20
     num_questions: Annotated[

@@ -1,7 +1,7 @@
 """The parts of a command: model, tokenizer, renderer, roles, environments, questions.
 
 train, evaluate, sft, dpo and synthesize each have a subclass of Assembly. The checks
-(`assembly/parts/checks.py`) build the parts in an order that finds mistakes early.
+(`assembly/checks/checks.py`) build the parts in an order that finds mistakes early.
 
     model -> tokenizer -> renderer --------------------------------+
     rows of the questions --------------------------+              |
@@ -32,9 +32,9 @@ from agentenv.assembly.keys.rl import (
     Sampling,
     TrainConfig,
 )
+from agentenv.assembly.parts.env_processes import EnvProcesses
 from agentenv.assembly.parts.environments import (
     EnvMaker,
-    EnvProcesses,
     EnvSettings,
     Resolve,
     try_env,

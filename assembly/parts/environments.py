@@ -6,11 +6,9 @@ anything starts.
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import importlib
 import inspect
-import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,21 +25,13 @@ from agentenv.assembly.keys.rl import (
     PythonTable,
     SearchTable,
 )
-from agentenv.assembly.serving.gpus import encodes_on_gpu
-from agentenv.base.config import Reporter, build_config, substituted, to_plain
-from agentenv.base.errors import ConfigError, CrashError, at_start
+from agentenv.base.config import substituted
+from agentenv.base.errors import ConfigError, at_start
 from agentenv.base.registry import decode_part, loaded
 from agentenv.base.types import Info, Limits, Message, Task
-from agentenv.cluster.envs import EnvWorkers, WorkerEnv
-from agentenv.contract.env import Env, check_observation, check_reset, check_step
-from agentenv.contract.tool_env import ToolEnv
+from agentenv.contract.env import Env, check_reset
 from agentenv.contract.tools import ChosenTool, load_tools
-from agentenv.envs.grading.reward import NUM_CHECKED_ROWS, check_grader
-from agentenv.processes.supervisor import Supervisor
-from agentenv.processes.worker_group import WorkerSpec
 from agentenv.text.prompt import PromptConfig, load_instruction
-
-logger = logging.getLogger(__name__)
 
 Resolve = Callable[[str], Path]
 Tables = Mapping[str, msgspec.Struct | None]
@@ -242,54 +232,6 @@ async def try_env(make_env: Callable[[Task], Env], task: Task) -> tuple[list[Mes
     return await at_start(start(), f"the environment {task.env_id}, begun for task {task.id},")
 
 
-HELD_S = 300.0  # minimum time after which a process that an environment blocks is killed
-PROBE_S = 10.0  # deadline of the probe; slower environments are not checked
-PROBE = Message("assistant", "Which one?")
-
-
-async def try_turn(make_env: Callable[[Task], Env], task: Task) -> list[Message]:
-    """The answer of an environment with a custom `step` to a turn without a call; empty if it ends
-    the episode or raises, which may be intended. Raises ConfigError for an invalid answer."""
-    env = make_env(task)
-    if getattr(type(env), "step", None) is ToolEnv.step:  # always ends the episode
-        return []
-    try:
-        async with asyncio.timeout(PROBE_S):
-            await env.reset(seed=0)
-            outcome = await env.step(PROBE)
-    except Exception as error:
-        logger.info("%s: a turn without a tool call raised %r", task.env_id, error)
-        return []
-    finally:
-        await env.close()
-    try:
-        messages, _, terminated, truncated, _ = check_step(outcome)
-        if terminated or truncated:
-            return []
-        check_observation(messages)
-    except CrashError as error:
-        raise ConfigError(f"{task.env_id}, task {task.id}: {error}") from error
-    return messages
-
-
-async def check_graders(make_env: Callable[[Task], Env], tasks: Iterable[Task]) -> None:
-    """Check the grader of each environment with the golds of three rows; skip environments without
-    an attribute `grader`. Raises ConfigError."""
-    rows: dict[str, list[Task]] = {}
-    for task in tasks:
-        kept = rows.setdefault(task.env_id, [])
-        if len(kept) < NUM_CHECKED_ROWS:
-            kept.append(task)
-    for own in rows.values():
-        env = make_env(own[0])
-        try:
-            grader = getattr(env, "grader", None)
-            if grader is not None:
-                await check_grader(grader, own)
-        finally:
-            await env.close()
-
-
 def _keywords(factory: Any) -> set[str]:
     """The keywords that a class or function accepts; includes "**" if it accepts any."""
     parameters = inspect.signature(factory).parameters.values()
@@ -324,13 +266,6 @@ def _resolved(table: Any, resolve: Resolve) -> Any:
     return msgspec.convert(plain, type(table), dec_hook=decode_part)
 
 
-# Environments in separate processes (`env.workers`), for CPU-bound environments. A process makes
-# them from the host's configuration; the host has proxies (agentenv/cluster/envs.py).
-
-START_TIMEOUT_S = 300.0
-MAX_RESTARTS = 5  # consecutive, of a process that answered no request
-
-
 class EnvSettings(Struct, frozen=True, kw_only=True):
     """The part of a configuration that environments depend on."""
 
@@ -345,54 +280,3 @@ class EnvSettings(Struct, frozen=True, kw_only=True):
     def of(cls, config: Any) -> EnvSettings:
         """The settings in a configuration that has all these keys, such as a set's."""
         return cls(**{name: getattr(config, name) for name in cls.__struct_fields__})
-
-
-class EnvSetup(Struct, array_like=True, frozen=True):
-    """The setup of a process: `EnvSettings` as plain data, and the run's folder."""
-
-    settings: dict[str, Any]
-    folder: str
-
-
-read_env_setup = msgspec.msgpack.Decoder(EnvSetup).decode
-
-
-def env_settings(setup: EnvSetup) -> EnvSettings:
-    """The configuration in a setup. Raises ConfigError."""
-    return build_config(EnvSettings, setup.settings, "the host")
-
-
-class EnvProcesses:
-    """The processes of one configuration of environments, with logs in `logs`. A shared resource
-    (agentenv/contract/env.py): its counters are reported with those of this process."""
-
-    def __init__(self, settings: EnvSettings, folder: Path, logs: Path, report: Reporter) -> None:
-        self._workers = EnvWorkers(held_s=max(HELD_S, settings.limits.env_timeout_s), report=report)
-        setup = EnvSetup(to_plain(settings), str(folder.absolute()))
-        spec = WorkerSpec(
-            "agentenv.training.workers.env_worker",
-            "env-worker",
-            "environment process",
-            settings.env.workers,
-            START_TIMEOUT_S,
-            MAX_RESTARTS,
-            sees_gpus=encodes_on_gpu(settings),
-        )
-        self._supervisor = Supervisor(spec, self._workers, setup, logs, report)
-
-    async def start(self) -> None:
-        """Start all processes and wait until they are ready. Raises WorkerError, and errors of the
-        processes."""
-        await self._supervisor.start()
-
-    def make(self, task: Task) -> WorkerEnv:
-        """An env of the task, in one of the processes."""
-        return self._workers.make(task)
-
-    def stats(self) -> dict[str, float]:
-        """The counters of the environments."""
-        return self._workers.stats()
-
-    async def close(self) -> None:
-        """Stop the processes; idempotent."""
-        await self._supervisor.close()

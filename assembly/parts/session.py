@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from agentenv.assembly.run.arguments import EXIT_FAILED, EXIT_INTERRUPTED
-from agentenv.assembly.run.monitors import MonitorConfig
 from agentenv.assembly.run.rundir import LOG_FILE, RunDirectory
 from agentenv.assembly.run.terminal import View
 from agentenv.assembly.serving.gpus import gpus_for_others
@@ -29,8 +28,7 @@ def run_session(
     if hasattr(config, "learner"):
         backend = ["deepspeed"] if config.learner.backend == "deepspeed" else []
         require_train("torch", "transformers", *backend)
-    monitor = getattr(config, "monitor", MonitorConfig())
-    run = RunDirectory(folder, resume=resume, monitor=monitor, settings=to_plain(config))
+    run = RunDirectory(folder, resume=resume)
     view.log_to(run.path / LOG_FILE)
     for line in left_out:
         view.log(line)
@@ -38,6 +36,8 @@ def run_session(
         logging.getLogger().setLevel(config.log.level.upper())
     code = EXIT_FAILED
     try:
+        if hasattr(config, "monitor"):
+            run.monitors = config.monitor.start(run.path, to_plain(config))
         with gpus_for_others(config):
             yield run
         code = 0

@@ -387,9 +387,9 @@ class Saver:
             self._last = _now()
 
     def _exists(self) -> bool:
-        return self._has(self.step())
+        return self.has(self.step())
 
-    def _has(self, step: int) -> bool:
+    def has(self, step: int) -> bool:
         """Whether the checkpoint of this step is there."""
         return self.checkpoints.path(step, self.phase) in self.checkpoints.finished()
 

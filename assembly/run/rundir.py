@@ -35,7 +35,6 @@ import psutil
 from msgspec import Struct
 
 from agentenv.assembly.run.checkpoints import COLD_START, Checkpoints
-from agentenv.assembly.run.monitors import MonitorConfig, Monitors
 from agentenv.base.config import changes, resolver, to_plain
 from agentenv.base.disk import (
     DIR_KEY,
@@ -47,6 +46,7 @@ from agentenv.base.disk import (
     write_whole,
 )
 from agentenv.base.errors import ConfigError
+from agentenv.contract.monitoring import Monitoring
 from agentenv.rollout.archive import ARCHIVE
 
 RATES = ("learning_rate", "muon_learning_rate", "weight_decay")  # keys that go with an optimizer
@@ -145,18 +145,11 @@ Row = dict[str, Any]
 
 
 class RunDirectory:
-    """Creates or reopens the directory of a run, and passes rows of metrics to the monitors."""
+    """Creates or reopens the directory of a run."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        resume: bool,
-        monitor: MonitorConfig | None = None,
-        settings: Row | None = None,
-    ) -> None:
-        """`settings`: the whole configuration, for the monitors. Raises ConfigError if the
-        directory is in use, holds something else, or cannot be written."""
+    def __init__(self, path: Path, *, resume: bool) -> None:
+        """Raises ConfigError if the directory is in use, holds something else, or cannot be
+        written."""
         self.path = path
         self.checkpoints = Checkpoints(path / "checkpoints")
         self._created = [one for one in (path, *path.parents) if not one.exists()]
@@ -173,7 +166,7 @@ class RunDirectory:
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {explain(error, DIR_KEY)}") from error
         check_writable(path)
-        self.monitors = Monitors(monitor or MonitorConfig(), path, settings or {})
+        self.monitors = Monitoring()
 
     def close(self) -> None:
         """Release the directory for other processes; idempotent."""

@@ -38,6 +38,7 @@ from rich.progress import (
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from agentenv.assembly.reports.tables import Table, as_rich
 from agentenv.assembly.run.arguments import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
@@ -45,7 +46,6 @@ from agentenv.assembly.run.arguments import (
     check_places,
     import_from_working_directory,
 )
-from agentenv.assembly.run.tables import Table, as_rich
 from agentenv.assembly.run.watchdog import ENDING, GRACE_S, CommandLoop, Watchdog, share_heap
 from agentenv.base.disk import DIR_KEY, explain, written
 from agentenv.base.errors import (

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct, field
 
-from agentenv.assembly.run.records import FAILED, Decode, EvalRow, is_result
+from agentenv.assembly.reports.records import FAILED, Decode, EvalRow, is_result
 from agentenv.base.tree import Node
 from agentenv.rollout.archive import KeptTree
 from agentenv.rollout.failures import Redactor

@@ -33,8 +33,8 @@ from agentenv.contract.env import Grade, Grader, register
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import StatelessTool
 from agentenv.envs.grading.reward import ToolReward
-from agentenv.envs.quickstart import PEOPLE, copy_exercise
-from agentenv.envs.quickstart_setup import COPIES, GATE, build_model
+from agentenv.envs.quickstart.setup import COPIES, GATE, build_model
+from agentenv.envs.quickstart.world import PEOPLE, copy_exercise
 
 RELATIONS = ("founder", "price", "home")
 FORMS = ("{relation} of {person}", "the {relation} of {person}", "{relation} {person}")
@@ -132,7 +132,7 @@ def configure(raw: dict[str, Any], name: str, noise: float = 0.0) -> dict[str, A
 
 
 def prepare_chain(run: Path, seed: int) -> str:
-    """Data and an untrained model, as `agentenv.envs.quickstart_setup.prepare`."""
+    """Data and an untrained model, as `agentenv.envs.quickstart.setup.prepare`."""
     return _prepare(run, seed, "chain")
 
 

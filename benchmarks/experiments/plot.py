@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from agentenv.assembly.run.pictures import panels, png
+from agentenv.assembly.reports.pictures import panels, png
 from benchmarks.experiments.intervals import curve_of
 from benchmarks.experiments.tables import BEST
 

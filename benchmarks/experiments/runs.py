@@ -21,8 +21,7 @@ from typing import Any
 
 from agentenv.base.errors import DataError
 from agentenv.evaluation.store import read_rows
-from agentenv.training.loop.recorder import EVALUATIONS
-from agentenv.training.loop.report import PHASES
+from agentenv.training.loop.brief_reports import EVALUATIONS, PHASES
 
 Raw = dict[str, Any]
 

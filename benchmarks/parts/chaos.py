@@ -49,7 +49,7 @@ from agentenv.base.types import Task, ToolResult
 from agentenv.contract.env import Grade, register
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import StatelessTool
-from agentenv.envs.quickstart_setup import build_model
+from agentenv.envs.quickstart.setup import build_model
 from agentenv.processes.guard import GUARD
 from agentenv.rollout.frames import SUFFIX, Began, Finished, Frame, Leased, Trained, read_frames
 from benchmarks.parts.mock_server import SCHEMA, TOKEN_S

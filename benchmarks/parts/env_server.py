@@ -24,7 +24,7 @@ from agentenv.base.errors import ConfigError
 from agentenv.base.types import Message, Task, ToolCall
 from agentenv.contract.env import isolated_shared
 from agentenv.envs.bridges.openenv import OpenEnv, rows
-from agentenv.envs.quickstart_setup import write_data
+from agentenv.envs.quickstart.setup import write_data
 
 T = TypeVar("T")
 

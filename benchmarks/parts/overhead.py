@@ -59,12 +59,13 @@ from agentenv.contract.request import PartEnd, ServerInfo, ServerLoad, ServerReq
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import StatelessTool
 from agentenv.engines.pool.pooled_engine import PooledEngineConfig
-from agentenv.envs.quickstart import COMPANIES
+from agentenv.envs.quickstart.world import COMPANIES
 from agentenv.learners.learner import Score
 from agentenv.learners.ranks import messages as wire
 from agentenv.processes.link import PREFIX_BYTES, frame_of
 from agentenv.processes.worker_group import Hello
 from agentenv.training.loop.training import Training
+from agentenv.training.start import ADDED
 from benchmarks.parts.mock_server import NUM_CALLS, SCHEMA, TURN_TOKENS
 from tests.support.ports import held_ports
 
@@ -435,8 +436,9 @@ T = TypeVar("T", bound=Training)
 def trained(kind: type[T], folder: Path) -> T:
     """Train in the workspace `folder` and return the finished training. Its run is `folder`/run."""
     config = load_config(TrainConfig, folder / CONFIG, [])
-    run = RunDirectory(folder / "run", resume=False, monitor=config.monitor, settings={})
-    training = kind(config, run, View(), resume="")
+    run = RunDirectory(folder / "run", resume=False)
+    run.monitors = config.monitor.start(run.path, {})
+    training = kind(config, run, View(), **ADDED)
     run_until_done(training.run_all(), training.view)
     return training
 
@@ -513,7 +515,7 @@ def write_workspace(
 ) -> None:
     """Write model, questions and configuration for `num_steps` steps. `tables` has the TOML tables
     [env], [engine] and [cluster]."""
-    from agentenv.envs.quickstart_setup import build_model
+    from agentenv.envs.quickstart.setup import build_model
 
     build_model(folder / "model", seed=0)
     rows = [

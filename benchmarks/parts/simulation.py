@@ -87,6 +87,7 @@ from agentenv.training.loop.parts import NUM_PROBE_PROMPTS, Parts
 from agentenv.training.loop.publishing import DirectoryPublisher, ParityProbe
 from agentenv.training.loop.step_report import StepReport
 from agentenv.training.loop.training import Training
+from agentenv.training.start import make_training
 from benchmarks.parts.timings import FILE, Shape, StepTimes, Timings, Trace, begin
 from tests.support.virtual_clock import run_virtual
 
@@ -780,10 +781,10 @@ def simulate(
         return _parts(config, run.path, trace, engine, learner, work, variant)
 
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
-        run = RunDirectory(Path(folder) / "run", resume=False, settings={})
+        run = RunDirectory(Path(folder) / "run", resume=False)
         view = View()
         view.console = view._errors = Console(file=nowhere)
-        training = Training(
+        training = make_training(
             config, run, view, build=build, make_feeder=SimulatedFeeder, make_report=SimulatedReport
         )
         is_timed, branches = timings is not None, variant.max_branches

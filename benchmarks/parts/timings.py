@@ -46,6 +46,7 @@ from agentenv.training.loop.batching import StepBatch
 from agentenv.training.loop.loop import Loop
 from agentenv.training.loop.step_report import StepReport
 from agentenv.training.loop.training import Training
+from agentenv.training.start import ADDED
 
 FILE = "timings.jsonl"
 NUM_ENTROPIES = 32  # of a turn
@@ -305,7 +306,7 @@ class TimedReport(StepReport):
 
     async def record(self, batch: StepBatch, num_known: dict[int, int]) -> None:
         await super().record(batch, num_known)
-        await in_thread(self.timings.write, self.timings.row(batch.delivered, self.live.row))
+        await in_thread(self.timings.write, self.timings.row(batch.delivered, self.row))
 
 
 class TimedTraining(Training):
@@ -344,7 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work(
         config: TrainConfig, run: RunDirectory, view: View, resume: str
     ) -> Coroutine[Any, Any, None]:
-        return TimedTraining(config, run, view, resume=resume).run_all()
+        return TimedTraining(config, run, view, resume=resume, **ADDED).run_all()
 
     return run_command(parse(parser, argv), TrainConfig, work)
 

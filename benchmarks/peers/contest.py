@@ -303,7 +303,7 @@ def figures(samples: Sequence[Sample], ours: Sequence[Sample]) -> Figures:
 
 def write_task(folder: Path, sizes: Sequence[int]) -> Path:
     """Write the drivers' task as JSON, and the tokenizer next to it."""
-    from agentenv.envs.quickstart_setup import build_tokenizer
+    from agentenv.envs.quickstart.setup import build_tokenizer
 
     tokenizer: Any = build_tokenizer()
     tokenizer.add_tokens(list(JSON_TOKENS))

@@ -25,19 +25,19 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 from msgspec.structs import replace
 
+from agentenv.assembly.checks.checks import Check, CheckResult, CheckRunner, Skip
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.parts.assembly import TRAINED
-from agentenv.assembly.parts.checks import Check, CheckResult, CheckRunner, Skip
 from agentenv.assembly.parts.environments import EnvMaker
-from agentenv.assembly.run.arguments import EXIT_FAILED, Parser
-from agentenv.assembly.run.checkpoints import find_checkpoint
-from agentenv.assembly.run.records import (
+from agentenv.assembly.reports.records import (
     EvalRow,
     calls_that_ran,
     readable,
     trajectory_rows,
     written,
 )
+from agentenv.assembly.run.arguments import EXIT_FAILED, Parser
+from agentenv.assembly.run.checkpoints import find_checkpoint
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 from agentenv.base.config import build_config, resolver
 from agentenv.base.errors import ConfigError, CrashError, DataError, ForeignError, GraderError

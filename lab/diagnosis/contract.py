@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from agentenv.assembly.checks.checks import EPISODES, MODEL, RUNS, TRAIN, Check, Skip
 from agentenv.assembly.parts.assembly import TRAINED, Assembly
-from agentenv.assembly.parts.checks import EPISODES, MODEL, RUNS, TRAIN, Check, Skip
 from agentenv.assembly.parts.environments import EnvMaker
 from agentenv.base.deadline import within
 from agentenv.base.errors import (
@@ -32,8 +32,8 @@ from agentenv.envs.search.providers import RemoteSearchConfig, WebConfig
 from agentenv.text.native import NativeRenderer
 from agentenv.text.renderer import Renderer, ToolSchemas
 from agentenv.text.tags import takes_object, written_arguments
-from agentenv.training.loop.parts import TrainingAssembly
 from agentenv.training.loop.publishing import ParityProbe, computes_in_float32, gap_limits
+from agentenv.training.supervised.assembly import TrainingAssembly
 
 ARGUMENT = "1"
 

@@ -17,9 +17,7 @@ from packaging.requirements import Requirement
 from rich.markup import escape
 from rich.table import Table
 
-from agentenv.assembly.keys.help import refuse_verl_keys
-from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.assembly.parts.checks import (
+from agentenv.assembly.checks.checks import (
     RUNS,
     SAMPLING,
     START,
@@ -31,7 +29,9 @@ from agentenv.assembly.parts.checks import (
     part,
     select,
 )
-from agentenv.assembly.parts.memory import checkpoint_bytes, shape_of
+from agentenv.assembly.checks.memory import checkpoint_bytes, shape_of
+from agentenv.assembly.keys.help import refuse_verl_keys
+from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.run.arguments import RunConfig
 from agentenv.assembly.run.terminal import MAX_FILES, View
 from agentenv.assembly.serving.gpus import GIB, find_machine
@@ -43,7 +43,7 @@ from agentenv.envs.sandbox.launch import LOST_BELOW, Rung
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.lab.diagnosis.contract import CONTRACT, parity
 from agentenv.lab.diagnosis.plan import files_of, make_plan
-from agentenv.training.loop.parts import TrainingAssembly
+from agentenv.training.supervised.assembly import TrainingAssembly
 
 CHECK_S = 600.0  # deadline of a check
 MARKS = {"passed": "[green]pass[/]", "failed": "[bold red]FAIL[/]", "skipped": "[dim]skip[/]"}

@@ -21,6 +21,16 @@ from typing import Any
 
 import jinja2
 
+from agentenv.assembly.checks.checks import refuse
+from agentenv.assembly.checks.paths import (
+    Absent,
+    absent_paths,
+    dataset_registry,
+    hub_keys,
+    is_here,
+    paths_of,
+)
+from agentenv.assembly.checks.start_checks import launched_servers
 from agentenv.assembly.keys.benchmarks import benchmark
 from agentenv.assembly.keys.cluster import (
     KubernetesCluster,
@@ -33,20 +43,10 @@ from agentenv.assembly.keys.help import values_of
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.supervised import SupervisedRunConfig
 from agentenv.assembly.parts.assembly import Assembly
-from agentenv.assembly.parts.checks import refuse
-from agentenv.assembly.parts.start_checks import (
-    Absent,
-    absent_paths,
-    dataset_registry,
-    hub_keys,
-    is_here,
-    launched_servers,
-    paths_of,
-)
+from agentenv.assembly.reports.tables import Table
 from agentenv.assembly.run.arguments import EXIT_MISSING
 from agentenv.assembly.run.checkpoints import find_checkpoint
 from agentenv.assembly.run.rundir import CONFIG_FILE, JOB_VARIABLE
-from agentenv.assembly.run.tables import Table
 from agentenv.assembly.run.terminal import View
 from agentenv.assembly.serving.gpus import GIB, find_machine
 from agentenv.assembly.serving.server_command import find_python

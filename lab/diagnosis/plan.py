@@ -8,11 +8,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from agentenv.assembly.keys.cluster import ResourcesConfig, ServeConfig, WideCluster
-from agentenv.assembly.keys.evaluation import EvaluateConfig
-from agentenv.assembly.keys.rl import MAX_TRAJECTORY_BYTES, TrainConfig
-from agentenv.assembly.keys.supervised import SFTConfig, SupervisedRunConfig
-from agentenv.assembly.parts.memory import (
+from agentenv.assembly.checks.memory import (
     KNOWN,
     RESERVE_BYTES,
     Memory,
@@ -26,6 +22,10 @@ from agentenv.assembly.parts.memory import (
     passing_bytes,
     server_memory,
 )
+from agentenv.assembly.keys.cluster import ResourcesConfig, ServeConfig, WideCluster
+from agentenv.assembly.keys.evaluation import EvaluateConfig
+from agentenv.assembly.keys.rl import MAX_TRAJECTORY_BYTES, TrainConfig
+from agentenv.assembly.keys.supervised import SFTConfig, SupervisedRunConfig
 from agentenv.assembly.run.checkpoints import find_checkpoint
 from agentenv.assembly.serving.gpus import GIB, GpuPlan, PlannedMachine, learner_gpus
 from agentenv.assembly.serving.server_command import CPU_CACHE_GIB, SERVER_BYTES, vllm_hint

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from agentenv.assembly.checks.checks import START, Has, refuse_dry
+from agentenv.assembly.checks.start_checks import environment_classes, needs_of_environments
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.supervised import SupervisedRunConfig
 from agentenv.assembly.parts.assembly import TRAINED, Assembly, RolloutAssembly, SetConfig
-from agentenv.assembly.parts.checks import START, Has, refuse_dry
 from agentenv.assembly.parts.environments import EnvMaker
-from agentenv.assembly.parts.start_checks import environment_classes, needs_of_environments
 from agentenv.base.config import Reporter
 from agentenv.base.errors import ConfigError, MissingError
 from agentenv.base.offload import in_thread
@@ -74,7 +74,7 @@ def _assembly(
     config: AnyRun, folder: Path, model: Path | None, stack: AsyncExitStack, report: Reporter
 ) -> Assembly[Any]:
     if isinstance(config, TrainConfig):
-        from agentenv.training.loop.parts import (
+        from agentenv.training.supervised.assembly import (
             TrainingAssembly,  # slow to load: after the checks of the configuration
         )
 

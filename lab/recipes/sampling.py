@@ -21,7 +21,7 @@ from agentenv.assembly.keys.evaluation import (
 )
 from agentenv.assembly.parts.assembly import Questions, load_set
 from agentenv.assembly.parts.environments import try_env
-from agentenv.assembly.run.records import FAILED, EvalRow, Wanted
+from agentenv.assembly.reports.records import FAILED, EvalRow, Wanted
 from agentenv.assembly.run.terminal import View
 from agentenv.base.config import Reporter
 from agentenv.base.errors import ConfigError, DataError

@@ -24,8 +24,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.assembly.keys.evaluation import FilterConfig, SynthesisPlan, Way
-from agentenv.assembly.run.records import FAILED, EvalRow
-from agentenv.assembly.run.tables import Table
+from agentenv.assembly.reports.records import FAILED, EvalRow
+from agentenv.assembly.reports.tables import Table
 from agentenv.base.config import changes, to_plain
 from agentenv.base.disk import explain, write_whole
 from agentenv.base.errors import ConfigError

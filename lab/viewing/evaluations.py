@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from agentenv.assembly.run.records import FAILED, EvalRow
+from agentenv.assembly.reports.records import FAILED, EvalRow
 from agentenv.base.errors import DataError, ForeignError
 from agentenv.base.untrusted import decode, decode_loose
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from agentenv.assembly.reports.records import Decode
 from agentenv.assembly.run.checkpoints import find_checkpoint
-from agentenv.assembly.run.records import Decode
 from agentenv.assembly.run.rundir import CONFIG_FILE
 from agentenv.assembly.run.terminal import View
 from agentenv.assembly.run.transcript import TranscriptQuestion, of_row, of_tree, redacted

@@ -14,13 +14,12 @@ from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View
 from agentenv.base.errors import DataError
-from agentenv.learners.learner import LearnerConfig
+from agentenv.training.start import ADDED
 from benchmarks.parts.simulation import (
     Durations,
     Grown,
     Machine,
     ServiceModel,
-    SimulatedLearner,
     Variant,
     fitted,
     recorded,
@@ -51,10 +50,10 @@ KEYS = ("queue.groups_per_step=2", "learner.groups_per_minibatch=2", "train.num_
 def trace(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, Trace]:
     """Of a toy run under the virtual clock: 0.5 s and 40 tokens a second a turn, 20 s an update."""
     config = toy_config(tmp_path_factory.mktemp("toy"), *KEYS)
-    run = RunDirectory(Path(config.run.dir) / "toy", resume=False, settings={})
-    training = TimedTraining(config, run, View(), resume="", build=ToyWorld().build)
+    run = RunDirectory(Path(config.run.dir) / "toy", resume=False)
+    training = TimedTraining(config, run, View(), **{**ADDED, "build": ToyWorld().build})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentenv.training.loop.recorder.Recorder.draw", lambda self: [])
+        patch.setattr("agentenv.training.reports.recorder.RunRecorder.draw", lambda self: [])
         run_virtual(training.run_all())
     run.close()
     return config, read_trace(run.path)
@@ -69,18 +68,6 @@ def test_a_simulation_reproduces_the_recorded_run(trace: tuple[TrainConfig, Trac
     assert found.step_s == pytest.approx(was.step_s, rel=0.15)
     assert found.staleness == pytest.approx(was.staleness, rel=0.15)
     assert found == simulate(config, written, Variant(name="again"), 30)
-
-
-def test_settings_have_their_expected_effects(trace: tuple[TrainConfig, Trace]) -> None:
-    config, written = trace
-    plain = simulate(config, written, Variant(name="plain"), 12)
-    fresh = simulate(config, written, Variant(name="fresh", max_staleness=0), 12)
-    few = simulate(config, written, Variant(name="few", max_staleness=0, max_branches=4), 12)
-    assert fresh.staleness == 0
-    assert fresh.idle_share > plain.idle_share
-    assert fresh.step_s > plain.step_s
-    assert few.branches <= 4
-    assert few.step_s > fresh.step_s
 
 
 def test_calls_wait_for_the_slots_of_their_tool(
@@ -216,20 +203,6 @@ def test_turns_share_a_machine_and_wait_for_its_slots() -> None:
     assert run_virtual(main()) == pytest.approx([0.42, 0.74, 1.16])
 
 
-def test_a_free_slot_goes_to_the_first_turn_in_order() -> None:
-    async def main() -> list[int]:
-        machine, ends = Machine(MODEL, slots=1), []
-
-        async def turn(place: int) -> None:
-            await machine.sample(0, [10], lambda _: None, (place, 0))
-            ends.append(place)
-
-        await asyncio.gather(turn(0), turn(3), turn(1), turn(2))
-        return ends
-
-    assert run_virtual(main()) == [0, 1, 2, 3]
-
-
 def test_a_prompt_is_computed_once_by_each_version() -> None:
     tree = Grown(home=Machine(MODEL, slots=1))
     prompt, action, result = [0] * 99 + [1], [0, 2], [0, 0, 3]
@@ -238,21 +211,6 @@ def test_a_prompt_is_computed_once_by_each_version() -> None:
     tree.cached.add(2)  # the engine has sampled it
     assert tree.compute([prompt, action, result], 0) == 3
     assert tree.compute([prompt, action, result], 1) == 105
-
-
-def test_an_update_takes_longer_while_turns_run() -> None:
-    async def main() -> tuple[float, float]:
-        machine = Machine(MODEL, slots=9)
-        learner = SimulatedLearner(machine.model, LearnerConfig(), [machine])
-        now = asyncio.get_running_loop().time
-        await learner.work(8.0)
-        alone_s = now()
-        turn = asyncio.create_task(machine.sample(0, [10_000], lambda _: None))
-        await learner.work(8.0)
-        turn.cancel()
-        return alone_s, now() - alone_s
-
-    assert run_virtual(main()) == pytest.approx((8.0, 12.0), rel=0.02)
 
 
 def test_a_fitted_tail_exceeds_the_longest_call() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import ModuleType
 
-from agentenv.envs.quickstart_setup import build_model, write_dialogues
+from agentenv.envs.quickstart.setup import build_model, write_dialogues
 
 
 def make_supervised(folder: Path, tables: str) -> Path:

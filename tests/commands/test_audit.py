@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentenv.assembly.parts.checks import Check, CheckResult, CheckRunner
+from agentenv.assembly.checks.checks import Check, CheckResult, CheckRunner
 from agentenv.base.types import Message, Task
 from agentenv.contract.env import Grade
 from agentenv.envs.grading.custom import ground_truth

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.assembly.run.records import EvalRow
+from agentenv.assembly.reports.records import EvalRow
 from agentenv.base.config import load_config
 from agentenv.base.errors import ConfigError, EngineError, EnvError
 from agentenv.base.tree import TrajectoryTree
@@ -23,11 +23,11 @@ from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.algorithms.baselines import DAPO, ReinforcePP
 from agentenv.learners.algorithms.credit import TreeCredit
 from agentenv.learners.trees.batch import encode
+from agentenv.training.evaluations import refuse_failed
 from agentenv.training.loop.alarms import Alarms
-from agentenv.training.loop.batching import BatchBuilder, RefusedStepError, StepBatch
-from agentenv.training.loop.evaluations import refuse_failed
+from agentenv.training.loop.batching import BatchBuilder, StepBatch
 from agentenv.training.loop.publishing import is_exact
-from agentenv.training.loop.report import step_line
+from agentenv.training.loop.refusals import RefusedStepError
 from agentenv.training.loop.state import RunState
 from agentenv.training.supervised.course import LossCourse
 from tests.learners.trees import credited, random_tree
@@ -156,16 +156,6 @@ def test_a_step_without_any_trajectory_is_not_trained() -> None:
     with pytest.raises(RefusedStepError, match="all 5 trajectories of a step failed") as caught:
         settled(ours, [tree])
     assert caught.value.trees == [3]
-
-
-def test_no_cold_start_is_advised_where_a_tool_is_broken(caplog: pytest.LogCaptureFixture) -> None:
-    ours = Alarms(load_config(TrainConfig, CONFIG))
-    trees = [calling(i, "HTTP 401") for i in range(24)]
-    for _ in range(4):
-        ours.check_fates(trees, Counter({"with equal returns": 24}))
-    assert "cold start" not in caplog.text
-    (said,) = caplog.messages
-    assert said.endswith("all 24 calls of the tool 'order' failed with one error: HTTP 401")
 
 
 @pytest.mark.parametrize(
@@ -362,19 +352,6 @@ def alike(*, right: bool) -> list[TrajectoryTree]:
     return grown
 
 
-def test_a_failing_policy_is_distinguished_from_a_perfect_one(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    ours = builder(ARPO(group_size=4))
-    settled(ours, alike(right=True))
-    assert not caplog.records
-    settled(ours, alike(right=False))
-    settled(ours, alike(right=False))
-    (told,) = caplog.records
-    assert "no tree of the step has a signal" in told.getMessage()
-    assert "prompt.template" in told.getMessage()
-
-
 @pytest.mark.parametrize(("num_failed", "ends"), [(1, False), (2, True), (9, True)])
 def test_before_training_a_fifth_of_failures_is_enough(num_failed: int, ends: bool) -> None:
     ended = [EvalRow(dataset="a", task=f"t{n}", sample=0, end="terminated") for n in range(10)]
@@ -419,13 +396,6 @@ def test_a_run_whose_groups_are_all_equal_ends_though_they_are_counted() -> None
     assert len(settled(ours, alike(right=True)).trained) == 2
     with pytest.raises(EnvError, match=r"no tree had a signal in 2 steps.*2 with equal returns"):
         settled(ours, alike(right=True))
-
-
-def test_failures_by_kind_are_shown_next_to_the_reward() -> None:
-    row = {"step": 3, "rollout/trees": 2, "rollout/tool_calls": 4, "rollout/forks": 0}
-    assert step_line(row, 9).endswith("tok/s")
-    failed = {"failed/by_kind/EnvError": 2, "failed/by_kind/OutageError": 1}
-    assert step_line(row | failed, 9).endswith("tok/s failed 2 EnvError, 1 OutageError")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from agentenv.base.types import Limits, SamplingParams
 from agentenv.contract.env import close_shared
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.envs.grading.keys import GraderConfig
-from agentenv.envs.quickstart_setup import build_tokenizer
+from agentenv.envs.quickstart.setup import build_tokenizer
 from agentenv.envs.search.keys import SearchConfig
 from agentenv.rollout.actor import Actor, evaluate
 from agentenv.text.prompt import PromptConfig, preset

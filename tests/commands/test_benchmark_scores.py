@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agentenv.envs.quickstart_setup import build_model
+from agentenv.envs.quickstart.setup import build_model
 from tests.support.exams import GAIA, HLE, judged, write_exams
 from tests.support.judge_server import JudgeServer, judge_server
 from tests.support.tea_house import HOUSES, write_world

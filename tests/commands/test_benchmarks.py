@@ -22,7 +22,7 @@ from agentenv.assembly.keys.benchmarks import (
 )
 from agentenv.assembly.keys.rl import EnvConfig
 from agentenv.assembly.parts.environments import EnvMaker
-from agentenv.assembly.run.records import EvalRow
+from agentenv.assembly.reports.records import EvalRow
 from agentenv.base.config import build_config
 from agentenv.base.errors import ConfigError
 from agentenv.base.types import Limits, Task

@@ -10,7 +10,7 @@ import pytest
 from agentenv.base.errors import DataError
 from agentenv.base.types import Completion, Message, ToolCall
 from agentenv.contract.instruction import Instruction
-from agentenv.envs.quickstart_setup import build_tokenizer
+from agentenv.envs.quickstart.setup import build_tokenizer
 from agentenv.text.native import NativeRenderer
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.renderer import Renderer, TagRenderer

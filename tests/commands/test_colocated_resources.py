@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from agentenv.assembly.checks.checks import refuse
 from agentenv.assembly.keys.cluster import ResourcesConfig
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.parts.assembly import Assembly
-from agentenv.assembly.parts.checks import refuse
 from agentenv.assembly.serving import server_command
 from agentenv.assembly.serving.gpus import GIB, GpuPlan, learner_gpus
 from agentenv.assembly.serving.server_command import command, environment
@@ -25,7 +25,7 @@ from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.engines.sglang import SGLangConfig
 from agentenv.engines.vllm import VLLMConfig
-from agentenv.envs.quickstart_setup import build_model
+from agentenv.envs.quickstart.setup import build_model
 from agentenv.learners.learner import LearnerConfig
 from agentenv.training.loop.parts import adapter_rank
 

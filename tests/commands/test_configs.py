@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from agentenv.assembly.reports.records import EvalRow
 from agentenv.assembly.run.arguments import EXIT_MISSING
-from agentenv.assembly.run.records import EvalRow
 from agentenv.evaluation.store import read_rows
 from agentenv.launchers import dpo, evaluate, serve, sft, train
 from tests.support.dense import TEXTS, make, save_encoder

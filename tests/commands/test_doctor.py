@@ -16,8 +16,8 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
+from agentenv.assembly.checks.checks import Check, CheckResult, CheckRunner
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.assembly.parts.checks import Check, CheckResult, CheckRunner
 from agentenv.assembly.serving.gpus import PlannedMachine
 from agentenv.base.config import load_config
 from agentenv.base.errors import ConfigError

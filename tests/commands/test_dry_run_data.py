@@ -11,7 +11,7 @@ import pytest
 
 from agentenv.assembly.run.arguments import EXIT_MISSING
 from agentenv.data.data_files import read_rows
-from agentenv.envs.quickstart_setup import build_model
+from agentenv.envs.quickstart.setup import build_model
 from agentenv.launchers import dpo, evaluate, sft, train
 from tests.support.released import (
     BROKEN_CHAIN,
@@ -155,18 +155,6 @@ def test_rows_are_read_without_a_tokenizer(here: Path, capsys: pytest.CaptureFix
     assert "model.path = models/Qwen2.5-3B" in missing
 
 
-def test_a_package_that_is_not_installed_is_listed_as_missing(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The run may be one for another machine, where it is."""
-    monkeypatch.setitem(sys.modules, "bm25s", None)
-    asked = ("http://127.0.0.1:9", "--env", "agentenv/WebSearch-v0", "data=test.jsonl")
-    assert dry(evaluate.main, *asked) == EXIT_MISSING
-    missing = capsys.readouterr().out.partition("missing:")[2]
-    assert "BM25 search requires the package 'bm25s'" in missing
-    assert "[search]" in missing
-
-
 MADE = """
 [run]
 setup = "made_world:prepare"
@@ -305,8 +293,6 @@ def test_an_evaluations_file_is_read_and_a_missing_one_is_fetched(
     ("main", "name", "override"),
     [
         (train.main, "train", "data.train=nowhere.jsonl"),
-        (train.main, "train", "model.path=nowhere"),
-        (sft.main, "sft", "data.train=nowhere.jsonl"),
         (dpo.main, "dpo", "model.path=nowhere"),
     ],
 )

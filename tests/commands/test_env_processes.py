@@ -9,13 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agentenv.assembly.parts import environments
-from agentenv.assembly.run.terminal import first_reason
-from agentenv.base.errors import ConfigError
+from agentenv.assembly.parts import env_processes
 from agentenv.evaluation.store import read_rows
 from agentenv.processes import supervisor as local
-from agentenv.training.loop.recorder import Recorder
 from agentenv.training.loop.training import Training
+from agentenv.training.reports.recorder import RunRecorder
 from tests.commands.evaluating import runner
 from tests.commands.test_rollout_workers import log_of, run, start_worker, taken, trees, until
 from tests.commands.test_rollout_workers import workers as processes
@@ -59,7 +57,7 @@ def _light(warehouse: Path) -> Iterator[None]:
     (warehouse.parent / "computing_env.py").write_text(MODULE.format(here=psutil.Process().pid))
     with toy_ranks(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "start_process", start_worker)
-        patch.setattr(Recorder, "draw", lambda self: [])
+        patch.setattr(RunRecorder, "draw", lambda self: [])
         patch.setenv("PYTHONPATH", str(warehouse.parent))
         yield
 
@@ -118,18 +116,6 @@ def answers(out: Path) -> dict[str, str]:
     return {row.task: row.prediction for row in read_rows(out)}
 
 
-def test_errors_of_environment_processes_are_reported_before_the_run(
-    warehouse: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", "")  # they do not find the module of the environment
-    with pytest.raises((ConfigError, BaseExceptionGroup)) as ended:
-        run(warehouse, "envs-wrong", *PLAIN, *COMPUTING)
-    reason = first_reason(ended.value)
-    assert isinstance(reason, ConfigError)
-    assert "env-worker-" in str(reason)
-    assert "computing_env" in str(reason)
-
-
 def test_an_endless_environment_is_killed_and_its_rollout_crashes(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +129,7 @@ def test_an_endless_environment_is_killed_and_its_rollout_crashes(
     keys = ["env.id=me/Endless-v0", "env.module=endless_env", "env.workers=1"]
     keys += ["limits.env_timeout_s=5"]
     limits = ["limits.max_failed_share=1", "algorithm.group_size=2"]
-    monkeypatch.setattr(environments, "HELD_S", 5.0)
+    monkeypatch.setattr(env_processes, "HELD_S", 5.0)
     found = run(warehouse, "envs-endless", *PLAIN, *keys, *limits)
     assert "no heartbeat for 5 s" in log_of(found)
     assert len(rows_of(found)) >= 4

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 import agentenv
+from agentenv.assembly.checks.start_checks import check_graders
 from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
 from agentenv.assembly.keys.rl import TABLES, TrainConfig
-from agentenv.assembly.parts.environments import EnvMaker, check_graders, tables_of
+from agentenv.assembly.parts.environments import EnvMaker, tables_of
 from agentenv.base.config import build_config
 from agentenv.base.errors import ConfigError
 from agentenv.base.types import Limits, Message, Task, ToolCall

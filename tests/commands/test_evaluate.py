@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.assembly.run.records import EvalRow
+from agentenv.assembly.reports.records import EvalRow
 from agentenv.base.types import ToolResult
 from agentenv.contract.http import status_error
 from agentenv.contract.tools import FunctionTool

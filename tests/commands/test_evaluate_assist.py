@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from agentenv.assembly.reports.records import EvalRow, written
 from agentenv.assembly.run.arguments import EXIT_MISSING
-from agentenv.assembly.run.records import EvalRow, written
-from agentenv.envs.quickstart_setup import build_model
+from agentenv.envs.quickstart.setup import build_model
 from agentenv.evaluation.store import read_rows
 from agentenv.launchers import evaluate, train
 from tests.support.openai_endpoint import Answer, Json, ScriptedEndpoint, call, reply

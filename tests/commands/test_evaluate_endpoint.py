@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.assembly.run.records import EvalRow
+from agentenv.assembly.reports.records import EvalRow
 from agentenv.base.types import Limits
 from agentenv.evaluation.store import load_saved, read_rows
 from agentenv.launchers import evaluate

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.assembly.run.records import EvalRow, Key
+from agentenv.assembly.reports.records import EvalRow, Key
 from agentenv.envs.web_search import SearchTool
 from agentenv.evaluation.store import read_rows
 from agentenv.launchers import evaluate, export, train

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from agentenv.assembly.run.records import EvalRow
+from agentenv.assembly.reports.records import EvalRow
 from agentenv.contract.env import close_shared
 from agentenv.evaluation.figures import default_ks, figures_of, questions_of, summarize
 from agentenv.evaluation.report import hints_of
 from agentenv.evaluation.scores import Scorer
-from agentenv.training.loop.state import brief_report
+from agentenv.training.evaluations import brief_report
 from tests.support.stored_evaluation import failed, row
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from agentenv.assembly.run.records import EvalRow
+from agentenv.assembly.reports.records import EvalRow
 from agentenv.launchers import evaluate, view
 from tests.support.stored_evaluation import (
     QUICK,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentenv.assembly.run.records import EvalRow, calls_that_ran, prediction, written
+from agentenv.assembly.reports.records import EvalRow, calls_that_ran, prediction, written
 from agentenv.contract.env import close_shared
 from agentenv.evaluation.scores import (
     Scorer,

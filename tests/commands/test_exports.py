@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.assembly.run.records import EvalRow, trajectory_rows
+from agentenv.assembly.reports.records import EvalRow, trajectory_rows
 from agentenv.assembly.run.transcript import (
     TranscriptQuestion,
     TranscriptTurn,
@@ -19,7 +19,7 @@ from agentenv.assembly.run.transcript import (
     turns_of,
 )
 from agentenv.base.errors import install_hint
-from agentenv.envs.quickstart_setup import build_tokenizer
+from agentenv.envs.quickstart.setup import build_tokenizer
 from agentenv.launchers import export
 from agentenv.rollout.archive import Archive, StepHeader
 from agentenv.rollout.failures import REDACTED, Redactor

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.envs.quickstart_setup import build_tokenizer
+from agentenv.envs.quickstart.setup import build_tokenizer
 from agentenv.rollout.archive import Archive, StepHeader
 from agentenv.rollout.frames import ArchiveConfig
 from tests.support.example_tree import SECRET, example_tree

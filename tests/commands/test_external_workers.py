@@ -27,8 +27,8 @@ from agentenv.base.errors import ConfigError, WorkerError
 from agentenv.launchers import train
 from agentenv.processes.link import hold_port, port_of
 from agentenv.processes.supervisor import ADDRESS_VARIABLE, TOKEN_VARIABLE
-from agentenv.training.loop.recorder import Recorder
 from agentenv.training.loop.training import Training
+from agentenv.training.reports.recorder import RunRecorder
 from agentenv.training.workers.rollout_worker import seen_from_here
 from agentenv.training.workers.worker_process import DRAIN_VARIABLE, WAIT_VARIABLE
 from tests.commands.test_rollout_workers import SLOW, log_of, run, trees, until
@@ -86,7 +86,7 @@ def start(warehouse: Path, port: int, tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def light(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(Recorder, "draw", lambda self: [])
+    monkeypatch.setattr(RunRecorder, "draw", lambda self: [])
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
     with toy_ranks():
         yield

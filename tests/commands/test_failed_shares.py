@@ -9,19 +9,21 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from agentenv.assembly.reports.pictures import learning_curve
+from agentenv.assembly.reports.records import EvalRow
 from agentenv.assembly.run import terminal
-from agentenv.assembly.run.pictures import learning_curve
-from agentenv.assembly.run.records import EvalRow
 from agentenv.assembly.run.terminal import PLAIN_S, View
-from agentenv.training.loop.report import (
+from agentenv.training.best import consider_best
+from agentenv.training.evaluations import brief_report
+from agentenv.training.loop.brief_reports import BriefReport
+from agentenv.training.loop.state import RunSaver, RunState
+from agentenv.training.reports.texts import (
     final_table,
     report_line,
     report_metrics,
-    run_rate,
     step_line,
     summarize,
 )
-from agentenv.training.loop.state import BriefReport, RunSaver, RunState, brief_report
 
 
 def report_of(num_right: int, num_wrong: int, num_failed: int) -> BriefReport:
@@ -72,7 +74,7 @@ def test_the_summary_has_shares_and_the_rate_of_the_run(state: RunState) -> None
     assert found["success_if_failed_wrong"]["after_rl"] == pytest.approx(0.02)
     assert found["rollouts"]["failed_share"] == pytest.approx(1223 / 2400)
     assert found["rollouts"]["causes"] == ["1223 x EnvError: closed"]
-    assert found["tokens"]["sampled_per_s"] == run_rate(state) == 1250.0
+    assert found["tokens"]["sampled_per_s"] == state.sampling_rate() == 1250.0
 
 
 def test_the_summary_of_a_run_without_failures_or_without_rollouts_has_shares_of_zero() -> None:
@@ -196,5 +198,5 @@ def test_a_line_without_progress_names_the_wait_and_no_remaining_time(
 async def test_an_evaluation_that_measured_nothing_is_never_the_best() -> None:
     saver = object.__new__(RunSaver)
     saver.best_metric, saver.state = "held/reward", RunState(best=-0.5)
-    await saver.consider_best(2, report_of(0, 0, 5))  # neither saved nor kept
+    await consider_best(saver, 2, report_of(0, 0, 5))  # neither saved nor kept
     assert saver.state.best == -0.5

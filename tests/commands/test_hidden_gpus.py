@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.assembly.parts.environments import EnvProcesses, EnvSettings
+from agentenv.assembly.parts.env_processes import EnvProcesses
+from agentenv.assembly.parts.environments import EnvSettings
 from agentenv.assembly.serving.gpus import GpuPlan, gpus_for_others, gpus_of_ranks, visible_gpus
 from agentenv.base.config import load_config
 from agentenv.processes.supervisor import Supervisor

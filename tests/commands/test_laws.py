@@ -38,8 +38,8 @@ from agentenv.base.offload import replaced
 from agentenv.base.tree import TrajectoryTree
 from agentenv.rollout.frames import frames_of
 from agentenv.training.loop.batching import BatchBuilder, StepBatch
-from agentenv.training.loop.recorder import Recorder
-from agentenv.training.loop.training import Training
+from agentenv.training.reports.recorder import RunRecorder
+from agentenv.training.start import make_training
 from tests.support.toy_run import ToyWorld, toy_config
 from tests.support.virtual_clock import DeadlockError, Inline, VirtualClockLoop, waiting_tasks
 
@@ -59,7 +59,7 @@ class Runs(RuleBasedStateMachine):
         self.stack.enter_context(replaced(Inline()))
         self.stack.enter_context(redirect_stdout(StringIO()))
         patch = self.stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(Recorder, "draw", lambda self: [])
+        patch.setattr(RunRecorder, "draw", lambda self: [])
         settle = BatchBuilder.settle
 
         def settling(batches: BatchBuilder, batch: StepBatch) -> None:
@@ -113,8 +113,8 @@ class Runs(RuleBasedStateMachine):
         self.world = ToyWorld()
         for call, kinds in weather.items():
             self.fault(call, kinds)
-        self.run = RunDirectory(self.path, resume=resume, settings={})
-        self.training = Training(
+        self.run = RunDirectory(self.path, resume=resume)
+        self.training = make_training(
             self.config,
             self.run,
             View(),

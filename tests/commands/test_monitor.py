@@ -14,16 +14,15 @@ from pathlib import Path
 import pytest
 
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.assembly.keys.supervised import SFTRunConfig
-from agentenv.assembly.run import monitors as module
-from agentenv.assembly.run.monitors import (
+from agentenv.assembly.reports import monitors as module
+from agentenv.assembly.reports.monitors import (
     Axis,
     MonitorConfig,
     Monitors,
     RolloutMonitorConfig,
     Row,
 )
-from agentenv.assembly.run.trackers import (
+from agentenv.assembly.reports.trackers import (
     WandbConfig,
     wandb_mode,
 )
@@ -262,12 +261,6 @@ def test_a_missing_package_is_reported_before_anything_starts(
         ConfigError, match=rf"monitor\.tensorboard.*{re.escape(install_hint('monitor'))}"
     ):
         MonitorConfig(tensorboard=True)
-
-
-def test_a_run_without_rollouts_has_no_keys_for_samples() -> None:
-    raw = {"monitor": {"num_trajectories": 3}}
-    with pytest.raises(ConfigError, match=r"monitor\.num_trajectories: unknown key"):
-        build_config(SFTRunConfig, raw, "sft.toml")
 
 
 def test_the_dashboard_shows_metrics_that_a_run_sends(finished: Path) -> None:

@@ -14,7 +14,7 @@ from agentenv.assembly.run.terminal import View
 from agentenv.base.config import load_config
 from agentenv.base.errors import ConfigError
 from agentenv.contract.env import close_shared
-from agentenv.envs.quickstart import QuickstartEnv
+from agentenv.envs.quickstart.world import QuickstartEnv
 from agentenv.evaluation.figures import agreement_of
 from agentenv.evaluation.report import MAX_UNREADABLE_SHARE, write_report
 from agentenv.evaluation.subject import of_env

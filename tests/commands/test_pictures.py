@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.assembly.run.pictures import learning_curve, png, training_figures
+from agentenv.assembly.reports.pictures import learning_curve, png, training_figures
 from agentenv.data.data_files import Row
 
 

@@ -20,9 +20,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.assembly.keys.supervised import ColdStartOptimizer
-from agentenv.assembly.parts.memory import (
+from agentenv.assembly.checks.memory import (
     HEAD_CHUNK_BYTES,
     HEAD_TILE_BYTES,
     KNOWN,
@@ -37,10 +35,12 @@ from agentenv.assembly.parts.memory import (
     server_memory,
     shape_of,
 )
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.keys.supervised import ColdStartOptimizer
 from agentenv.assembly.serving.gpus import GIB
 from agentenv.base.config import load_config
 from agentenv.contract.server_config import LaunchConfig
-from agentenv.envs.quickstart_setup import build_model
+from agentenv.envs.quickstart.setup import build_model
 from agentenv.lab.diagnosis.plan import (
     disk_line,
     files_of,

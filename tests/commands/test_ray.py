@@ -17,8 +17,8 @@ from msgspec.structs import replace
 
 from agentenv.assembly.run.terminal import first_reason
 from agentenv.base.errors import ConfigError
-from agentenv.training.loop.recorder import Recorder
 from agentenv.training.loop.training import Training
+from agentenv.training.reports.recorder import RunRecorder
 from agentenv.training.workers.ray_placement import Leaves, RayPlacement, in_words, left_over
 from benchmarks.parts.chaos import CONFIG, MAX_STALENESS, SHORT, make_model, write_workspace
 from tests.commands.test_rollout_workers import SLOW, end, log_of, run, taken, trees, until
@@ -36,7 +36,7 @@ def _light(warehouse: Path) -> Iterator[None]:
     """Nothing is learned and nothing drawn; processes on nodes find the environment."""
     pytest.importorskip("ray")
     with toy_ranks(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Recorder, "draw", lambda self: [])
+        patch.setattr(RunRecorder, "draw", lambda self: [])
         patch.setenv("PYTHONPATH", str(warehouse.parent))
         patch.setenv("RAY_DISABLE_IMPORT_WARNING", "1")
         yield

@@ -32,8 +32,9 @@ from agentenv.processes import supervisor as local
 from agentenv.processes.supervisor import NUMBER_VARIABLE
 from agentenv.rollout.archive import read_step, steps_of
 from agentenv.rollout.frames import Leased
-from agentenv.training.loop.recorder import Recorder
 from agentenv.training.loop.training import Training
+from agentenv.training.reports.recorder import RunRecorder
+from agentenv.training.start import make_training
 from benchmarks.parts.chaos import (
     CONFIG,
     MAX_STALENESS,
@@ -61,7 +62,7 @@ def _light(warehouse: Path) -> Iterator[None]:
     """Nothing is learned and nothing drawn; workers find the environment."""
     with toy_ranks(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "start_process", start_worker)
-        patch.setattr(Recorder, "draw", lambda self: [])
+        patch.setattr(RunRecorder, "draw", lambda self: [])
         patch.setenv("PYTHONPATH", str(warehouse.parent))
         yield
 
@@ -81,10 +82,10 @@ def run(
 ) -> Path:
     """The directory of the run; `during` runs in parallel to it, on open `servers`."""
     config = load_config(TrainConfig, warehouse, [f"run.name=workers-{name}", *overrides])
-    folder = RunDirectory(Path(config.run.dir) / config.run.name, resume=bool(resume), settings={})
+    folder = RunDirectory(Path(config.run.dir) / config.run.name, resume=bool(resume))
     view = View()
     view.log_to(folder.path / "run.log")
-    training = Training(config, folder, view, resume=resume)
+    training = make_training(config, folder, view, resume=resume)
 
     async def main() -> None:
         for server in servers:
@@ -211,19 +212,6 @@ def test_a_killed_worker_costs_no_tree(warehouse: Path, calm: Path) -> None:
     assert last["workers/trees_moved"] > 0
 
 
-def test_a_worker_that_hangs_is_replaced(
-    warehouse: Path, calm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def stop(training: Training) -> None:
-        await until(lambda: training.state.step >= 1)
-        workers()[0].send_signal(signal.SIGSTOP)
-
-    monkeypatch.setattr(SpreadCluster, "silence_s", 5.0)
-    found = run(warehouse, "hanging", *PROCESSES, *SLOW, during=stop)
-    assert trees(found) == trees(calm)
-    assert "no heartbeat for 5 s" in log_of(found)
-
-
 def test_a_run_that_loses_all_workers_ends_with_a_checkpoint_and_resumes(
     warehouse: Path, calm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,16 +231,6 @@ def test_a_run_that_loses_all_workers_ends_with_a_checkpoint_and_resumes(
     assert "1 times in a row" in str(reason)
     found = run(warehouse, "none", *PROCESSES, *SLOW, resume="latest")
     assert trees(found) == trees(calm)
-
-
-def test_an_interrupted_run_leaves_no_worker(warehouse: Path) -> None:
-    async def interrupt(training: Training) -> None:
-        await until(lambda: training.state.step >= 2)
-        end()
-
-    with pytest.raises(asyncio.CancelledError):
-        run(warehouse, "interrupted", *PROCESSES, *SLOW, during=interrupt)
-    assert not workers()
 
 
 def test_a_configuration_error_of_a_worker_is_reported_before_the_run(
@@ -322,10 +300,10 @@ def test_trees_of_a_killed_worker_continue_on_the_same_servers(
 COMMAND = """
 import sys
 from agentenv.launchers import train
-from agentenv.training.loop.recorder import Recorder
+from agentenv.training.reports.recorder import RunRecorder
 from tests.support.toy_rank import toy_ranks
 from tests.support.warehouse import ROOT
-Recorder.draw = lambda self: []
+RunRecorder.draw = lambda self: []
 with toy_ranks():
     sys.exit(train.main(sys.argv[1:]))
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.assembly.parts.memory import find_passage, find_shape, lack, passing_bytes
+from agentenv.assembly.checks.memory import find_passage, find_shape, lack, passing_bytes
 from agentenv.base.disk import SHARED_MEMORY, explain, free_bytes
 from agentenv.base.errors import ConfigError
 from agentenv.engines.scripted import ScriptedConfig
@@ -129,53 +130,6 @@ def test_copies_are_counted_by_how_weights_reach_the_engine(warehouse: Path) -> 
     assert passing_bytes(None, learner, ScriptedConfig()) == 0
 
 
-FILL = """
-import sys
-from pathlib import Path
-from agentenv.base.disk import explain
-path = Path(sys.argv[1])
-path.parent.mkdir(exist_ok=True)
-try:
-    with path.open("wb") as file:
-        file.write(bytes(1 << 20))
-        file.flush()
-except OSError as error:
-    error.filename = str(path)
-    print(explain(error, sys.argv[2]))
-"""
-
-
-def test_each_path_has_its_own_remedy(tmp_path: Path) -> None:
-    place = tmp_path / "place"
-    place.mkdir()
-
-    def told(options: str, file: str, key: str, before: str = "") -> str:
-        fill = f"PYTHONPATH={ROOT} {sys.executable} -c '{FILL}' {place}/{file} {key}"
-        return mounted(options, place, before + fill).stdout.strip()
-
-    weights = told("size=64k", "agentenv-weights-x/model.partial", "run.dir")
-    assert weights == (
-        "no space left on the device; free some space and repeat the command, with --resume if the "
-        "run had started, or choose another location with "
-        "resources.weights_dir=DIR"
-    )
-    others = f"head -c 1000000 /dev/zero > {place}/theirs; "
-    mine = told("size=1m", "run/metrics.jsonl", "run.dir", others)
-    assert mine == (
-        "no space left on the device; free some space and repeat the command, with --resume if the "
-        "run had started, or choose another location with "
-        "run.dir=DIR"
-    )
-    error = PermissionError(13, "Permission denied", str(SHARED_MEMORY / "agentenv-weights-x"))
-    assert explain(error, "run.dir") == (
-        "no permission (Permission denied); choose another location with resources.weights_dir=DIR"
-    )
-    assert explain(PermissionError(13, "no", "/somewhere"), "--out") == (
-        "no permission (no); choose another --out"
-    )
-    assert "DIR" not in explain(PermissionError(13, "no", "/somewhere"))
-
-
 def test_a_file_system_without_a_bound_has_room(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()
@@ -184,3 +138,13 @@ def test_a_file_system_without_a_bound_has_room(tmp_path: Path) -> None:
     done = mounted("size=0", place, f"PYTHONPATH={ROOT} {sys.executable} -c '{code}' {place}")
     assert done.stdout.strip() == "inf", done.stderr
     assert 0 < free_bytes(tmp_path) < float("inf")
+
+
+def test_each_path_has_its_own_remedy() -> None:
+    full = OSError(errno.ENOSPC, "No space left on device", "/x/agentenv-weights-x/model.partial")
+    assert explain(full, "run.dir").endswith("with resources.weights_dir=DIR")
+    full.filename = "/x/run/metrics.jsonl"
+    assert explain(full, "run.dir").endswith("with run.dir=DIR")
+    denied = PermissionError(errno.EACCES, "no", "/somewhere")
+    assert "DIR" not in explain(denied)
+    assert explain(denied, "--out") == "no permission (no); choose another --out"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.envs.quickstart_setup import build_model
+from agentenv.envs.quickstart.setup import build_model
 from agentenv.launchers import serve
 from tests.support.warehouse import ROOT
 

@@ -17,7 +17,7 @@ from agentenv.assembly.serving.server_command import command, environment, find_
 from agentenv.assembly.serving.servers import ServerFactory
 from agentenv.base.errors import ConfigError
 from agentenv.contract.server_config import LaunchConfig, Served, ServersConfig
-from agentenv.envs.quickstart_setup import build_model
+from agentenv.envs.quickstart.setup import build_model
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from agentenv.assembly.keys.evaluation import FilterConfig, Way
-from agentenv.assembly.run.records import EvalRow
+from agentenv.assembly.reports.records import EvalRow
 from agentenv.base.types import Task
 from agentenv.lab.recipes.sampling import plain_question
 from agentenv.lab.recipes.sorting import (

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from agentenv.envs.quickstart import make_world
-from agentenv.envs.quickstart_setup import build_model
+from agentenv.envs.quickstart.setup import build_model
+from agentenv.envs.quickstart.world import make_world
 from agentenv.evaluation.store import read_rows
 from agentenv.launchers import sft, synthesize, train
 from tests.support.runs import rows_of
@@ -123,7 +123,7 @@ def synthesized(folder: Path, subject: Path, name: str, *more: str) -> Path:
 
 def test_a_model_learns_from_synthesized_data_and_makes_more(tmp_path: Path) -> None:
     prepare(tmp_path)
-    scripted = "engine.name=scripted"  # envs/quickstart.py, which occasionally gives up
+    scripted = "engine.name=scripted"  # envs/quickstart/world.py, which occasionally gives up
     teacher = synthesized(tmp_path, tmp_path / "model", "teacher", scripted, "num_samples=4")
     lessons, hard = read(teacher / "sft.jsonl"), read(teacher / "rl.jsonl")
     assert len(lessons) >= NUM - 2

@@ -12,22 +12,21 @@ from rich.console import Console
 
 from agentenv.assembly.keys.rl import TrainConfig, TrainingConfig
 from agentenv.assembly.keys.supervised import SFTStage
-from agentenv.assembly.run.pictures import learning_curve, panels, png, training_figures
+from agentenv.assembly.reports.pictures import panels, png
+from agentenv.assembly.reports.tables import Table
 from agentenv.assembly.run.rundir import RunDirectory
-from agentenv.assembly.run.tables import Table
 from agentenv.assembly.run.terminal import View
 from agentenv.base.config import load_config
 from agentenv.base.errors import ConfigError
 from agentenv.base.model_files import load_tokenizer
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task
-from agentenv.launchers import evaluate, train
-from agentenv.training.loop.cold_start import why_lower
-from agentenv.training.loop.recorder import Recorder
-from agentenv.training.loop.report import phase_title
+from agentenv.launchers import train
+from agentenv.training.loop.brief_reports import phase_title
 from agentenv.training.loop.state import RunState
+from agentenv.training.reports.recorder import RunRecorder
+from agentenv.training.supervised.cold_start import why_lower
 from tests.support.runs import first_turns, rows_of
-from tests.support.warehouse import ROOT
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -130,24 +129,6 @@ def test_no_legend_covers_a_curve() -> None:
         assert axes.get_legend().get_window_extent().y1 <= below + 2  # pixels
 
 
-def test_evaluations_are_connected_only_if_some_lie_between() -> None:
-    for steps, is_joined in (((0, 40), False), ((10, 20, 30), True)):
-        rows = [{"step": step, "eval/a/success": step / 40} for step in steps]
-        markers, line = learning_curve(rows, "run").axes[1].get_lines()
-        assert markers.get_xydata().tolist() == [[step, step / 40] for step in steps]
-        assert len(line.get_xydata()) == (len(steps) if is_joined else 0)
-
-
-def test_updates_are_counted_in_whole_numbers() -> None:
-    keys = ("reward/success", "reward/mean", "time/wait_s", "eval/a/success", "rollout/turns")
-    rows = [{"step": n, "trees/offered": 4, **dict.fromkeys(keys, 0.5)} for n in range(1, 5)]
-    for figure in (learning_curve(rows, "run"), training_figures(rows, "run")):
-        drawn = [axes for axes in figure.axes if axes.has_data()]
-        assert len(drawn) == 2
-        for axes in drawn:
-            assert all(tick % 1 == 0 for tick in axes.get_xticks())
-
-
 def test_a_phase_that_did_not_exist_is_not_named() -> None:
     assert phase_title("before_sft", cold_start=True) == "before cold start"
     assert phase_title("before_sft", cold_start=False) == "before RL"
@@ -185,19 +166,6 @@ def test_a_finished_run_is_not_overwritten(
     assert "already contains a run" in capsys.readouterr().err
 
 
-def test_evaluating_a_run_and_a_checkpoint(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--env", "me/Warehouse-v0", "--n", "6", "--out", str(tmp_path / "out")]
-    assert evaluate.main([str(finished), *arguments]) == 0
-    assert len((tmp_path / "out" / "rows.jsonl").read_text().splitlines()) == 6
-    checkpoint = finished / "checkpoints" / "best"
-    arguments[-1] = str(tmp_path / "best")
-    assert evaluate.main([str(checkpoint), *arguments, "num_samples=2"]) == 0
-    assert len((tmp_path / "best" / "rows.jsonl").read_text().splitlines()) == 12
-    assert "bolts" in capsys.readouterr().out
-
-
 def test_epochs_count_questions() -> None:
     assert TrainingConfig(num_steps=7).count_steps(24, groups_per_step=2) == 7
     assert TrainingConfig(num_epochs=0.3).count_steps(25, groups_per_step=2) == 3, (
@@ -207,13 +175,6 @@ def test_epochs_count_questions() -> None:
         ConfigError, match=r"num_epochs = 0\.1 of 10 questions .* less than one step"
     ):
         TrainingConfig(num_epochs=0.1).count_steps(10, groups_per_step=2)
-
-
-@pytest.mark.parametrize("name", ["grpo", "aepo"])
-def test_the_quick_start_changes_its_algorithm_by_one_key(name: str) -> None:
-    path = ROOT / "configs" / "quickstart.toml"
-    config = load_config(TrainConfig, path, [f"algorithm.name={name}"])
-    assert type(config.algorithm).__name__ == name.upper()
 
 
 def a_tree() -> TrajectoryTree:
@@ -235,10 +196,10 @@ async def test_trajectories_can_be_switched_off_and_are_bounded(
         ("whole", "log.trajectories=true", 500e6, 2),
         ("bounded", "log.trajectories=true", 100.0, 1),
     ):
-        monkeypatch.setattr("agentenv.training.loop.recorder.MAX_TRAJECTORY_BYTES", max_bytes)
+        monkeypatch.setattr("agentenv.training.reports.recorder.MAX_TRAJECTORY_BYTES", max_bytes)
         config = load_config(TrainConfig, warehouse, [override])
         run = RunDirectory(tmp_path / name, resume=False)
-        recorder = Recorder(config, run, View(), RunState(), tokenizer)
+        recorder = RunRecorder(config, run, View(), RunState(), tokenizer)
         for step in ("step-000001", "step-000002"):
             await recorder.write_trajectories(step, [a_tree()])
         assert len(list(run.path.glob("trajectories/*"))) == num_files

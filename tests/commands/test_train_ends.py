@@ -18,8 +18,7 @@ from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.base.config import load_config
 from agentenv.base.errors import PACKAGES, ConfigError
 from agentenv.launchers import train
-from agentenv.training.loop import parts
-from agentenv.training.loop.parts import MEMORY, build_parts
+from agentenv.training import start
 from tests.support.forks import Command, project
 from tests.support.forkserver import Forked
 from tests.support.runs import trees_of
@@ -123,7 +122,7 @@ def test_a_killed_run_leaves_no_process_and_the_next_start_removes_its_files(
         process.wait()
         _, there = psutil.wait_procs(below, timeout=600)
     assert not [one for one in there if one.status() != psutil.STATUS_ZOMBIE]
-    assert len(own) == MEMORY.is_dir()
+    assert len(own) == start.MEMORY.is_dir()
     steps = int(sorted((run / "checkpoints").glob("step-*[0-9]"))[-1].name[5:])
     resumed = [str(warehouse), "run.name=kill-9", f"train.num_steps={steps + 1}", "--resume"]
     assert train.main(resumed) == 0
@@ -142,12 +141,12 @@ async def test_weights_of_a_killed_run_in_shared_memory_are_removed_first(
         assert not left.exists()
         raise ConfigError("the first of the checks")
 
-    monkeypatch.setattr(parts, "MEMORY", memory)
-    monkeypatch.setattr(parts, "refuse", refuse)
+    monkeypatch.setattr(start, "MEMORY", memory)
+    monkeypatch.setattr(start, "refuse", refuse)
     config = load_config(TrainConfig, warehouse, [])
     run = RunDirectory(tmp_path / "run", resume=False)
     async with AsyncExitStack() as stack:
         with pytest.raises(ConfigError, match="the first of the checks"):
-            await build_parts(config, run, None, stack, lambda text: None)
+            await start.build_parts(config, run, None, stack, lambda text: None)
     run.close()
     assert list(memory.iterdir()) == []

@@ -27,7 +27,7 @@ from agentenv.launchers import evaluate
 from agentenv.rollout.actor import Actor
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.renderer import TagsConfig
-from agentenv.training.loop.evaluations import Evaluations
+from agentenv.training.evaluations import Evaluations
 from agentenv.training.loop.state import Evaluating
 from tests.support.runs import rows_of
 from tests.support.warehouse import warehouse_turn
@@ -63,34 +63,6 @@ def test_the_summary_and_the_report_have_the_same_figures(run: Path) -> None:
         value = overall["estimates"][name]["value"]
         assert value == pytest.approx(of_run[name]["after_rl"])
     assert (run / "eval" / "after_rl" / "report.md").is_file()
-
-
-def test_the_error_for_a_run_names_its_evaluation(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert evaluate.main(["report", str(finished)]) == 2
-    told = capsys.readouterr().err.replace("\n", "")
-    assert f"{finished}/eval/after_rl contains one" in told
-
-
-def test_the_first_and_the_last_are_compared(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, last = finished / "eval" / "before_sft", finished / "eval" / "after_rl"
-    assert evaluate.main(["compare", str(first), str(last)]) == 0
-    assert "3 questions are in both; none is left out" in capsys.readouterr().out
-
-
-def test_regrading_yields_the_stored_grades(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = run / "eval" / "step-000003"
-    before = read_rows(folder)
-    assert {row.success for row in before} == {True, False}
-    assert evaluate.main(["regrade", str(folder)]) == 0
-    assert "0 of 51 verdicts changed" in capsys.readouterr().out
-    after = read_rows(folder)
-    assert [(row.key, row.reward, row.parts) for row in after] == [
-        (row.key, row.reward, row.parts) for row in before
-    ]
 
 
 def test_evaluating_the_run_yields_the_same_trajectories(finished: Path, tmp_path: Path) -> None:
@@ -153,12 +125,3 @@ async def test_an_interrupted_evaluation_of_the_same_weights_is_continued(
     assert [json.loads(line)["task"] for line in lines] == names, "none is doubled"
     assert not partial.exists()
     assert load_saved(folder).subject["incarnation"] == incarnation
-
-
-async def test_a_repeated_evaluation_replaces_the_first(warehouse: Path, tmp_path: Path) -> None:
-    evaluator = Evaluator(warehouse, tmp_path)
-    for incarnation in (1, 2):
-        assert len(await evaluator.evaluate(incarnation)) == 5
-    folder = tmp_path / "eval" / "step-000004"
-    assert len((folder / "rows.jsonl").read_text().splitlines()) == 5
-    assert load_saved(folder).subject["incarnation"] == 2

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from agentenv.assembly.run.records import TrajectoryWriter, write_rows
+from agentenv.assembly.reports.records import TrajectoryWriter, write_rows
 from agentenv.base.tree import TrajectoryTree, to_frame
-from agentenv.envs.quickstart_setup import build_tokenizer
+from agentenv.envs.quickstart.setup import build_tokenizer
 from agentenv.processes.worker_pool import WorkerPool
 from agentenv.text.encoder import decoder
 from tests.learners.trees import random_tree

@@ -19,8 +19,9 @@ from agentenv.base.types import SamplingParams
 from agentenv.evaluation.store import identity, load_saved, read_rows
 from agentenv.rollout.actor import Actor
 from agentenv.training.loop.parts import Parts
-from agentenv.training.loop.recorder import Recorder
 from agentenv.training.loop.training import Training
+from agentenv.training.reports.recorder import RunRecorder
+from agentenv.training.start import make_training
 from tests.support.toy_run import WEIGHTS, ToyEngine, ToyEnv, ToyWorld, toy_config
 from tests.support.virtual_clock import run_virtual
 
@@ -30,7 +31,7 @@ Moment = Callable[[Training], Awaitable[None]]
 
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Recorder, "draw", lambda self: [])
+    monkeypatch.setattr(RunRecorder, "draw", lambda self: [])
 
 
 class World(ToyWorld):
@@ -64,9 +65,9 @@ def killed(run: Path, world: ToyWorld, moment: Moment, *overrides: str) -> Path:
     copy = run.with_name(f"{run.name}+")
 
     async def until() -> None:
-        directory = RunDirectory(run, resume=resume, settings={})
+        directory = RunDirectory(run, resume=resume)
         which = "latest" if resume else ""
-        training = Training(config, directory, View(), resume=which, build=world.build)
+        training = make_training(config, directory, View(), resume=which, build=world.build)
         main = asyncio.create_task(training.run_all())
         ends = asyncio.create_task(moment(training))  # type: ignore[arg-type]
         await asyncio.wait([main, ends], return_when=asyncio.FIRST_COMPLETED)

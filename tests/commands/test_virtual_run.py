@@ -21,8 +21,8 @@ from agentenv.base.config import load_config
 from agentenv.base.types import ToolResult
 from agentenv.contract.tools import FunctionTool
 from agentenv.rollout.frames import Began, Finished, Frame, Started, Trained, framed, read_frames
-from agentenv.training.loop.recorder import Recorder
-from agentenv.training.loop.training import Training
+from agentenv.training.reports.recorder import RunRecorder
+from agentenv.training.start import make_training
 from tests.support.runs import rows_of
 from tests.support.toy_rank import ToyRank, toy_ranks
 from tests.support.virtual_clock import run_virtual
@@ -44,7 +44,7 @@ def slow_tools(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An update takes five minutes; a tool a second, or a hundred."""
     seconds = {"Update": 300.0, "WriteModel": 20.0}
     monkeypatch.setattr(ToyRank, "at", staticmethod(seconds.get))
-    monkeypatch.setattr(Recorder, "draw", lambda self: [])
+    monkeypatch.setattr(RunRecorder, "draw", lambda self: [])
     call = FunctionTool.call
 
     async def calling(tool: FunctionTool, arguments: Any, state: Any) -> ToolResult:
@@ -65,8 +65,8 @@ def _rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def finished_run(warehouse: Path, name: str, *overrides: str, resume: str = "") -> Path:
     keys = [key.replace("{here}", str(warehouse.parent)) for key in KEYS]
     config = load_config(TrainConfig, warehouse, [*keys, f"run.name={name}", *overrides])
-    run = RunDirectory(Path(config.run.dir) / name, resume=bool(resume), settings={})
-    run_virtual(Training(config, run, View(), resume=resume).run_all())
+    run = RunDirectory(Path(config.run.dir) / name, resume=bool(resume))
+    run_virtual(make_training(config, run, View(), resume=resume).run_all())
     run.close()
     return run.path
 
@@ -153,19 +153,6 @@ def test_a_scheduled_tree_that_never_began_starts_immediately(
     assert (sum(frame.early_s for frame in of(Started, written)) > 0) is waits
     rows = [row for row in rows_of(kept.parent / name) if "score/value" in row]
     assert (sum(row["flow/producer_early_s"] for row in rows[-7:]) > 0) is waits
-
-
-def test_a_journal_of_an_earlier_version_is_continued(warehouse: Path, kept: Path) -> None:
-    """It has no frames of starts: trees that it has begun start immediately, none is grown
-    twice."""
-    old = [frame for frame in frames(kept) if not isinstance(frame, Started)]
-    done = {frame.tree for frame in of(Finished, old)}
-    written = resume_frames(warehouse, kept, "virtual-old", old)
-    assert not of(Started, written)
-    assert not done & {frame.tree for frame in of(Began, written)}
-    assert [frame.trees for frame in of(Trained, written)] == [
-        frame.trees for frame in of(Trained, old)[1:]
-    ]
 
 
 def test_a_resumed_curriculum_draws_the_tasks_of_the_first_process(warehouse: Path) -> None:

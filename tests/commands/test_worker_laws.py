@@ -25,8 +25,9 @@ from agentenv.processes.link import Link
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.journal import Journal
 from agentenv.training.loop.parts import Parts
-from agentenv.training.loop.recorder import Recorder
-from agentenv.training.loop.training import Training, rollout_settings
+from agentenv.training.loop.training import rollout_settings
+from agentenv.training.reports.recorder import RunRecorder
+from agentenv.training.start import make_training
 from agentenv.training.workers.rollout_worker import RolloutWorker
 from tests.support.links import linked
 from tests.support.toy_run import ToyWorld, toy_config
@@ -95,14 +96,14 @@ def trained(seed: int, bound: int, **keys: Any) -> list[int]:
     """The trees that the learner trained, which refuses those that are too stale."""
     world = ToyWorld()
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Recorder, "draw", lambda self: [])
+        patch.setattr(RunRecorder, "draw", lambda self: [])
         config = toy_config(
             Path(name),
             *("queue.groups_per_step=3", f"queue.max_staleness={bound}", f"run.seed={seed}"),
             *("learner.groups_per_minibatch=3", "algorithm.entropy_window=4", "eval.sets={}"),
         )
-        run = RunDirectory(Path(config.run.dir) / "toy", resume=False, settings={})
-        training = Training(config, run, View(), build=world.build, **keys)
+        run = RunDirectory(Path(config.run.dir) / "toy", resume=False)
+        training = make_training(config, run, View(), build=world.build, **keys)
         with redirect_stdout(StringIO()):
             run_virtual(training.run_all())
         training.state.counters.check(in_flight=0)

@@ -23,7 +23,7 @@ from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
 from agentenv.learners.ranks.deepspeed_learner import MemorySender
 from agentenv.learners.trees.batch import encode_sequence
-from agentenv.training.loop.publishing import MemoryPublisher
+from agentenv.training.loop.transports import MemoryPublisher
 from tests.engines.broadcast_checks import Bench, begin_many, bench, cut, until
 from tests.engines.reference import MAX_LENGTH, VOCAB, check_sampled
 from tests.engines.vllm_server import EXTENSION, LOGPROBS, SCALE_OUT, VLLMProcess, require_vllm

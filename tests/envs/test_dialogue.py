@@ -12,7 +12,7 @@ import pytest
 
 from agentenv import Message, Task, demonstrate, tool
 from agentenv.adapters.testing import check_tool_env
-from agentenv.assembly.run.records import EvalRow, trajectory_rows, written
+from agentenv.assembly.reports.records import EvalRow, trajectory_rows, written
 from agentenv.assembly.run.transcript import turns_of
 from agentenv.base.errors import ConfigError, CrashError, EnvError, InfraError
 from agentenv.base.tree import TrajectoryTree
@@ -29,7 +29,7 @@ from agentenv.envs.dialogue import (
     make_user,
 )
 from agentenv.envs.grading.reward import ExactMatch
-from agentenv.envs.quickstart_setup import build_tokenizer
+from agentenv.envs.quickstart.setup import build_tokenizer
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.metrics import entropy_profile
 from agentenv.text.native import NativeRenderer

@@ -31,14 +31,8 @@ from agentenv.engines.vllm import VLLMServer
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner, MemorySender
 from agentenv.learners.trees.batch import EncodedTree, encode_sequence
-from agentenv.training.loop.publishing import (
-    Colocation,
-    DirectoryPublisher,
-    Handover,
-    MemoryPublisher,
-    ParityProbe,
-    Publisher,
-)
+from agentenv.training.loop.publishing import DirectoryPublisher, Handover, ParityProbe, Publisher
+from agentenv.training.loop.transports import Colocation, MemoryPublisher
 from benchmarks.parts.server_cost import VOCABULARY, make_model
 from tests.gpu.place import HAS_GPU
 from tests.gpu.test_vllm_gpu import PYTHON, SHAPE, prompts
@@ -108,8 +102,9 @@ class Bench:
                 probe = ParityProbe(pool, learner, [])
                 colocation = Colocation(pool, learner, probe, handover)
                 learner.turn = colocation.turn
+            release = None if colocation is None else colocation.release
             publisher: Publisher = DirectoryPublisher(
-                pool, learner, self.folder, colocation, handover
+                pool, learner, self.folder, handover, release=release
             )
             if by_memory:
                 sender = MemorySender(learner, self.folder)

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import pytest
 from transformers import AutoModelForCausalLM
 
-from agentenv.assembly.parts.memory import find_shape, learner_memory
+from agentenv.assembly.checks.memory import find_shape, learner_memory
 from agentenv.assembly.serving.gpus import GIB
 from agentenv.base.tree import TrajectoryTree
 from agentenv.learners.algorithms.arpo import ARPO

@@ -51,7 +51,7 @@ from agentenv.processes import supervisor
 from agentenv.rollout import journal
 from agentenv.rollout.frames import framed
 from agentenv.training.loop.publishing import DirectoryPublisher
-from agentenv.training.loop.recorder import Recorder
+from agentenv.training.reports.recorder import RunRecorder
 from tests.support.rank_here import rank_here
 
 Role = str  # controller, rank
@@ -347,7 +347,7 @@ def main() -> int:
     torch.set_num_threads(1)
     killer = Killer(plan, "controller")
     install(killer)
-    Recorder.draw = lambda self: []  # type: ignore[method-assign]  # the dearest part of a short run
+    RunRecorder.draw = lambda self: []  # type: ignore[method-assign]  # the dearest part of a short run
     arguments = [*sys.argv[2:], "learner.num_threads=1"]
     if not plan.own_rank:
         with rank_here():

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 PICTURES = (
-    "agentenv.assembly.run.pictures._plot",
-    "agentenv.training.loop.recorder.write_plots",
+    "agentenv.assembly.reports.pictures._plot",
+    "agentenv.training.reports.recorder.write_plots",
 )
 
 

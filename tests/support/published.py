@@ -9,8 +9,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from agentenv.envs.quickstart import demonstration, make_world
-from agentenv.envs.quickstart_setup import build_model
+from agentenv.envs.quickstart.setup import build_model
+from agentenv.envs.quickstart.world import demonstration, make_world
 from agentenv.launchers import sft
 from tests.support.rank_here import rank_here
 

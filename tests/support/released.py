@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow as arrow
 from pyarrow import parquet
 
+from agentenv.assembly.checks.memory import KNOWN
 from agentenv.assembly.keys.benchmarks import BENCHMARKS
-from agentenv.assembly.parts.memory import KNOWN
-from agentenv.envs.quickstart_setup import build_model
+from agentenv.envs.quickstart.setup import build_model
 from tests.commands.benchmark_files import encrypted
 
 Row = dict[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from agentenv.envs.quickstart_setup import build_model, write_data
+from agentenv.envs.quickstart.setup import build_model, write_data
 
 KINDS = ("calc", "hop")
 

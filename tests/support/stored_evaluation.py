@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from agentenv.assembly.keys.evaluation import resolve_sets
-from agentenv.assembly.run.records import EvalRow
+from agentenv.assembly.reports.records import EvalRow
 from agentenv.envs.grading.text import clean
 from agentenv.envs.grading.words import is_wordy
 from agentenv.evaluation.store import CONFIG_FILE, ROWS_FILE, Saved

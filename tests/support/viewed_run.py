@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from agentenv.assembly.run.records import EvalRow
+from agentenv.assembly.reports.records import EvalRow
 from agentenv.base.tree import Node, Scored, TrajectoryTree
 from agentenv.base.types import Limit, Task, VersionSpan
 from agentenv.rollout.archive import ARCHIVE, Archive, Credit, KeptTree, StepHeader

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from random import Random
 
-from agentenv.envs.quickstart_setup import build_model
+from agentenv.envs.quickstart.setup import build_model
 
 ROOT = Path(__file__).resolve().parents[2]
 STOCK = {"bolts": 1240, "nuts": 310, "rivets": 77}

@@ -14,6 +14,7 @@ from collections import Counter
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+from agentenv.assembly.reports.records import FAILED
 from agentenv.assembly.run.control import (
     BranchRow,
     CancelTrees,
@@ -32,14 +33,13 @@ from agentenv.assembly.run.control import (
     Why,
     listening,
 )
-from agentenv.assembly.run.records import FAILED
 from agentenv.assembly.run.waits import by_what, expected_s
 from agentenv.base.errors import ConfigError
 from agentenv.rollout.actor import Actor, Awaited, awaited_by
 from agentenv.rollout.branch import BranchNow
 from agentenv.rollout.metrics import failure_kind_of
+from agentenv.training.loop.brief_reports import phase_title
 from agentenv.training.loop.feeder import Feeder, InflightRollout
-from agentenv.training.loop.report import phase_title
 from agentenv.training.loop.training import Training
 
 PIECE = 200  # rollouts inspected between two yields to the event loop

@@ -14,14 +14,15 @@ a user requests (control.py) runs between two steps.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.run.terminal import View
 from agentenv.base.deadline import uncancelled
 from agentenv.base.errors import AgentEnvError, LearnerError
+from agentenv.base.tree import TrajectoryTree
 from agentenv.learners.learner import Metrics
 from agentenv.learners.optimizer import lr_factor
 from agentenv.learners.trees.partition import forget_entropies
@@ -29,14 +30,14 @@ from agentenv.rollout.actor import Actor
 from agentenv.rollout.archive import StepHeader
 from agentenv.rollout.frames import Leased, StepRefused, Trained
 from agentenv.rollout.queue import ReplayQueue
-from agentenv.training.loop.batching import BatchBuilder, RefusedStepError, StepBatch
+from agentenv.training.loop.batching import BatchBuilder, StepBatch
+from agentenv.training.loop.brief_reports import BriefReport
 from agentenv.training.loop.clocks import PhaseClock, Stopwatch
-from agentenv.training.loop.evaluations import Evaluator
 from agentenv.training.loop.feeder import Feeder
 from agentenv.training.loop.parts import Parts
 from agentenv.training.loop.publishing import ParityCheck
 from agentenv.training.loop.recorder import Recorder
-from agentenv.training.loop.self_critic import SelfCritic
+from agentenv.training.loop.refusals import RefusedStepError
 from agentenv.training.loop.state import RunSaver, RunState
 from agentenv.training.loop.step_report import StepReport
 
@@ -75,6 +76,47 @@ class PendingActions:
                 return None, error
 
 
+class Evaluator(Protocol):
+    """Evaluates the policy of a run (`training/evaluations.py`)."""
+
+    def due(self, step: int) -> list[str]:
+        """The sets to evaluate after this step."""
+
+    async def around(self, phase: str) -> None:
+        """Evaluate before or after a phase."""
+
+    async def evaluate(self, names: list[str], when: str = "") -> dict[str, BriefReport]:
+        """Evaluate these sets, in a phase, or after a step."""
+
+    async def after_step(self, names: list[str]) -> None:
+        """Evaluate these sets after a step, and update the best checkpoint."""
+
+    async def resume(self, due: list[str]) -> None:
+        """Resume an interrupted evaluation, or run that of the sets `due` after the last step."""
+
+    def is_recorded(self, phase: str) -> bool:
+        """Whether the metrics of this evaluation are complete, and will not be written again."""
+
+    async def finish(self) -> None:
+        """Wait for the overlapping evaluation, if there is one."""
+
+    def cancel(self) -> None:
+        """Stop the overlapping evaluation."""
+
+
+class Critic(Protocol):
+    """Trains on the policy's own answers between updates (`training/supervised/self_critic.py`)."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether a round precedes the update after this step."""
+
+    async def sample(self, number: int) -> list[TrajectoryTree]:
+        """The answers of a round."""
+
+    async def learn(self, number: int, trees: Sequence[TrajectoryTree]) -> Metrics:
+        """Train on the answers, without publishing the weights."""
+
+
 @dataclass
 class Loop:
     """Trains the policy, step by step, and has all objects of the run; built by
@@ -91,7 +133,7 @@ class Loop:
     recorder: Recorder
     evaluator: Evaluator
     report: StepReport
-    critic: SelfCritic | None
+    critic: Critic | None
     actions: PendingActions
     clock: PhaseClock
     watch: Stopwatch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import shutil
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -29,22 +28,18 @@ from agentenv.assembly.parts.assembly import (
     once,
     training_set,
 )
-from agentenv.assembly.parts.checks import refuse
 from agentenv.assembly.parts.environments import try_env
-from agentenv.assembly.parts.memory import WeightPassage, find_passage, stored_bytes
-from agentenv.assembly.run.checkpoints import COLD_START, link_model
+from agentenv.assembly.run.checkpoints import link_model
 from agentenv.assembly.run.rundir import RunDirectory
-from agentenv.assembly.serving.gpus import gpus_of_ranks, learner_gpus, trains_on_gpu
+from agentenv.assembly.serving.gpus import gpus_of_ranks, learner_gpus
 from agentenv.assembly.serving.server_command import vllm_hint
 from agentenv.base.config import Reporter
 from agentenv.base.deadline import retrieve_exception, uncancelled
 from agentenv.base.disk import (
-    SHARED_MEMORY,
     WEIGHTS_KEY,
     WEIGHTS_PREFIX,
     explain,
     own_folder,
-    remove_left,
 )
 from agentenv.base.errors import ConfigError
 from agentenv.base.model_files import vocab_size
@@ -57,23 +52,15 @@ from agentenv.learners.learner import frozen_model, read_saved
 from agentenv.learners.lora import ADAPTER_FOLDER
 from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner, start_ranks
 from agentenv.learners.ranks.rank_group import RankGroup, RemoteRanks
+from agentenv.processes.supervisor import Placement
 from agentenv.rollout.actor import Actor
 from agentenv.text.encoder import encode_in_process
-from agentenv.training.loop.placement import node_servers, open_ray, ray_ranks
-from agentenv.training.loop.publishing import (
-    Colocation,
-    Handover,
-    ParityProbe,
-    Publisher,
-    make_publisher,
-)
-from agentenv.training.supervised.data import Demonstrations, check_stages, load_demonstrations
-from agentenv.training.workers.ray_placement import RayPlacement
+from agentenv.training.loop.publishing import Handover, ParityProbe, Publisher
+from agentenv.training.loop.transports import Colocation, make_publisher
 
 logger = logging.getLogger(__name__)
 
 NUM_PROBE_PROMPTS = 8
-MEMORY = SHARED_MEMORY
 LEARNER_LOG = "learner.log"
 LEARNER_READY = "learner-ready"
 
@@ -95,11 +82,11 @@ class Parts:
     probe: ParityProbe
     publisher: Publisher
     overlapping: Actor | None
-    demonstrations: tuple[Demonstrations, Demonstrations] | None
+    demonstrations: Any
     vocab_size: int = 0  # for the plan
     model: Path = Path()  # with weights, and the tokenizer of rollout workers
     urls: dict[str, str] = field(default_factory=dict)  # of roles
-    ray: RayPlacement | None = None
+    ray: Placement | None = None
     handover: Handover = field(default_factory=Handover)
 
     async def publish(self) -> None:
@@ -113,36 +100,8 @@ Build = Callable[
 ]
 
 
-async def build_parts(
-    config: TrainConfig,
-    run: RunDirectory,
-    checkpoint: Path | None,
-    stack: AsyncExitStack,
-    report: Reporter,
-) -> Parts:
-    """Check and build all parts; `stack` closes them. With a checkpoint, engine and learner start
-    from it and no set-up runs. Raises ConfigError or DataError for bad input."""
-    assembly = TrainingAssembly(config, run.path, checkpoint, stack, report)
-    if not assembly.is_wide:  # free shared memory, which the model may need
-        await in_thread(remove_left, MEMORY, WEIGHTS_PREFIX)
-    await in_thread(remove_left, run.path, WEIGHTS_PREFIX)
-    cluster = config.cluster
-    if isinstance(cluster, RayCluster):
-        await refuse(assembly, "configuration")
-        ray = assembly.ray = await open_ray(config, cluster, run.path, stack, report)
-        if cluster.engines:
-            assembly.engine_servers = node_servers(cluster, ray, run.path, stack, report)
-        if cluster.learner:
-            assembly.remote_ranks = ray_ranks(cluster, ray)
-    if checkpoint is None:  # else the checks have passed before
-        await refuse(assembly, "files")
-    async with assembly.starting():
-        await refuse(assembly, first="model" if checkpoint is None else "configuration")
-        return await assembly.parts()
-
-
-class TrainingAssembly(RolloutAssembly[TrainConfig]):
-    """Builds the parts of one training run."""
+class LoopAssembly(RolloutAssembly[TrainConfig]):
+    """Builds the parts of one training run; `training/start.py` adds what depends on provinces."""
 
     is_whole = True
 
@@ -166,7 +125,7 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
                 num_samples=one.num_samples,
             )
         super().__init__(config, folder, stack, report, checkpoint, sets=sets)
-        self.ray: RayPlacement | None = None
+        self.ray: Placement | None = None
         self.engine_servers: ServerStarter = self.servers
         self.remote_ranks: RemoteRanks | None = None
 
@@ -227,24 +186,20 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
             prompts.append(questions.renderer.prompt(messages, info.get("tools", ())))
         return prompts
 
-    @once
-    async def demonstrations(self) -> tuple[Demonstrations, Demonstrations] | None:
-        """Demonstrations of the cold start, for training and for its gate; None if there is no cold
-        start, or it is done."""
-        sft = self.config.sft
-        resumed = self.checkpoint
-        if sft is None or not (resumed is None or resumed.name.startswith(COLD_START)):
-            return None
-        renderer = (await self.renderers())[TRAINED]
-        messages, info = (await self.episodes())[TRAINED]
-        tools = list(info.get("tools", ()))
-        system = next((one.content for one in messages if one.role == "system"), "")
-        trained, gate = [
-            await in_thread(load_demonstrations, self.resolve(path), renderer, tools, system)
-            for path in (sft.data, sft.gate)
-        ]
-        check_stages(sft, trained)
-        return trained, gate
+    async def demonstrations(self) -> Any:
+        """Demonstrations of a pending cold start, for training and for its gate; None if none is
+        pending."""
+        raise NotImplementedError
+
+    async def overlapping(self, actor: Actor, learner: DeepSpeedLearner) -> Actor | None:
+        """The actor of evaluations that overlap training, if they have an engine: like `actor`,
+        with equal seeds."""
+        raise NotImplementedError
+
+    async def weights_place(self) -> Path:
+        """A folder that all machines with an engine or the learner see, with space for new weights.
+        Raises ConfigError without enough space."""
+        raise NotImplementedError
 
     @asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:
@@ -407,7 +362,7 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
                 config, engine, learner, await self.weights(), colocation, handover
             ),
             handover=handover,
-            overlapping=await self._overlapping(eval_actor, learner),
+            overlapping=await self.overlapping(eval_actor, learner),
             demonstrations=await self.demonstrations(),
             vocab_size=num_words,
             model=await self.model(),
@@ -418,27 +373,8 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
     @once
     async def weights(self) -> Path:
         """A folder through which weights pass from learner to engine."""
-        place = (await self.passage()).folder
+        place = await self.weights_place()
         return await uncancelled(in_thread(self.stack.enter_context, _weights_folder(place)))
-
-    @once
-    async def passage(self) -> WeightPassage:
-        """A folder that all machines with an engine or the learner see; on one machine, shared
-        memory if it has enough space. Raises ConfigError without enough space."""
-        config, model = self.config, await self.model()
-        chosen = config.resources.weights_dir
-        return await in_thread(
-            find_passage,
-            self.folder,
-            stored_bytes(
-                self.resolve(config.model.path) if model is None else model,
-                config.learner.resolved(on_gpu=trains_on_gpu(config)),
-                config.engine,
-            ),
-            chosen=self.resolve(chosen).expanduser() if chosen else None,
-            is_wide=self.is_wide,
-            memory=MEMORY,
-        )
 
     @property
     def is_wide(self) -> bool:
@@ -462,27 +398,6 @@ class TrainingAssembly(RolloutAssembly[TrainConfig]):
             sampling.params(),
             actor_seed(self.config, sampling, use),
         )
-
-    async def _overlapping(self, actor: Actor, learner: DeepSpeedLearner) -> Actor | None:
-        """The actor of evaluations that overlap training, if they have an engine: like `actor`,
-        with equal seeds."""
-        config = self.config
-        if config.eval.engine is None:
-            return None
-        other = copy.copy(actor)
-        other.engine = await config.eval.engine.start(
-            EngineStart(
-                model=await self.model(),
-                tokenizer=await self.tokenizer(),
-                policy_version=learner.policy_version,
-                limits=config.limits,
-                stack=self.stack,
-                servers=self.servers,
-                seed=config.run.seed,
-                use="evaluation",
-            )
-        )
-        return other
 
 
 @contextmanager

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection
 from contextlib import asynccontextmanager, suppress
-from statistics import fmean
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from agentenv.assembly.run.checkpoints import CheckpointConfig, Checkpoints, Saver, load_state
-from agentenv.assembly.run.records import EvalRow
 from agentenv.assembly.run.terminal import View
-from agentenv.base.deadline import uncancelled, within
+from agentenv.base.deadline import within
 from agentenv.base.errors import AgentEnvError, ConfigError
 from agentenv.base.offload import in_thread
 from agentenv.data.curriculum import Outcomes
-from agentenv.evaluation import statistics
 from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
 from agentenv.rollout.archive import Archive
 from agentenv.rollout.journal import Journal
 from agentenv.rollout.metrics import EntropyProfile, Metrics, TreeCounters
+from agentenv.training.loop.brief_reports import BriefReport
 from agentenv.training.loop.publishing import ParityGap
 
 logger = logging.getLogger(__name__)
@@ -84,79 +82,6 @@ class Imitating(Struct):
     measured: list[dict[str, float]] = field(default_factory=list)
 
 
-# Brief figures of evaluations; the report of a stored evaluation has all of them.
-
-
-class BriefFigures(Struct, frozen=True):
-    """Figures of one group of questions. `success`: the share of trajectories with a correct
-    answer, with its 95 % interval over questions. Failed trajectories are counted separately, never
-    as wrong; if all failed, the means are None."""
-
-    num_trajectories: int
-    num_failed: int
-    success: float | None
-    interval: tuple[float, float]
-    reward: float | None
-    tool_calls: float | None
-    action_tokens: float | None
-
-    @property
-    def failed_share(self) -> float:
-        """Share of failed trajectories."""
-        return self.num_failed / max(1, self.num_failed + self.num_trajectories)
-
-    @property
-    def success_if_failed_wrong(self) -> float:
-        """The success if failed trajectories counted as wrong."""
-        return (self.success or 0.0) * (1 - self.failed_share)
-
-
-class BriefReport(Struct, frozen=True):
-    """The result of one evaluation: over all questions and by their kind. `policy_versions`: the
-    oldest and newest that sampled."""
-
-    name: str
-    policy_versions: tuple[int, int]
-    overall: BriefFigures
-    by_kind: dict[str, BriefFigures]
-
-
-def brief_report(name: str, rows: Sequence[EvalRow]) -> BriefReport:
-    """The figures of the rows of one set."""
-    kinds = sorted({row.kind for row in rows})
-    versions = [version for row in rows for version in row.policy_versions]
-    return BriefReport(
-        name=name,
-        policy_versions=(min(versions, default=0), max(versions, default=0)),
-        overall=_figures(rows),
-        by_kind={kind: _figures([row for row in rows if row.kind == kind]) for kind in kinds},
-    )
-
-
-def _interval(done: Sequence[EvalRow]) -> tuple[float, float]:
-    """95 % interval of the share of correct trajectories, clustered by question."""
-    by_question: dict[str, list[bool]] = {}
-    for row in done:
-        by_question.setdefault(row.task, []).append(row.success)
-    counts = [len(successes) for successes in by_question.values()]
-    low, high = statistics.share(list(map(fmean, by_question.values())), counts, counts)
-    return float(low), float(high)
-
-
-def _figures(rows: Sequence[EvalRow]) -> BriefFigures:
-    done = [row for row in rows if row.end != "failed"]
-    num_right = sum(row.success for row in done)
-    return BriefFigures(
-        num_trajectories=len(done),
-        num_failed=len(rows) - len(done),
-        success=num_right / len(done) if done else None,
-        interval=_interval(done),
-        reward=fmean(row.reward for row in done) if done else None,
-        tool_calls=fmean(len(row.tool_calls) for row in done) if done else None,
-        action_tokens=fmean(row.action_tokens for row in done) if done else None,
-    )
-
-
 class RunState(Struct):
     """The state of a run.
 
@@ -183,6 +108,12 @@ class RunState(Struct):
     working_tools: list[str] = []
     wall_s: dict[str, float] = field(default_factory=dict)
     cpu_s: dict[str, float] = field(default_factory=dict)
+
+    def sampling_rate(self, more_s: float = 0.0) -> float:
+        """Sampled tokens per second over the whole RL phase; a last step alone samples fewer.
+        `more_s`: seconds of the phase that its clock has not counted yet."""
+        seconds = self.wall_s.get("rl", 0.0) + more_s
+        return self.totals.sampled_tokens / seconds if seconds else 0.0
 
     def resumable(self) -> RunState:
         """The state for a checkpoint, without in-flight trees: a resumed run starts them again."""
@@ -270,36 +201,3 @@ class RunSaver(Saver):
             is_ours = isinstance(error, AgentEnvError | OSError)
             trace = None if is_ours else error
             logger.warning("%s could not be written: %s", what, error, exc_info=trace)
-
-    async def consider_best(self, step: int, report: BriefReport) -> None:
-        """Make the checkpoint of `step` the best one if `report` has the best value so far of
-        checkpoint.best_metric."""
-        name, _, figure = self.best_metric.partition("/")
-        if report.name != name:
-            return
-        value: float | None = getattr(report.overall, figure)
-        if value is None or (self.state.best is not None and value <= self.state.best):
-            return
-        cancelled = None
-        if step == self.state.step and not await in_thread(self._has, step):
-            try:
-                await self.save()
-            except asyncio.CancelledError as error:  # the checkpoint is saved nevertheless
-                cancelled = error
-        await uncancelled(self._keep_best(step, value))
-        if cancelled is not None:
-            raise cancelled
-
-    def _best_step(self) -> int | None:
-        """The step of the best checkpoint, which may be of an earlier process."""
-        best = self.checkpoints.best()
-        return None if best is None else load_state(best, RunState).step
-
-    async def _keep_best(self, step: int, value: float) -> None:
-        """Record a new best value, only with an existing checkpoint; see Evaluator.resume."""
-        if await in_thread(self._has, step):
-            await in_thread(self.checkpoints.keep_best, step)
-        elif await in_thread(self._best_step) != step:
-            return
-        self.state.best = value
-        await self.amend()

@@ -1,16 +1,13 @@
-"""The report of a step: its metrics, its line on the terminal, and live figures below the bar."""
+"""The report of a step: its metrics."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from agentenv.assembly.run.terminal import View
-from agentenv.base.offload import in_thread, poll_pause
-from agentenv.contract.engine import Engine
+from agentenv.base.offload import in_thread
 from agentenv.contract.env import shared_stats
-from agentenv.data.data_files import Row
 from agentenv.learners.algorithms.credit import counted_leaves
 from agentenv.learners.learner import Metrics
 from agentenv.rollout.metrics import (
@@ -20,56 +17,11 @@ from agentenv.rollout.metrics import (
     rollout_metrics,
     trained_metrics,
 )
-from agentenv.rollout.queue import ReplayQueue
 from agentenv.training.loop.batching import StepBatch
 from agentenv.training.loop.clocks import Stopwatch
 from agentenv.training.loop.feeder import Feeder
 from agentenv.training.loop.recorder import Recorder
-from agentenv.training.loop.report import Lines, brief_line, run_rate, step_line, step_lines
 from agentenv.training.loop.score import step_score
-from agentenv.training.loop.state import RunState
-
-INTERVAL_S = 0.5
-
-
-@dataclass(eq=False)
-class LiveFigures:
-    """Refreshes the figures below the progress bar, also during a long step."""
-
-    view: View
-    state: RunState
-    queue: ReplayQueue
-    engine: Engine
-    row: Row = field(default_factory=dict)  # of the last step
-
-    def __post_init__(self) -> None:
-        self._throughput = Throughput()
-
-    async def run(self) -> None:
-        """Refresh until cancelled; returns at once without a terminal."""
-        while self.view.is_live:
-            self.view.figures(self.lines())
-            await poll_pause(INTERVAL_S)
-
-    def lines(self) -> Lines:
-        """Lines of (title, figures)."""
-        row, stats, counters = self.row, self.engine.stats(), self.state.counters
-        rate = self._throughput.rate(stats)
-        lines = [
-            (
-                "now",
-                f"{self.queue.num_waiting} trees in flight, {self.queue.num_ready} ready; engine "
-                f"{rate:,.0f} tok/s, {stats.get('running', 0):.0f} running, "
-                f"{stats.get('waiting', 0):.0f} waiting",
-            ),
-            (
-                "trees",
-                f"{counters.trained} trained, {counters.equal} of them with equal returns, "
-                f"{counters.filtered} filtered, {counters.num_failed} failed"
-                + "".join(f", {count} {kind}" for kind, count in counters.failed.items()),
-            ),
-        ]
-        return lines + (step_lines(row) if row else [])
 
 
 @dataclass(eq=False)
@@ -84,10 +36,9 @@ class StepReport:
     def __post_init__(self) -> None:
         self.parts, self.queue = self.feeder.parts, self.feeder.queue
         self.state, self.alarms = self.feeder.state, self.feeder.batches.alarms
-        self.view = self.recorder.view
-        self.live = LiveFigures(self.view, self.state, self.queue, self.parts.engine)
         self._throughput = Throughput()
         self._scored_s = self._began_s = 0.0
+        self.row: dict[str, float] = {}  # of the last step
 
     def begin(self) -> None:
         """Start to measure, right before the first step."""
@@ -126,13 +77,8 @@ class StepReport:
         self.alarms.check_hits(hits)
         self.alarms.check_tools(batch.metrics, batch.delivered)
         self.alarms.check_update(batch.metrics)
-        row = self._row(batch.metrics, hits)
-        await self.recorder.log(row)
-        self.live.row = row
-        num_steps = self.parts.num_steps
-        self.view.log(step_line(row, num_steps), brief_line(row, num_steps))
-        self.view.advance(self.state.step)
-        await self.recorder.write_later(f"step-{self.state.step:06d}", batch.delivered)
+        self.row = self._row(batch.metrics, hits)
+        await self.recorder.record_step(self.row, self.parts.num_steps, batch.delivered)
 
     def _row(self, metrics: Metrics, hits: Metrics) -> dict[str, float]:
         state, queue = self.state, self.queue
@@ -154,8 +100,8 @@ class StepReport:
             **self._env_figures(),
             **self._worker_figures(),
             "time/sampled_tokens_per_s": self._throughput.rate(engine),
-            "time/run_tokens_per_s": run_rate(
-                state, asyncio.get_running_loop().time() - self._began_s
+            "time/run_tokens_per_s": state.sampling_rate(
+                asyncio.get_running_loop().time() - self._began_s
             ),
             **self.watch.take(),
             **self.parts.handover.take(),

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from functools import partial
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 from agentenv.assembly.keys.cluster import WHERE
@@ -31,24 +32,19 @@ from agentenv.base.config import to_plain
 from agentenv.base.deadline import uncancelled
 from agentenv.base.offload import in_thread
 from agentenv.base.types import TIMES
-from agentenv.cluster.workers import RolloutWorkers
 from agentenv.rollout.failures import Redactor
 from agentenv.rollout.journal import Journal
 from agentenv.rollout.metrics import LoopLag
 from agentenv.rollout.queue import ReplayQueue
 from agentenv.training.loop.batching import BatchBuilder
 from agentenv.training.loop.clocks import PhaseClock, Stopwatch
-from agentenv.training.loop.cold_start import ColdStart
-from agentenv.training.loop.evaluations import Evaluator
-from agentenv.training.loop.feeder import Feeder
-from agentenv.training.loop.loop import Loop, PendingActions
-from agentenv.training.loop.parts import Build, build_parts
+from agentenv.training.loop.feeder import Feeder, Workers
+from agentenv.training.loop.loop import Critic, Evaluator, Loop, PendingActions
+from agentenv.training.loop.parts import Build, Parts
 from agentenv.training.loop.publishing import ParityCheck
 from agentenv.training.loop.recorder import Recorder
-from agentenv.training.loop.self_critic import SelfCritic
 from agentenv.training.loop.state import RunSaver, RunState
 from agentenv.training.loop.step_report import StepReport
-from agentenv.training.loop.worker_start import start_workers
 
 
 def rollout_settings(config: TrainConfig) -> str:
@@ -63,7 +59,8 @@ def rollout_settings(config: TrainConfig) -> str:
 
 
 Subscriber = Callable[["Training"], AbstractAsyncContextManager[None]]
-StartWorkers = Callable[..., Awaitable[RolloutWorkers | None]]
+StartWorkers = Callable[..., Awaitable[Workers | None]]
+MakeRecorder = Callable[[TrainConfig, RunDirectory, View, RunState, Any], Recorder]
 
 
 class Training:
@@ -77,20 +74,26 @@ class Training:
         run: RunDirectory,
         view: View,
         *,
+        build: Build,
+        make_recorder: MakeRecorder,
+        start_workers: StartWorkers,
+        cold_start: Callable[[Parts, Recorder, Path | None], Awaitable[None]],
+        make_evaluator: Callable[[Parts, Recorder, RunSaver, PhaseClock], Evaluator],
+        make_critic: Callable[[TrainConfig, Parts, RunDirectory], Critic],
         resume: str = "",
-        build: Build = build_parts,
         make_feeder: type[Feeder] = Feeder,
         make_report: type[StepReport] = StepReport,
-        start_workers: StartWorkers = start_workers,
         subscribers: Sequence[Subscriber] = (),
     ) -> None:
-        """`resume`: latest, best or a checkpoint's path; empty: a new run. Simulated runs pass the
-        functions that make their parts. Each subscriber is entered before the set-up and exited at
-        the end of the run."""
+        """`training/start.py` passes the functions that make the parts, simulated runs others.
+        `resume`: latest, best or a checkpoint's path; empty: a new run. Each subscriber is entered
+        before the set-up and exited at the end of the run."""
         self.config, self.run, self.view = config, run, view
         self.subscribers = subscribers
-        self._build, self._start_workers = build, start_workers
+        self._build, self._start_workers, self._cold_start = build, start_workers, cold_start
         self._make_feeder, self._make_report = make_feeder, make_report
+        self._make_recorder, self._make_evaluator = make_recorder, make_evaluator
+        self._make_critic = make_critic
         self.state = RunState()
         self.checkpoint = run.checkpoints.to_resume(resume) if resume else None
         if self.checkpoint is not None:
@@ -150,7 +153,7 @@ class Training:
             if actor is not None:
                 actor.failures.log = log
         stack.callback(log.report)
-        recorder = Recorder(config, run, self.view, state, parts.tokenizer)
+        recorder = self._make_recorder(config, run, self.view, state, parts.tokenizer)
         stack.push_async_callback(recorder.close)
         settings, journal = rollout_settings(config), None
         if config.journal.enabled:
@@ -185,9 +188,9 @@ class Training:
             parity=ParityCheck(config, parts.probe, parts.learner, state.parity),
             saver=saver,
             recorder=recorder,
-            evaluator=Evaluator(parts, recorder, saver, self.clock),
+            evaluator=self._make_evaluator(parts, recorder, saver, self.clock),
             report=self._make_report(feeder, recorder, watch, self.lag),
-            critic=None if config.self_critic is None else SelfCritic(config, parts, run),
+            critic=None if config.self_critic is None else self._make_critic(config, parts, run),
             actions=self.actions,
             clock=self.clock,
             watch=watch,
@@ -250,10 +253,9 @@ class Training:
             await loop.evaluator.around("before_sft")
         if loop.parts.demonstrations is not None:
             await loop.parity.check()
-            cold_start = ColdStart(loop.parts, loop.recorder, self.checkpoint)
             with self.clock.phase("sft"):
                 try:
-                    await cold_start.run_all()
+                    await self._cold_start(loop.parts, loop.recorder, self.checkpoint)
                 except BaseException:
                     if state.imitating is None:  # it had ended
                         await loop.saver.finish()
@@ -306,7 +308,7 @@ class Training:
         """Run all steps while rollouts grow, then cancel the remaining rollouts."""
         loop = self.loop
         feeding = rollouts.create_task(loop.feeder.run(rollouts))
-        showing = rollouts.create_task(loop.report.live.run())
+        showing = rollouts.create_task(loop.recorder.show(self.queue, loop.parts.engine))
         self.actions.group = rollouts
         try:
             await loop.run()

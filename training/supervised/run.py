@@ -18,11 +18,11 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from msgspec import Struct
 
+from agentenv.assembly.checks.checks import refuse
 from agentenv.assembly.keys.supervised import SupervisedRunConfig
 from agentenv.assembly.parts.assembly import Assembly, once
-from agentenv.assembly.parts.checks import refuse
+from agentenv.assembly.reports.pictures import panels, png
 from agentenv.assembly.run.checkpoints import Saver, load_state
-from agentenv.assembly.run.pictures import panels, png
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View
 from agentenv.base.deadline import uncancelled

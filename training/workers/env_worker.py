@@ -8,7 +8,8 @@ import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from agentenv.assembly.parts.environments import EnvMaker, env_settings, read_env_setup
+from agentenv.assembly.parts.env_processes import env_settings, read_env_setup
+from agentenv.assembly.parts.environments import EnvMaker
 from agentenv.base.config import Reporter, resolver
 from agentenv.cluster.envs import EnvHost
 from agentenv.contract.env import close_shared

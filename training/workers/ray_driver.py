@@ -36,7 +36,6 @@ from agentenv.training.workers.ray_placement import (
     pack,
     read_request,
     read_setup,
-    total,
 )
 from agentenv.training.workers.worker_process import main
 
@@ -311,7 +310,9 @@ class RayDriver:
         nodes = await in_thread(self._ray.nodes)
         host = self._ray.setup.host or await in_thread(self._ray.own_host)
         many = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
-        return Connected(host, f"Ray: {many} with {in_words(total([*nodes.values()]))}")
+        return Connected(
+            host, f"Ray: {many} with {in_words(sum(map(Counter, nodes.values()), Counter()))}"
+        )
 
     async def _hold(self, spec: ProcessSpec, held: _Held) -> None:
         how = ""

@@ -118,15 +118,6 @@ def in_words(resources: Mapping[str, float]) -> str:
     return " and ".join(parts) or "nothing"
 
 
-def total(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The sum of the bundles, by resource."""
-    found: dict[str, float] = {}
-    for bundle in bundles:
-        for name, much in bundle.items():
-            found[name] = found.get(name, 0.0) + much
-    return found
-
-
 class _Placed:
     """A requested process."""
 

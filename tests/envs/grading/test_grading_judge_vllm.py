@@ -21,7 +21,7 @@ from agentenv.contract.env import Grade, Grader, close_shared
 from agentenv.envs.grading import judge
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import check_grader, make_grader
-from agentenv.envs.quickstart_setup import build_model
+from agentenv.envs.quickstart.setup import build_model
 from tests.engines.server_process import FORKING
 from tests.engines.vllm_server import forking_python, require_vllm
 

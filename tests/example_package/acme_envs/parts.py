@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Meta
 
 from agentenv import Grade, Message, Task, tool
-from agentenv.assembly.run.monitors import Axis, MonitorPart
+from agentenv.assembly.reports.monitors import Axis, MonitorPart
 from agentenv.contract.engine import Engine, EngineStart
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.envs.grading.keys import GraderPart

@@ -134,7 +134,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
 # By public name; a path that contains a name has its shape.
 KNOWN = msgspec.toml.decode(
-    (resources.files("agentenv.assembly.parts") / "model_shapes.toml").read_bytes(),
+    (resources.files("agentenv.assembly.checks") / "model_shapes.toml").read_bytes(),
     type=dict[str, ModelShape],
 )
 

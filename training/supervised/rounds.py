@@ -8,10 +8,10 @@ from agentenv.assembly.run.waits import watched
 from agentenv.assembly.run.watchdog import rolling_out
 from agentenv.base.deadline import uncancelled
 from agentenv.base.tree import TrajectoryTree
-from agentenv.training.loop.batching import refuse_total_failure
-from agentenv.training.loop.loop import Loop
-from agentenv.training.loop.self_critic import SelfCritic, round_line
+from agentenv.training.loop.loop import Critic, Loop
+from agentenv.training.loop.refusals import refuse_total_failure
 from agentenv.training.loop.training import Training
+from agentenv.training.supervised.self_critic import round_line
 
 
 async def run_rounds(training: Training, num_rounds: int) -> None:
@@ -46,7 +46,7 @@ async def run_rounds(training: Training, num_rounds: int) -> None:
         view.log(f"results in {run.path}: pairs/, metrics.jsonl, checkpoints/{checkpoint}")
 
 
-async def _one_round(loop: Loop, critic: SelfCritic, trees: list[TrajectoryTree]) -> None:
+async def _one_round(loop: Loop, critic: Critic, trees: list[TrajectoryTree]) -> None:
     """Train a round on these trees, and publish the new weights."""
     state, recorder = loop.state, loop.recorder
     refuse_total_failure(trees)

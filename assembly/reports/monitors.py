@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from msgspec import Meta, Struct, field
 
-from agentenv.assembly.run.records import readable
-from agentenv.assembly.run.trackers import Axis as Axis
-from agentenv.assembly.run.trackers import WandbConfig, WandbMonitor
+from agentenv.assembly.reports.records import readable
+from agentenv.assembly.reports.trackers import Axis as Axis
+from agentenv.assembly.reports.trackers import WandbConfig, WandbMonitor
 from agentenv.base.config import ESSENTIAL
 from agentenv.base.errors import MissingError, install_hint
 from agentenv.base.registry import Registry
+from agentenv.contract.monitoring import Monitoring
 from agentenv.data.data_files import Row
 from agentenv.rollout.failures import Redactor
 
@@ -101,6 +102,10 @@ class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                     f"`{install_hint('monitor')}` installs it"
                 )
 
+    def start(self, run: Path, settings: dict[str, Any]) -> Monitors:
+        """The monitors of the run in the folder `run`; `settings`: its whole configuration."""
+        return Monitors(self, run, settings)
+
 
 class RolloutMonitorConfig(MonitorConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """As MonitorConfig, for a run with rollouts, of which monitors show samples."""
@@ -166,7 +171,7 @@ def make_monitors(config: MonitorConfig, run: Path, settings: dict[str, Any]) ->
     return found
 
 
-class Monitors:
+class Monitors(Monitoring):
     """Passes the rows of a run to its monitors, in order, in a separate thread."""
 
     def __init__(self, config: MonitorConfig, run: Path, settings: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from agentenv.cluster.workers import RolloutWorkers
 from agentenv.processes.supervisor import ExternalPlacement, Placement, Supervisor
 from agentenv.rollout.journal import Journal
 from agentenv.training.loop.parts import Parts
+from agentenv.training.workers.ray_placement import RayPlacement
 
 
 async def start_workers(
@@ -52,7 +53,7 @@ async def start_workers(
     if isinstance(cluster, ExternalCluster):
         placement, token = ExternalPlacement(cluster.where()), cluster.token()
     elif isinstance(cluster, RayCluster):
-        assert parts.ray is not None
+        assert isinstance(parts.ray, RayPlacement)
         parts.ray.follow(spec.name, workers.leave)
         placement = parts.ray
     logs = folder / FOLDER

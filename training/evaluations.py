@@ -18,13 +18,14 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
 from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.reports.records import FAILED, EvalRow, Wanted
 from agentenv.assembly.run.checkpoints import REMOVED
-from agentenv.assembly.run.records import FAILED, EvalRow, Wanted
-from agentenv.assembly.run.terminal import Pulse, View
+from agentenv.assembly.run.terminal import Pulse, View, first_reason
 from agentenv.base.config import to_plain
 from agentenv.base.deadline import uncancelled
 from agentenv.base.disk import PARTIAL, replace_folder
@@ -32,16 +33,19 @@ from agentenv.base.errors import SHOWN, AgentEnvError, DataError, EnvError, TooM
 from agentenv.base.offload import in_thread
 from agentenv.base.tree import CANCELLED
 from agentenv.base.types import Task
+from agentenv.evaluation import statistics
 from agentenv.evaluation.run import Progress, broken, named_causes, row_of, sample_into
 from agentenv.evaluation.store import Saved, Store, identity, load_saved, read_rows
 from agentenv.evaluation.subject import evaluation_of
 from agentenv.rollout.actor import Actor, Answer
 from agentenv.rollout.failures import Redactor
+from agentenv.training.best import consider_best
+from agentenv.training.loop.brief_reports import EVALUATIONS, PHASES, BriefFigures, BriefReport
 from agentenv.training.loop.clocks import PhaseClock
+from agentenv.training.loop.loop import Evaluator
 from agentenv.training.loop.parts import Parts
-from agentenv.training.loop.recorder import EVALUATIONS, Recorder
-from agentenv.training.loop.report import PHASES
-from agentenv.training.loop.state import BriefReport, Evaluating, RunSaver, brief_report
+from agentenv.training.loop.recorder import Recorder
+from agentenv.training.loop.state import Evaluating, RunSaver
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +56,7 @@ Sample = Callable[[Actor, str], Awaitable[list[EvalRow]]]  # (actor, name of the
 
 
 @dataclass(eq=False)
-class Evaluator:
+class RunEvaluator(Evaluator):
     """Evaluates the policy of a run: between updates, or overlapping training, on a separate engine
     that keeps the weights of one step until its evaluation is done. Overlapping evaluations run
     one at a time."""
@@ -98,7 +102,7 @@ class Evaluator:
             await self._begin_overlapping(names)
             return
         for report in (await self.evaluate(names)).values():
-            await self.saver.consider_best(step, report)
+            await consider_best(self.saver, step, report)
 
     async def resume(self, due: list[str]) -> None:
         """Resume the evaluation after a step that was interrupted, or run that of the sets `due`
@@ -126,7 +130,7 @@ class Evaluator:
         rows = await in_thread(read_rows, self._folder / what.phase)
         for name in what.sets:
             of_set = [row for row in rows if row.dataset == name]
-            await self.saver.consider_best(what.step, brief_report(name, of_set))
+            await consider_best(self.saver, what.step, brief_report(name, of_set))
 
     def _has_sets(self, what: Evaluating) -> bool:
         """Whether the configuration still has all sets of the evaluation."""
@@ -180,9 +184,9 @@ class Evaluator:
         try:
             found = await self._in_time(self._with_weights(actor, what), what)
             for report in found.values():
-                await self.saver.consider_best(what.step, report)
+                await consider_best(self.saver, what.step, report)
         except* (AgentEnvError, OSError) as errors:
-            error = first_of(errors)
+            error = first_reason(errors)
             of_env = isinstance(error, TooManyFailuresError) and not error.is_of_engine
             if isinstance(error, EnvError) or of_env:
                 raise
@@ -239,11 +243,40 @@ class Evaluator:
         return found
 
 
-def first_of(error: BaseException) -> BaseException:
-    """The first of the errors in a group."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+def brief_report(name: str, rows: Sequence[EvalRow]) -> BriefReport:
+    """The figures of the rows of one set."""
+    kinds = sorted({row.kind for row in rows})
+    versions = [version for row in rows for version in row.policy_versions]
+    return BriefReport(
+        name=name,
+        policy_versions=(min(versions, default=0), max(versions, default=0)),
+        overall=_figures(rows),
+        by_kind={kind: _figures([row for row in rows if row.kind == kind]) for kind in kinds},
+    )
+
+
+def _interval(done: Sequence[EvalRow]) -> tuple[float, float]:
+    """95 % interval of the share of correct trajectories, clustered by question."""
+    by_question: dict[str, list[bool]] = {}
+    for row in done:
+        by_question.setdefault(row.task, []).append(row.success)
+    counts = [len(successes) for successes in by_question.values()]
+    low, high = statistics.share(list(map(fmean, by_question.values())), counts, counts)
+    return float(low), float(high)
+
+
+def _figures(rows: Sequence[EvalRow]) -> BriefFigures:
+    done = [row for row in rows if row.end != "failed"]
+    num_right = sum(row.success for row in done)
+    return BriefFigures(
+        num_trajectories=len(done),
+        num_failed=len(rows) - len(done),
+        success=num_right / len(done) if done else None,
+        interval=_interval(done),
+        reward=fmean(row.reward for row in done) if done else None,
+        tool_calls=fmean(len(row.tool_calls) for row in done) if done else None,
+        action_tokens=fmean(row.action_tokens for row in done) if done else None,
+    )
 
 
 def refuse_failed(name: str, rows: Sequence[EvalRow], *, is_before: bool = False) -> None:

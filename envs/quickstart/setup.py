@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentenv.adapters.cold_start import tiny_model, tiny_tokenizer
 from agentenv.base.disk import write_whole
-from agentenv.envs.quickstart import (
+from agentenv.envs.quickstart.world import (
     HABITS,
     KINDS,
     Demonstration,

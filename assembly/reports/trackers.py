@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct, field
 
-from agentenv.assembly.run.records import readable
+from agentenv.assembly.reports.records import readable
 from agentenv.base.config import ESSENTIAL
 from agentenv.base.disk import write_whole
 from agentenv.base.errors import ConfigError, ForeignError

@@ -67,6 +67,11 @@ def why_lower(stages: Sequence[SFTStage]) -> str:
     )
 
 
+async def cold_start(parts: Parts, recorder: Recorder, checkpoint: Path | None) -> None:
+    """Run or resume the cold start; `checkpoint`: one during it."""
+    await ColdStart(parts, recorder, checkpoint).run_all()
+
+
 class ColdStart:
     """The cold start as a phase of a training run. It has a separate optimizer; afterwards the
     optimizer of reinforcement learning starts fresh, and the weights are published."""

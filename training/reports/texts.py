@@ -9,14 +9,14 @@ from typing import Any
 
 import msgspec
 
-from agentenv.assembly.run.records import EvalRow, readable
-from agentenv.assembly.run.tables import Table
+from agentenv.assembly.reports.records import EvalRow, readable
+from agentenv.assembly.reports.tables import Table
 from agentenv.base.disk import append_whole, write_whole
 from agentenv.data.data_files import Row
-from agentenv.rollout.metrics import (
-    EntropyProfile,
-)
-from agentenv.training.loop.state import BriefFigures, BriefReport, RunState
+from agentenv.rollout.metrics import EntropyProfile
+from agentenv.rollout.queue import ReplayQueue
+from agentenv.training.loop.brief_reports import PHASES, BriefFigures, BriefReport, phase_title
+from agentenv.training.loop.state import RunState
 
 WINDOW = 20  # tokens of the entropy line
 
@@ -34,6 +34,29 @@ def entropy_line(profile: EntropyProfile) -> str:
 
 
 Lines = list[tuple[str, str]]
+
+
+def live_lines(
+    state: RunState, queue: ReplayQueue, stats: dict[str, float], rate: float, row: Row
+) -> Lines:
+    """Lines of (title, figures) below the bar. `stats`: of the engine, which samples `rate` tokens
+    a second; `row`: of the last step."""
+    counters = state.counters
+    lines = [
+        (
+            "now",
+            f"{queue.num_waiting} trees in flight, {queue.num_ready} ready; engine "
+            f"{rate:,.0f} tok/s, {stats.get('running', 0):.0f} running, "
+            f"{stats.get('waiting', 0):.0f} waiting",
+        ),
+        (
+            "trees",
+            f"{counters.trained} trained, {counters.equal} of them with equal returns, "
+            f"{counters.filtered} filtered, {counters.num_failed} failed"
+            + "".join(f", {count} {kind}" for kind, count in counters.failed.items()),
+        ),
+    ]
+    return lines + (step_lines(row) if row else [])
 
 
 def step_lines(row: Row) -> Lines:
@@ -63,23 +86,6 @@ def step_lines(row: Row) -> Lines:
         for name in tools
     ]
     return [*lines, ("tools", "; ".join(shown))] if shown else lines
-
-
-PHASES = ("before_sft", "after_sft", "after_rl")
-TITLES = {
-    "before_sft": "before cold start",
-    "after_sft": "after cold start",
-    "after_rl": "after RL",
-}
-
-
-def phase_title(when: str, *, cold_start: bool) -> str:
-    """The title of a phase, or of a step ("step-000040"). Without a cold start, the phases before
-    and after it share a title."""
-    if when not in PHASES:
-        what, _, number = when.rpartition("-")
-        return f"after {what} {int(number)}" if number.isdigit() else when.replace("_", " ")
-    return TITLES[when] if cold_start or when == "after_rl" else "before RL"
 
 
 NUM_SAMPLES = 4
@@ -252,7 +258,7 @@ def summarize(
             "sampled": totals.sampled_tokens,
             "trained": totals.trained_tokens,
             "sft": totals.sft_tokens,
-            "sampled_per_s": run_rate(state),
+            "sampled_per_s": state.sampling_rate(),
         },
         "wall_s": _phases(state.wall_s),
         "cpu_s": _phases(state.cpu_s),
@@ -275,13 +281,6 @@ def _by_phase(reports: dict[str, BriefReport | None]) -> dict[str, dict[str, Any
             own = {kind: getattr(score, name) for kind, score in kinds.items()}
             found.setdefault(f"{name}_by_kind", {})[phase] = own
     return found
-
-
-def run_rate(state: RunState, more_s: float = 0.0) -> float:
-    """Sampled tokens per second over the whole RL phase; a last step alone samples fewer. `more_s`:
-    seconds of the phase that its clock has not counted yet."""
-    seconds = state.wall_s.get("rl", 0.0) + more_s
-    return state.totals.sampled_tokens / seconds if seconds else 0.0
 
 
 def _phases(seconds: dict[str, float]) -> dict[str, float]:

@@ -4,15 +4,15 @@ and parts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from glob import glob
-from pathlib import Path
-from typing import Any, NamedTuple
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
-from msgspec import inspect as mi
 
+from agentenv.assembly.checks.paths import absent_paths, hub_keys
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.parts.assembly import (
@@ -24,51 +24,33 @@ from agentenv.assembly.parts.assembly import (
 from agentenv.assembly.parts.environments import (
     EnvMaker,
     EnvSettings,
-    check_graders,
     tables_of,
     try_env,
-    try_turn,
 )
-from agentenv.assembly.run.arguments import ModelConfig
 from agentenv.assembly.run.rundir import check_writable
 from agentenv.assembly.serving.server_command import find_python
 from agentenv.assembly.serving.servers import check_roles
-from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.errors import ConfigError, CrashError, DataError
 from agentenv.base.model_files import (
-    HubKind,
     check_turn_end,
     fetch_from_hub,
     num_positions,
     read_model_config,
 )
 from agentenv.base.offload import in_thread
-from agentenv.base.registry import marks_of, type_info
+from agentenv.base.types import Message, Task
 from agentenv.contract.engine import EngineConfig, check_context
+from agentenv.contract.env import Env, check_observation, check_step
 from agentenv.contract.server_config import LaunchConfig
-from agentenv.data.data_files import is_generated
+from agentenv.contract.tool_env import ToolEnv
 from agentenv.envs.grading.keys import grader_config
+from agentenv.envs.grading.reward import NUM_CHECKED_ROWS, check_grader
 from agentenv.learners.algorithms.credit import advantages_of
 from agentenv.learners.learner import LearnerConfig
 from agentenv.text.native import NativeConfig, NativeRenderer
 from agentenv.text.renderer import TagRenderer
 
-
-def hub_keys(config: Any) -> Iterator[tuple[str, str, HubKind]]:
-    """(key, value, kind) of each key that may name a model or dataset on the hub."""
-    model = getattr(config, "model", None)
-    if isinstance(model, ModelConfig):
-        yield "model.path", model.path, "model"
-    for name, role in getattr(config, "roles", {}).items():
-        yield f"roles.{name}.model", role.model, "model"
-    if not dataset_registry(config):
-        for key, path, is_rows in paths_of(config):
-            if is_rows or key in ("data.train", "data.eval"):
-                yield key, path, "dataset"
-
-
-def dataset_registry(config: Any) -> str:
-    """The file that maps dataset names in data.train to files; "" if data.train has paths."""
-    return getattr(getattr(config, "data", None), "dataset_info", "")
+logger = logging.getLogger(__name__)
 
 
 # The configuration.
@@ -221,33 +203,6 @@ async def of_the_hub(assembly: Assembly[Any]) -> None:
             await in_thread(fetch_from_hub, text, kind, prefixed(assembly.report, key))
         except DataError as error:
             raise DataError(f"{key}: {error}") from error
-
-
-class Absent(NamedTuple):
-    """A missing path of the configuration, and its key."""
-
-    key: str
-    path: str
-    rows: bool = False
-
-
-def absent_paths(assembly: Assembly[Any]) -> Iterator[Absent]:
-    """The missing paths of the configuration, except those that the set-up creates, names in a
-    registry of datasets, and the cold start's data in a resumed run."""
-    config = assembly.config
-    has_names = dataset_registry(config)
-    for key, path, is_rows in paths_of(config):
-        if assembly.makes(path) or (key.startswith("sft.") and assembly.checkpoint is not None):
-            continue
-        if has_names and key.startswith("data.") and key != "data.dataset_info":
-            continue
-        if not is_here(assembly.resolve(path).expanduser()):
-            yield Absent(key, path, is_rows)
-
-
-def is_here(path: Path) -> bool:
-    """Whether the file or folder exists, the pattern matches, or the rows are generated."""
-    return path.exists() or is_generated(path) or bool(glob(str(path), recursive=True))
 
 
 async def files(assembly: Assembly[Any]) -> None:
@@ -415,11 +370,58 @@ async def observations(assembly: RolloutAssembly[Any]) -> None:
                     renderers[name].observation(messages, (), room)
 
 
+PROBE_S = 10.0  # deadline of the probe; slower environments are not checked
+PROBE = Message("assistant", "Which one?")
+
+
+async def try_turn(make_env: Callable[[Task], Env], task: Task) -> list[Message]:
+    """The answer of an environment with a custom `step` to a turn without a call; empty if it ends
+    the episode or raises, which may be intended. Raises ConfigError for an invalid answer."""
+    env = make_env(task)
+    if getattr(type(env), "step", None) is ToolEnv.step:  # always ends the episode
+        return []
+    try:
+        async with asyncio.timeout(PROBE_S):
+            await env.reset(seed=0)
+            outcome = await env.step(PROBE)
+    except Exception as error:
+        logger.info("%s: a turn without a tool call raised %r", task.env_id, error)
+        return []
+    finally:
+        await env.close()
+    try:
+        messages, _, terminated, truncated, _ = check_step(outcome)
+        if terminated or truncated:
+            return []
+        check_observation(messages)
+    except CrashError as error:
+        raise ConfigError(f"{task.env_id}, task {task.id}: {error}") from error
+    return messages
+
+
 async def graders(assembly: RolloutAssembly[Any]) -> None:
     """Each grader accepts the correct answers of three rows of each set."""
     for maker, sets in await assembly.shared():
         for tasks in sets.values():
             await check_graders(maker, tasks)
+
+
+async def check_graders(make_env: Callable[[Task], Env], tasks: Iterable[Task]) -> None:
+    """Check the grader of each environment with the golds of three rows; skip environments without
+    an attribute `grader`. Raises ConfigError."""
+    rows: dict[str, list[Task]] = {}
+    for task in tasks:
+        kept = rows.setdefault(task.env_id, [])
+        if len(kept) < NUM_CHECKED_ROWS:
+            kept.append(task)
+    for own in rows.values():
+        env = make_env(own[0])
+        try:
+            grader = getattr(env, "grader", None)
+            if grader is not None:
+                await check_grader(grader, own)
+        finally:
+            await env.close()
 
 
 async def sequence_lengths(assembly: Any) -> None:
@@ -432,34 +434,3 @@ async def sequence_lengths(assembly: Any) -> None:
             f"tokens, but the context of {model_dir} is {context}; set data.max_length={context} "
             f"to cut it"
         )
-
-
-class PathKey(NamedTuple):
-    """A key with a file, folder or pattern as its value; `rows`: it contains rows of data."""
-
-    key: str
-    text: str
-    rows: bool
-
-
-def paths_of(config: Any, path: str = "") -> Iterator[PathKey]:
-    """Every path in a configuration, in the order of the keys; the paths of a list one by one."""
-    if isinstance(config, list):
-        for number, value in enumerate(config):
-            yield from paths_of(value, f"{path}[{number}]")
-    elif isinstance(config, dict):
-        for name, value in config.items():
-            yield from paths_of(value, f"{path}.{name}" if path else str(name))
-    elif isinstance(config, Struct):
-        info = type_info(type(config))
-        assert isinstance(info, mi.StructType)
-        for field in info.fields:
-            name = field.encode_name
-            key, value = f"{path}.{name}" if path else name, getattr(config, field.name)
-            marks = marks_of(field.type)
-            if not marks.get("path"):
-                yield from paths_of(value, key)
-                continue
-            for text in [value] if isinstance(value, str) else value or ():
-                if text:
-                    yield PathKey(key, text, bool(marks.get("rows")))

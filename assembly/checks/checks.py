@@ -20,10 +20,10 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from msgspec import Struct
 
+from agentenv.assembly.checks import start_checks
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.supervised import SupervisedRunConfig
-from agentenv.assembly.parts import start_checks
 from agentenv.assembly.parts.assembly import Assembly
 from agentenv.base.errors import AgentEnvError, ConfigError, origin_of
 

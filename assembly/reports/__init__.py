@@ -1,0 +1,1 @@
+"""Reports of a run: rows, tables, plots, and monitors such as TensorBoard."""

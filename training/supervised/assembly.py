@@ -1,0 +1,80 @@
+"""The parts of a training run that depend on provinces: demonstrations of its cold start, an engine
+for evaluations, and the place of new weights."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+from agentenv.assembly.checks.memory import WeightPassage, find_passage, stored_bytes
+from agentenv.assembly.parts.assembly import TRAINED, once
+from agentenv.assembly.run.checkpoints import COLD_START
+from agentenv.assembly.serving.gpus import trains_on_gpu
+from agentenv.base.disk import SHARED_MEMORY
+from agentenv.base.offload import in_thread
+from agentenv.contract.engine import EngineStart
+from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+from agentenv.rollout.actor import Actor
+from agentenv.training.loop.parts import LoopAssembly
+from agentenv.training.supervised.data import Demonstrations, check_stages, load_demonstrations
+
+
+class TrainingAssembly(LoopAssembly):
+    """All parts of one training run, with the demonstrations of its cold start."""
+
+    @once
+    async def demonstrations(self) -> tuple[Demonstrations, Demonstrations] | None:
+        sft = self.config.sft
+        resumed = self.checkpoint
+        if sft is None or not (resumed is None or resumed.name.startswith(COLD_START)):
+            return None
+        renderer = (await self.renderers())[TRAINED]
+        messages, info = (await self.episodes())[TRAINED]
+        tools = list(info.get("tools", ()))
+        system = next((one.content for one in messages if one.role == "system"), "")
+        trained, gate = [
+            await in_thread(load_demonstrations, self.resolve(path), renderer, tools, system)
+            for path in (sft.data, sft.gate)
+        ]
+        check_stages(sft, trained)
+        return trained, gate
+
+    async def overlapping(self, actor: Actor, learner: DeepSpeedLearner) -> Actor | None:
+        config = self.config
+        if config.eval.engine is None:
+            return None
+        other = copy.copy(actor)
+        other.engine = await config.eval.engine.start(
+            EngineStart(
+                model=await self.model(),
+                tokenizer=await self.tokenizer(),
+                policy_version=learner.policy_version,
+                limits=config.limits,
+                stack=self.stack,
+                servers=self.servers,
+                seed=config.run.seed,
+                use="evaluation",
+            )
+        )
+        return other
+
+    async def weights_place(self) -> Path:
+        return (await self.passage()).folder
+
+    @once
+    async def passage(self) -> WeightPassage:
+        """The place of new weights: on one machine, shared memory if it has enough space."""
+        config, model = self.config, await self.model()
+        chosen = config.resources.weights_dir
+        return await in_thread(
+            find_passage,
+            self.folder,
+            stored_bytes(
+                self.resolve(config.model.path) if model is None else model,
+                config.learner.resolved(on_gpu=trains_on_gpu(config)),
+                config.engine,
+            ),
+            chosen=self.resolve(chosen).expanduser() if chosen else None,
+            is_wide=self.is_wide,
+            memory=SHARED_MEMORY,
+        )
