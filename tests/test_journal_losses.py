@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentenv.base.offload import in_thread
+from agentenv.base.untrusted import packed
 from agentenv.contract.plan import RolloutPlan
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.frames import (
@@ -23,7 +24,6 @@ from agentenv.rollout.frames import (
     Leased,
     TreeFrames,
     frames_of,
-    pack_recorded,
 )
 from agentenv.rollout.journal import Journal
 from tests.support.virtual_clock import run_virtual
@@ -73,7 +73,7 @@ def state(folder: Path) -> bytes | None:
     for path in folder.glob("*.frames"):
         if not path.stat().st_size:
             path.unlink()
-    return None if found is None else bytes([found.is_finished]) + pack_recorded(found)
+    return None if found is None else packed(found)
 
 
 def prefixes(folder: Path) -> set[bytes | None]:

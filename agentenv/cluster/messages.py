@@ -42,7 +42,7 @@ from agentenv.rollout.failures import Failure
 
 
 class Grow(Struct, array_like=True, frozen=True, tag=1):
-    """Start a rollout, or resume a `recorded` one (agentenv.rollout.frames.pack_recorded).
+    """Start a rollout, or resume a `recorded` one (agentenv.rollout.frames.RECORDED).
     `policy_version` is the engine's; the others are arguments of `Actor.rollout`."""
 
     number: int

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from agentenv.base.errors import TooManyFailuresError, WorkerError
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task
+from agentenv.base.untrusted import packed
 from agentenv.cluster import messages
 from agentenv.cluster.engines import Leases, Turns
 from agentenv.cluster.messages import WorkerFigures, pack
@@ -49,7 +50,6 @@ from agentenv.rollout.frames import (
     Recorded,
     TreeFrames,
     WorkerLost,
-    pack_recorded,
 )
 from agentenv.rollout.journal import Journal, TreeRecord
 
@@ -234,7 +234,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
             growing.index,
             self._actor.engine.policy_version,
             growing.session,
-            None if recorded is None else pack_recorded(recorded),
+            None if recorded is None else packed(recorded),
         )
         worker.link.send(pack(grow))
 

@@ -446,8 +446,9 @@ class TreeRecord:
         self.began(tree)
         self._opened += recorded.branches
         seconds = {branch.cursor: branch.seconds for branch in recorded.branches}
+        stops = dict(recorded.stops)
         for node in tree.nodes:
-            self.turned(node, seconds.get(node.index, 0.0), recorded.stops.get(node.index))
+            self.turned(node, seconds.get(node.index, 0.0), stops.get(node.index))
             if node.num_forks is not None:
                 self.decided(node)
 

@@ -165,7 +165,7 @@ class Rollout:
 
     def _resume(self, recorded: Recorded) -> None:
         """Start the branches that were live when the tree was recorded."""
-        self._stops |= recorded.stops
+        self._stops.update(recorded.stops)
         for one in recorded.branches:
             cursor = self.tree.nodes[one.cursor]
             branch = Branch(one.name, cursor, WorkClock(one.seconds, self.clock))
