@@ -10,16 +10,9 @@ from msgspec import Meta, Struct
 
 from agentenv.assembly.keys.help import describe
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.base.config import (
-    apply_overrides,
-    build_config,
-    changes,
-    keys_in,
-    leave_out_old_kinds,
-    load_config,
-    read_toml,
-)
+from agentenv.base.config import build_config, changes, keys_in, load_config, read_toml
 from agentenv.base.errors import ConfigError
+from agentenv.base.overrides import apply_overrides, leave_out_old_kinds
 
 
 class Fast(

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from agentenv.base.errors import ConfigError, DataError, install_hint
+from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.installation import install_hint
 from agentenv.data.dataset import load_tasks
 from agentenv.data.rows import RowsConfig
 from tests.support.parquet import arpo_rows, write_arrow, write_parquet

@@ -18,13 +18,8 @@ from typing import Any
 import pytest
 
 from agentenv.assembly.run.rundir import RunDirectory
-from agentenv.base.disk import (
-    explain,
-    finished_folder,
-    own_folder,
-    replace_folder,
-    write_whole,
-)
+from agentenv.base.disk import finished_folder, own_folder, replace_folder, write_whole
+from agentenv.base.disk_errors import explain
 from agentenv.learners.ranks.checkpoint import write_tensors
 
 ROOT = Path(__file__).parents[1]

@@ -23,7 +23,9 @@ from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Limits, Message, Task, ToolCall
 from agentenv.contract.plan import Independent
 from agentenv.rollout.actor import Actor
-from agentenv.rollout.failures import MAX_TEXTS, WINDOW, FailureLog, Failures, Redactor, failure_of
+from agentenv.rollout.failure_log import MAX_TEXTS, FailureLog, failure_of
+from agentenv.rollout.failures import WINDOW, Failures
+from agentenv.rollout.redactor import Redactor
 from tests.support.toy import CountingEnv
 from tests.test_actor import make_actor, rollout
 

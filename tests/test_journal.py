@@ -115,7 +115,7 @@ def grown(
 
     async def scenario() -> TrajectoryTree:
         written = journal(folder, incarnation=incarnation)
-        recorded = written.read(index, TASK)
+        recorded = written.earlier.read(index, TASK)
         assert recorded is None or not recorded.is_finished
         try:
             return await actor.rollout(
@@ -135,7 +135,7 @@ def read(folder: Path, task: Task = TASK, index: int = 3, settings: str = "s") -
     async def scenario() -> Recorded | None:
         found = journal(folder, settings)
         await found.close()
-        return found.read(index, task)
+        return found.earlier.read(index, task)
 
     return run_virtual(scenario())
 
@@ -369,22 +369,26 @@ def test_starts_of_an_earlier_process_are_kept_while_a_checkpoint_needs_them(
         for index in range(4):
             written.append(Started(index, 1, 2.5))
         written.append(Began(0, "t", 0, 1, "s", Mark(1, 0, 0)))
-        assert not any(map(written.started, range(4))), "those of this process are no earlier ones"
+        assert not any(map(written.earlier.started, range(4))), (
+            "those of this process are no earlier ones"
+        )
         await written.close()
 
         again = journal(tmp_path, incarnation=2)
-        assert [again.started(index) for index in range(5)] == [True] * 4 + [False]
-        assert [again.knows(index) for index in range(5)] == [True] + [False] * 4
-        assert again.read(1, TASK) is None
+        assert [again.earlier.started(index) for index in range(5)] == [True] * 4 + [False]
+        assert [again.earlier.knows(index) for index in range(5)] == [True] + [False] * 4
+        assert again.earlier.read(1, TASK) is None
         await again.rotate(2)
-        assert [again.started(index) for index in range(5)] == [False] * 2 + [True] * 2 + [False]
+        assert [again.earlier.started(index) for index in range(5)] == [False] * 2 + [True] * 2 + [
+            False
+        ]
         assert files(tmp_path) == ["000001", "000003"], "the starts of 2 and 3 are in the first"
         await again.close()
 
         third = journal(tmp_path, incarnation=3)
-        assert third.started(3)
+        assert third.earlier.started(3)
         await third.rotate(4)
-        assert not any(map(third.started, range(5)))
+        assert not any(map(third.earlier.started, range(5)))
         assert files(tmp_path) == ["000005"]
         await third.close()
 
@@ -398,7 +402,7 @@ def test_in_a_journal_without_starts_trees_that_began_count_as_started(tmp_path:
         old.append(Trained(1, 1, [4]))
         await old.close()
         again = journal(tmp_path, incarnation=2)
-        assert [again.started(index) for index in (4, 5, 6)] == [False, True, False]
+        assert [again.earlier.started(index) for index in (4, 5, 6)] == [False, True, False]
         await again.close()
 
     run_virtual(scenario())
@@ -458,8 +462,8 @@ async def test_a_full_disk_at_a_rotation_is_reported_like_any_other(
         await written.close()  # it was told
         assert path.stat().st_size == size
         again = Journal(folder, JournalConfig(), settings="s", incarnation=2)
-        assert again.knows(0) == is_working
-        assert not again.knows(1)
+        assert again.earlier.knows(0) == is_working
+        assert not again.earlier.knows(1)
         await again.close()
 
 
@@ -498,7 +502,7 @@ async def test_trees_that_a_step_refused_are_unknown_to_the_next_process(tmp_pat
         written.append(StepRefused(3, refused))
         await written.close()
         again = journal(tmp_path)
-        assert again.knows(4) == (refused != [4])
+        assert again.earlier.knows(4) == (refused != [4])
         await again.close()
 
 

@@ -44,7 +44,7 @@ def grow_for(
 
     async def scenario() -> None:
         written = journal(folder, incarnation=incarnation)
-        recorded = written.read(3, TASK)
+        recorded = written.earlier.read(3, TASK)
         if recorded is None or not recorded.is_finished:
             written.append(Leased(0, [0]))
             work = (actor or make_actor()).rollout(
@@ -168,7 +168,7 @@ def test_a_tree_restarted_in_its_worker_is_complete(tmp_path: Path) -> None:
     async def main() -> tuple[Any, list[str]]:
         cluster = Cluster(lambda: make_actor())
         written = cluster.workers.journal = journal(tmp_path, incarnation=2)
-        recorded = written.read(3, TASK)
+        recorded = written.earlier.read(3, TASK)
         assert recorded is not None
         recorded.tree.nodes[0].observation_ids.append(7)
         cluster.add("a")

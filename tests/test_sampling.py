@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from agentenv.assembly.keys.rl import Sampling, TrainConfig
-from agentenv.base.config import override_kinds
 from agentenv.base.errors import ConfigError
+from agentenv.base.overrides import override_kinds
 from agentenv.base.types import Completion, SamplingParams
 from agentenv.contract.plan import Independent
 from tests.test_actor import make_actor, rollout

@@ -25,7 +25,6 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentenv.base.deadline import backoff_s
 from agentenv.base.disk import write_whole
 from agentenv.base.errors import (
     ConfigError,
@@ -35,12 +34,14 @@ from agentenv.base.errors import (
     GraderError,
     InfraError,
     OutageError,
-    require_train,
 )
+from agentenv.base.installation import require_train
 from agentenv.base.offload import in_new_thread, result_of
+from agentenv.base.retries import backoff_s
 from agentenv.base.types import Message, Task
 from agentenv.contract.env import Env, check_observation, check_reset, check_step, isolated_shared
-from agentenv.data.data_files import RawRow, plain
+from agentenv.data.data_files import plain
+from agentenv.data.file_formats import RawRow
 from agentenv.data.rows import RowReader, RowsConfig
 from agentenv.text.tags import TAGS, tag_calls
 

@@ -38,7 +38,7 @@ from agentenv.base.types import Chunk, Completion, SamplingParams, Task
 from agentenv.base.untrusted import packed
 from agentenv.engines.pool.server import Outcome
 from agentenv.rollout.branch import BranchNow
-from agentenv.rollout.failures import Failure
+from agentenv.rollout.failure_log import Failure
 
 
 class Grow(Struct, array_like=True, frozen=True, tag=1):

@@ -166,7 +166,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
             raise self._problem
         growing = _Growing(task, index, session, recorded)
         if self.journal is not None:
-            self._poison.recall(index, self.journal.losses.pop(index, 0))
+            self._poison.recall(index, self.journal.earlier.losses.pop(index, 0))
         try:
             while True:
                 self._place(growing)

@@ -23,13 +23,13 @@ from agentenv.base.types import Task
 from agentenv.data.curriculum import Curriculum
 from agentenv.data.data_files import (
     GENERATORS,
-    RawRow,
     Row,
     find_files,
     generated_rows,
     is_generated,
     read_rows,
 )
+from agentenv.data.file_formats import RawRow
 from agentenv.data.rows import MixPart, RowReader, RowsConfig
 
 MAX_LISTED = 50  # invalid rows that are listed individually

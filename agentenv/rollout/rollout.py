@@ -45,7 +45,7 @@ from agentenv.contract.plan import RolloutPlan
 from agentenv.rollout.actor_parts import ActorParts
 from agentenv.rollout.branch import Branch, BranchNow
 from agentenv.rollout.conversation import Context
-from agentenv.rollout.failures import failure_of, kind_of
+from agentenv.rollout.failure_log import failure_of, kind_of
 from agentenv.rollout.frames import Recorded
 from agentenv.rollout.growth import Growth
 from agentenv.rollout.hooks import RolloutHooks

@@ -29,7 +29,8 @@ from agentenv.assembly.keys.rl import (
 )
 from agentenv.assembly.serving.gpus import encodes_on_gpu
 from agentenv.base.config import Reporter, build_config, substituted, to_plain
-from agentenv.base.errors import ConfigError, CrashError, at_start
+from agentenv.base.crashes import at_start
+from agentenv.base.errors import ConfigError, CrashError
 from agentenv.base.registry import decode_part, loaded
 from agentenv.base.types import Info, Limits, Message, Task
 from agentenv.cluster.envs import EnvWorkers, WorkerEnv

@@ -35,8 +35,9 @@ from agentenv.base.types import Task
 from agentenv.evaluation.run import Progress, broken, named_causes, row_of, sample_into
 from agentenv.evaluation.store import Saved, Store, identity, load_saved, read_rows
 from agentenv.evaluation.subject import evaluation_of
-from agentenv.rollout.actor import Actor, Answer
-from agentenv.rollout.failures import Redactor
+from agentenv.rollout.actor import Actor
+from agentenv.rollout.questions import Answer
+from agentenv.rollout.redactor import Redactor
 from agentenv.training.loop.clocks import PhaseClock
 from agentenv.training.loop.parts import Parts
 from agentenv.training.loop.recorder import EVALUATIONS, Recorder

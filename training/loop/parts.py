@@ -38,14 +38,8 @@ from agentenv.assembly.serving.gpus import gpus_of_ranks, learner_gpus, trains_o
 from agentenv.assembly.serving.server_command import vllm_hint
 from agentenv.base.config import Reporter
 from agentenv.base.deadline import retrieve_exception, uncancelled
-from agentenv.base.disk import (
-    SHARED_MEMORY,
-    WEIGHTS_KEY,
-    WEIGHTS_PREFIX,
-    explain,
-    own_folder,
-    remove_left,
-)
+from agentenv.base.disk import own_folder, remove_left
+from agentenv.base.disk_errors import SHARED_MEMORY, WEIGHTS_KEY, WEIGHTS_PREFIX, explain
 from agentenv.base.errors import ConfigError
 from agentenv.base.model_files import vocab_size
 from agentenv.base.offload import in_thread

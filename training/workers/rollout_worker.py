@@ -40,7 +40,8 @@ from agentenv.engines.pool.pooled_engine import PooledEngineConfig
 from agentenv.processes.link import Link
 from agentenv.processes.worker_group import named, serve
 from agentenv.rollout.actor import Actor
-from agentenv.rollout.failures import MAX_TEXTS, Failure, Failures
+from agentenv.rollout.failure_log import MAX_TEXTS, Failure
+from agentenv.rollout.failures import Failures
 from agentenv.rollout.frames import RECORDED, Frame, framed
 from agentenv.rollout.journal import TreeRecord
 from agentenv.rollout.metrics import LoopLag
