@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from agentenv.base.types import MALFORMED_CALL, ToolCall
 from agentenv.text.call_syntax import PARSERS
-from agentenv.text.native import Style
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -71,8 +70,7 @@ THOUGHTS = {
 }
 
 
-def test_every_parser_is_a_style_and_has_examples() -> None:
-    assert {*get_args(Style)} == {"auto", *PARSERS}
+def test_every_parser_has_examples() -> None:
     assert {*WELL} == {*PARSERS}
 
 

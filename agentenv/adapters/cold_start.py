@@ -21,23 +21,14 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentenv.base.disk import write_whole
-from agentenv.base.errors import (
-    ConfigError,
-    CrashError,
-    DataError,
-    EnvError,
-    GraderError,
-    InfraError,
-    OutageError,
-)
+from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.installation import require_train
 from agentenv.base.offload import in_new_thread, result_of
-from agentenv.base.retries import backoff_s
+from agentenv.base.retries import through_outage
 from agentenv.base.types import Message, Task
 from agentenv.contract.env import Env, check_observation, check_reset, check_step, isolated_shared
 from agentenv.data.data_files import plain
@@ -71,7 +62,7 @@ def demonstrate(
     `turn` returns the next turn of the policy, from the task and the texts of all results so far: a
     text in the tag protocol, or a Message with `tool_calls`, whose rows also have "tools" and suit
     any renderer. A turn without a call ends the episode. If an event loop is running, as in a
-    notebook, the episodes run in a thread. A failed episode is retried, as in a run. Raises
+    notebook, the episodes run in a thread. An episode whose infrastructure fails is retried. Raises
     DataError for an episode that does not end, CrashError for invalid results of the environment,
     and the environment's own errors for bugs and long outages.
     """
@@ -95,19 +86,15 @@ async def _demonstrate(
 
     async def one(task: Task) -> dict[str, Any]:
         async with places:
-            for attempt in count():
-                try:
-                    return await _demonstration(make, task, turn, stage, seed)
-                except (OutageError, CrashError):
-                    raise
-                except (InfraError, EnvError, GraderError) as error:
-                    if attempt == MAX_FAILURES:
-                        raise
-                    wanted_s = error.retry_after_s if isinstance(error, InfraError) else 0.0
-                await asyncio.sleep(
-                    backoff_s(attempt, task.id, first_s=0.1, max_s=10.0, at_least_s=wanted_s)
-                )
-        raise AssertionError
+            return await through_outage(
+                partial(_demonstration, make, task, turn, stage, seed),
+                *(f"the demonstration of task {task.id}", task.id),
+                outage_s=0.0,
+                failed=lambda attempt, error: None,
+                first_s=0.1,
+                max_s=10.0,
+                num_retries=MAX_FAILURES,
+            )
 
     async with isolated_shared():
         return await asyncio.gather(*map(one, tasks))
