@@ -159,25 +159,11 @@ def content(tree: TrajectoryTree) -> Any:
 
 
 PLANS: dict[str, RolloutPlan] = {
-    "independent": Independent(4),
     "forks": AlwaysFork(group_size=6),
     "aepo": AEPO(group_size=6).plan(6),
     "uniform": Uniform(group_size=6, num_roots=2),
     "rounds": Uniform(group_size=6, num_roots=2, at_once=True),
 }
-
-
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("engine", [ScriptedEngine, Failing])
-def test_a_finished_tree_is_read_back_unchanged(
-    tmp_path: Path, name: str, engine: type[ScriptedEngine]
-) -> None:
-    tree = grown(tmp_path, make_actor(engine, faults={"finish": 0.3}), PLANS[name])
-    recorded = read(tmp_path)
-    assert recorded is not None
-    assert recorded.is_finished
-    assert recorded.branches == []
-    assert content(recorded.tree) == content(tree)
 
 
 def cuts(folder: Path) -> Iterator[bytes]:
@@ -228,6 +214,10 @@ def test_from_every_cut_a_tree_with_forks_is_completed(
     tmp_path: Path, name: str, engine: type[ScriptedEngine]
 ) -> None:
     whole = grown(tmp_path / "whole", make_actor(engine), PLANS[name])
+    found = read(tmp_path / "whole")
+    assert found is not None
+    assert (found.is_finished, found.branches) == (True, [])
+    assert content(found.tree) == content(whole)
     num_ends = Counter(node.end for node in whole.nodes if node.end)
     for number, cut in enumerate(cuts(tmp_path / "whole")):
         folder = tmp_path / str(number)

@@ -32,7 +32,6 @@ FAMILIES = {
     "Llama 3.1": chat_models.LLAMA31,
 }
 HERMES = '<tool_call>\n{"name": "search", "arguments": {"query": "Peru"}}\n</tool_call>'
-LLAMA = '{"name": "search", "parameters": {"query": "Peru"}}'
 CALL = (ToolCall("search", {"query": "Peru"}),)
 
 
@@ -52,30 +51,6 @@ def text_of(chosen: NativeRenderer, ids: list[int]) -> str:
     return chosen.decode(ids)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_call_is_parsed_and_an_answer_has_no_calls(family: str) -> None:
-    chosen = renderer(family)
-    said = LLAMA if family.startswith("Llama") else HERMES
-    assert chosen.parse(turn(chosen, said), TOOLS).tool_calls == CALL
-    assert chosen.stop(TOOLS) == ()
-    thought = "<think>not " + said + "</think>\n\n"
-    assert chosen.parse(turn(chosen, thought + said), TOOLS).tool_calls == CALL
-    assert chosen.parse(turn(chosen, thought + "Lima"), TOOLS) == Message(
-        "assistant", thought + "Lima"
-    )
-
-
-def test_several_calls_of_one_turn_are_answered_together() -> None:
-    chosen = renderer("Qwen3")
-    message = chosen.parse(turn(chosen, HERMES + "\n" + HERMES), TOOLS)
-    assert message.tool_calls == CALL + CALL
-    results = [Message("tool", text, name="search") for text in ("one", "two")]
-    assert text_of(chosen, chosen.observation(results, TOOLS, 100)) == (
-        "\n<|im_start|>user\n<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n"
-        "</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
 def test_a_turn_truncated_by_a_limit_has_no_calls() -> None:
     chosen = renderer("Qwen2.5")
     completion = turn(chosen, HERMES)
@@ -87,15 +62,6 @@ def test_llama_runs_the_code_after_its_python_tag() -> None:
     chosen = renderer("Llama 3.1")
     message = chosen.parse(turn(chosen, "<|python_tag|>print(1)"), TOOLS)
     assert message.tool_calls == (ToolCall("python", {"code": "print(1)"}),)
-
-
-def test_llamas_template_quotes_tool_results() -> None:
-    chosen = renderer("Llama 3.1")
-    shown = text_of(chosen, chosen.observation([Message("tool", 'a "b"\nc')], TOOLS, 100))
-    assert shown == (
-        "<|start_header_id|>ipython<|end_header_id|>\n\n" + json.dumps('a "b"\nc') + "<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n"
-    )
 
 
 def test_the_begin_of_text_token_is_not_doubled() -> None:
