@@ -385,19 +385,6 @@ def test_starts_of_an_earlier_process_are_kept_while_a_checkpoint_needs_them(
     run_virtual(scenario())
 
 
-def test_in_a_journal_without_starts_trees_that_began_count_as_started(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        old = journal(tmp_path)
-        old.append(Began(5, "t", 0, 1, "s", Mark(1, 5, 0)))
-        old.append(Trained(1, 1, [4]))
-        await old.close()
-        again = journal(tmp_path, incarnation=2)
-        assert [again.earlier.started(index) for index in (4, 5, 6)] == [False, True, False]
-        await again.close()
-
-    run_virtual(scenario())
-
-
 async def test_a_full_disk_is_a_one_line_error_and_leaves_no_partial_frame(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

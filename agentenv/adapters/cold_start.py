@@ -183,8 +183,6 @@ def tiny_model(
     tools: Iterable[str] = (),
     words: Iterable[str] = (),
     max_tokens: int = 1024,
-    hidden_size: int = 128,
-    num_layers: int = 2,
 ) -> Path:
     """Write model and tokenizer to the folder `path`, and return it.
 
@@ -195,7 +193,7 @@ def tiny_model(
     """
     require_train("torch", "tokenizers", "transformers")
     tokenizer = tiny_tokenizer(texts, tools=tools, words=words, max_tokens=max_tokens)
-    _write_model(Path(path), tokenizer, seed, max_tokens, hidden_size, num_layers)
+    _write_model(Path(path), tokenizer, seed, max_tokens)
     return Path(path)
 
 
@@ -251,12 +249,7 @@ def _pieces(texts: Iterable[str], words: Iterable[str]) -> Iterator[str]:
 
 
 def _write_model(
-    path: Path,
-    tokenizer: PreTrainedTokenizerFast,
-    seed: int,
-    max_tokens: int,
-    hidden_size: int,
-    num_layers: int,
+    path: Path, tokenizer: PreTrainedTokenizerFast, seed: int, max_tokens: int
 ) -> None:
     """Every serving engine has kernels for head size 64. The output head is a separate tensor (vLLM
     on CPU does not reload tied weights correctly), but starts equal to the embedding, so that
@@ -270,9 +263,9 @@ def _write_model(
     ids: Mapping[str, int] = tokenizer.get_vocab()
     config = Qwen3Config(
         vocab_size=len(ids),
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=num_layers,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,

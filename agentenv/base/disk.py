@@ -38,23 +38,19 @@ def write_whole(path: Path, data: str | bytes | Iterable[bytes], *, durable: boo
             sync(path.parent)
 
 
-def append_whole(path: Path, data: str | bytes, *, durable: bool = False) -> None:
-    """Append all of `data` to a file, or nothing; the file must have a single writer. `durable` as
-    in `write_whole`. Raises OSError."""
+def append_whole(path: Path, data: str | bytes) -> None:
+    """Append all of `data` to a file, or nothing; the file must have a single writer. Raises
+    OSError."""
     view = memoryview(data.encode() if isinstance(data, str) else data)
     with naming(path), path.open("ab", buffering=0) as file:
         size = file.tell()
         try:
             while view:
                 view = view[file.write(view) :]
-            if durable:
-                os.fsync(file.fileno())
         except BaseException:
             with suppress(OSError):
                 file.truncate(size)
             raise
-    if durable and not size:  # the file may be new
-        sync(path.parent)
 
 
 def make_folder(folder: Path) -> None:

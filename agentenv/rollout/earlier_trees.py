@@ -97,7 +97,7 @@ class EarlierTrees:
 
     def started(self, index: int) -> bool:
         """Whether an earlier process started this tree, even if it did not begin to grow."""
-        return index in self._started or index in self._places
+        return index in self._started
 
     def drawn(self, index: int) -> str:
         """The id of the task that an earlier process drew for this tree; empty if none."""

@@ -155,19 +155,6 @@ def test_a_scheduled_tree_that_never_began_starts_immediately(
     assert (sum(row["flow/producer_early_s"] for row in rows[-7:]) > 0) is waits
 
 
-def test_a_journal_of_an_earlier_version_is_continued(warehouse: Path, kept: Path) -> None:
-    """It has no frames of starts: trees that it has begun start immediately, none is grown
-    twice."""
-    old = [frame for frame in frames(kept) if not isinstance(frame, Started)]
-    done = {frame.tree for frame in of(Finished, old)}
-    written = resume_frames(warehouse, kept, "virtual-old", old)
-    assert not of(Started, written)
-    assert not done & {frame.tree for frame in of(Began, written)}
-    assert [frame.trees for frame in of(Trained, written)] == [
-        frame.trees for frame in of(Trained, old)[1:]
-    ]
-
-
 def test_a_resumed_curriculum_draws_the_tasks_of_the_first_process(warehouse: Path) -> None:
     keys = ("data.curriculum.prefer=hard", "checkpoint.keep_last=1000", "train.num_steps=8")
     run = finished_run(warehouse, "virtual-drawn", *keys)
