@@ -31,7 +31,6 @@ from agentenv.rollout.frames import (
     Recorded,
     Started,
     StepRefused,
-    Trained,
     framed,
     frames_of,
 )
@@ -159,6 +158,7 @@ def content(tree: TrajectoryTree) -> Any:
 
 
 PLANS: dict[str, RolloutPlan] = {
+    "independent": Independent(4),
     "forks": AlwaysFork(group_size=6),
     "aepo": AEPO(group_size=6).plan(6),
     "uniform": Uniform(group_size=6, num_roots=2),

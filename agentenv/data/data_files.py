@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -87,7 +87,7 @@ def read_rows(path: Path, ends: int = 0) -> Iterator[RawRow]:
     unreadable file, and ConfigError if pyarrow is needed but not installed."""
     if not path.exists():
         raise DataError(f"{path}: no such dataset file")
-    readers = {
+    readers: dict[str, Callable[..., Iterator[RawRow]]] = {
         ".jsonl": _read_jsonl,
         ".json": partial(read_json, read_lines=_read_jsonl),
         ".csv": read_csv,
