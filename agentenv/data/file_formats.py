@@ -6,6 +6,7 @@ import csv
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import islice, starmap
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from agentenv.base.errors import DataError, ForeignError
 from agentenv.base.installation import needed
-from agentenv.base.untrusted import decode_loose
+from agentenv.base.untrusted import decode_loose, decode_python
 
 ROWS_PER_BATCH = 1024
 
@@ -129,22 +130,21 @@ def _batches(path: Path) -> Iterator[Any]:
                 yield from file.iter_batches(batch_size=ROWS_PER_BATCH)
             return
         with arrow.memory_map(str(path)) as source:
-            yield from _arrow_batches(arrow, source)
+            yield from arrow.ipc.open_stream(source)  # as `datasets` saves
     except (arrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from error
-
-
-def _arrow_batches(arrow: Any, source: Any) -> Iterator[Any]:
-    """Batches of an Arrow stream, the form in which `datasets` saves, or of an Arrow file."""
-    try:
-        yield from arrow.ipc.open_stream(source)
-    except arrow.ArrowInvalid:
-        source.seek(0)
-        file = arrow.ipc.open_file(source)
-        yield from map(file.get_batch, range(file.num_record_batches))
 
 
 def checked(path: Path, number: int, row: Any) -> RawRow:
     if isinstance(row, dict):
         return RawRow(path, number, row)
     return RawRow(path, number, {}, f"expected a JSON object, got {type(row).__name__}")
+
+
+def literal(text: str) -> Any:
+    """The value of a text in the notation of JSON or Python, as in tables without types; None for
+    other texts."""
+    for read in (decode_loose, decode_python):
+        with suppress(ForeignError):
+            return read(text.strip())
+    return None

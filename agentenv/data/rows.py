@@ -6,7 +6,7 @@
                Final answer (GAIA), golden_answers, ground_truth, output (KILT)
 
 An answer is a text, a number, or a list of them; a text with a JSON list of texts, in CSV also a
-list of Python or numpy; a text whose last line is "#### gold" (GSM8K, the solution goes to
+list of Python; a text whose last line is "#### gold" (GSM8K, the solution goes to
 metadata["solution"]); or an object with the key "text" (SQuAD), "answer" (KILT) or "target"
 (Search-R1). In a list, nulls, empty texts and objects without an answer are ignored. An object
 without these keys in the column ground_truth becomes an answer as JSON, for a custom grader.
@@ -27,11 +27,11 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from msgspec import Meta, Struct, field
 
 from agentenv.base.config import ROWS
-from agentenv.base.errors import DataError
+from agentenv.base.errors import DataError, ForeignError
 from agentenv.base.types import SYSTEM_KEY, Task
+from agentenv.base.untrusted import decode_loose
 from agentenv.data.data_files import TABLES, Row
-from agentenv.data.file_formats import RawRow
-from agentenv.data.literals import json_of, literal
+from agentenv.data.file_formats import RawRow, literal
 
 Overlong = Literal["error", "skip", "cut"]
 
@@ -381,13 +381,20 @@ def _unfold(value: Any, in_table: bool = False) -> list[Any]:
         golds = [gold for item in value for gold in _unfold(item)] if value else []
         return [gold for gold in golds if _is_answer(gold)] or golds
     if isinstance(value, str) and value.lstrip().startswith(("[", "{") if in_table else "["):
-        found = literal(value) if in_table else json_of(value)
+        found = literal(value) if in_table else _json(value)
         if isinstance(found, dict) and any(key in found for key in HELD_IN):
             return _unfold(found)
         if isinstance(found, list) and all(isinstance(gold, str | None) for gold in found):
             return [gold for gold in found if gold] or [value]
         # [0, 1] stays a text: an interval, not two answers
     return [value]
+
+
+def _json(text: str) -> Any:
+    try:
+        return decode_loose(text)
+    except ForeignError:
+        return None
 
 
 def _in_table(raw: RawRow) -> bool:

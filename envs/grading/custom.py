@@ -25,7 +25,7 @@ import msgspec
 from agentenv.base.errors import ConfigError, GraderError, InfraError
 from agentenv.base.types import SYSTEM_KEY, Message, Task
 from agentenv.contract.env import Grade
-from agentenv.data.literals import literal
+from agentenv.data.file_formats import literal
 from agentenv.data.rows import GOLD_KEY, look_up
 from agentenv.envs.grading.keys import SolutionStr
 from agentenv.envs.grading.verdict import STOPPED, GraderDownError
