@@ -122,12 +122,6 @@ def test_an_env_may_speak_as_the_user() -> None:
         chosen.observation([Message("assistant", "me")], TOOLS, 100)
 
 
-def test_a_long_result_keeps_head_and_tail() -> None:
-    chosen = renderer("Qwen2.5")
-    shown = text_of(chosen, chosen.observation([Message("tool", "A" * 90 + "Z" * 90)], TOOLS, 25))
-    assert "\n" + "A" * 10 + " ... " + "Z" * 10 + "\n" in shown
-
-
 @pytest.mark.parametrize(
     ("template", "says"),
     [

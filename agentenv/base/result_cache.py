@@ -144,13 +144,6 @@ class ResultCache:
             self._reader.close()
             self._reader = None
 
-    async def put_all(self, values: Mapping[str, bytes]) -> None:
-        """Store many values, and wait until the file has them."""
-        for key, value in values.items():
-            self._remember(key, value)
-        if self.path is not None and self._reader is not None:
-            await in_thread(_write, self.path, values)
-
     def _remember(self, key: str, value: bytes) -> None:
         self._memory[key] = value
         self._memory.move_to_end(key)
