@@ -176,6 +176,22 @@ def cuts(folder: Path) -> Iterator[bytes]:
     yield data[: len(data) - 5]
 
 
+def interrupted(whole: Path) -> Iterator[tuple[Path, Recorded | None]]:
+    """Folders with each of these remains, and the tree there, unless it is finished."""
+    for number, cut in enumerate(cuts(whole)):
+        folder = cut_to(whole.with_name(str(number)), cut)
+        recorded = read(folder)
+        if recorded is None or not recorded.is_finished:
+            yield folder, recorded
+
+
+def cut_to(folder: Path, data: bytes) -> Path:
+    """A folder with a journal of this file."""
+    folder.mkdir()
+    (folder / "000001.frames").write_bytes(data)
+    return folder
+
+
 def paths_by_branch(tree: TrajectoryTree) -> dict[str, list[Any]]:
     return {
         leaf.branch: [(list(n.action_ids), list(n.observation_ids)) for n in tree.path(leaf)]
@@ -188,13 +204,7 @@ def test_from_every_cut_the_same_trajectories_result(tmp_path: Path) -> None:
     """Roots are independent of each other, so each ends like without the crash; complete turns are
     not sampled again."""
     whole = grown(tmp_path / "whole", make_actor(), Independent(4))
-    for number, cut in enumerate(cuts(tmp_path / "whole")):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        (folder / "000001.frames").write_bytes(cut)
-        recorded = read(folder)
-        if recorded is not None and recorded.is_finished:
-            continue
+    for folder, recorded in interrupted(tmp_path / "whole"):
         num_known = 0 if recorded is None else sum(bool(n.action_ids) for n in recorded.tree.nodes)
         actor = make_actor(Counting)
         tree = grown(folder, actor, Independent(4), incarnation=2)
@@ -215,13 +225,7 @@ def test_from_every_cut_a_tree_with_forks_is_completed(
 ) -> None:
     whole = grown(tmp_path / "whole", make_actor(engine), PLANS[name])
     num_ends = Counter(node.end for node in whole.nodes if node.end)
-    for number, cut in enumerate(cuts(tmp_path / "whole")):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        (folder / "000001.frames").write_bytes(cut)
-        recorded = read(folder)
-        if recorded is not None and recorded.is_finished:
-            continue
+    for folder, recorded in interrupted(tmp_path / "whole"):
         kept = {} if recorded is None else paths_by_branch(recorded.tree)
         tree = grown(folder, make_actor(engine), PLANS[name], incarnation=2)
         assert tree.num_live == 0
@@ -244,9 +248,7 @@ def test_from_every_cut_a_tree_with_forks_is_completed(
 def test_a_resumed_tree_keeps_its_frames_until_they_are_rewritten(tmp_path: Path) -> None:
     """Killed again right after its restart, or within its next frame."""
     grown(tmp_path / "whole", make_actor(), Independent(2))
-    folder = tmp_path / "cut"
-    folder.mkdir()
-    (folder / "000001.frames").write_bytes(list(cuts(tmp_path / "whole"))[-4])
+    folder = cut_to(tmp_path / "cut", list(cuts(tmp_path / "whole"))[-4])
     before = read(folder)
     assert before is not None
     assert not before.is_finished
@@ -274,14 +276,11 @@ def test_a_tree_of_another_task_or_of_other_settings_is_not_resumed(tmp_path: Pa
 
 def test_an_env_without_copies_restarts_its_trajectory(tmp_path: Path) -> None:
     grown(tmp_path / "whole", make_actor(fork_mode="none"), Independent(2))
-    folder = tmp_path / "cut"
-    folder.mkdir()
-    for cut in cuts(tmp_path / "whole"):
-        (folder / "000001.frames").write_bytes(cut)
-        recorded = read(folder)
-        (folder / "000002.frames").unlink()
-        if recorded is not None and [one for one in recorded.branches if one.cursor]:
-            break
+    folder = next(
+        folder
+        for folder, recorded in interrupted(tmp_path / "whole")
+        if recorded is not None and [one for one in recorded.branches if one.cursor]
+    )
     tree = grown(folder, make_actor(fork_mode="none"), Independent(2), incarnation=2)
     (failed,) = tree.failures()
     assert "cannot be copied" in str(failed.error)
@@ -290,10 +289,7 @@ def test_an_env_without_copies_restarts_its_trajectory(tmp_path: Path) -> None:
 
 def test_a_task_whose_prompt_has_changed_is_restarted(tmp_path: Path) -> None:
     grown(tmp_path / "whole", make_actor(), Independent(2))
-    begun = list(cuts(tmp_path / "whole"))[-4]
-    folder = tmp_path / "cut"
-    folder.mkdir()
-    (folder / "000001.frames").write_bytes(begun)
+    folder = cut_to(tmp_path / "cut", list(cuts(tmp_path / "whole"))[-4])
     actor = make_actor()
     actor.renderer.prompt = lambda *_: CharTokenizer().encode("other")  # type: ignore[method-assign]
     tree = grown(folder, actor, Independent(2), incarnation=2)
