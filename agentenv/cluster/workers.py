@@ -334,7 +334,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
             case messages.Alive():
                 worker.figures = message.figures
                 self._actor.prefixes.merge(message.figures.hits)
-                self._actor.probes.merge(message.figures.probe_waits_s)
+                self._actor.probes.extend(message.figures.probe_waits_s)
             case messages.Leaving():
                 self.leave(worker.name, message.within_s)
             case messages.Notice():

@@ -351,7 +351,7 @@ class Rollout:
         wanted = self.plan.on_leaf_end(self.tree, leaf)
         places = [(self.tree.root, wanted)] if isinstance(wanted, int) else wanted
         if any(number for _, number in places) and self._probes_since is not None:
-            self.actor.probes.add(asyncio.get_running_loop().time() - self._probes_since)
+            self.actor.probes.append(asyncio.get_running_loop().time() - self._probes_since)
             self._probes_since = None
         has_copies = branch.env is not None and branch.env.fork_mode != "none"
         for node, number in places:
