@@ -40,8 +40,9 @@ from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 from agentenv.base.config import ESSENTIAL, PATH, build_config
+from agentenv.base.crashes import guarded
 from agentenv.base.deadline import admitted
-from agentenv.base.errors import SHOWN, ConfigError, CrashError, EnvError, guarded
+from agentenv.base.errors import SHOWN, ConfigError, CrashError, EnvError
 from agentenv.base.offload import in_thread
 from agentenv.base.registry import loaded
 from agentenv.base.types import UNKNOWN_TOOL, Info, Limit, Message, Task, Turn

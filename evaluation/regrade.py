@@ -22,10 +22,12 @@ from agentenv.assembly.parts.environments import EnvMaker, Resolve
 from agentenv.assembly.reports.records import FAILED, EvalRow, calls_that_ran, prediction, written
 from agentenv.assembly.reports.tables import Table, as_markdown, short
 from agentenv.assembly.run.terminal import View
-from agentenv.base.config import Tree, apply_overrides, blaming, build_config, resolver, to_plain
+from agentenv.base.config import Tree, build_config, resolver, to_plain
+from agentenv.base.crashes import guarded
 from agentenv.base.disk import write_whole
-from agentenv.base.errors import ConfigError, CrashError, GraderError, guarded
+from agentenv.base.errors import ConfigError, CrashError, GraderError
 from agentenv.base.offload import in_thread
+from agentenv.base.overrides import apply_overrides, blaming
 from agentenv.base.types import Task
 from agentenv.contract.env import Grade, Grader, close_shared, graded, start_grader
 from agentenv.evaluation.report import figures, show_report

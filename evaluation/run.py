@@ -42,9 +42,12 @@ from agentenv.evaluation.report import report_of
 from agentenv.evaluation.store import Saved, Store, identity
 from agentenv.evaluation.subject import EvaluationAssembly, Subject, weights_digest
 from agentenv.reference.helpers import count_calls
-from agentenv.rollout.actor import Actor, Answer, Question, run_questions
-from agentenv.rollout.failures import NUM_NAMED, FailureLog, Redactor
+from agentenv.rollout.actor import Actor
+from agentenv.rollout.failure_log import FailureLog
+from agentenv.rollout.failures import NUM_NAMED
 from agentenv.rollout.metrics import Throughput
+from agentenv.rollout.questions import Answer, Question, run_questions
+from agentenv.rollout.redactor import Redactor
 from agentenv.text.renderer import Renderer, TextCodec
 
 INTERVAL_S = 1.0

@@ -21,7 +21,8 @@ from agentenv.assembly.keys.cluster import WHERE
 from agentenv.assembly.reports.records import FAILED, EvalRow, Key, Wanted
 from agentenv.assembly.run.rundir import LockHolder
 from agentenv.base.config import Tree, changes
-from agentenv.base.disk import PARTIAL, append_whole, explain, write_whole
+from agentenv.base.disk import PARTIAL, append_whole, write_whole
+from agentenv.base.disk_errors import explain
 from agentenv.base.errors import ConfigError, DataError
 
 # The lock of the directory of an evaluation: one command at a time writes there.

@@ -36,19 +36,11 @@ from agentenv.assembly.run.checkpoints import BEST, find_checkpoint
 from agentenv.assembly.run.rundir import CONFIG_FILE
 from agentenv.assembly.serving.server_command import vllm_hint
 from agentenv.assembly.serving.servers import ServerFactory, fill_roles
-from agentenv.base.config import (
-    Reporter,
-    Tree,
-    blaming,
-    keys_in,
-    leave_out_old_kinds,
-    override_kinds,
-    read_toml,
-    resolver,
-)
+from agentenv.base.config import Reporter, Tree, keys_in, read_toml, resolver
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.model_files import find_on_hub, place_on_hub, read_eos_ids
 from agentenv.base.offload import in_thread
+from agentenv.base.overrides import blaming, leave_out_old_kinds, override_kinds
 from agentenv.base.types import Task
 from agentenv.contract.engine import Engine, EngineStart
 from agentenv.data.rows import RowsConfig

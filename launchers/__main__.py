@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from agentenv.base.errors import DISTRIBUTION
+from agentenv.base.installation import DISTRIBUTION
 
 COMMANDS = {
     "new": "create a project with a custom environment, ready to train",

@@ -22,7 +22,7 @@ from agentenv.assembly.keys.help import KeysParser
 from agentenv.assembly.run.checkpoints import BEST
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 from agentenv.assembly.serving.gpus import gpus_for_others
-from agentenv.base.errors import require_train
+from agentenv.base.installation import require_train
 from agentenv.base.model_files import fetch_from_hub, find_on_hub
 from agentenv.evaluation.report import write_report
 from agentenv.evaluation.run import (

@@ -26,8 +26,9 @@ from msgspec import Meta, Struct
 from agentenv.assembly.keys.help import key_table
 from agentenv.assembly.run.arguments import check_arguments
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
-from agentenv.base.config import apply_overrides, build_config, load_config
+from agentenv.base.config import build_config, load_config
 from agentenv.base.errors import ForeignError, InfraError, ToolError
+from agentenv.base.overrides import apply_overrides
 from agentenv.base.result_cache import ResultCache
 from agentenv.base.untrusted import decode
 from agentenv.endpoint.server import Listener

@@ -30,16 +30,9 @@ from agentenv.assembly.parts.assembly import load_set, load_training
 from agentenv.assembly.parts.environments import EnvMaker, Resolve
 from agentenv.assembly.run.rundir import CONFIG_FILE
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
-from agentenv.base.config import (
-    Reporter,
-    Tree,
-    blaming,
-    build_config,
-    override_kinds,
-    read_toml,
-    resolver,
-)
+from agentenv.base.config import Reporter, Tree, build_config, read_toml, resolver
 from agentenv.base.errors import ConfigError
+from agentenv.base.overrides import blaming, override_kinds
 from agentenv.base.types import Limits
 from agentenv.contract.env import close_shared
 from agentenv.contract.server_config import read_key

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta, Struct
 
 from agentenv.base.config import ESSENTIAL
-from agentenv.base.errors import ConfigError, MissingError, install_hint
+from agentenv.base.errors import ConfigError, MissingError
+from agentenv.base.installation import install_hint
 
 if TYPE_CHECKING:
     import torch

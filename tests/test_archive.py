@@ -20,15 +20,8 @@ from agentenv.base.tree import Scored, TrajectoryTree, to_frame
 from agentenv.base.types import VersionSpan
 from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.algorithms.credit import TreeCredit
-from agentenv.rollout.archive import (
-    Archive,
-    Credit,
-    KeptTree,
-    StepHeader,
-    changed_forks,
-    read_step,
-    steps_of,
-)
+from agentenv.rollout.archive import Archive, Credit, KeptTree, StepHeader, changed_forks, steps_of
+from agentenv.rollout.archive_reader import columns_of, read_step
 from agentenv.rollout.frames import ArchiveConfig
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import AlwaysFork
@@ -115,7 +108,7 @@ def test_columns_have_all_values_of_each_token(tmp_path: Path) -> None:
     found = step.tree(step.entries[0])
     assert found.credit is not None
     for path in found.tree.trajectories():
-        columns = found.columns(path.leaf)
+        columns = columns_of(found, path.leaf)
         assert columns.token_ids.tolist() == path.token_ids
         assert columns.mask.tolist() == path.loss_mask
         sampled = np.flatnonzero(columns.mask)

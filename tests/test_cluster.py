@@ -358,7 +358,7 @@ def test_the_journal_of_the_controller_has_the_trees_of_all_workers(tmp_path: Pa
 
     async def read() -> list[TrajectoryTree]:
         again = journal()
-        found = [again.read(index, TASK) for index in range(3)]
+        found = [again.earlier.read(index, TASK) for index in range(3)]
         assert all(one is not None and one.is_finished for one in found)
         await again.close()
         return [one.tree for one in found if one is not None]
@@ -381,7 +381,7 @@ def test_a_tree_begun_by_an_earlier_process_resumes_in_a_worker(tmp_path: Path) 
 
     async def go_on(cluster: Cluster) -> TrajectoryTree:
         again = cluster.workers.journal = journal()
-        recorded = again.read(0, TASK)
+        recorded = again.earlier.read(0, TASK)
         assert recorded is not None
         assert len(recorded.tree.nodes) > 1
         tree = await cluster.workers.rollout(TASK, index=0, recorded=recorded)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from agentenv.base.errors import ConfigError, DataError, install_hint
+from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.installation import install_hint
 from agentenv.data.dataset import load_tasks
 from agentenv.data.rows import RowsConfig
 from tests.support.parquet import arpo_rows, write_arrow, write_parquet
@@ -39,8 +40,7 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("question,answer\na,A\nb,B\n")
     (tmp_path / "x.tsv").write_text("question\tanswer\na\tA\nb\tB\n")
     write_parquet(tmp_path / "x.parquet", rows)
-    write_arrow(tmp_path / "stream.arrow", rows)
-    write_arrow(tmp_path / "file.arrow", rows, stream=False)
+    write_arrow(tmp_path / "x.arrow", rows)
     for path in sorted(tmp_path.iterdir()):
         tasks = load_tasks(path, "env")
         assert [(task.question, task.answers) for task in tasks] == [("a", ("A",)), ("b", ("B",))]

@@ -14,7 +14,6 @@ from agentenv.base.deadline import (
     Deadline,
     Work,
     WorkClock,
-    backoff_s,
     deferring,
     doing,
     uncancelled,
@@ -23,6 +22,7 @@ from agentenv.base.deadline import (
     working,
 )
 from agentenv.base.errors import EnvError, StallError
+from agentenv.base.retries import backoff_s
 from agentenv.base.types import Completion, Limits
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from tests.support.toy import CharTokenizer

@@ -61,8 +61,6 @@ def test_the_name_of_a_durable_file_is_durable(tmp_path: Path, synced: Synced) -
     assert not synced.has(tmp_path / "plain")
     write_whole(tmp_path / "whole", "x", durable=True)
     assert synced.has(tmp_path / "whole")
-    append_whole(tmp_path / "lines", "1\n", durable=True)
-    assert synced.has(tmp_path / "lines")
     make_folder(tmp_path / "a" / "b" / "c")
     for name in ("a", "a/b", "a/b/c"):
         assert synced.has(tmp_path / name), name
@@ -124,7 +122,7 @@ def test_a_failed_write_leaves_no_file(tmp_path: Path, durable: bool) -> None:
             write_whole(tmp_path / "state", b"x" * 10_000, durable=durable)
         assert raised.value.filename == str(tmp_path / "state")
         with pytest.raises(OSError, match="too large"):
-            append_whole(tmp_path / "rows", b"2" * 10_000, durable=durable)
+            append_whole(tmp_path / "rows", b"2" * 10_000)
         with pytest.raises(OSError, match="too large"):
             write_tensors(tensors, [], [], {"text": "x" * 10_000})
         with pytest.raises(ConfigError, match="cannot be written"):

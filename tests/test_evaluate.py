@@ -8,7 +8,7 @@ from typing import Any
 
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Limits, Task
-from agentenv.rollout.actor import Answer, Question, evaluate, run_questions
+from agentenv.rollout.questions import Answer, Question, evaluate, run_questions
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import make_actor

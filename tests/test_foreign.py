@@ -33,8 +33,8 @@ IMPORTS = re.compile(r"from (json|pickle|msgspec\.json)\b")
 # Files that decode data of this program, or the configuration, which has its own errors, or that
 # run without agentenv.
 OURS = {
-    "agentenv/base/errors.py": "a file of pip",
-    "agentenv/rollout/archive.py": "a run directory",
+    "agentenv/base/installation.py": "a file of pip",
+    "agentenv/rollout/archive_reader.py": "a run directory",
     "agentenv/base/config.py": "configuration",
     "training/api.py": "a run directory",
     "evaluation/sets.py": "run directories",

@@ -23,7 +23,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from agentenv.base.errors import DISTRIBUTION
+from agentenv.base.installation import DISTRIBUTION
 from agentenv.launchers.__main__ import COMMANDS
 from agentenv.processes.link import hold_port, port_of
 from agentenv.processes.supervisor import ADDRESS_VARIABLE

@@ -31,7 +31,6 @@ from agentenv.rollout.frames import (
     Recorded,
     Started,
     StepRefused,
-    Trained,
     framed,
     frames_of,
 )
@@ -115,7 +114,7 @@ def grown(
 
     async def scenario() -> TrajectoryTree:
         written = journal(folder, incarnation=incarnation)
-        recorded = written.read(index, TASK)
+        recorded = written.earlier.read(index, TASK)
         assert recorded is None or not recorded.is_finished
         try:
             return await actor.rollout(
@@ -135,7 +134,7 @@ def read(folder: Path, task: Task = TASK, index: int = 3, settings: str = "s") -
     async def scenario() -> Recorded | None:
         found = journal(folder, settings)
         await found.close()
-        return found.read(index, task)
+        return found.earlier.read(index, task)
 
     return run_virtual(scenario())
 
@@ -167,19 +166,6 @@ PLANS: dict[str, RolloutPlan] = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("engine", [ScriptedEngine, Failing])
-def test_a_finished_tree_is_read_back_unchanged(
-    tmp_path: Path, name: str, engine: type[ScriptedEngine]
-) -> None:
-    tree = grown(tmp_path, make_actor(engine, faults={"finish": 0.3}), PLANS[name])
-    recorded = read(tmp_path)
-    assert recorded is not None
-    assert recorded.is_finished
-    assert recorded.branches == []
-    assert content(recorded.tree) == content(tree)
-
-
 def cuts(folder: Path) -> Iterator[bytes]:
     """The possible remains of a journal of one file after a crash: all prefixes that end with a
     frame, and one that does not."""
@@ -188,6 +174,22 @@ def cuts(folder: Path) -> Iterator[bytes]:
     for offset, size, _ in frames_of(data):
         yield data[: offset + size]
     yield data[: len(data) - 5]
+
+
+def interrupted(whole: Path) -> Iterator[tuple[Path, Recorded | None]]:
+    """Folders with each of these remains, and the tree there, unless it is finished."""
+    for number, cut in enumerate(cuts(whole)):
+        folder = cut_to(whole.with_name(str(number)), cut)
+        recorded = read(folder)
+        if recorded is None or not recorded.is_finished:
+            yield folder, recorded
+
+
+def cut_to(folder: Path, data: bytes) -> Path:
+    """A folder with a journal of this file."""
+    folder.mkdir()
+    (folder / "000001.frames").write_bytes(data)
+    return folder
 
 
 def paths_by_branch(tree: TrajectoryTree) -> dict[str, list[Any]]:
@@ -202,13 +204,7 @@ def test_from_every_cut_the_same_trajectories_result(tmp_path: Path) -> None:
     """Roots are independent of each other, so each ends like without the crash; complete turns are
     not sampled again."""
     whole = grown(tmp_path / "whole", make_actor(), Independent(4))
-    for number, cut in enumerate(cuts(tmp_path / "whole")):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        (folder / "000001.frames").write_bytes(cut)
-        recorded = read(folder)
-        if recorded is not None and recorded.is_finished:
-            continue
+    for folder, recorded in interrupted(tmp_path / "whole"):
         num_known = 0 if recorded is None else sum(bool(n.action_ids) for n in recorded.tree.nodes)
         actor = make_actor(Counting)
         tree = grown(folder, actor, Independent(4), incarnation=2)
@@ -229,13 +225,7 @@ def test_from_every_cut_a_tree_with_forks_is_completed(
 ) -> None:
     whole = grown(tmp_path / "whole", make_actor(engine), PLANS[name])
     num_ends = Counter(node.end for node in whole.nodes if node.end)
-    for number, cut in enumerate(cuts(tmp_path / "whole")):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        (folder / "000001.frames").write_bytes(cut)
-        recorded = read(folder)
-        if recorded is not None and recorded.is_finished:
-            continue
+    for folder, recorded in interrupted(tmp_path / "whole"):
         kept = {} if recorded is None else paths_by_branch(recorded.tree)
         tree = grown(folder, make_actor(engine), PLANS[name], incarnation=2)
         assert tree.num_live == 0
@@ -249,14 +239,16 @@ def test_from_every_cut_a_tree_with_forks_is_completed(
             begun = sum(other.parent == node.index for other in tree.nodes)
             is_root = node.index == 0
             assert is_root or node.end or begun == 1 + (node.num_forks or 0)
+    found = read(tmp_path / "whole")
+    assert found is not None
+    assert (found.is_finished, found.branches) == (True, [])
+    assert content(found.tree) == content(whole)
 
 
 def test_a_resumed_tree_keeps_its_frames_until_they_are_rewritten(tmp_path: Path) -> None:
     """Killed again right after its restart, or within its next frame."""
     grown(tmp_path / "whole", make_actor(), Independent(2))
-    folder = tmp_path / "cut"
-    folder.mkdir()
-    (folder / "000001.frames").write_bytes(list(cuts(tmp_path / "whole"))[-4])
+    folder = cut_to(tmp_path / "cut", list(cuts(tmp_path / "whole"))[-4])
     before = read(folder)
     assert before is not None
     assert not before.is_finished
@@ -284,14 +276,11 @@ def test_a_tree_of_another_task_or_of_other_settings_is_not_resumed(tmp_path: Pa
 
 def test_an_env_without_copies_restarts_its_trajectory(tmp_path: Path) -> None:
     grown(tmp_path / "whole", make_actor(fork_mode="none"), Independent(2))
-    folder = tmp_path / "cut"
-    folder.mkdir()
-    for cut in cuts(tmp_path / "whole"):
-        (folder / "000001.frames").write_bytes(cut)
-        recorded = read(folder)
-        (folder / "000002.frames").unlink()
-        if recorded is not None and [one for one in recorded.branches if one.cursor]:
-            break
+    folder = next(
+        folder
+        for folder, recorded in interrupted(tmp_path / "whole")
+        if recorded is not None and [one for one in recorded.branches if one.cursor]
+    )
     tree = grown(folder, make_actor(fork_mode="none"), Independent(2), incarnation=2)
     (failed,) = tree.failures()
     assert "cannot be copied" in str(failed.error)
@@ -300,10 +289,7 @@ def test_an_env_without_copies_restarts_its_trajectory(tmp_path: Path) -> None:
 
 def test_a_task_whose_prompt_has_changed_is_restarted(tmp_path: Path) -> None:
     grown(tmp_path / "whole", make_actor(), Independent(2))
-    begun = list(cuts(tmp_path / "whole"))[-4]
-    folder = tmp_path / "cut"
-    folder.mkdir()
-    (folder / "000001.frames").write_bytes(begun)
+    folder = cut_to(tmp_path / "cut", list(cuts(tmp_path / "whole"))[-4])
     actor = make_actor()
     actor.renderer.prompt = lambda *_: CharTokenizer().encode("other")  # type: ignore[method-assign]
     tree = grown(folder, actor, Independent(2), incarnation=2)
@@ -369,37 +355,28 @@ def test_starts_of_an_earlier_process_are_kept_while_a_checkpoint_needs_them(
         for index in range(4):
             written.append(Started(index, 1, 2.5))
         written.append(Began(0, "t", 0, 1, "s", Mark(1, 0, 0)))
-        assert not any(map(written.started, range(4))), "those of this process are no earlier ones"
+        assert not any(map(written.earlier.started, range(4))), (
+            "those of this process are no earlier ones"
+        )
         await written.close()
 
         again = journal(tmp_path, incarnation=2)
-        assert [again.started(index) for index in range(5)] == [True] * 4 + [False]
-        assert [again.knows(index) for index in range(5)] == [True] + [False] * 4
-        assert again.read(1, TASK) is None
+        assert [again.earlier.started(index) for index in range(5)] == [True] * 4 + [False]
+        assert [again.earlier.knows(index) for index in range(5)] == [True] + [False] * 4
+        assert again.earlier.read(1, TASK) is None
         await again.rotate(2)
-        assert [again.started(index) for index in range(5)] == [False] * 2 + [True] * 2 + [False]
+        assert [again.earlier.started(index) for index in range(5)] == [False] * 2 + [True] * 2 + [
+            False
+        ]
         assert files(tmp_path) == ["000001", "000003"], "the starts of 2 and 3 are in the first"
         await again.close()
 
         third = journal(tmp_path, incarnation=3)
-        assert third.started(3)
+        assert third.earlier.started(3)
         await third.rotate(4)
-        assert not any(map(third.started, range(5)))
+        assert not any(map(third.earlier.started, range(5)))
         assert files(tmp_path) == ["000005"]
         await third.close()
-
-    run_virtual(scenario())
-
-
-def test_in_a_journal_without_starts_trees_that_began_count_as_started(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        old = journal(tmp_path)
-        old.append(Began(5, "t", 0, 1, "s", Mark(1, 5, 0)))
-        old.append(Trained(1, 1, [4]))
-        await old.close()
-        again = journal(tmp_path, incarnation=2)
-        assert [again.started(index) for index in (4, 5, 6)] == [False, True, False]
-        await again.close()
 
     run_virtual(scenario())
 
@@ -458,8 +435,8 @@ async def test_a_full_disk_at_a_rotation_is_reported_like_any_other(
         await written.close()  # it was told
         assert path.stat().st_size == size
         again = Journal(folder, JournalConfig(), settings="s", incarnation=2)
-        assert again.knows(0) == is_working
-        assert not again.knows(1)
+        assert again.earlier.knows(0) == is_working
+        assert not again.earlier.knows(1)
         await again.close()
 
 
@@ -498,7 +475,7 @@ async def test_trees_that_a_step_refused_are_unknown_to_the_next_process(tmp_pat
         written.append(StepRefused(3, refused))
         await written.close()
         again = journal(tmp_path)
-        assert again.knows(4) == (refused != [4])
+        assert again.earlier.knows(4) == (refused != [4])
         await again.close()
 
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentenv.base.offload import in_thread
+from agentenv.base.untrusted import packed
 from agentenv.contract.plan import RolloutPlan
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.frames import (
@@ -23,7 +24,6 @@ from agentenv.rollout.frames import (
     Leased,
     TreeFrames,
     frames_of,
-    pack_recorded,
 )
 from agentenv.rollout.journal import Journal
 from tests.support.virtual_clock import run_virtual
@@ -44,7 +44,7 @@ def grow_for(
 
     async def scenario() -> None:
         written = journal(folder, incarnation=incarnation)
-        recorded = written.read(3, TASK)
+        recorded = written.earlier.read(3, TASK)
         if recorded is None or not recorded.is_finished:
             written.append(Leased(0, [0]))
             work = (actor or make_actor()).rollout(
@@ -73,7 +73,7 @@ def state(folder: Path) -> bytes | None:
     for path in folder.glob("*.frames"):
         if not path.stat().st_size:
             path.unlink()
-    return None if found is None else bytes([found.is_finished]) + pack_recorded(found)
+    return None if found is None else packed(found)
 
 
 def prefixes(folder: Path) -> set[bytes | None]:
@@ -168,7 +168,7 @@ def test_a_tree_restarted_in_its_worker_is_complete(tmp_path: Path) -> None:
     async def main() -> tuple[Any, list[str]]:
         cluster = Cluster(lambda: make_actor())
         written = cluster.workers.journal = journal(tmp_path, incarnation=2)
-        recorded = written.read(3, TASK)
+        recorded = written.earlier.read(3, TASK)
         assert recorded is not None
         recorded.tree.nodes[0].observation_ids.append(7)
         cluster.add("a")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from agentenv.assembly.keys.cluster import ProcessesCluster
-from agentenv.base.deadline import Restarts
+from agentenv.base.retries import Restarts
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task
 from agentenv.contract.env import Env
@@ -115,8 +115,8 @@ class DeadlyCluster(Cluster):
         async def grow(index: int) -> TrajectoryTree:
             task = Task("killer", "toy", "how many?", ("2",)) if index == KILLER else TASK
             recorded = None
-            if journal is not None and journal.knows(index):
-                recorded = journal.read(index, task)
+            if journal is not None and journal.earlier.knows(index):
+                recorded = journal.earlier.read(index, task)
             if recorded is not None and recorded.is_finished:
                 return recorded.tree
             return await self.workers.rollout(task, index=index, recorded=recorded)
@@ -204,7 +204,7 @@ def test_the_journal_records_the_workers_killed_by_a_tree(
     async def third() -> bool:
         """It has ended for every process to come."""
         again = journal(3)
-        recorded = again.read(KILLER, Task("killer", "toy", "how many?", ("2",)))
+        recorded = again.earlier.read(KILLER, Task("killer", "toy", "how many?", ("2",)))
         await again.close()
         return recorded is not None and recorded.is_finished
 
@@ -247,7 +247,7 @@ def test_losses_of_a_tree_that_made_progress_are_reset(tmp_path: Path) -> None:
         await lose(Cluster(lambda: make_actor(engine={"latency_s": 10.0})))
         again = journal()
         await again.close()
-        return again.losses
+        return again.earlier.losses
 
     assert run_virtual(main()) == {}
 
@@ -276,7 +276,7 @@ def test_a_tree_without_a_worker_ends_when_a_user_cancels_it(
         await cluster.close()
         await cluster.workers.journal.close()
         again = Journal(tmp_path, JournalConfig(), settings="s", incarnation=2)
-        recorded = again.read(0, TASK)
+        recorded = again.earlier.read(0, TASK)
         await again.close()
         assert begins_s is None or cluster.engine.stats()["requests"] == before
         return tree, recorded, int(before)

@@ -20,7 +20,7 @@ from agentenv.cluster.workers import RolloutWorkers
 from agentenv.processes.link import Link
 from agentenv.processes.supervisor import LocalPlacement, Supervisor
 from agentenv.processes.worker_group import Left, WorkerGroup, WorkerSpec
-from agentenv.rollout.failures import Failure
+from agentenv.rollout.failure_log import Failure
 from tests.support.links import linked
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import run_virtual

@@ -11,7 +11,7 @@ import pytest
 from agentenv.base.errors import ConfigError, EnvError
 from agentenv.base.model_files import read_eos_ids
 from agentenv.base.types import Completion, Message, ToolCall
-from agentenv.text.native import NativeConfig, NativeRenderer, Style
+from agentenv.text.native import NativeRenderer
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.renderer import TagRenderer
 from tests.support import chat_models
@@ -32,7 +32,6 @@ FAMILIES = {
     "Llama 3.1": chat_models.LLAMA31,
 }
 HERMES = '<tool_call>\n{"name": "search", "arguments": {"query": "Peru"}}\n</tool_call>'
-LLAMA = '{"name": "search", "parameters": {"query": "Peru"}}'
 CALL = (ToolCall("search", {"query": "Peru"}),)
 
 
@@ -52,30 +51,6 @@ def text_of(chosen: NativeRenderer, ids: list[int]) -> str:
     return chosen.decode(ids)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_call_is_parsed_and_an_answer_has_no_calls(family: str) -> None:
-    chosen = renderer(family)
-    said = LLAMA if family.startswith("Llama") else HERMES
-    assert chosen.parse(turn(chosen, said), TOOLS).tool_calls == CALL
-    assert chosen.stop(TOOLS) == ()
-    thought = "<think>not " + said + "</think>\n\n"
-    assert chosen.parse(turn(chosen, thought + said), TOOLS).tool_calls == CALL
-    assert chosen.parse(turn(chosen, thought + "Lima"), TOOLS) == Message(
-        "assistant", thought + "Lima"
-    )
-
-
-def test_several_calls_of_one_turn_are_answered_together() -> None:
-    chosen = renderer("Qwen3")
-    message = chosen.parse(turn(chosen, HERMES + "\n" + HERMES), TOOLS)
-    assert message.tool_calls == CALL + CALL
-    results = [Message("tool", text, name="search") for text in ("one", "two")]
-    assert text_of(chosen, chosen.observation(results, TOOLS, 100)) == (
-        "\n<|im_start|>user\n<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n"
-        "</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
 def test_a_turn_truncated_by_a_limit_has_no_calls() -> None:
     chosen = renderer("Qwen2.5")
     completion = turn(chosen, HERMES)
@@ -87,15 +62,6 @@ def test_llama_runs_the_code_after_its_python_tag() -> None:
     chosen = renderer("Llama 3.1")
     message = chosen.parse(turn(chosen, "<|python_tag|>print(1)"), TOOLS)
     assert message.tool_calls == (ToolCall("python", {"code": "print(1)"}),)
-
-
-def test_llamas_template_quotes_tool_results() -> None:
-    chosen = renderer("Llama 3.1")
-    shown = text_of(chosen, chosen.observation([Message("tool", 'a "b"\nc')], TOOLS, 100))
-    assert shown == (
-        "<|start_header_id|>ipython<|end_header_id|>\n\n" + json.dumps('a "b"\nc') + "<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n"
-    )
 
 
 def test_the_begin_of_text_token_is_not_doubled() -> None:
@@ -156,12 +122,6 @@ def test_an_env_may_speak_as_the_user() -> None:
         chosen.observation([Message("assistant", "me")], TOOLS, 100)
 
 
-def test_a_long_result_keeps_head_and_tail() -> None:
-    chosen = renderer("Qwen2.5")
-    shown = text_of(chosen, chosen.observation([Message("tool", "A" * 90 + "Z" * 90)], TOOLS, 25))
-    assert "\n" + "A" * 10 + " ... " + "Z" * 10 + "\n" in shown
-
-
 @pytest.mark.parametrize(
     ("template", "says"),
     [
@@ -182,21 +142,12 @@ def test_a_template_that_cannot_be_used_is_refused_with_the_reason(
         NativeRenderer(chat_models.make_tokenizer(template))
 
 
-@pytest.mark.parametrize(
-    ("style", "says"),
-    [
-        ("auto", r"writes a call as '<tool_call>.*which none of the styles \['atem', .* reads"),
-        ("qwen_xml", r"writes a call as .*the style 'qwen_xml' reads as \["
-                     r"ToolCall\(name='<malformed>'.*expected \[ToolCall\(name='sample_tool'.*"
-                     r"name another renderer\.style"),
-    ],
-)  # fmt: skip
-def test_a_template_whose_calls_cannot_be_parsed_back_is_refused(style: Style, says: str) -> None:
-    """The message names the model, the text of the template, the parsed call and the remedy."""
+def test_a_template_whose_calls_cannot_be_parsed_back_is_refused() -> None:
+    """The message names the model, and the text of the template."""
     tokenizer = chat_models.make_tokenizer(chat_models.QWEN25.replace('"arguments"', '"with"'))
     tokenizer.name_or_path = "models/Odd"
-    with pytest.raises(ConfigError, match=rf"template of models/Odd {says}"):
-        NativeRenderer(tokenizer, NativeConfig(style=style))
+    with pytest.raises(ConfigError, match=r"template of models/Odd writes a call as '<tool_call>"):
+        NativeRenderer(tokenizer)
 
 
 def test_a_template_may_leave_out_or_mix_up_calls() -> None:
@@ -222,7 +173,7 @@ def test_a_template_may_require_arguments_as_json_text() -> None:
 def test_native_calls_are_refused_for_base_models() -> None:
     tokenizer = chat_models.make_tokenizer(chat_models.QWEN25)
     with pytest.raises(ConfigError, match=r"use renderer\.name = 'tags'"):
-        NativeRenderer(tokenizer, NativeConfig(), PromptConfig(apply_chat_template=False))
+        NativeRenderer(tokenizer, PromptConfig(apply_chat_template=False))
     base = TagRenderer(tokenizer, PromptConfig(apply_chat_template=False))
     assert base.decode(base.prompt(QUESTION, TOOLS)) == "Be brief.\n\nCapital of Peru?\n"
     tokenizer.chat_template = None

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from agentenv.base.tree import TrajectoryTree
-from agentenv.base.types import Limits, Message, SamplingParams, Task, ToolCall
+from agentenv.base.types import Limits, Message, SamplingParams, Task
 from agentenv.contract.env import Grade
 from agentenv.contract.plan import Independent
 from agentenv.contract.tool_env import ToolEnv
@@ -17,7 +17,6 @@ from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.rollout.actor import Actor
 from agentenv.text.native import NativeRenderer
 from tests.support import chat_models
-from tests.support.trl_templates import ends_of, tokenizer_of
 from tests.support.virtual_clock import run_virtual
 
 TASK = Task("t", "test", "Capital of Peru?", ("Lima",))
@@ -78,46 +77,6 @@ def test_a_rollout_in_native_tool_calls(template: str) -> None:
         trained = [token for token, mask in ids if mask]
         assert renderer.decode(trained) == "".join(sampled)
         assert renderer.decode(trajectory.token_ids).count("<|im_start|>assistant") == 2
-
-
-class OneSearch:
-    async def grade(
-        self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
-    ) -> Grade:
-        right = "Lima" in written[-1].content and calls["search"] == 1
-        return Grade(float(right), right, {})
-
-
-class OneSearchEnv(ToolEnv):
-    def __init__(self, task: Task) -> None:
-        super().__init__(task, tools=[search], grader=OneSearch())
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["qwen3_5_think", "nemotron_3_nano", "glm4moe", "gptoss", "gemma4_v5", "lfm2_v2", "llama3_1"],
-)
-def test_a_rollout_with_the_call_syntax_of_a_shipped_template(name: str) -> None:
-    tokenizer = tokenizer_of(name)
-    ends = tokenizer.convert_tokens_to_ids([*ends_of(name)])
-    renderer = NativeRenderer(tokenizer, eos_ids=ends)
-    call = renderer.calling("", [ToolCall("search", {"query": "Peru"})])
-    close = "</think>" if name in ("qwen3_5_think", "nemotron_3_nano") else ""
-
-    def said(prompt: str, rng: Random) -> str:
-        return close + "It is Lima" if "Lima" in prompt else call
-
-    engine = ScriptedEngine(ScriptedConfig(max_model_len=9000), tokenizer, script=said)
-    limits = Limits(max_tool_calls=8, max_prompt_tokens=6000)
-    actor = Actor(engine, renderer, OneSearchEnv, limits, SamplingParams(max_tokens=1), seed=7)
-    tree = run_virtual(actor.rollout(TASK, Independent(1)))
-    (trajectory,) = tree.trajectories()
-    assert (trajectory.leaf.end, trajectory.reward) == ("terminated", 1.0)
-    sampled = [renderer.decode(node.action_ids) for node in trajectory.turns]
-    end = ends_of(name)[0]
-    assert sampled == [call + end, close + "It is Lima" + end]
-    ids = zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
-    assert renderer.decode([token for token, mask in ids if mask]) == "".join(sampled)
 
 
 def test_a_limit_ends_the_rollout() -> None:

@@ -5,84 +5,39 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from statistics import fmean
-from typing import NamedTuple
 
 import pytest
 
 from agentenv.base.tree import TrajectoryTree
-from agentenv.base.types import Task
 from agentenv.rollout.queue import Pace, ReplayQueue, TreeTimes
 from tests.support.virtual_clock import run_virtual
+from tests.test_queue import TASK, Ran, run_loop
 
-TASK = Task("t", "toy", "q", ("a",))
 GROUPS, BOUND, NUM_STEPS = 4, 3, 30
-
-
-class Shown(NamedTuple):
-    """`staleness`: the mean of each step; `early_s`: how long starts were held back."""
-
-    seconds: float
-    staleness: list[float]
-    early_s: float
-
-
-async def shown(
-    grow: Callable[[int], Awaitable[None]],
-    learner_s: Callable[[int], float],
-    *,
-    just_in_time: bool,
-    refuse: Callable[[int], bool] = lambda index: False,
-) -> Shown:
-    """A feeder, trees that `grow`, and a learner that takes `learner_s` for each step."""
-    queue = ReplayQueue(GROUPS, BOUND, just_in_time=just_in_time)
-    version, early_s = 0, 0.0
-    staleness: list[float] = []
-
-    async def rollout(index: int) -> TrajectoryTree:
-        tree = TrajectoryTree(TASK, index=index, policy_version=version)
-        await grow(index)
-        return tree
-
-    async def feed(group: asyncio.TaskGroup) -> None:
-        index = 0
-        while True:
-            await queue.reserve()
-            queue.put(group.create_task(rollout(index)))
-            index += 1
-
-    async with asyncio.TaskGroup() as group:
-        feeder = group.create_task(feed(group))
-        for step in range(NUM_STEPS):
-            trees = await queue.get(lambda tree: not refuse(tree.index))
-            staleness.append(fmean(version - tree.policy_version for tree in trees))
-            assert max(version - tree.policy_version for tree in trees) <= BOUND
-            await asyncio.sleep(learner_s(step))
-            version += 1
-            queue.release(len(trees))
-            early_s += queue.flow.take()["flow/producer_early_s"]
-        feeder.cancel()
-        for rest in queue.drain():
-            rest.cancel()
-    return Shown(asyncio.get_running_loop().time(), staleness, early_s)
 
 
 def both(
     grow: Callable[[int], Awaitable[None]],
     learner_s: Callable[[int], float] = lambda step: 10.0,
     refuse: Callable[[int], bool] = lambda index: False,
-) -> tuple[Shown, Shown]:
+) -> tuple[Ran, Ran]:
     """As early as the bound allows, and just in time."""
     early, timely = (
-        run_virtual(shown(grow, learner_s, just_in_time=one, refuse=refuse))
+        run_virtual(
+            run_loop(
+                ReplayQueue(GROUPS, BOUND, just_in_time=one), NUM_STEPS, grow, learner_s, refuse
+            )
+        )
         for one in (False, True)
     )
+    assert max(map(max, early.staleness + timely.staleness)) <= BOUND
     return early, timely
 
 
 def test_with_a_slow_learner_trees_are_one_version_old_and_not_three() -> None:
     early, timely = both(lambda index: asyncio.sleep(2.0))
-    assert early.staleness[BOUND:] == [BOUND] * (NUM_STEPS - BOUND)
-    assert timely.staleness[-6:] == [1.0] * 6
+    assert early.means[BOUND:] == [BOUND] * (NUM_STEPS - BOUND)
+    assert timely.means[-6:] == [1.0] * 6
     assert timely.seconds == early.seconds
     assert timely.early_s > 0 == early.early_s
 
@@ -90,26 +45,26 @@ def test_with_a_slow_learner_trees_are_one_version_old_and_not_three() -> None:
 def test_with_slow_tools_every_slot_is_filled_as_before() -> None:
     early, timely = both(lambda index: asyncio.sleep(40.0))
     assert timely == early
-    assert timely.staleness[-1] == BOUND
+    assert timely.means[-1] == BOUND
 
 
 def test_trees_for_two_updates_start_two_updates_ahead() -> None:
     early, timely = both(lambda index: asyncio.sleep(13.0))
     assert timely.seconds == early.seconds
-    assert timely.staleness[-6:] == [2.0] * 6
+    assert timely.means[-6:] == [2.0] * 6
 
 
 def test_replacements_of_refused_trees_count_as_demand_of_the_learner() -> None:
     early, timely = both(lambda index: asyncio.sleep(2.0), refuse=lambda index: index % 4 == 0)
     assert timely.seconds <= early.seconds * 1.05
-    assert fmean(timely.staleness[-4:]) < fmean(early.staleness[-4:])
+    assert fmean(timely.means[-4:]) < fmean(early.means[-4:])
 
 
 def test_after_a_wait_the_learner_gets_its_trees_earlier() -> None:
     """Each eighth tree takes six times as long as the others: the margin learns that."""
     early, timely = both(lambda index: asyncio.sleep(18.0 if index % 32 == 7 else 3.0))
     assert timely.seconds <= early.seconds * 1.1
-    assert fmean(timely.staleness[-6:]) < BOUND
+    assert fmean(timely.means[-6:]) < BOUND
 
 
 def test_a_short_wait_does_not_fill_the_slots_of_a_shared_engine() -> None:
@@ -130,9 +85,9 @@ def test_a_short_wait_does_not_fill_the_slots_of_a_shared_engine() -> None:
 
     early, timely = both(grow, learner_s)
     assert timely.seconds <= early.seconds * 1.03
-    assert max(timely.staleness[BOUND + 1 :]) == 2.0, timely.staleness
-    assert timely.staleness[-4:] == [1.0] * 4
-    assert fmean(early.staleness[BOUND:]) == BOUND
+    assert max(timely.means[BOUND + 1 :]) == 2.0, timely.means
+    assert timely.means[-4:] == [1.0] * 4
+    assert fmean(early.means[BOUND:]) == BOUND
 
 
 def test_trees_start_immediately_until_both_durations_are_known() -> None:

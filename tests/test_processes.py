@@ -12,7 +12,7 @@ from typing import BinaryIO
 import psutil
 import pytest
 
-from agentenv.base.deadline import Restarts
+from agentenv.base.retries import Restarts
 from agentenv.processes import supervisor
 from agentenv.processes.supervisor import (
     LocalPlacement,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from random import Random
+from statistics import fmean
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -18,19 +21,36 @@ from tests.support.virtual_clock import run_virtual
 TASK = Task("t", "toy", "q", ("a",))
 
 
+class Ran(NamedTuple):
+    """Of a loop: indices and staleness of trees by step, and how long starts were held back."""
+
+    seconds: float
+    steps: list[list[int]]
+    staleness: list[list[int]]
+    early_s: float
+    refused: list[int]
+
+    @property
+    def means(self) -> list[float]:
+        return [fmean(step) for step in self.staleness]
+
+
 async def run_loop(
-    queue: ReplayQueue, num_steps: int, rng: Random, refuse: float = 0.0
-) -> tuple[list[list[int]], list[int], list[int]]:
-    """Feeder, heavy-tailed rollouts and a learner; returns the indices by step, the staleness of
-    every trained tree, and the indices refused."""
-    version = 0
+    queue: ReplayQueue,
+    num_steps: int,
+    grow: Callable[[int], Awaitable[None]],
+    learner_s: Callable[[int], float],
+    refuse: Callable[[int], bool] = lambda index: False,
+) -> Ran:
+    """A feeder, trees that `grow`, and a learner that takes `learner_s` for each step."""
+    version, early_s = 0, 0.0
     refused: list[int] = []
     steps: list[list[int]] = []
-    staleness: list[int] = []
+    staleness: list[list[int]] = []
 
     async def rollout(index: int) -> TrajectoryTree:
         tree = TrajectoryTree(TASK, index=index, policy_version=version)
-        await asyncio.sleep(rng.paretovariate(1.1))
+        await grow(index)
         return tree
 
     async def feed(group: asyncio.TaskGroup) -> None:
@@ -41,24 +61,38 @@ async def run_loop(
             index += 1
 
     def keep(tree: TrajectoryTree) -> bool:
-        if Random(f"{tree.index}").random() < refuse:
+        if refuse(tree.index):
             refused.append(tree.index)
             return False
         return True
 
     async with asyncio.TaskGroup() as group:
         feeder = group.create_task(feed(group))
-        for _ in range(num_steps):
+        for step in range(num_steps):
             trees = await queue.get(keep)
-            staleness += [version - tree.policy_version for tree in trees]
+            staleness.append([version - tree.policy_version for tree in trees])
             steps.append([tree.index for tree in trees])
-            await asyncio.sleep(rng.expovariate(1.0))
+            await asyncio.sleep(learner_s(step))
             version += 1
             queue.release(len(trees))
+            early_s += queue.flow.take()["flow/producer_early_s"]
         feeder.cancel()
         for rest in queue.drain():
             rest.cancel()
-    return steps, staleness, refused
+    seconds = asyncio.get_running_loop().time()
+    return Ran(seconds, steps, staleness, early_s, refused)
+
+
+def heavy_tailed(queue: ReplayQueue, num_steps: int, rng: Random, share: float = 0.0) -> Ran:
+    """Rollouts of heavy-tailed times; a share of them is refused."""
+    work = run_loop(
+        queue,
+        num_steps,
+        lambda index: asyncio.sleep(rng.paretovariate(1.1)),
+        lambda step: rng.expovariate(1.0),
+        lambda index: Random(f"{index}").random() < share,
+    )
+    return run_virtual(work)
 
 
 @given(
@@ -71,8 +105,8 @@ def test_staleness_never_exceeds_its_bound_and_order_is_that_of_starting(
     groups: int, bound: int, seed: int, refuse: float
 ) -> None:
     queue = ReplayQueue(groups, bound)
-    steps, staleness, refused = run_virtual(run_loop(queue, 12, Random(seed), refuse))
-    assert max(staleness) <= bound
+    _, steps, staleness, _, refused = heavy_tailed(queue, 12, Random(seed), refuse)
+    assert max(map(max, staleness)) <= bound
     trained = [index for step in steps for index in step]
     assert sorted(trained + refused) == list(range(len(trained) + len(refused)))
     assert trained == sorted(trained)
@@ -80,8 +114,7 @@ def test_staleness_never_exceeds_its_bound_and_order_is_that_of_starting(
 
 
 def test_an_asynchronous_run_uses_its_whole_staleness_bound() -> None:
-    _, staleness, _ = run_virtual(run_loop(ReplayQueue(4, 3), 30, Random(1)))
-    assert max(staleness) == 3
+    assert max(map(max, heavy_tailed(ReplayQueue(4, 3), 30, Random(1)).staleness)) == 3
 
 
 def test_a_cancelled_get_requeues_its_trees() -> None:

@@ -176,18 +176,6 @@ def test_a_branch_that_never_got_its_env_has_failed() -> None:
     assert "truncated" not in [ends[name] for name in ends if "+" in name]
 
 
-class Unclosable(CountingEnv):
-    async def close(self) -> None:
-        await super().close()
-        raise InfraError("the service is gone")
-
-
-def test_an_env_that_cannot_be_closed_does_not_end_the_run() -> None:
-    actor = make_actor()
-    actor.make_env = Unclosable
-    assert len(list(rollout(actor, Independent(3)).trajectories())) == 3
-
-
 class FailsAtFirst(CountingEnv):
     """The first episodes of a test fail at their reset."""
 

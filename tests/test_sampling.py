@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.assembly.keys.rl import Sampling, TrainConfig
-from agentenv.base.config import override_kinds
+from agentenv.assembly.keys.rl import Sampling
 from agentenv.base.errors import ConfigError
 from agentenv.base.types import Completion, SamplingParams
 from agentenv.contract.plan import Independent
@@ -39,15 +38,3 @@ def test_stop_strings_of_the_user_are_added_to_those_of_the_renderer() -> None:
 def test_values_without_a_meaning_are_refused(keys: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="sampling: "):
         Sampling(**keys)
-
-
-def test_another_engine_ignores_the_keys_of_the_old_one(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """As when a run that was saved with all its keys is evaluated on a server."""
-    engine = {"name": "embedded", "max_num_seqs": 128, "num_cached_seqs": 9, "max_model_len": 512}
-    raw: dict[str, Any] = {"engine": dict(engine)}
-    override_kinds(TrainConfig, raw, ["engine.name=vllm", "engine.entropy_top_k=5"])
-    assert raw == {"engine": {"name": "vllm", "max_model_len": 512, "entropy_top_k": 5}}
-    told = "engine.name = vllm does not have these keys, ignored: num_cached_seqs = 9"
-    assert caplog.messages == [told]

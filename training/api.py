@@ -52,7 +52,8 @@ from agentenv.assembly.run.terminal import (
 from agentenv.assembly.run.watchdog import Watchdog
 from agentenv.assembly.serving.gpus import gpus_for_others
 from agentenv.base.config import Tree, read_toml, resolve_config
-from agentenv.base.errors import AgentEnvError, ConfigError, require_train
+from agentenv.base.errors import AgentEnvError, ConfigError
+from agentenv.base.installation import require_train
 from agentenv.base.model_files import fetch_from_hub
 from agentenv.base.offload import in_new_thread, result_of
 from agentenv.base.registry import loaded

@@ -41,6 +41,9 @@ from agentenv.rollout.actor import Actor, Answer
 from agentenv.rollout.failures import Redactor
 from agentenv.training.best import consider_best
 from agentenv.training.loop.brief_reports import EVALUATIONS, PHASES, BriefFigures, BriefReport
+from agentenv.rollout.actor import Actor
+from agentenv.rollout.questions import Answer
+from agentenv.rollout.redactor import Redactor
 from agentenv.training.loop.clocks import PhaseClock
 from agentenv.training.loop.loop import Evaluator
 from agentenv.training.loop.parts import Parts

@@ -21,26 +21,18 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentenv.base.deadline import backoff_s
 from agentenv.base.disk import write_whole
-from agentenv.base.errors import (
-    ConfigError,
-    CrashError,
-    DataError,
-    EnvError,
-    GraderError,
-    InfraError,
-    OutageError,
-    require_train,
-)
+from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.installation import require_train
 from agentenv.base.offload import in_new_thread, result_of
+from agentenv.base.retries import through_outage
 from agentenv.base.types import Message, Task
 from agentenv.contract.env import Env, check_observation, check_reset, check_step, isolated_shared
-from agentenv.data.data_files import RawRow, plain
+from agentenv.data.data_files import plain
+from agentenv.data.file_formats import RawRow
 from agentenv.data.rows import RowReader, RowsConfig
 from agentenv.text.tags import TAGS, tag_calls
 
@@ -70,7 +62,7 @@ def demonstrate(
     `turn` returns the next turn of the policy, from the task and the texts of all results so far: a
     text in the tag protocol, or a Message with `tool_calls`, whose rows also have "tools" and suit
     any renderer. A turn without a call ends the episode. If an event loop is running, as in a
-    notebook, the episodes run in a thread. A failed episode is retried, as in a run. Raises
+    notebook, the episodes run in a thread. An episode whose infrastructure fails is retried. Raises
     DataError for an episode that does not end, CrashError for invalid results of the environment,
     and the environment's own errors for bugs and long outages.
     """
@@ -94,19 +86,15 @@ async def _demonstrate(
 
     async def one(task: Task) -> dict[str, Any]:
         async with places:
-            for attempt in count():
-                try:
-                    return await _demonstration(make, task, turn, stage, seed)
-                except (OutageError, CrashError):
-                    raise
-                except (InfraError, EnvError, GraderError) as error:
-                    if attempt == MAX_FAILURES:
-                        raise
-                    wanted_s = error.retry_after_s if isinstance(error, InfraError) else 0.0
-                await asyncio.sleep(
-                    backoff_s(attempt, task.id, first_s=0.1, max_s=10.0, at_least_s=wanted_s)
-                )
-        raise AssertionError
+            return await through_outage(
+                partial(_demonstration, make, task, turn, stage, seed),
+                *(f"the demonstration of task {task.id}", task.id),
+                outage_s=0.0,
+                failed=lambda attempt, error: None,
+                first_s=0.1,
+                max_s=10.0,
+                num_retries=MAX_FAILURES,
+            )
 
     async with isolated_shared():
         return await asyncio.gather(*map(one, tasks))
@@ -195,8 +183,6 @@ def tiny_model(
     tools: Iterable[str] = (),
     words: Iterable[str] = (),
     max_tokens: int = 1024,
-    hidden_size: int = 128,
-    num_layers: int = 2,
 ) -> Path:
     """Write model and tokenizer to the folder `path`, and return it.
 
@@ -207,7 +193,7 @@ def tiny_model(
     """
     require_train("torch", "tokenizers", "transformers")
     tokenizer = tiny_tokenizer(texts, tools=tools, words=words, max_tokens=max_tokens)
-    _write_model(Path(path), tokenizer, seed, max_tokens, hidden_size, num_layers)
+    _write_model(Path(path), tokenizer, seed, max_tokens)
     return Path(path)
 
 
@@ -263,12 +249,7 @@ def _pieces(texts: Iterable[str], words: Iterable[str]) -> Iterator[str]:
 
 
 def _write_model(
-    path: Path,
-    tokenizer: PreTrainedTokenizerFast,
-    seed: int,
-    max_tokens: int,
-    hidden_size: int,
-    num_layers: int,
+    path: Path, tokenizer: PreTrainedTokenizerFast, seed: int, max_tokens: int
 ) -> None:
     """Every serving engine has kernels for head size 64. The output head is a separate tensor (vLLM
     on CPU does not reload tied weights correctly), but starts equal to the embedding, so that
@@ -282,9 +263,9 @@ def _write_model(
     ids: Mapping[str, int] = tokenizer.get_vocab()
     config = Qwen3Config(
         vocab_size=len(ids),
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=num_layers,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,

@@ -275,9 +275,10 @@ async def act(
     longest time in seconds for which it blocked the event loop."""
     outcomes: list[Outcome] = []
     for action in actions:
-        outcome, seconds = await _timed(env.step(action))
+        seconds: list[float] = []
+        outcome = await _watched(env.step(action), seconds)
         if held is not None:
-            held.append(seconds)
+            held.append(max(seconds))
         check_outcome(outcome)
         outcomes.append(outcome[:4])
     return outcomes
@@ -321,59 +322,46 @@ def same(expected: list[Outcome], found: list[Outcome], what: str) -> None:
 async def cancel_at(awaitable: Awaitable[Any], suspension: int, timeout_s: float) -> Ending:
     """Run the awaitable, cancel it in its n-th wait (`suspension`), and return the ending: "went
     on" returned a result anyway, "stuck" did not end within `timeout_s` seconds."""
-    task = asyncio.ensure_future(_cancelling(awaitable, suspension))
+    held: list[float] = []
+
+    def cancel() -> None:
+        if len(held) == suspension:
+            asyncio.get_running_loop().call_soon(task.cancel)
+
+    task = asyncio.ensure_future(_watched(awaitable, held, cancel))
     await asyncio.wait({task}, timeout=timeout_s)
     if not task.done():
         task.cancel()
         return "stuck"
     if task.cancelled():
         return "cancelled"
-    return "went on" if task.result()[0] else "finished before"
+    task.result()
+    return "went on" if len(held) > suspension else "finished before"
 
 
 @types.coroutine
-def _cancelling(awaitable: Awaitable[T], suspension: int) -> Generator[Any, Any, tuple[bool, T]]:
-    """Forward every wait to the event loop, and cancel this task in the n-th wait."""
-    task = asyncio.current_task()
-    assert task is not None
-    loop = asyncio.get_running_loop()
-    iterator = awaitable.__await__()
-    error: BaseException | None = None
-    count = 0
-    while True:
-        try:
-            waiting = next(iterator) if error is None else iterator.throw(error)
-        except StopIteration as stop:
-            return count >= suspension, stop.value
-        count += 1
-        if count == suspension:
-            loop.call_soon(task.cancel)
-        try:
-            yield waiting
-            error = None
-        except BaseException as raised:  # a cancellation, above all: the awaitable must see it
-            error = raised
-
-
-@types.coroutine
-def _timed(awaitable: Awaitable[T]) -> Generator[Any, Any, tuple[T, float]]:
-    """Forward every wait to the event loop; returns the result and the longest time between two
-    waits, in seconds."""
+def _watched(
+    awaitable: Awaitable[T], held: list[float], on_wait: Callable[[], None] = lambda: None
+) -> Generator[Any, Any, T]:
+    """Forward every wait to the event loop, and return the result. `held` gets the seconds before,
+    between and after the waits, and `on_wait` is called in each wait."""
     time = asyncio.get_running_loop().time
     iterator = awaitable.__await__()
     error: BaseException | None = None
-    longest = 0.0
     while True:
         start = time()
         try:
             waiting = next(iterator) if error is None else iterator.throw(error)
         except StopIteration as stop:
-            return stop.value, max(longest, time() - start)
-        longest = max(longest, time() - start)
+            result: T = stop.value
+            return result
+        finally:
+            held.append(time() - start)
+        on_wait()
         try:
             yield waiting
             error = None
-        except BaseException as raised:  # a cancellation: the awaitable must see it
+        except BaseException as raised:  # a cancellation, above all: the awaitable must see it
             error = raised
 
 

@@ -21,24 +21,11 @@
 
 Any other exception of a user's tool, environment or grader fails its rollout, as a CrashError. Any
 other exception of the core is a bug of this project: it ends the run with its traceback.
-
-    await guarded(env.step(action), "the environment's step")   converts exceptions to CrashError
-    install_hint("train")        the command that adds an extra to this installation
 """
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import json
-import shlex
-import sys
-import tomllib
-import traceback
-from collections.abc import Awaitable, Callable, Iterator
-from importlib import import_module, metadata
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, TypeVar
 
 SHOWN = {"shown": True}  # `extra` of a log warning that also appears on the terminal
@@ -150,95 +137,7 @@ class ForeignError(AgentEnvError):
     """Untrusted input does not have the expected form; see agentenv/base/untrusted.py."""
 
 
-PACKAGES = Path(__file__).resolve().parents[2]  # a clone, or the folder of installed packages
-CLONE = PACKAGES / "pyproject.toml"  # only a clone has it
-DISTRIBUTION = "agentenv-rl"
-TRAIN = ("torch", "transformers", "deepspeed", "safetensors", "tokenizers", "matplotlib")
-
-
-def package_folders() -> dict[str, Path]:
-    """The folders that hold this project's packages: one, or in a clone one per top folder."""
-    if not CLONE.is_file():
-        return {"agentenv": PACKAGES / "agentenv"}
-    tool = tomllib.loads(CLONE.read_text(encoding="utf-8"))["tool"]["setuptools"]
-    return {name: PACKAGES / folder for name, folder in tool["package-dir"].items()}
-
-
-def install_hint(extra: str) -> str:
-    """The command that adds an extra of pyproject.toml to this installation."""
-    if CLONE.is_file():
-        place = "." if Path.cwd() == PACKAGES else str(PACKAGES)
-        return f"pip install -e {shlex.quote(f'{place}[{extra}]')}"
-    origin = _origin()
-    return f"pip install '{DISTRIBUTION}[{extra}]{origin and f' @ {origin}'}'"
-
-
-def _origin() -> str:
-    """The URL that pip installed this package from; empty: an index, or unknown."""
-    try:
-        text = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
-        found = json.loads(text or "{}")
-    except (metadata.PackageNotFoundError, ValueError):
-        return ""
-    url, vcs = str(found.get("url", "")), found.get("vcs_info")
-    return f"{vcs['vcs']}+{url}@{vcs['commit_id']}" if vcs else url
-
-
-def needed(module: str, extra: str, what: str, *, package: str = "") -> Any:
-    """Import a module of an extra. Raises MissingError with the part that needs it (`what`), and
-    the install command."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise MissingError(
-            f"{what} requires the package {package or module!r} ({error}); install it with: "
-            f"{install_hint(extra)}"
-        ) from error
-
-
-def require_train(*modules: str) -> None:
-    """Raises MissingError if one of these modules of the extra `train` is missing; imports none."""
-    missing = [name for name in modules if find_spec(name) is None]
-    if missing:
-        raise MissingError(needs_train(", ".join(missing)))
-
-
-def needs_train(missing: str) -> str:
-    """The error for a missing module of the extra `train`."""
-    return f"this requires {missing}, which is not installed: {install_hint('train')}"
-
-
-T = TypeVar("T")
 ErrorT = TypeVar("ErrorT", bound="AgentEnvError")
-
-MAX_SHOWN = 500  # characters of a description of a call and its arguments
-
-
-async def guarded(work: Awaitable[T], what: str | Callable[[], str]) -> T:
-    """The result of `work`, a user's code. Converts every exception that is not an AgentEnvError to
-    a CrashError, including SystemExit and a cancellation by the code itself; `what` describes the
-    work."""
-    try:
-        return await work
-    except AgentEnvError:
-        raise
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise _crash(what, error) from error
-    except (Exception, SystemExit) as error:
-        raise _crash(what, error) from error
-
-
-def _crash(what: str | Callable[[], str], error: BaseException) -> CrashError:
-    text = what if isinstance(what, str) else what()
-    if len(text) > MAX_SHOWN:
-        text = f"{text[:MAX_SHOWN]}..."
-    summary = f"raised {type(error).__name__}: {error}{place_of(error)}"
-    crash = CrashError(f"{text} {summary}")
-    crash.summary = f"{text.partition(', called with')[0]} {summary}"
-    return crash
 
 
 def named(who: str, error: ErrorT) -> ErrorT:
@@ -246,61 +145,3 @@ def named(who: str, error: ErrorT) -> ErrorT:
     found, text = copy.copy(error), str(error)
     found.args = (text if who in text else f"{who}: {text}",)
     return found
-
-
-async def at_start(work: Awaitable[T], what: str) -> T:
-    """As `guarded`, before a run starts, when a bug must be fixed first: raises ConfigError."""
-    try:
-        return await guarded(work, what)
-    except CrashError as error:
-        raise ConfigError(str(error)) from error
-
-
-def not_a_text(name: str, found: Any, function: Any) -> CrashError:
-    """The error of a tool whose function or method did not return a text."""
-    code = getattr(function, "__code__", None)
-    place = f"{Path(code.co_filename).name}, line {code.co_firstlineno}" if code else ""
-    kind = "None" if found is None else f"a value of type {type(found).__name__}"
-    crash = CrashError(
-        f"the tool {name!r}{place and f' ({place})'} returned {kind}; expected the text for the "
-        "policy (str, or json.dumps), or a ToolResult"
-    )
-    crash.place = place
-    return crash
-
-
-OURS = "agentenv"  # the package whose lines do not locate a user's bug, except in these parts
-NAMED = ("agentenv.envs.", "agentenv.learners.", "agentenv.reference.")
-
-
-def place_of(error: BaseException) -> str:
-    """The last line of a user's code in the traceback, as " (my_env.py, line 12)"; empty if there
-    is none."""
-    places = [place for place, is_theirs in _places(error) if is_theirs]
-    return f" ({places[-1]})" if places else ""
-
-
-def origin_of(error: BaseException) -> str:
-    """The origin of an error: the last line of a user's code in its traceback or in its cause's,
-    else the last line; empty without a traceback."""
-    found: list[tuple[str, bool]] = []
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, CrashError) and cause.place:
-            return cause.place
-        found += _places(cause)
-        cause = cause.__cause__
-    theirs = [place for place, is_theirs in found if is_theirs]
-    return (theirs or [place for place, _ in found] or [""])[-1]
-
-
-def _places(error: BaseException) -> Iterator[tuple[str, bool]]:
-    """The lines of a traceback, and whether each belongs to a user's code."""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
-        package = module.partition(".")[0]
-        is_ours = package == OURS and not module.startswith(NAMED)
-        is_theirs = not (is_ours or package in sys.stdlib_module_names or "site-packages" in file)
-        path = Path(file)
-        is_ours = is_ours and path.is_relative_to(PACKAGES)
-        yield f"{path.relative_to(PACKAGES) if is_ours else path.name}, line {line}", is_theirs

@@ -26,7 +26,8 @@ import msgspec
 from msgspec import Struct
 from msgspec import inspect as mi
 
-from agentenv.base.errors import AgentEnvError, ConfigError, place_of
+from agentenv.base.crashes import place_of
+from agentenv.base.errors import AgentEnvError, ConfigError
 
 T = TypeVar("T", bound=Struct)
 
@@ -246,3 +247,32 @@ def element(kind: mi.Type) -> mi.Type:
     if isinstance(bare, mi.DictType):
         return bare.value_type
     return bare.item_type if isinstance(bare, mi.ListType | mi.VarTupleType) else kind
+
+
+def tag_field_of(kind: mi.Type) -> str:
+    """The key that selects the kind of a table; empty if there is only one kind."""
+    if registry_of(kind) is not None:
+        return TAG
+    structs = struct_types(kind)
+    return str(structs[0].tag_field) if len(structs) > 1 else ""
+
+
+def choices_of(kind: mi.Type) -> list[str]:
+    """The allowed texts of a key; empty if it is not restricted."""
+    kind = unwrap(kind)
+    kinds = [*map(unwrap, kind.types if isinstance(kind, mi.UnionType) else [kind])]
+    texts = [str(value) for one in kinds if isinstance(one, mi.LiteralType) for value in one.values]
+    is_switch = texts and any(isinstance(one, mi.BoolType) for one in kinds)
+    return [*texts, "true", "false"] if is_switch else texts
+
+
+def type_at(kind: mi.Type, key: str) -> mi.Type:
+    """The type of a key; AnyType in a list or below a user-chosen name."""
+    for part in key.split("."):
+        fields = [field for struct in struct_types(kind) for field in struct.fields]
+        kind = next((one.type for one in fields if one.encode_name == part), mi.AnyType())
+    return kind
+
+
+def joined(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

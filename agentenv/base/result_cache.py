@@ -1,7 +1,6 @@
 """A cache of results that many processes share: SQLite in WAL mode behind an in-memory LRU.
 
-Reads take about 0.1 ms and never wait for writers; a thread writes in batches. SQLite's clock
-measures the age of an entry.
+Reads take about 0.1 ms and never wait for writers; a thread writes in batches.
 
 Damaged entries, and those of another version of this program, are misses, with one warning. They
 never end a run.
@@ -11,79 +10,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import sqlite3
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
-from agentenv.base.deadline import waiting
+from agentenv.base.deadline import retrieve_exception, waiting
 from agentenv.base.errors import ConfigError, ForeignError
 from agentenv.base.offload import in_thread
 
 T = TypeVar("T")
 
-VERSION = 1  # of the table and its values; files written before versions were recorded have 0
+VERSION = 2  # of the table and its values; a new file has 0
 BUSY_TIMEOUT_S = 10.0
 # UnicodeDecodeError: a message about a damaged file may quote undecodable bytes.
 SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
-# An empty answer may be due to a temporary fault of the engine, so it expires after an hour.
-EMPTY, EMPTY_MAX_AGE_S = b"[]", 3600.0
-_TABLE = (
-    "CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, value BLOB, written_at REAL) "
-    "WITHOUT ROWID"
-)
-_NOW_S = "86400.0 * julianday('now')"
-_READ = f"SELECT value, {_NOW_S} - written_at FROM entries WHERE key = ?"
-_PUT = f"INSERT OR REPLACE INTO entries VALUES (?, ?, {_NOW_S})"
+EMPTY = b"[]"  # may be due to a temporary fault of the engine, so it stays in memory
+_TABLE = "CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID"
+_READ = "SELECT value FROM entries WHERE key = ?"
+_PUT = "INSERT OR REPLACE INTO entries VALUES (?, ?)"
 
 logger = logging.getLogger(__name__)
-
-
-class SharedFetches(Generic[T]):
-    """Runs one fetch per key at a time; equal concurrent calls share it.
-
-    A cancelled waiter does not cancel the fetch, since others may wait for it and its result is
-    cached. `close` cancels running fetches.
-    """
-
-    def __init__(self) -> None:
-        self._in_flight: dict[str, asyncio.Task[T]] = {}
-
-    async def run(self, key: str, fetch: Callable[[], Awaitable[T]]) -> T:
-        """The result of `fetch`, or of an equal call; all waiters get the same exception."""
-        task = self._in_flight.get(key)
-        if task is None:
-            task = asyncio.get_running_loop().create_task(_await(fetch))
-            self._in_flight[key] = task
-            task.add_done_callback(lambda done: self._landed(key, done))
-            return await asyncio.shield(task)
-        with waiting("the same request of another rollout"):
-            return await asyncio.shield(task)
-
-    async def close(self) -> None:
-        """Cancel all fetches and wait for their ends."""
-        tasks = list(self._in_flight.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _landed(self, key: str, done: asyncio.Task[T]) -> None:
-        del self._in_flight[key]
-        if not done.cancelled():
-            done.exception()  # retrieved, since no waiter may be left
-
-
-async def _await(fetch: Callable[[], Awaitable[T]]) -> T:
-    return await fetch()
 
 
 class ResultCache:
     """A cache from text keys to bytes; in memory only if `path` is None.
 
-    `max_memory_entries` limits the LRU; empty ones older than EMPTY_MAX_AGE_S count as missing.
-    `key` is the configuration key of the file, for messages.
+    `max_memory_entries` limits the LRU. `key` is the configuration key of the file, for messages.
     """
 
     def __init__(
@@ -98,10 +52,10 @@ class ResultCache:
         self.num_misses = 0
         self._max_memory_entries = max_memory_entries
         self._key = key
-        self._memory: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # value, loop time
+        self._memory: OrderedDict[str, bytes] = OrderedDict()
         self._pending: dict[str, bytes] = {}
         self._flushing: asyncio.Task[None] | None = None
-        self._fetches: SharedFetches[bytes] = SharedFetches()
+        self._fetches: dict[str, asyncio.Task[bytes]] = {}
         self._reader: sqlite3.Connection | None = None
         self._warned = False  # about unreadable entries
         if path is not None:
@@ -127,14 +81,13 @@ class ResultCache:
         return self._find(key) is not None
 
     def _find(self, key: str) -> bytes | None:
-        value = self._recall(key)
+        value = self._memory.get(key)
         if value is None:
             value = self._pending.get(key)
-            age_s = 0.0
             if value is None and self._reader is not None:
-                value, age_s = self._read(key)
-            if value is not None:
-                self._remember(key, value, age_s)
+                value = self._read(key)
+        if value is not None:
+            self._remember(key, value)
         return value
 
     def stats(self) -> dict[str, float]:
@@ -142,9 +95,9 @@ class ResultCache:
         return {"cache/num_hits": self.num_hits, "cache/num_misses": self.num_misses}
 
     def put(self, key: str, value: bytes, *, lasts: bool = True) -> None:
-        """Store in memory at once, and in the file soon, if it `lasts`."""
+        """Store in memory at once, and in the file soon, if it `lasts` and is not empty."""
         self._remember(key, value)
-        if self._reader is None or not lasts:
+        if self._reader is None or not lasts or value == EMPTY:
             return
         self._pending[key] = value
         if self._flushing is None or self._flushing.done():
@@ -159,7 +112,8 @@ class ResultCache:
         lasts: bool = True,
     ) -> T:
         """The value of `key` as in `get`, else the stored result of `fetch`. Equal concurrent
-        calls share one fetch; all of them get a failure, which is not stored."""
+        calls share one fetch; all of them get a failure, which is not stored. A cancelled waiter
+        does not cancel the fetch."""
 
         async def fetched() -> bytes:
             value = await fetch()
@@ -167,62 +121,46 @@ class ResultCache:
             return value
 
         known = self.get(key, read)
-        return read(await self._fetches.run(key, fetched)) if known is None else known
+        if known is not None:
+            return known
+        running = self._fetches.get(key)
+        if running is not None:
+            with waiting("the same request of another rollout"):
+                return read(await asyncio.shield(running))
+        task = self._fetches[key] = asyncio.get_running_loop().create_task(fetched())
+        task.add_done_callback(lambda done: self._fetches.pop(key))
+        task.add_done_callback(retrieve_exception)
+        return read(await asyncio.shield(task))
 
     async def close(self) -> None:
         """Cancel running fetches, write pending entries and close the file; idempotent."""
-        await self._fetches.close()
+        running = list(self._fetches.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
         if self._flushing is not None:
             await self._flushing
         if self._reader is not None:
             self._reader.close()
             self._reader = None
 
-    async def put_all(self, values: Mapping[str, bytes]) -> None:
-        """Store many values, and wait until the file has them."""
-        for key, value in values.items():
-            self._remember(key, value)
-        if self.path is not None and self._reader is not None:
-            await in_thread(_write, self.path, values)
-
-    def _recall(self, key: str) -> bytes | None:
-        known = self._memory.get(key)
-        if known is None:
-            return None
-        value, written_at = known
-        limit_s = self._limit_s(value)
-        if limit_s < math.inf and _now() - written_at > limit_s:
-            del self._memory[key]
-            return None
-        self._memory.move_to_end(key)
-        return value
-
-    def _remember(self, key: str, value: bytes, age_s: float = 0.0) -> None:
-        written_at = _now() - age_s if self._limit_s(value) < math.inf else 0.0
-        self._memory[key] = (value, written_at)
+    def _remember(self, key: str, value: bytes) -> None:
+        self._memory[key] = value
         self._memory.move_to_end(key)
         if len(self._memory) > self._max_memory_entries:
             self._memory.popitem(last=False)
 
-    def _limit_s(self, value: bytes) -> float:
-        """The maximum age of the value, seconds."""
-        return EMPTY_MAX_AGE_S if value == EMPTY else math.inf
-
-    def _read(self, key: str) -> tuple[bytes | None, float]:
-        """The value and its age in seconds, which may be negative if another clock is ahead."""
+    def _read(self, key: str) -> bytes | None:
         assert self._reader is not None
         try:
             row = self._reader.execute(_READ, (key,)).fetchone()
         except SQLITE_ERRORS as error:
             self._damaged(str(error))
-            return None, 0.0
-        if row is None:
-            return None, 0.0
-        value, age_s = row
-        if not isinstance(value, bytes) or not isinstance(age_s, float):
-            self._damaged(f"an entry contains {value!r:.40} and {age_s!r:.40}")
-            return None, 0.0
-        return (value, max(0.0, age_s)) if age_s <= self._limit_s(value) else (None, 0.0)
+            return None
+        if row is None or isinstance(row[0], bytes):
+            return None if row is None else row[0]
+        self._damaged(f"an entry contains {row[0]!r:.40}")
+        return None
 
     def _damaged(self, problem: str) -> None:
         """Warn about damage, once."""
@@ -249,10 +187,6 @@ class ResultCache:
             for key, value in rows.items():
                 if self._pending.get(key) is value:
                     del self._pending[key]
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def _open(path: Path, key: str) -> sqlite3.Connection | None:

@@ -34,6 +34,7 @@ from typing import Any, Literal, Self
 import msgspec
 from msgspec import Struct
 
+from agentenv.base.crashes import guarded
 from agentenv.base.deadline import (
     Deadline,
     ReportingClock,
@@ -44,7 +45,7 @@ from agentenv.base.deadline import (
     work_clock,
     working,
 )
-from agentenv.base.errors import AgentEnvError, CrashError, EnvError, WorkerError, guarded
+from agentenv.base.errors import AgentEnvError, CrashError, EnvError, WorkerError
 from agentenv.base.types import Info, Limit, Message, Task
 from agentenv.cluster.messages import Alive, Notice, WorkerFigures, pack
 from agentenv.contract.env import (

@@ -38,11 +38,11 @@ from agentenv.base.types import Chunk, Completion, SamplingParams, Task
 from agentenv.base.untrusted import packed
 from agentenv.engines.pool.server import Outcome
 from agentenv.rollout.branch import BranchNow
-from agentenv.rollout.failures import Failure
+from agentenv.rollout.failure_log import Failure
 
 
 class Grow(Struct, array_like=True, frozen=True, tag=1):
-    """Start a rollout, or resume a `recorded` one (agentenv.rollout.frames.pack_recorded).
+    """Start a rollout, or resume a `recorded` one (agentenv.rollout.frames.RECORDED).
     `policy_version` is the engine's; the others are arguments of `Actor.rollout`."""
 
     number: int

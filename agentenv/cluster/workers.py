@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from agentenv.base.errors import TooManyFailuresError, WorkerError
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task
+from agentenv.base.untrusted import packed
 from agentenv.cluster import messages
 from agentenv.cluster.engines import Leases, Turns
 from agentenv.cluster.messages import WorkerFigures, pack
@@ -49,7 +50,6 @@ from agentenv.rollout.frames import (
     Recorded,
     TreeFrames,
     WorkerLost,
-    pack_recorded,
 )
 from agentenv.rollout.journal import Journal, TreeRecord
 
@@ -166,7 +166,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
             raise self._problem
         growing = _Growing(task, index, session, recorded)
         if self.journal is not None:
-            self._poison.recall(index, self.journal.losses.pop(index, 0))
+            self._poison.recall(index, self.journal.earlier.losses.pop(index, 0))
         try:
             while True:
                 self._place(growing)
@@ -234,7 +234,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
             growing.index,
             self._actor.engine.policy_version,
             growing.session,
-            None if recorded is None else pack_recorded(recorded),
+            None if recorded is None else packed(recorded),
         )
         worker.link.send(pack(grow))
 
@@ -334,7 +334,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
             case messages.Alive():
                 worker.figures = message.figures
                 self._actor.prefixes.merge(message.figures.hits)
-                self._actor.probes.merge(message.figures.probe_waits_s)
+                self._actor.probes.extend(message.figures.probe_waits_s)
             case messages.Leaving():
                 self.leave(worker.name, message.within_s)
             case messages.Notice():

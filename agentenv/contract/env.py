@@ -36,15 +36,9 @@ from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar, cast
 
 from msgspec import Struct
 
+from agentenv.base.crashes import guarded, place_of
 from agentenv.base.deadline import doing, uncancelled
-from agentenv.base.errors import (
-    ConfigError,
-    CrashError,
-    GraderError,
-    OutageError,
-    guarded,
-    place_of,
-)
+from agentenv.base.errors import ConfigError, CrashError, GraderError, OutageError
 from agentenv.base.registry import loaded
 from agentenv.base.types import Info, Limit, Message, Task
 

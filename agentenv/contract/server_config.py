@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct, field
 
 from agentenv.base.config import ESSENTIAL
-from agentenv.base.deadline import backoff_s
 from agentenv.base.errors import ConfigError
+from agentenv.base.retries import backoff_s
 
 # Settings of engine servers that a run starts by itself.
 

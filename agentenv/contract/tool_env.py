@@ -20,13 +20,13 @@ from functools import partial
 from random import Random
 from typing import Any, Self, TypeVar
 
+from agentenv.base.crashes import guarded, not_a_text
 from agentenv.base.deadline import (
     Deadline,
     WorkClock,
     admitted,
     deferring,
     doing,
-    through_outage,
     uncancelled,
     work_clock,
     working,
@@ -39,10 +39,9 @@ from agentenv.base.errors import (
     InfraError,
     OutageError,
     ToolError,
-    guarded,
     named,
-    not_a_text,
 )
+from agentenv.base.retries import through_outage
 from agentenv.base.types import (
     MALFORMED_CALL,
     UNKNOWN_TOOL,

@@ -40,15 +40,14 @@ from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 from agentenv.base.config import substituted
+from agentenv.base.crashes import guarded, not_a_text
 from agentenv.base.errors import (
     AgentEnvError,
     ConfigError,
     ForeignError,
     InfraError,
     ToolError,
-    guarded,
     named,
-    not_a_text,
 )
 from agentenv.base.registry import loaded
 from agentenv.base.types import ToolResult

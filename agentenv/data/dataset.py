@@ -10,26 +10,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from math import gcd, lcm
 from pathlib import Path
 from random import Random
 from typing import overload
 
-from agentenv.base.errors import (
-    ConfigError,
-    DataError,
-)
+from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.types import Task
 from agentenv.data.curriculum import Curriculum
 from agentenv.data.data_files import (
     GENERATORS,
-    RawRow,
     Row,
     find_files,
     generated_rows,
     is_generated,
     read_rows,
 )
+from agentenv.data.file_formats import RawRow
 from agentenv.data.rows import MixPart, RowReader, RowsConfig
 
 MAX_LISTED = 50  # invalid rows that are listed individually
@@ -141,14 +139,12 @@ class TaskStream:
         self.position = position
         self.curriculum = curriculum
         self._pattern = tasks.pattern if isinstance(tasks, TaskMix) else [0]
-        parts = parts_of(tasks)
-        keys = [str(seed), *(f"{seed}/part/{number}" for number in range(1, len(parts)))]
-        self._parts = [_Part(part, key) for part, key in zip(parts, keys, strict=True)]
-
+        self._parts = parts_of(tasks)
         periods, place = divmod(position, len(self._pattern))
-        for number, part in enumerate(self._parts):
-            whole, begun = self._pattern.count(number), self._pattern[:place].count(number)
-            part.drawn = periods * whole + begun
+        self._drawn = [  # tasks of each part
+            periods * self._pattern.count(number) + self._pattern[:place].count(number)
+            for number in range(len(self._parts))
+        ]
 
     def __iter__(self) -> Iterator[tuple[int, Task]]:
         """Yields (position of the task, task)."""
@@ -162,7 +158,11 @@ class TaskStream:
         self.position += 1
         if self.curriculum is not None:
             return self.curriculum.draw(self.position - 1, number, drawn)
-        return self._parts[number].next()
+        part = self._parts[number]
+        epoch, place = divmod(self._drawn[number], len(part))
+        self._drawn[number] += 1
+        key = f"{self.seed}/part/{number}" if number else str(self.seed)
+        return part[_order(f"{key}/epoch/{epoch}", len(part))[place]]
 
 
 def parts_of(tasks: Sequence[Task]) -> Sequence[Sequence[Task]]:
@@ -170,23 +170,12 @@ def parts_of(tasks: Sequence[Task]) -> Sequence[Sequence[Task]]:
     return tasks.parts if isinstance(tasks, TaskMix) else [tasks]
 
 
-class _Part:
-    """The tasks of one part of a stream in epochs; `drawn` counts returned tasks."""
-
-    def __init__(self, tasks: Sequence[Task], key: str) -> None:
-        self.tasks = tasks
-        self.key = key
-        self.drawn = 0
-        self._epoch = -1
-        self._order: list[int] = []
-
-    def next(self) -> Task:
-        epoch, place = divmod(self.drawn, len(self.tasks))
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, list(range(len(self.tasks)))
-            Random(f"{self.key}/epoch/{epoch}").shuffle(self._order)
-        self.drawn += 1
-        return self.tasks[self._order[place]]
+@lru_cache(64)
+def _order(key: str, size: int) -> list[int]:
+    """The order of an epoch of a part."""
+    order = list(range(size))
+    Random(key).shuffle(order)
+    return order
 
 
 def _listed(paths: Paths) -> list[str | Path]:

@@ -6,7 +6,7 @@
                Final answer (GAIA), golden_answers, ground_truth, output (KILT)
 
 An answer is a text, a number, or a list of them; a text with a JSON list of texts, in CSV also a
-list of Python or numpy; a text whose last line is "#### gold" (GSM8K, the solution goes to
+list of Python; a text whose last line is "#### gold" (GSM8K, the solution goes to
 metadata["solution"]); or an object with the key "text" (SQuAD), "answer" (KILT) or "target"
 (Search-R1). In a list, nulls, empty texts and objects without an answer are ignored. An object
 without these keys in the column ground_truth becomes an answer as JSON, for a custom grader.
@@ -21,7 +21,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -30,8 +29,9 @@ from msgspec import Meta, Struct, field
 from agentenv.base.config import ROWS
 from agentenv.base.errors import DataError, ForeignError
 from agentenv.base.types import SYSTEM_KEY, Task
-from agentenv.base.untrusted import decode_loose, decode_python
-from agentenv.data.data_files import TABLES, RawRow, Row, read_rows
+from agentenv.base.untrusted import decode_loose
+from agentenv.data.data_files import TABLES, Row
+from agentenv.data.file_formats import RawRow, literal
 
 Overlong = Literal["error", "skip", "cut"]
 
@@ -139,8 +139,6 @@ ANSWERS = ("reward_model.ground_truth", "answer", "answers", "Answer", "Final an
            "golden_answers", "ground_truth", "output")  # fmt: skip
 KINDS = ("kind", "data_source", "ability")
 ENV_BY = ("data_source", "ability")
-SYSTEMS = (SYSTEM_KEY, "system")
-CHATS = ("prompt", "messages", "conversations")
 HELD_IN = ("text", "answer", "target")
 KEPT = ("data_source", "ability")  # kept in the metadata although they are used
 SOLUTION_KEY, GOLD_KEY = "solution", "ground_truth"
@@ -217,7 +215,7 @@ class RowReader:
         if not is_plain:
             metadata.setdefault(GOLD_KEY, gold.value)
         if source.column != "prompt" and isinstance(row.get("prompt"), list):
-            chat_system = _system_of(row["prompt"])
+            chat_system = system_of(row["prompt"])
         if solution:
             metadata.setdefault(SOLUTION_KEY, solution)
         if text := _text(system) or chat_system:
@@ -318,42 +316,6 @@ def repaired(text: str) -> str:
     return text.replace(BROKEN_BOXED, "\\boxed")
 
 
-def shared_system_prompt(path: Path) -> str:
-    """The system prompt that all rows of a file share, repaired: the column system_prompt or
-    system, or the system message of prompt, messages or conversations.
-
-    Raises DataError for a row without one, and for two rows with different ones.
-    """
-    first: tuple[int, str] | None = None
-    for raw in read_rows(path):
-        if raw.problem:
-            raise DataError(f"{path}, row {raw.number}: {raw.problem}")
-        text = repaired(_own_system(raw.row)).strip()
-        if not text:
-            raise DataError(
-                f"{path}, row {raw.number}: no system prompt; expected one in the column "
-                f"{' or '.join(SYSTEMS)}, or as first message of {' or '.join(CHATS)}; the row has "
-                f"{sorted(raw.row)}"
-            )
-        if first is None:
-            first = raw.number, text
-        elif text != first[1]:
-            raise DataError(
-                f"{path}, row {raw.number}: a different system prompt than row {first[0]}; "
-                "expected the same in all rows: write the system prompt to a text file instead"
-            )
-    if first is None:
-        raise DataError(f"{path}: no rows; expected rows with a system prompt")
-    return first[1]
-
-
-def _own_system(row: Row) -> str:
-    for column in SYSTEMS:
-        if isinstance(row.get(column), str) and row[column].strip():
-            return str(row[column])
-    return next((text for key in CHATS if (text := _system_of(row.get(key)))), "")
-
-
 def _find(row: Row, mapped: str, key: str, known: tuple[str, ...]) -> Found:
     """The first known column of the row, or the mapped one, which must exist."""
     for column in (mapped,) if mapped else known:
@@ -400,7 +362,7 @@ def _chat(messages: list[Any], column: str) -> tuple[str, str]:
     return user[0], system[0] if system else ""
 
 
-def _system_of(messages: Any) -> str:
+def system_of(messages: Any) -> str:
     """The system text of chat messages, with role and content or with ShareGPT's from and value; ""
     for a value that is not a list of messages."""
     for message in messages if isinstance(messages, list) else ():
@@ -428,10 +390,6 @@ def _unfold(value: Any, in_table: bool = False) -> list[Any]:
     return [value]
 
 
-def _in_table(raw: RawRow) -> bool:
-    return raw.path.suffix.lower() in TABLES
-
-
 def _json(text: str) -> Any:
     try:
         return decode_loose(text)
@@ -439,25 +397,8 @@ def _json(text: str) -> Any:
         return None
 
 
-_NUMPY_ARRAY = re.compile(r"\barray\((\[[^()]*\])(?:,\s*dtype=[\w'<>]+)?\)")
-_NUMPY_OBJECTS = re.compile(r"\}\s+\{")
-_PYTHON_TEXT = r"""(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")"""
-_NUMPY_TEXTS = re.compile(rf"\[\s*{_PYTHON_TEXT}(?:\s+{_PYTHON_TEXT})+\s*\]")
-
-
-def literal(text: str) -> Any:
-    """The value of a text in the notation of JSON, Python or numpy; None for other texts."""
-    found = _json(text)
-    if found is not None:
-        return found
-    text = text.strip()
-    if _NUMPY_TEXTS.fullmatch(text):  # ['a' 'b'], which Python would concatenate
-        text = f"[{','.join(re.findall(_PYTHON_TEXT, text))}]"
-    text = _NUMPY_ARRAY.sub(r"\1", text)
-    for written in (text, _NUMPY_OBJECTS.sub("}, {", text)):
-        with suppress(ForeignError):
-            return decode_python(written)
-    return None
+def _in_table(raw: RawRow) -> bool:
+    return raw.path.suffix.lower() in TABLES
 
 
 def _is_solution(text: str) -> bool:

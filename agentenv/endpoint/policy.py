@@ -40,8 +40,9 @@ from agentenv.endpoint.messages import (
 )
 from agentenv.endpoint.server import Delta
 from agentenv.text.call_syntax import call_marks, split_thoughts
+from agentenv.text.contexts import context_ids
 from agentenv.text.encoder import fast_tokenizer, token_texts
-from agentenv.text.renderer import ContextRenderer, context_ids
+from agentenv.text.renderer import ContextRenderer
 
 STREAM_INTERVAL = 4  # tokens
 MAX_HELD = 4096  # cached conversations and turns

@@ -18,8 +18,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 from uuid import uuid4
 
+from agentenv.base.crashes import guarded
 from agentenv.base.deadline import uncancelled
-from agentenv.base.errors import AgentEnvError, guarded
+from agentenv.base.errors import AgentEnvError
 from agentenv.base.types import Info, Limit, Message, Task
 from agentenv.contract.env import Env, StepResult, check_finish, check_reset, check_step
 

@@ -29,9 +29,10 @@ from typing import Any, BinaryIO, Protocol
 import msgspec
 from msgspec import Struct
 
-from agentenv.base.deadline import Restarts
-from agentenv.base.errors import PACKAGES, ConfigError, WorkerError
+from agentenv.base.errors import ConfigError, WorkerError
+from agentenv.base.installation import PACKAGES
 from agentenv.base.offload import in_thread, kill, start_process
+from agentenv.base.retries import Restarts
 from agentenv.processes.guard import guarded
 from agentenv.processes.link import Link
 from agentenv.processes.worker_group import (

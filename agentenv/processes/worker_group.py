@@ -24,7 +24,8 @@ import msgspec
 from msgspec import Struct
 
 from agentenv.base import errors
-from agentenv.base.errors import AgentEnvError, package_folders
+from agentenv.base.errors import AgentEnvError
+from agentenv.base.installation import package_folders
 from agentenv.processes.link import Link
 
 BEAT_S = 1.0  # between heartbeats

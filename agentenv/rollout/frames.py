@@ -306,14 +306,17 @@ def trees_of(frame: Frame | Packed) -> list[int]:
     return frame.trees if isinstance(frame, Leased | Trained | StepRefused) else [frame.tree]
 
 
-class Recorded(NamedTuple):
-    """A tree from the journal, its unfinished branches, and the stop strings that ended turns, by
-    node index."""
+class Recorded(Struct, array_like=True):
+    """A tree from the journal, its unfinished branches, and the stop strings that ended turns:
+    pairs of node index and string."""
 
     tree: TrajectoryTree
     is_finished: bool
     branches: list[OpenBranch]
-    stops: dict[int, str]
+    stops: list[tuple[int, str]]
+
+
+RECORDED = msgspec.msgpack.Decoder(Recorded)  # from another process, which has `packed` it
 
 
 class TreeFrames:
@@ -340,28 +343,6 @@ class TreeFrames:
         if not frames or not isinstance(began := frames[0], Began):
             return None
         return assembled(began, frames[1:], task)
-
-
-class _Recorded(Struct, array_like=True):
-    """The wire format of Recorded."""
-
-    tree: TrajectoryTree
-    branches: list[OpenBranch]
-    stops: list[tuple[int, str]]
-
-
-_RECORDED = msgspec.msgpack.Decoder(_Recorded)
-
-
-def pack_recorded(recorded: Recorded) -> bytes:
-    """Serialize for another process that resumes the tree, MessagePack."""
-    return packed(_Recorded(recorded.tree, recorded.branches, [*recorded.stops.items()]))
-
-
-def unpack_recorded(data: bytes) -> Recorded:
-    """The inverse of `pack_recorded`."""
-    found = _RECORDED.decode(data)
-    return Recorded(found.tree, False, found.branches, dict(found.stops))
 
 
 def assembled(began: Began, rest: Sequence[Frame], task: Task) -> Recorded | None:
@@ -407,7 +388,7 @@ def assembled(began: Began, rest: Sequence[Frame], task: Task) -> Recorded | Non
     for name in Counts.__struct_fields__:
         setattr(tree, name, getattr(last.counts, name))
     branches = [OpenBranch(one.name, new[one.cursor], one.seconds) for one in live.values()]
-    stops = {new[old]: turn.stop for old, turn in turns.items() if turn.stop is not None}
+    stops = [(new[old], turn.stop) for old, turn in turns.items() if turn.stop is not None]
     return Recorded(tree, isinstance(last, Finished), branches, stops)
 
 

@@ -14,11 +14,8 @@ import logging
 import os
 from collections.abc import Awaitable, Callable
 from copy import copy
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, BinaryIO
-
-import msgspec
 
 from agentenv.base.deadline import uncancelled, within
 from agentenv.base.disk import make_folder, sync
@@ -26,13 +23,8 @@ from agentenv.base.errors import ConfigError, StallError
 from agentenv.base.offload import OwnThread
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.base.types import Task
+from agentenv.rollout.earlier_trees import EarlierTrees
 from agentenv.rollout.frames import (
-    BEGAN,
-    DECODER,
-    FINISHED,
-    HEADS,
-    NUM_FIRST,
-    OF_TREES,
     SUFFIX,
     Began,
     Counts,
@@ -40,22 +32,14 @@ from agentenv.rollout.frames import (
     ForkDecision,
     Frame,
     Grown,
-    Head,
     JournalConfig,
     Mark,
     OpenBranch,
     Packed,
-    Place,
     Recorded,
     Sink,
-    Started,
-    StepRefused,
     Turned,
-    WorkerLost,
-    assembled,
     framed,
-    frames_of,
-    read_payloads,
     trees_of,
 )
 
@@ -68,7 +52,7 @@ CLOSE_S = 10.0  # the same for a disk that has already failed
 
 
 class Journal:
-    """Writes frames, and restores trees from the frames of earlier processes.
+    """Writes frames; `earlier` are the trees of earlier processes.
 
     `settings` is a digest of the settings that trees depend on; trees with other settings are not
     resumed.
@@ -89,11 +73,7 @@ class Journal:
         self.config = config
         self.settings = settings
         self.incarnation = incarnation
-        self._places: dict[int, list[Place]] = {}
-        self._started: dict[int, Started] = {}  # by an earlier process
-        self._begun: dict[int, Place] = {}  # the first frame of trees without further frames yet
-        # By tree, the consecutive worker losses without progress in earlier processes.
-        self.losses: dict[int, int] = {}
+        self.earlier = EarlierTrees(settings)
         self._last: dict[Path, int] = {}  # by file, the highest index of a tree in it
         self._pending: list[Frame | Packed] = []
         self._num_appended = self._num_written = 0
@@ -113,93 +93,16 @@ class Journal:
             make_folder(folder)
             paths = sorted(folder.glob(f"*{SUFFIX}"))
             for path in paths:
-                self._read(path)
+                self._last[path] = self.earlier.add_file(path)
             self._number = int(paths[-1].stem) if paths else 0
             self._begin_file()
         except OSError as error:
             raise self._error(error) from error
 
-    # reading
-
-    def _read(self, path: Path) -> None:
-        self._last[path] = -1
-        if path.stat().st_size == 0:
-            return
-        with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
-            self._index(path, data)
-
-    def _index(self, path: Path, data: mmap) -> None:
-        for offset, size, is_whole in frames_of(data):
-            if not is_whole:
-                logger.warning(
-                    "%s: %d bytes at %d are unreadable; their trees are rolled out again",
-                    *(path, size, offset),
-                )
-                continue
-            payload = data[offset : offset + size]
-            head = HEADS.decode(payload)
-            if head.tag in OF_TREES:
-                trees = [head.number]
-                self._note(head, Place(path, offset, size))
-            else:
-                frame = DECODER.decode(payload)
-                trees = trees_of(frame)
-                if isinstance(frame, Started):
-                    self._started[frame.tree] = frame
-                if isinstance(frame, StepRefused):
-                    for tree in trees:
-                        self._places.pop(tree, None)
-                        self._begun.pop(tree, None)
-                if isinstance(frame, WorkerLost):
-                    self.losses[frame.tree] = frame.num if frame.settings == self.settings else 0
-            self._last[path] = max([self._last[path], *trees])
-
-    def _note(self, head: Head, place: Place) -> None:
-        """A resumed tree begins again and then records its whole state in one frame; until that
-        frame is complete, the earlier frames remain valid."""
-        if head.tag == BEGAN:
-            self._begun[head.number] = place
-            self._places.setdefault(head.number, [])
-        elif head.number in self._begun:
-            self._places[head.number] = [self._begun.pop(head.number), place]
-        else:
-            self._places.setdefault(head.number, []).append(place)
-        if len(self._places[head.number]) > NUM_FIRST and head.tag not in (BEGAN, FINISHED):
-            self.losses.pop(head.number, None)  # it made progress
-
-    def knows(self, index: int) -> bool:
-        """Whether an earlier process began this tree."""
-        return index in self._places
-
-    def started(self, index: int) -> bool:
-        """Whether an earlier process started this tree, even if it did not begin to grow."""
-        return index in self._started or index in self._places
-
-    def drawn(self, index: int) -> str:
-        """The id of the task that an earlier process drew for this tree; empty if none."""
-        return self._started[index].task if index in self._started else ""
-
-    def read(self, index: int, task: Task) -> Recorded | None:
-        """The state of a tree from an earlier process; None unless it can be resumed: it must have
-        this task and equal settings, and be undamaged. Blocks."""
-        try:
-            frames = [
-                DECODER.decode(payload) for payload in read_payloads(self._places.get(index, ()))
-            ]
-        except (OSError, msgspec.DecodeError):
-            return None
-        if not frames or not isinstance(began := frames[0], Began):
-            return None
-        if (began.task_id, began.settings) != (task.id, self.settings):
-            return None
-        return assembled(began, frames[1:], task)
-
     async def recall(self, index: int, task: Task) -> Recorded | None:
-        """As `read`, in the journal's thread."""
-        found: Recorded | None = await self._offload(self.read, index, task)
+        """The state of a tree of an earlier process, if it can be resumed; see `EarlierTrees`."""
+        found: Recorded | None = await self._offload(self.earlier.read, index, task)
         return found
-
-    # writing
 
     def record(self, index: int) -> TreeRecord:
         """The writer for the rollout of a tree."""
@@ -360,9 +263,7 @@ class Journal:
             if last < oldest and path != Path(self._file.name):
                 path.unlink(missing_ok=True)
                 del self._last[path]
-        for index in [one for one in self._places if one < oldest]:
-            del self._places[index]
-        self._started = {one: frame for one, frame in self._started.items() if one >= oldest}
+        self.earlier.forget_before(oldest)
 
     def _begin_file(self) -> None:
         self._number += 1
@@ -446,8 +347,9 @@ class TreeRecord:
         self.began(tree)
         self._opened += recorded.branches
         seconds = {branch.cursor: branch.seconds for branch in recorded.branches}
+        stops = dict(recorded.stops)
         for node in tree.nodes:
-            self.turned(node, seconds.get(node.index, 0.0), recorded.stops.get(node.index))
+            self.turned(node, seconds.get(node.index, 0.0), stops.get(node.index))
             if node.num_forks is not None:
                 self.decided(node)
 

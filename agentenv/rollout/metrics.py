@@ -304,15 +304,9 @@ class PrefixHits:
             mine[:] = [a + b for a, b in zip(mine, sums, strict=True)]
 
 
-class ProbeWaits:
+class ProbeWaits(list[float]):
     """Seconds that roots waited for a probe, the single first root of some plans (AEPO), since the
     last `take`: from the start of a tree until its first leaf allowed others to begin."""
-
-    def __init__(self) -> None:
-        self._seconds: list[float] = []
-
-    def add(self, seconds: float) -> None:
-        self._seconds.append(seconds)
 
     def take(self) -> dict[str, float]:
         """Mean and longest wait; empty if none waited."""
@@ -322,13 +316,10 @@ class ProbeWaits:
         return {"rollout/probe_wait_s": fmean(seconds), "rollout/probe_wait_s_max": max(seconds)}
 
     def drain(self) -> list[float]:
-        """The seconds, for `merge` into those of another actor; resets them."""
-        seconds, self._seconds = self._seconds, []
+        """The seconds, for those of another actor; resets them."""
+        seconds = [*self]
+        self.clear()
         return seconds
-
-    def merge(self, others: list[float]) -> None:
-        """Add the sums of an actor in another process."""
-        self._seconds += others
 
 
 class LoopLag:

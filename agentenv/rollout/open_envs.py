@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 
+from agentenv.base.crashes import guarded
 from agentenv.base.deadline import Deadline, uncancelled
-from agentenv.base.errors import AgentEnvError, EnvError, InfraError, guarded
+from agentenv.base.errors import AgentEnvError, EnvError, InfraError
 from agentenv.base.types import Info, Limit, Message
 from agentenv.contract.env import Env, StepResult, check_finish, check_reset, check_step
 

@@ -15,7 +15,8 @@ from agentenv.base.untrusted import convert
 from agentenv.rollout.conversation import Context
 from agentenv.rollout.message_conversation import MessageConversation
 from agentenv.text.call_syntax import call_marks, split_thoughts
-from agentenv.text.renderer import ContextRenderer, context_ids
+from agentenv.text.contexts import context_ids
+from agentenv.text.renderer import ContextRenderer
 
 
 class ProgramConversation(MessageConversation):

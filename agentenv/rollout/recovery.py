@@ -14,7 +14,7 @@ from itertools import count
 from random import Random
 from typing import TypeVar
 
-from agentenv.base.deadline import WaitKind, backoff_s, through_outage, waiting, working
+from agentenv.base.deadline import WaitKind, waiting, working
 from agentenv.base.errors import (
     AgentEnvError,
     ConfigError,
@@ -27,6 +27,7 @@ from agentenv.base.errors import (
     InfraError,
     OutageError,
 )
+from agentenv.base.retries import backoff_s, through_outage
 from agentenv.base.tree import Prefix, TrajectoryTree
 from agentenv.base.types import Completion, Info, Limits, Message
 from agentenv.contract.env import StepResult

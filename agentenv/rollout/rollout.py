@@ -45,7 +45,7 @@ from agentenv.contract.plan import RolloutPlan
 from agentenv.rollout.actor_parts import ActorParts
 from agentenv.rollout.branch import Branch, BranchNow
 from agentenv.rollout.conversation import Context
-from agentenv.rollout.failures import failure_of, kind_of
+from agentenv.rollout.failure_log import failure_of, kind_of
 from agentenv.rollout.frames import Recorded
 from agentenv.rollout.growth import Growth
 from agentenv.rollout.hooks import RolloutHooks
@@ -165,7 +165,7 @@ class Rollout:
 
     def _resume(self, recorded: Recorded) -> None:
         """Start the branches that were live when the tree was recorded."""
-        self._stops |= recorded.stops
+        self._stops.update(recorded.stops)
         for one in recorded.branches:
             cursor = self.tree.nodes[one.cursor]
             branch = Branch(one.name, cursor, WorkClock(one.seconds, self.clock))
@@ -351,7 +351,7 @@ class Rollout:
         wanted = self.plan.on_leaf_end(self.tree, leaf)
         places = [(self.tree.root, wanted)] if isinstance(wanted, int) else wanted
         if any(number for _, number in places) and self._probes_since is not None:
-            self.actor.probes.add(asyncio.get_running_loop().time() - self._probes_since)
+            self.actor.probes.append(asyncio.get_running_loop().time() - self._probes_since)
             self._probes_since = None
         has_copies = branch.env is not None and branch.env.fork_mode != "none"
         for node, number in places:

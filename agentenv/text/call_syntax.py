@@ -28,7 +28,8 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from agentenv.base.errors import ForeignError
@@ -159,11 +160,6 @@ Parser = Callable[[str, Sequence[dict[str, Any]]], tuple[ToolCall, ...]]
 # JSON forms
 
 
-def hermes_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
-    """The calls in the <tool_call> tags outside the thoughts of a turn."""
-    return _each(blocks(text, Markers(CALL_OPEN, CALL_CLOSE, json_end)), _json_call)
-
-
 def llama_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
     """The single call that follows the thoughts of a turn, or none."""
     body = text.strip()
@@ -211,14 +207,6 @@ def harmony_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall,
         following = text.find("<|start|>", place)
         place = len(text) if following < 0 else following + len("<|start|>")
     return tuple(calls)
-
-
-def gemma_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
-    """The calls in the <|tool_call> markers outside the thoughts of a turn."""
-    thought = "<|channel>", "<channel|>"
-    return _each(
-        blocks(text, Markers("<|tool_call>", "<tool_call|>", _gemma_end, thought)), _gemma_call
-    )
 
 
 def _json_call(body: str) -> ToolCall:
@@ -292,9 +280,11 @@ def _gemma_call(body: str) -> ToolCall:
 
 
 class _Tags(NamedTuple):
-    """`call` matches name and arguments in a block, `opening` the key of an argument, whose value
-    ends at `closing` and must not contain a match of `reserved`."""
+    """`around` are the markers of a call. `call` matches name and arguments between them, `opening`
+    the key of an argument, whose value ends at `closing` and must not contain a match of
+    `reserved`."""
 
+    around: tuple[str, str]
     call: re.Pattern[str]
     opening: re.Pattern[str]
     closing: str
@@ -303,6 +293,7 @@ class _Tags(NamedTuple):
 
 
 _QWEN_XML = _Tags(
+    (CALL_OPEN, CALL_CLOSE),
     re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL),
     re.compile(r"<parameter=([^>\n]+)>\n?"),
     "</parameter>",
@@ -310,6 +301,7 @@ _QWEN_XML = _Tags(
     "expected <function=NAME>, <parameter=KEY>VALUE</parameter> for each argument, </function>",
 )
 _GLM = _Tags(
+    (CALL_OPEN, CALL_CLOSE),
     re.compile(r"([^\s<]+)(.*)", re.DOTALL),
     re.compile(r"<arg_key>([^<]+)</arg_key>\s*<arg_value>"),
     "</arg_value>",
@@ -317,22 +309,13 @@ _GLM = _Tags(
     "expected NAME, then <arg_key>KEY</arg_key><arg_value>VALUE</arg_value> for each argument",
 )
 _ATEM = _Tags(
+    ("<atem:invoke", "</atem:invoke>"),
     re.compile(r'name="([^"\n]+)">(.*)', re.DOTALL),
     re.compile(r'<atem:parameter name="([^"\n]+)">'),
     "</atem:parameter>",
     re.compile(r"<atem:|<\|start\|>"),
     'expected name="NAME"> and <atem:parameter name="KEY">VALUE</atem:parameter> for each argument',
 )
-
-
-def qwen_xml_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
-    """The calls in the <tool_call> tags, each a <function=..> with its <parameter=..>."""
-    return _tagged_calls(text, CALL_OPEN, CALL_CLOSE, _QWEN_XML, tools)
-
-
-def glm_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
-    """The calls in the <tool_call> tags, each a name with pairs of <arg_key> and <arg_value>."""
-    return _tagged_calls(text, CALL_OPEN, CALL_CLOSE, _GLM, tools)
 
 
 def atem_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
@@ -344,18 +327,18 @@ def atem_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ..
             header, body = "", part
         if "to=self" not in header:
             messages.append(body)
-    spoken = "<|start|>".join(messages)
-    return _tagged_calls(spoken, "<atem:invoke", "</atem:invoke>", _ATEM, tools, None)
+    return _tagged_calls("<|start|>".join(messages), tools, tags=_ATEM, thought=None)
 
 
 def _tagged_calls(
     text: str,
-    opening: str,
-    closing: str,
-    tags: _Tags,
     tools: Sequence[dict[str, Any]],
+    *,
+    tags: _Tags,
     thought: tuple[str, str] | None = (THOUGHT_OPEN, THOUGHT_CLOSE),
 ) -> tuple[ToolCall, ...]:
+    opening, closing = tags.around
+
     def value_end(text: str, start: int) -> int:
         following = text.find(opening, start)
         end = text.find(closing, start, len(text) if following < 0 else following)
@@ -374,7 +357,7 @@ def _tagged_call(body: str, tags: _Tags, tools: Sequence[dict[str, Any]]) -> Too
     if found is None:
         raise MalformedCall(f"no name; {tags.expected}")
     name, rest = found[1].strip(), found[2]
-    schemas = _properties(name, tools)
+    schemas = next((properties_of(tool) for tool in tools if tool["name"] == name), {})
     pairs, end = [], 0
     while opened := tags.opening.search(rest, end):
         left = rest[end : opened.start()].strip()
@@ -393,12 +376,17 @@ def _tagged_call(body: str, tags: _Tags, tools: Sequence[dict[str, Any]]) -> Too
     return ToolCall(name, _unique(pairs))
 
 
-def _properties(name: str, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    for tool in tools:
-        if tool["name"] == name:
-            properties = tool["parameters"].get("properties", {})
-            return properties if isinstance(properties, dict) else {}
-    return {}
+def properties_of(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of each parameter, with references resolved."""
+    found, named = tool["parameters"].get("properties", {}), tool["parameters"].get("$defs", {})
+    if not isinstance(found, dict) or not named:
+        return found if isinstance(found, dict) else {}
+    return {
+        key: named.get(str(one.get("$ref", "")).rpartition("/")[2], one)
+        if isinstance(one, dict)
+        else one
+        for key, one in found.items()
+    }
 
 
 # calls in Python's notation
@@ -511,13 +499,26 @@ def malformed(problem: str) -> ToolCall:
     return ToolCall(MALFORMED_CALL, {"problem": problem})
 
 
+def _block_calls(
+    text: str,
+    tools: Sequence[dict[str, Any]],
+    *,
+    markers: Markers,
+    read: Callable[[str], ToolCall],
+) -> tuple[ToolCall, ...]:
+    """The calls between markers outside the thoughts of a turn."""
+    return _each(blocks(text, markers), read)
+
+
+_HERMES = Markers(CALL_OPEN, CALL_CLOSE, json_end)
+_GEMMA = Markers("<|tool_call>", "<tool_call|>", _gemma_end, ("<|channel>", "<channel|>"))
 PARSERS: dict[str, Parser] = {
-    "hermes": hermes_calls,
+    "hermes": partial(_block_calls, markers=_HERMES, read=_json_call),
     "llama": llama_calls,
-    "qwen_xml": qwen_xml_calls,
-    "glm": glm_calls,
+    "qwen_xml": partial(_tagged_calls, tags=_QWEN_XML),
+    "glm": partial(_tagged_calls, tags=_GLM),
     "atem": atem_calls,
     "lfm": lfm_calls,
     "harmony": harmony_calls,
-    "gemma": gemma_calls,
+    "gemma": partial(_block_calls, markers=_GEMMA, read=_gemma_call),
 }

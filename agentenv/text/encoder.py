@@ -22,9 +22,9 @@ from contextvars import Context
 from math import inf
 from typing import Any
 
-from agentenv.base.deadline import Restarts
 from agentenv.base.errors import SHOWN, AgentEnvError, EnvError
 from agentenv.base.offload import check_outside
+from agentenv.base.retries import Restarts
 from agentenv.processes.worker_pool import JobError, WorkerPool
 
 COLLECT_S = 0.01  # texts within this interval form a batch

@@ -13,8 +13,9 @@ from typing import Any, Protocol, TypeVar
 from msgspec import Struct
 from yarl import URL
 
-from agentenv.base.deadline import admitted, pause_before_retry
+from agentenv.base.deadline import admitted
 from agentenv.base.errors import ConfigError, EngineDeadError, EngineError
+from agentenv.base.retries import pause_before_retry
 from agentenv.contract.http_client import RefusedError, ServerClient
 from agentenv.contract.request import BusyError
 from agentenv.contract.server_config import read_key

@@ -5,8 +5,8 @@ turns; afterwards only these frames are used. Sampled tokens are never rendered 
 keeps its earlier thoughts even if the template drops them. A template that changes earlier text
 when messages are added is rejected.
 
-A parser of `agentenv/text/call_syntax.py` reads the calls of a turn. It is detected, or checked, by
-a round trip: it must return the call that the template wrote.
+A parser of `agentenv/text/call_syntax.py` reads the calls of a turn. It is detected by a round
+trip: it must return the call that the template wrote.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import json
 import re
 from array import array
 from collections.abc import Collection, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.types import UNKNOWN_TOOL, Completion, Message, ToolCall
@@ -26,9 +26,6 @@ from agentenv.text.call_syntax import PARSERS, THOUGHT_CLOSE, Parser, after_thou
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.renderer import TextCodec, ToolSchemas, template_errors
 
-Style = Literal[
-    "auto", "hermes", "llama", "qwen_xml", "glm", "atem", "lfm", "harmony", "gemma"
-]  # fmt: skip
 Senders = tuple[tuple[str, str | None], ...]  # (role, tool) of each message of an observation
 
 WAY_OUT = "use renderer.name = 'tags'"
@@ -73,11 +70,6 @@ class NativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                    tag_field="name"):  # fmt: skip
     """Tool calls in the format of the model's chat template."""
 
-    style: Annotated[
-        Style,
-        Meta(description="format of the calls; auto: the one that the chat template writes"),
-    ] = "auto"
-
 
 class _CallForm(NamedTuple):
     """The parser of calls, and the template's requirements: whether arguments are a JSON object or
@@ -101,12 +93,10 @@ class NativeRenderer(TextCodec):
     def __init__(
         self,
         tokenizer: Any,
-        config: NativeConfig | None = None,
         prompt: PromptConfig | None = None,
         eos_ids: Collection[int] = (),
     ) -> None:
         super().__init__(tokenizer, eos_ids)
-        self.config = config or NativeConfig()
         self.prompt_config = prompt or PromptConfig()
         if not self.prompt_config.apply_chat_template:
             raise ConfigError(
@@ -123,7 +113,7 @@ class NativeRenderer(TextCodec):
 
     @property
     def style(self) -> str:
-        """The format of calls that the template writes, never "auto"."""
+        """The format of calls that the template writes."""
         return self._form.style
 
     def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]:
@@ -246,8 +236,6 @@ class NativeRenderer(TextCodec):
 
     def _find_form(self) -> _CallForm:
         """The format whose parser returns a call that the template wrote."""
-        style = self.config.style
-        parsers: dict[str, Parser] = PARSERS if style == "auto" else {style: PARSERS[style]}
         problem = ConfigError()
         for as_text in (False, True):
             try:
@@ -255,13 +243,16 @@ class NativeRenderer(TextCodec):
             except ConfigError as error:
                 problem = problem if problem.args else error
                 continue
-            for name, parse in parsers.items():
+            for name, parse in PARSERS.items():
                 if parse(written, [_SAMPLE_TOOL]) == _SAMPLE_CALLS[:1]:
                     return _CallForm(name, parse, as_text, self._is_one_a_turn(parse, as_text))
             if "sample_tool" not in written:
                 problem = self._refusal("omits the calls of earlier turns")
             elif not as_text or not problem.args:
-                problem = self._not_read(style, written, parsers)
+                problem = self._refusal(
+                    f"writes a call as {written[-600:]!r}, which none of the styles "
+                    f"{sorted(PARSERS)} reads as that call"
+                )
         raise problem
 
     def _is_one_a_turn(self, parse: Parser, as_text: bool) -> bool:
@@ -368,20 +359,10 @@ class NativeRenderer(TextCodec):
             frames.append(before)
         return [*frames, rest], quoted
 
-    def _not_read(self, style: str, written: str, parsers: dict[str, Parser]) -> ConfigError:
-        """The error for a call of the template that its parser reads differently."""
-        if style == "auto":
-            came = f"which none of the styles {sorted(parsers)} reads as that call"
-            return self._refusal(f"writes a call as {written[-600:]!r}, {came}")
-        calls, expected = list(parsers[style](written, [_SAMPLE_TOOL])), list(_SAMPLE_CALLS[:1])
-        came = f"which the style {style!r} reads as {calls}; expected {expected}"
-        way_out = "name another renderer.style, or 'auto', or " + WAY_OUT
-        return self._refusal(f"writes a call as {written[-600:]!r}, {came}", way_out)
-
-    def _refusal(self, problem: str, way_out: str = WAY_OUT) -> ConfigError:
+    def _refusal(self, problem: str) -> ConfigError:
         model = getattr(self.tokenizer, "name_or_path", "")
         template = f"the chat template of {model}" if model else "the chat template"
-        return ConfigError(f"renderer.name = 'native': {template} {problem}; {way_out}")
+        return ConfigError(f"renderer.name = 'native': {template} {problem}; {WAY_OUT}")
 
 
 def _calling(calls: Sequence[ToolCall], as_text: bool) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from agentenv.base.config import ESSENTIAL
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.contract.instruction import Instruction
 from agentenv.data.data_files import SUFFIXES
-from agentenv.data.rows import shared_system_prompt
+from agentenv.data.system_prompts import shared_system_prompt
 
 WITHOUT_TOOLS = ("no_tools", "direct")  # presets that request an answer without calls
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from agentenv.base.crashes import guarded
 from agentenv.base.errors import (
     AgentEnvError,
     ConfigError,
@@ -17,7 +18,6 @@ from agentenv.base.errors import (
     DataError,
     EnvError,
     InfraError,
-    guarded,
 )
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Limits, Message, Task

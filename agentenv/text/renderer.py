@@ -401,41 +401,6 @@ def template_errors() -> tuple[type[Exception], ...]:
     return (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 
 
-def context_ids(
-    renderer: ContextRenderer,
-    context: Sequence[Message | Sequence[int]],
-    tools: ToolSchemas,
-    max_tokens: int,
-    before: Sequence[int] = (),
-) -> array[int]:
-    """Token ids of a whole context, up to the beginning of the next turn: its prompt, then turns of
-    the policy and their answers. Ids instead of a message are a turn as it was sampled. `before`
-    are ids that the context extends, up to the end of a turn.
-
-    Raises ConfigError, CrashError or DataError for messages that cannot be rendered.
-    """
-    ids, rest = array("i", before), list(context)
-    if not before:
-        number = next((n for n, one in enumerate(rest) if _is_turn(one)), len(rest))
-        prompt = [one for one in rest[:number] if isinstance(one, Message)]
-        ids, rest = array("i", renderer.prompt(prompt, tools)), rest[number:]
-    results: list[Message] = []
-    for one in (*rest, None):
-        if isinstance(one, Message) and one.role != "assistant":
-            results.append(one)
-            continue
-        if results:
-            ids += array("i", renderer.observation(results, tools, max_tokens, ids[-1:]))
-            results = []
-        if one is not None:
-            ids.extend(renderer.turn(one, tools) if isinstance(one, Message) else one)
-    return ids
-
-
-def _is_turn(one: Message | Sequence[int]) -> bool:
-    return not isinstance(one, Message) or one.role == "assistant"
-
-
 @lru_cache
 def _opening(tags: tuple[str, ...]) -> re.Pattern[str]:
     """The < of opening and closing tags."""

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from agentenv.base.errors import ConfigError, ForeignError
 from agentenv.base.types import Message, ToolCall
 from agentenv.base.untrusted import decode, schema_types
-from agentenv.text.call_syntax import THOUGHT_CLOSE, THOUGHT_OPEN, malformed
+from agentenv.text.call_syntax import THOUGHT_CLOSE, THOUGHT_OPEN, malformed, properties_of
 
 TAGS = ("think", "result", "answer")
 ToolSchema = Mapping[str, Any]
@@ -36,7 +36,7 @@ _INTRODUCTION = "You can call these tools; what a call gives follows it between 
 def takes_object(tool: ToolSchema) -> bool:
     """Whether the arguments of the tool are a JSON object, not one text."""
     schema = tool["parameters"]
-    properties = _properties(tool)
+    properties = properties_of(tool)
     if not properties:
         return any(schema.get(key) for key in ("required", "additionalProperties", "anyOf"))
     if len(properties) > 1:
@@ -59,7 +59,7 @@ def tagged_call(text: str, tool: ToolSchema) -> tuple[ToolCall, ...]:
     if is_text and opened in written:
         return (malformed(f"{opened} is opened twice before </{name}>; expected {form(tool)}"),)
     if not takes_object(tool):
-        return (ToolCall(name, dict.fromkeys([*_properties(tool)][:1], written)),)
+        return (ToolCall(name, dict.fromkeys([*properties_of(tool)][:1], written)),)
     if alone is not None and is_text:
         return (ToolCall(name, {alone: written} if written else {}),)
     return (_object_call(name, written, tool),)
@@ -100,10 +100,10 @@ def form(tool: ToolSchema) -> str:
         needed = tool["parameters"].get("required", ())
         parts = [
             f'"{key}": {_type_text(schema)}{"" if key in needed else " (optional)"}'
-            for key, schema in _properties(tool).items()
+            for key, schema in properties_of(tool).items()
         ]
         return f"<{name}>{{{', '.join(parts)}}}</{name}>"
-    return f"<{name}>{next(iter(_properties(tool)), '')}</{name}>"
+    return f"<{name}>{next(iter(properties_of(tool)), '')}</{name}>"
 
 
 def with_tools(
@@ -142,30 +142,17 @@ def _problem(tool: ToolSchema) -> str:
         )
     if not _NAME.fullmatch(name):
         return "its name is not a valid tag; use a name without spaces, quotes and brackets"
-    unknown = sorted(set(tool["parameters"].get("required", ())) - _properties(tool).keys())
-    if unknown and _properties(tool):
+    unknown = sorted(set(tool["parameters"].get("required", ())) - properties_of(tool).keys())
+    if unknown and properties_of(tool):
         return f"its schema requires {unknown}, which properties lacks; add them there"
     return ""
-
-
-def _properties(tool: ToolSchema) -> dict[str, Any]:
-    """The schema of each parameter, with references resolved."""
-    found, named = tool["parameters"].get("properties", {}), tool["parameters"].get("$defs", {})
-    if not isinstance(found, dict) or not named:
-        return found if isinstance(found, dict) else {}
-    return {
-        key: named.get(str(one.get("$ref", "")).rpartition("/")[2], one)
-        if isinstance(one, dict)
-        else one
-        for key, one in found.items()
-    }
 
 
 def _alone(tool: ToolSchema) -> str | None:
     """The parameter that may be given as text; None if several are required, or if no text can be
     its value."""
     needed = list(tool["parameters"].get("required", ()))
-    properties = _properties(tool)
+    properties = properties_of(tool)
     if len(needed) > 1 or not properties:
         return None
     name = needed[0] if needed else next(iter(properties))
@@ -194,7 +181,7 @@ def _line(tool: ToolSchema) -> str:
 
 
 def _notes(tool: ToolSchema) -> Iterator[str]:
-    for name, schema in _properties(tool).items():
+    for name, schema in properties_of(tool).items():
         description = schema.get("description") if isinstance(schema, dict) else None
         if description:
             yield f"  {name}: {description}"

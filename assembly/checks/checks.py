@@ -25,7 +25,8 @@ from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.supervised import SupervisedRunConfig
 from agentenv.assembly.parts.assembly import Assembly
-from agentenv.base.errors import AgentEnvError, ConfigError, origin_of
+from agentenv.base.crashes import origin_of
+from agentenv.base.errors import AgentEnvError, ConfigError
 
 Stage = Literal[
     "machine",  # without a configuration: these checks take the folder of the runs

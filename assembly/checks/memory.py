@@ -28,7 +28,8 @@ from msgspec.structs import replace
 
 from agentenv.assembly.serving.gpus import GIB
 from agentenv.assembly.serving.server_command import SERVER_BYTES
-from agentenv.base.disk import DIR_KEY, SHARED_MEMORY, WEIGHTS_KEY, existing, explain, free_bytes
+from agentenv.base.disk import existing, free_bytes
+from agentenv.base.disk_errors import DIR_KEY, SHARED_MEMORY, WEIGHTS_KEY, explain
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.model_files import num_experts, num_stretched_positions, read_model_config
 from agentenv.contract.engine import EngineConfig

@@ -357,7 +357,7 @@ def make_renderer(
     """The configured renderer. Raises ConfigError for an unsuitable chat template."""
     eos_ids = read_eos_ids(model, tokenizer)
     if isinstance(config, NativeConfig):
-        return NativeRenderer(tokenizer, config, prompt, eos_ids)
+        return NativeRenderer(tokenizer, prompt, eos_ids)
     return TagRenderer(tokenizer, prompt, eos_ids, config.tools_in_prompt)
 
 

@@ -27,6 +27,10 @@ from agentenv.assembly.keys.rl import (
 )
 from agentenv.base.config import substituted
 from agentenv.base.errors import ConfigError, at_start
+from agentenv.assembly.serving.gpus import encodes_on_gpu
+from agentenv.base.config import Reporter, build_config, substituted, to_plain
+from agentenv.base.crashes import at_start
+from agentenv.base.errors import ConfigError, CrashError
 from agentenv.base.registry import decode_part, loaded
 from agentenv.base.types import Info, Limits, Message, Task
 from agentenv.contract.env import Env, check_reset

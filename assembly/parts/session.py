@@ -14,7 +14,7 @@ from agentenv.assembly.run.rundir import LOG_FILE, RunDirectory
 from agentenv.assembly.run.terminal import View
 from agentenv.assembly.serving.gpus import gpus_for_others
 from agentenv.base.config import to_plain
-from agentenv.base.errors import require_train
+from agentenv.base.installation import require_train
 
 
 @contextmanager

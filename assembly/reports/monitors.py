@@ -22,11 +22,12 @@ from agentenv.assembly.reports.records import readable
 from agentenv.assembly.reports.trackers import Axis as Axis
 from agentenv.assembly.reports.trackers import WandbConfig, WandbMonitor
 from agentenv.base.config import ESSENTIAL
-from agentenv.base.errors import MissingError, install_hint
+from agentenv.base.errors import MissingError
+from agentenv.base.installation import install_hint
 from agentenv.base.registry import Registry
 from agentenv.contract.monitoring import Monitoring
 from agentenv.data.data_files import Row
-from agentenv.rollout.failures import Redactor
+from agentenv.rollout.redactor import Redactor
 
 COLD_START_STEP = "sft/step"
 

@@ -18,7 +18,8 @@ from msgspec import Meta, Struct
 
 from agentenv.base.config import ESSENTIAL
 from agentenv.base.disk import undecodable
-from agentenv.base.errors import PACKAGES, ConfigError
+from agentenv.base.errors import ConfigError
+from agentenv.base.installation import PACKAGES
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 EXIT_MISSING = 3  # of a dry run: no error, but something is missing

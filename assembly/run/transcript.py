@@ -14,7 +14,7 @@ from msgspec import Struct, field
 from agentenv.assembly.reports.records import FAILED, Decode, EvalRow, is_result
 from agentenv.base.tree import Node
 from agentenv.rollout.archive import KeptTree
-from agentenv.rollout.failures import Redactor
+from agentenv.rollout.redactor import Redactor
 
 
 class TranscriptTurn(Struct, kw_only=True):

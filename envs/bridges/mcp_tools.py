@@ -24,14 +24,8 @@ from contextlib import asynccontextmanager
 from typing import Any, TextIO, cast
 from urllib.parse import urlsplit
 
-from agentenv.base.errors import (
-    ConfigError,
-    ForeignError,
-    InfraError,
-    MissingError,
-    ToolError,
-    install_hint,
-)
+from agentenv.base.errors import ConfigError, ForeignError, InfraError, MissingError, ToolError
+from agentenv.base.installation import install_hint
 from agentenv.base.types import ToolResult
 from agentenv.base.untrusted import decode
 from agentenv.contract.env import ForkMode, shared

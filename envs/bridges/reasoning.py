@@ -23,7 +23,8 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
-from agentenv.base.errors import DataError, needed
+from agentenv.base.errors import DataError
+from agentenv.base.installation import needed
 from agentenv.base.types import Message, Task
 from agentenv.base.untrusted import decode_python
 from agentenv.data.data_files import Row

@@ -244,7 +244,8 @@ if __name__ == "__main__":
 import copy
 import subprocess
 
-from agentenv.base.errors import ConfigError, DataError, EnvError, install_hint
+from agentenv.base.errors import ConfigError, DataError, EnvError
+from agentenv.base.installation import install_hint
 from agentenv.base.offload import kill, start_process
 from agentenv.base.types import Info, Limit, Message, Task
 from agentenv.base.untrusted import decode_loose

@@ -25,7 +25,8 @@ import msgspec
 from agentenv.base.errors import ConfigError, GraderError, InfraError
 from agentenv.base.types import SYSTEM_KEY, Message, Task
 from agentenv.contract.env import Grade
-from agentenv.data.rows import GOLD_KEY, literal, look_up
+from agentenv.data.file_formats import literal
+from agentenv.data.rows import GOLD_KEY, look_up
 from agentenv.envs.grading.keys import SolutionStr
 from agentenv.envs.grading.verdict import STOPPED, GraderDownError
 from agentenv.processes.worker_pool import JobDiedError, JobRaisedError, JobStoppedError, WorkerPool

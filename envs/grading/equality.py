@@ -14,7 +14,8 @@ import sys
 from fractions import Fraction
 from typing import Any
 
-from agentenv.base.errors import InfraError, MissingError, install_hint
+from agentenv.base.errors import InfraError, MissingError
+from agentenv.base.installation import install_hint
 from agentenv.base.result_cache import ResultCache
 from agentenv.base.untrusted import decode
 from agentenv.contract.env import shared

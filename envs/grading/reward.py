@@ -14,7 +14,8 @@ from typing import Any, cast
 import msgspec
 from msgspec import Struct
 
-from agentenv.base.errors import ConfigError, CrashError, GraderError, at_start
+from agentenv.base.crashes import at_start
+from agentenv.base.errors import ConfigError, CrashError, GraderError
 from agentenv.base.types import Message, Task
 from agentenv.contract.env import Grade, Grader, graded, shared, start_grader
 from agentenv.envs.grading.keys import (

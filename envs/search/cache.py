@@ -41,7 +41,8 @@ class CachedBackend:
         if self.arpo_cache is not None:
             path, self.arpo_cache = self.arpo_cache, None
             texts = await in_thread(read_arpo_cache, path)
-            await self.cache.put_all({ARPO_PREFIX + q: text.encode() for q, text in texts.items()})
+            for query, text in texts.items():
+                self.cache.put(ARPO_PREFIX + query, text.encode())
         await self.backend.start()
 
     async def search(self, query: Query) -> list[Hit]:

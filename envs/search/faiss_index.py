@@ -14,7 +14,8 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from agentenv.base.config import PATH
-from agentenv.base.errors import ConfigError, DataError, InfraError, needed
+from agentenv.base.errors import ConfigError, DataError, InfraError
+from agentenv.base.installation import needed
 from agentenv.envs.search.corpus import (
     CORPUS_SCHEME,
     BackendConfig,

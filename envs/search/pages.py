@@ -22,9 +22,10 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.resolver import ThreadedResolver
 from yarl import URL
 
-from agentenv.base.deadline import admitted, pause_before_retry
+from agentenv.base.deadline import admitted
 from agentenv.base.errors import ConfigError, InfraError, ToolError
 from agentenv.base.result_cache import ResultCache
+from agentenv.base.retries import pause_before_retry
 from agentenv.base.untrusted import decode_text, printable
 from agentenv.contract.env import summed_stats
 from agentenv.contract.http import HttpSession, is_temporary

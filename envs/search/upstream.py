@@ -14,8 +14,9 @@ import aiohttp
 import msgspec
 from msgspec import Struct, field
 
-from agentenv.base.deadline import admitted, pause_before_retry, waiting
+from agentenv.base.deadline import admitted, waiting
 from agentenv.base.errors import ConfigError, InfraError
+from agentenv.base.retries import pause_before_retry
 from agentenv.contract.http import HttpSession, is_temporary, retry_after_s
 from agentenv.envs.search.keys import TrafficConfig
 

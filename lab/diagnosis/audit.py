@@ -55,7 +55,8 @@ from agentenv.evaluation.regrade import Graders
 from agentenv.evaluation.run import segments_of
 from agentenv.lab.diagnosis.contract import Guess, guess_twice, remedy
 from agentenv.lab.diagnosis.doctor import show
-from agentenv.rollout.archive import ARCHIVE, Entry, KeptTree, Step, readable_steps
+from agentenv.rollout.archive import ARCHIVE, Entry, KeptTree
+from agentenv.rollout.archive_reader import Step, readable_steps
 from agentenv.text.renderer import TextCodec
 
 logger = logging.getLogger(__name__)

@@ -68,7 +68,7 @@ def refuse_lost_call(
         got = ", ".join(f"{one.name}({one.arguments})" for one in found) or "no call"
         raise ConfigError(
             f"the tool {name!r}: its call {text!r} is parsed as {got}; choose another "
-            "renderer.name, renderer.style or tool name"
+            "renderer.name or tool name"
         )
 
 

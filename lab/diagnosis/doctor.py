@@ -37,7 +37,8 @@ from agentenv.assembly.run.terminal import MAX_FILES, View
 from agentenv.assembly.serving.gpus import GIB, find_machine
 from agentenv.base.config import Reporter, Tree, load_config
 from agentenv.base.disk import existing
-from agentenv.base.errors import DISTRIBUTION, AgentEnvError, ConfigError, install_hint
+from agentenv.base.errors import AgentEnvError, ConfigError
+from agentenv.base.installation import DISTRIBUTION, install_hint
 from agentenv.base.model_files import read_model_config
 from agentenv.envs.sandbox.launch import LOST_BELOW, Rung
 from agentenv.envs.sandbox.sandbox import Sandbox

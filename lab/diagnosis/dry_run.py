@@ -51,7 +51,8 @@ from agentenv.assembly.run.terminal import View
 from agentenv.assembly.serving.gpus import GIB, find_machine
 from agentenv.assembly.serving.server_command import find_python
 from agentenv.base.config import resolver
-from agentenv.base.errors import PACKAGES, AgentEnvError, ConfigError, DataError, MissingError
+from agentenv.base.errors import AgentEnvError, ConfigError, DataError, MissingError
+from agentenv.base.installation import PACKAGES
 from agentenv.base.model_files import find_on_hub, hub_id
 from agentenv.engines.openai import OpenAIConfig
 from agentenv.envs.search.keys import SearchConfig

@@ -41,9 +41,10 @@ from agentenv.lab.recipes.sorting import (
     judge,
     parts_of,
 )
-from agentenv.rollout.actor import Actor, Answer
+from agentenv.rollout.actor import Actor
 from agentenv.rollout.branch import Branch
 from agentenv.rollout.hooks import RolloutHooks
+from agentenv.rollout.questions import Answer
 from agentenv.text.renderer import NUM_TAIL_IDS, THOUGHT_OPEN
 
 # Rollouts after a hint, and language-only ones; only for data synthesis.

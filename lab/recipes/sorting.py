@@ -27,7 +27,8 @@ from agentenv.assembly.keys.evaluation import FilterConfig, SynthesisPlan, Way
 from agentenv.assembly.reports.records import FAILED, EvalRow
 from agentenv.assembly.reports.tables import Table
 from agentenv.base.config import changes, to_plain
-from agentenv.base.disk import explain, write_whole
+from agentenv.base.disk import write_whole
+from agentenv.base.disk_errors import explain
 from agentenv.base.errors import ConfigError
 from agentenv.base.types import Message, Task
 from agentenv.data.data_files import Row

@@ -21,11 +21,13 @@ from agentenv.assembly.run.rundir import CONFIG_FILE
 from agentenv.assembly.run.terminal import View
 from agentenv.assembly.run.transcript import TranscriptQuestion, of_row, of_tree, redacted
 from agentenv.base.disk import naming
-from agentenv.base.errors import ConfigError, DataError, MissingError, install_hint
+from agentenv.base.errors import ConfigError, DataError, MissingError
+from agentenv.base.installation import install_hint
 from agentenv.evaluation.store import CONFIG_FILE as EVALUATION_FILE
 from agentenv.evaluation.store import ROWS_FILE, load_rows, load_saved
-from agentenv.rollout.archive import ARCHIVE, Step, read_step, steps_of
-from agentenv.rollout.failures import Redactor
+from agentenv.rollout.archive import ARCHIVE, steps_of
+from agentenv.rollout.archive_reader import Step, read_step
+from agentenv.rollout.redactor import Redactor
 
 logger = logging.getLogger(__name__)
 

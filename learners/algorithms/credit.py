@@ -16,7 +16,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from agentenv.base.errors import ConfigError, place_of
+from agentenv.base.crashes import place_of
+from agentenv.base.errors import ConfigError
 from agentenv.base.tree import Node, Trajectory, TrajectoryTree
 from agentenv.base.types import Limit
 

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from msgspec import Struct
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from agentenv.base.disk import DIR_KEY, explain
+from agentenv.base.disk_errors import DIR_KEY, explain
 from agentenv.base.errors import AgentEnvError, ConfigError
 from agentenv.base.untrusted import packed
 from agentenv.learners.ranks import messages as wire

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from agentenv.base.errors import ConfigError, MissingError, install_hint
+from agentenv.base.errors import ConfigError, MissingError
+from agentenv.base.installation import install_hint
 from agentenv.learners.trees.attention import NO_MASK, TreeLayout, use_tree_attention
 from agentenv.learners.trees.context import ContextGroup, ContextShare, padded
 from agentenv.learners.trees.partition import MicroBatch

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from agentenv.base.errors import PACKAGES
+from agentenv.base.installation import PACKAGES
 from agentenv.rollout.frames import Began, Counts, Finished, Frame, Leased, Mark, Trained
 from benchmarks import bench
 from benchmarks.parts import chaos

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from agentenv.launchers import train
-from agentenv.rollout.archive import read_step, steps_of
+from agentenv.rollout.archive import steps_of
+from agentenv.rollout.archive_reader import columns_of, read_step
 from tests.support.runs import rows_of, trees_of
 
 
@@ -47,7 +48,7 @@ def test_the_learners_logprobs_are_of_the_same_tokens(finished: Path) -> None:
     for kept in trained:
         assert kept.credit is not None
         for path in kept.tree.trajectories():
-            columns = kept.columns(path.leaf)
+            columns = columns_of(kept, path.leaf)
             counted = columns.weight > 0
             assert np.isfinite(columns.learner_logprobs[counted]).all()
             assert (columns.learner_logprobs[counted] < 0).all()

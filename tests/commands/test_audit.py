@@ -28,7 +28,8 @@ from agentenv.lab.diagnosis.audit import (
 )
 from agentenv.lab.diagnosis.contract import JOINTS, guess_twice, remedy
 from agentenv.launchers import doctor, train
-from agentenv.rollout.archive import Entry, Step, StepHeader
+from agentenv.rollout.archive import Entry, StepHeader
+from agentenv.rollout.archive_reader import Step
 from tests.support.rank_here import rank_here
 
 

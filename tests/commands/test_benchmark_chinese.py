@@ -19,7 +19,8 @@ from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.quickstart.setup import build_tokenizer
 from agentenv.envs.search.keys import SearchConfig
-from agentenv.rollout.actor import Actor, evaluate
+from agentenv.rollout.actor import Actor
+from agentenv.rollout.questions import evaluate
 from agentenv.text.prompt import PromptConfig, preset
 from agentenv.text.renderer import TagRenderer
 from tests.support.tea_house import HOUSES, turn, write_world

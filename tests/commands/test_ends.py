@@ -30,7 +30,8 @@ from agentenv.engines.scripted import ScriptedEngine
 from agentenv.launchers import train
 from agentenv.learners.algorithms.credit import TreeCredit
 from agentenv.rollout import journal
-from agentenv.rollout.archive import Archive, StepHeader, read_step, steps_of
+from agentenv.rollout.archive import Archive, StepHeader, steps_of
+from agentenv.rollout.archive_reader import read_step
 from agentenv.rollout.frames import Leased
 from agentenv.training import evaluations
 from agentenv.training.loop import step_report

@@ -61,9 +61,7 @@ def test_a_base_model_reads_plain_text(warehouse: Path, tmp_path: Path) -> None:
     ("overrides", "says"),
     [
         (["renderer.name=native"], "ignores the list of tools"),
-        (["renderer.name=native", "renderer.style=hermis"], "renderer.style"),
         (["renderer.style=hermes"], "renderer.style: unknown key for renderer.name = 'tags'"),
-        (["renderer.name=tags", "renderer.style=hermes"], "renderer.style: unknown key"),
         (["prompt.template=serch"], "did you mean 'search'"),
         (['env.tools=[{name = "stok"}]'], "has no tool 'stok'"),
         (["limits.on_limit=stop"], "limits.on_limit"),

@@ -20,10 +20,12 @@ from agentenv.assembly.run.transcript import (
 )
 from agentenv.base.errors import install_hint
 from agentenv.envs.quickstart.setup import build_tokenizer
+from agentenv.base.installation import install_hint
+from agentenv.envs.quickstart_setup import build_tokenizer
 from agentenv.launchers import export
 from agentenv.rollout.archive import Archive, StepHeader
-from agentenv.rollout.failures import REDACTED, Redactor
 from agentenv.rollout.frames import ArchiveConfig
+from agentenv.rollout.redactor import REDACTED, Redactor
 from tests.support.example_tree import SECRET, example_tree
 from tests.support.stored_evaluation import row, write_evaluation
 

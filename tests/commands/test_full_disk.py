@@ -14,7 +14,7 @@ import pytest
 from agentenv.assembly.reports import pictures
 from agentenv.assembly.reports.records import write_rows
 from agentenv.assembly.run.terminal import reason_of
-from agentenv.base.disk import explain
+from agentenv.base.disk_errors import explain
 from agentenv.rollout.metrics import EntropyProfile
 from agentenv.training.reports import texts
 from agentenv.training.supervised import run as supervised

@@ -9,7 +9,8 @@ from typing import TypeVar
 import pytest
 
 from agentenv.launchers import train
-from agentenv.rollout.archive import read_step, steps_of
+from agentenv.rollout.archive import steps_of
+from agentenv.rollout.archive_reader import read_step
 from agentenv.rollout.frames import Began, Finished, Frame, Leased, Trained
 from benchmarks.parts.chaos import Reader
 from tests.commands.test_train_ends import started

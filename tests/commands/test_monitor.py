@@ -27,7 +27,8 @@ from agentenv.assembly.reports.trackers import (
     wandb_mode,
 )
 from agentenv.base.config import build_config
-from agentenv.base.errors import ConfigError, install_hint
+from agentenv.base.errors import ConfigError
+from agentenv.base.installation import install_hint
 from tests.commands.wandb_file import history, records
 from tests.support.warehouse import ROOT
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from agentenv.base.errors import ConfigError, install_hint
+from agentenv.base.errors import ConfigError
+from agentenv.base.installation import install_hint
 from agentenv.training.workers.ray_driver import OLDEST, Ray
 from agentenv.training.workers.ray_placement import RaySetup
 from tests.support.warehouse import ROOT

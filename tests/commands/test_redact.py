@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.rollout.failures import REDACTED, Redactor
+from agentenv.rollout.redactor import REDACTED, Redactor
 
 ENVIRONMENT = {
     "SERPER_API_KEY": "q7Rz0pLmX2",

@@ -30,7 +30,8 @@ from agentenv.base.errors import ConfigError, WorkerError
 from agentenv.cluster.engines import Turns
 from agentenv.processes import supervisor as local
 from agentenv.processes.supervisor import NUMBER_VARIABLE
-from agentenv.rollout.archive import read_step, steps_of
+from agentenv.rollout.archive import steps_of
+from agentenv.rollout.archive_reader import read_step
 from agentenv.rollout.frames import Leased
 from agentenv.training.loop.training import Training
 from agentenv.training.reports.recorder import RunRecorder

@@ -16,7 +16,8 @@ import pytest
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.base.config import load_config
-from agentenv.base.errors import PACKAGES, ConfigError
+from agentenv.base.errors import ConfigError
+from agentenv.base.installation import PACKAGES
 from agentenv.launchers import train
 from agentenv.training import start
 from tests.support.forks import Command, project

@@ -26,7 +26,8 @@ from agentenv.lab.viewing.folder import Folder
 from agentenv.lab.viewing.page import HEADERS, FolderServer, encode, export, serve, static
 from agentenv.lab.viewing.sets import COLUMNS, SetServer
 from agentenv.launchers import view
-from agentenv.rollout.archive import read_step, steps_of
+from agentenv.rollout.archive import steps_of
+from agentenv.rollout.archive_reader import columns_of, read_step
 from agentenv.text.encoder import token_texts
 from tests.support.viewed_run import HOSTILE, ViewedRun, make_run, row_of
 
@@ -143,7 +144,7 @@ def test_a_tree_has_the_tokens_of_the_archive(run: ViewedRun) -> None:
     assert found["fate"] == "trained"
     assert found["learner_version"] == 2
     for leaf in kept.tree.leaves():
-        columns = kept.columns(leaf)
+        columns = columns_of(kept, leaf)
         nodes = [found["nodes"][node.index] for node in kept.tree.path(leaf)]
         at = columns.mask
         assert [i for node in nodes for i in node["ids"]] == columns.token_ids[at].tolist()

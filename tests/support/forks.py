@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from agentenv.base import offload
-from agentenv.base.errors import PACKAGES
+from agentenv.base.installation import PACKAGES
 from tests.support.forkserver import POLL_S, PYTHON, Forked, ForkServer, fork_server
 
 MODULES = (

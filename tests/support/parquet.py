@@ -51,10 +51,12 @@ def write_parquet(path: Path, rows: list[Row]) -> Path:
     return path
 
 
-def write_arrow(path: Path, rows: list[Row], *, stream: bool = True) -> Path:
-    """An Arrow stream, as `datasets` saves it, or an Arrow file."""
+def write_arrow(path: Path, rows: list[Row]) -> Path:
+    """An Arrow stream, as `datasets` saves it."""
     table = pyarrow.Table.from_pylist(rows)
-    new = pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file
-    with pyarrow.OSFile(str(path), "wb") as sink, new(sink, table.schema) as writer:
+    with (
+        pyarrow.OSFile(str(path), "wb") as sink,
+        pyarrow.ipc.new_stream(sink, table.schema) as writer,
+    ):
         writer.write_table(table)
     return path

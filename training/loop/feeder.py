@@ -89,11 +89,11 @@ class Feeder:
         stream = TaskStream(parts.tasks, config.run.seed, self.state.position, self.curriculum)
         while needed is None or stream.position < needed:
             position, journal = stream.position, self.journal
-            is_new = journal is None or not journal.started(position)
+            is_new = journal is None or not journal.earlier.started(position)
             early_s = await self.queue.reserve(at_once=not is_new)
             await self._until_allowed()
             await self._until_room()
-            task = stream.next("" if journal is None else journal.drawn(position))
+            task = stream.next("" if journal is None else journal.earlier.drawn(position))
             if is_new:
                 drawn = "" if self.curriculum is None else task.id
                 self.note(Started(position, self.state.step, round(early_s, 3), drawn))
@@ -179,7 +179,7 @@ class Feeder:
         """The tree at `position`: from the journal, continued from it, or grown anew."""
         recorded, journal = None, self.journal
         await asyncio.sleep(0)
-        if journal is not None and journal.knows(position):
+        if journal is not None and journal.earlier.knows(position):
             recorded = await journal.recall(position, one.task)
             one.num_known = 0 if recorded is None else len(recorded.tree.nodes)
         if recorded is not None and recorded.is_finished:

@@ -41,6 +41,8 @@ from agentenv.base.disk import (
     explain,
     own_folder,
 )
+from agentenv.base.disk import own_folder, remove_left
+from agentenv.base.disk_errors import SHARED_MEMORY, WEIGHTS_KEY, WEIGHTS_PREFIX, explain
 from agentenv.base.errors import ConfigError
 from agentenv.base.model_files import vocab_size
 from agentenv.base.offload import in_thread

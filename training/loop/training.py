@@ -33,9 +33,11 @@ from agentenv.base.deadline import uncancelled
 from agentenv.base.offload import in_thread
 from agentenv.base.types import TIMES
 from agentenv.rollout.failures import Redactor
+from agentenv.cluster.workers import RolloutWorkers
 from agentenv.rollout.journal import Journal
 from agentenv.rollout.metrics import LoopLag
 from agentenv.rollout.queue import ReplayQueue
+from agentenv.rollout.redactor import Redactor
 from agentenv.training.loop.batching import BatchBuilder
 from agentenv.training.loop.clocks import PhaseClock, Stopwatch
 from agentenv.training.loop.feeder import Feeder, Workers

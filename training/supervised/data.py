@@ -28,7 +28,8 @@ from agentenv.base.errors import CrashError, DataError
 from agentenv.base.tree import Trajectory, TrajectoryTree
 from agentenv.contract.env import check_observation
 from agentenv.contract.instruction import Instruction
-from agentenv.data.data_files import RawRow, Row, read_rows
+from agentenv.data.data_files import Row, read_rows
+from agentenv.data.file_formats import RawRow
 from agentenv.learners.ranks.dpo import Answer, encode_pair
 from agentenv.learners.trees.batch import EncodedTree
 from agentenv.text.renderer import Renderer

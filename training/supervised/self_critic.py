@@ -26,7 +26,8 @@ from agentenv.base.tree import TrajectoryTree
 from agentenv.learners.learner import Metrics
 from agentenv.learners.optimizer import optimizer_of
 from agentenv.learners.ranks.dpo import encode_pair
-from agentenv.rollout.actor import Actor, evaluate
+from agentenv.rollout.actor import Actor
+from agentenv.rollout.questions import evaluate
 from agentenv.training.loop.parts import Parts
 from agentenv.training.supervised.data import PairRow, num_kinds, pairs_of
 from agentenv.training.supervised.objectives import preference_figures, with_reference_scores

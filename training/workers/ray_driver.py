@@ -18,7 +18,8 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
-from agentenv.base.errors import ConfigError, MissingError, WorkerError, install_hint
+from agentenv.base.errors import ConfigError, MissingError, WorkerError
+from agentenv.base.installation import install_hint
 from agentenv.base.offload import in_thread
 from agentenv.cluster.messages import Alive, Notice, WorkerFigures
 from agentenv.processes.link import Link

@@ -40,8 +40,9 @@ from agentenv.engines.pool.pooled_engine import PooledEngineConfig
 from agentenv.processes.link import Link
 from agentenv.processes.worker_group import named, serve
 from agentenv.rollout.actor import Actor
-from agentenv.rollout.failures import MAX_TEXTS, Failure, Failures
-from agentenv.rollout.frames import Frame, framed, unpack_recorded
+from agentenv.rollout.failure_log import MAX_TEXTS, Failure
+from agentenv.rollout.failures import Failures
+from agentenv.rollout.frames import RECORDED, Frame, framed
 from agentenv.rollout.journal import TreeRecord
 from agentenv.rollout.metrics import LoopLag
 from agentenv.text.encoder import encode_in_process
@@ -185,7 +186,7 @@ class RolloutWorker:
     async def _grow(self, request: Grow) -> None:
         recorded = None
         if request.recorded is not None:
-            recorded = unpack_recorded(request.recorded)
+            recorded = RECORDED.decode(request.recorded)
         frames = Frames(self._link, request.number, self._settings, self._incarnation)
         try:
             await self._actor.rollout(

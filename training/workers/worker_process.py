@@ -17,7 +17,8 @@ import msgspec
 from agentenv.assembly.run.terminal import View, exit_code_of, is_shown, run_until_done
 from agentenv.assembly.run.watchdog import rolling_out
 from agentenv.base.config import Reporter
-from agentenv.base.errors import PACKAGES, AgentEnvError, ConfigError, WorkerError
+from agentenv.base.errors import AgentEnvError, ConfigError, WorkerError
+from agentenv.base.installation import PACKAGES
 from agentenv.base.untrusted import packed
 from agentenv.processes.link import Link
 from agentenv.processes.supervisor import ADDRESS_VARIABLE, NUMBER_VARIABLE, TOKEN_VARIABLE

@@ -16,8 +16,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from agentenv.base.deadline import backoff_s
 from agentenv.base.errors import ConfigError, EngineError
+from agentenv.base.retries import backoff_s
 from agentenv.base.types import SamplingParams
 from agentenv.contract.request import (
     BusyError,

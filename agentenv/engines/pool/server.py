@@ -19,8 +19,9 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from agentenv.base.deadline import Wait, Work, WorkClock, backoff_s
+from agentenv.base.deadline import Wait, Work, WorkClock
 from agentenv.base.errors import SHOWN
+from agentenv.base.retries import backoff_s
 from agentenv.contract.request import ForeignWeightsError, ServerLoad
 from agentenv.contract.server_config import PoolConfig
 from agentenv.engines.pool.limit import ConcurrencyLimit

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from aiohttp import web
 
 from agentenv.base.errors import ConfigError, InfraError
-from agentenv.base.result_cache import ResultCache, SharedFetches
+from agentenv.base.result_cache import ResultCache
 from agentenv.contract.http import retry_after_s
 from agentenv.envs.search.cache import CachedBackend
 from agentenv.envs.search.corpus import Query
@@ -116,40 +117,38 @@ async def test_many_equal_calls_cost_few_requests_and_none_fails() -> None:
 
 
 async def test_equal_concurrent_calls_are_one_request() -> None:
-    flight: SharedFetches[int] = SharedFetches()
-    gate, calls = asyncio.Event(), []
+    cache, gate, calls = ResultCache(), asyncio.Event(), []
 
-    async def fetch() -> int:
+    async def fetch() -> bytes:
         calls.append(1)
         await gate.wait()
-        return 7
+        return b"7"
 
-    waiters = [asyncio.ensure_future(flight.run("q", fetch)) for _ in range(50)]
+    waiters = [asyncio.ensure_future(cache.through("q", fetch, bytes)) for _ in range(50)]
     await asyncio.sleep(0)
     waiters[0].cancel()  # the one that started it
     await asyncio.sleep(0)
     gate.set()
-    assert await asyncio.gather(*waiters[1:]) == [7] * 49
-    assert len(calls) == 1
+    assert await asyncio.gather(*waiters[1:]) == [b"7"] * 49
     assert waiters[0].cancelled()
-    assert await flight.run("q", fetch) == 7
-    assert len(calls) == 2  # finished: the next call fetches again
+    assert await cache.through("q", fetch, bytes) == b"7"
+    assert len(calls) == 1
 
 
 async def test_a_failure_reaches_every_waiter_and_closing_cancels_them() -> None:
-    flight: SharedFetches[int] = SharedFetches()
+    cache = ResultCache()
 
-    async def fail() -> int:
+    async def fail() -> bytes:
         await asyncio.sleep(0)
         raise InfraError("broken")
 
-    outcomes = await asyncio.gather(
-        *(flight.run("q", fail) for _ in range(3)), return_exceptions=True
-    )
+    waiters = (cache.through("q", fail, bytes) for _ in range(3))
+    outcomes = await asyncio.gather(*waiters, return_exceptions=True)
     assert [str(outcome) for outcome in outcomes] == ["broken"] * 3
-    hanging = asyncio.ensure_future(flight.run("q", asyncio.Event().wait))  # type: ignore[arg-type]
+    forever: Any = asyncio.Event().wait
+    hanging = asyncio.ensure_future(cache.through("q", forever, bytes))
     await asyncio.sleep(0)
-    await flight.close()
+    await cache.close()
     with pytest.raises(asyncio.CancelledError):
         await hanging
 
