@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 from msgspec.structs import force_setattr, replace
 
 from agentenv.base.config import ESSENTIAL, PATH
@@ -102,12 +102,11 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = "none"
     layout: Annotated[
-        Literal["auto", "measured", "tree", "segments", "padded"],
+        Literal["auto", "tree", "segments", "padded"],
         Meta(
             description="layout of micro-batches, all with the same gradients: trees whose shared "
             "tokens are computed once, the same with attention by segments, or rows padded to one "
-            "length; measured: the fastest in the first 15 updates; auto: on a CPU segments where "
-            "paths are short, else tree, regardless of times"
+            "length; auto: on a CPU segments where paths are short, else tree"
         ),
     ] = "auto"
     allocator: Annotated[
@@ -312,26 +311,9 @@ class Score(Struct, frozen=True):
 SAVED_FILE = "learner.json"
 
 
-class LayoutSample(NamedTuple):
-    """Seconds of one micro-batch, forward and backward."""
-
-    layout: Literal["tree", "segments", "padded"]
-    tokens: int
-    pairs: int
-    seconds: float
-
-
-class Trial(Struct):
-    """The number of updates of one kind so far, and the times of measured ones."""
-
-    num_updates: int = 0
-    samples: list[LayoutSample] = field(default_factory=list)
-
-
 class SavedLearner(Struct, kw_only=True):
     """Metadata of a checkpoint. `base_model`: directory of the frozen weights, with `lora`.
-    `reference_updates`: see `agentenv.learners.ranks.trainer.Reference`; `trials`: see
-    `agentenv.learners.trees.layouts`."""
+    `reference_updates`: see `agentenv.learners.ranks.trainer.Reference`."""
 
     num_ranks: int
     zero_stage: int
@@ -343,7 +325,6 @@ class SavedLearner(Struct, kw_only=True):
     base_model: str
     reference_updates: int = 0
     lora: LoRAConfig | None = None
-    trials: dict[str, Trial] = field(default_factory=dict)
 
 
 def read_saved(directory: Path) -> SavedLearner:

@@ -187,7 +187,6 @@ class Rank:
             base_model=str(self.source),
             reference_updates=reference.num_updates,
             lora=config.lora,
-            trials=self.trainer.layouts.trials,
         )
         checkpoint.save(self.backend, meta, Path(command.directory), reference.weights)
         return wire.RankDone()
@@ -202,7 +201,6 @@ class Rank:
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
         self.trainer.reference.load(saved)
-        self.trainer.layouts.trials = saved.meta.trials
         self.policy_version = saved.meta.policy_version
         self.trainer.optimizer_step = saved.meta.optimizer_step
         self.trainer.moved = saved.meta.moved

@@ -139,7 +139,7 @@ class Trainer:
         self.agreement = agreement
         steps = []
         own = [tree for minibatch in minibatches for tree in computed(minibatch)]
-        with self.layouts.update("policy", own, self.backend.gather):
+        with self.layouts.update(own):
             prepared = self._prepare_all(minibatches)
             for epoch in range(self.config.num_epochs_per_batch):
                 for number, minibatch in enumerate(prepared):
@@ -166,10 +166,10 @@ class Trainer:
         weight = ActionTokens.of(sequences).weight
         total = float(over_all(weight.sum(), self.backend.gather_replicas))
         loss_sum = 0.0
-        with self.layouts.update("imitation", sequences, self.backend.gather):
+        with self.layouts.update(sequences):
             batches = self.layouts.pack(sequences)
             num_computed = self._num_computed(batches)
-            for batch in self.layouts.timed(self.backend.passes(batches)):
+            for batch in self.backend.passes(batches):
                 logprobs, _, _ = self.backend.forward(batch)
                 picked = torch.from_numpy(weight[batch.index]).to(logprobs)
                 loss = -(picked * logprobs).sum() / total
@@ -260,7 +260,7 @@ class Trainer:
         maxima: dict[str, float] = {}
         batches = self.layouts.pack(computed(minibatch.trees))
         num_computed = self._num_computed(batches)
-        for batch in self.layouts.timed(self.backend.passes(batches)):
+        for batch in self.backend.passes(batches):
             logprobs, entropies, _ = self.backend.forward(batch)
             minibatch.record(batch.index, logprobs, entropies)
             loss_batch = minibatch.loss_batch(batch.index, logprobs, terms)

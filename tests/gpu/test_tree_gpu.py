@@ -22,15 +22,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agentenv.learners.algorithms.baselines import GRPO
 from agentenv.learners.trees.attention import TreeLayout
-from agentenv.learners.trees.batch import LAYOUTS, encode
+from agentenv.learners.trees.batch import encode
 from agentenv.learners.trees.partition import pack
 from agentenv.learners.trees.policy import LogprobHead, Policy, tensors, use_liger
-from agentenv.learners.trees.segments import is_right_on
 from benchmarks.parts.layouts import (
     ALL,
     VOCABULARY,
     WARM_UP,
-    choose,
     count,
     load_shapes,
     make_step,
@@ -189,19 +187,12 @@ def test_speed_on_random_weights(shape: str, size: str) -> None:
     counted = count("varlen", trees, policy)[2] / count("tree", trees, policy)[2]
     ratio = min(times["varlen"], times["padded"]) / times["tree"]
     print(f"  flat best over tree {ratio:.2f}, counted {counted:.2f}")
-    chosen, best = choose(trees, policy), min(times[layout] for layout in LAYOUTS)
-    print(
-        f"  chosen {chosen}: best / chosen {best / times[chosen]:.2f}, "
-        f"best / tree {best / times['tree']:.2f}"
-    )
     assert counted >= 1
-    assert not HAS_GPU or best >= 0.9 * times[chosen], "0.98, and a busy processor"
 
 
 def test_layouts_are_equal_on_random_weights_of_half_a_billion() -> None:
     """Sum of weighted log-probs and norm of its gradient, in the dtype of training: they differ by
     rounding only."""
-    assert is_right_on(torch.device(DEVICE))
     policy = random_policy("0.5B")
     trees = load_shapes()["prefix2048x16"]["trees"] if HAS_GPU else WARM_UP
     found = {}

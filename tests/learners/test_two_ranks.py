@@ -38,8 +38,7 @@ from agentenv.learners.ranks.deepspeed_learner import (
 from agentenv.learners.ranks.dpo import with_reference
 from agentenv.learners.ranks.rank import Rank
 from agentenv.learners.ranks.rank_group import RankGroup
-from agentenv.learners.trees.batch import LAYOUTS, encode_sequence
-from agentenv.learners.trees.layouts import TIMED, WARM_UP
+from agentenv.learners.trees.batch import encode_sequence
 from agentenv.learners.trees.partition import minibatches, partition
 from tests.learners.ranks import (
     ALGORITHM,
@@ -277,18 +276,6 @@ async def _a_resume_is_bit_exact_and_fits_any_number_of_ranks(both: Side) -> Non
     metrics, expected = await both.update(uneven_trees(4, version=1))
     assert_equal(metrics, expected)
     await both.assert_equal_weights("back")
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-async def test_ranks_that_measure_layouts_equal_one_with_trees(
-    stage: int, team: Team, model_dir: Path, tmp_path: Path
-) -> None:
-    """Ranks have different numbers of micro-batches, which differ by layout too."""
-    config = two_ranks(zero_stage=stage, layout="measured")
-    both = await start(team, config, ALGORITHM, model_dir, tmp_path)
-    for _ in range(len(LAYOUTS) * (WARM_UP + TIMED) + 1):
-        await both.update(uneven_trees(4))
-    await both.assert_equal_weights("out")
 
 
 @pytest.mark.parametrize("stage", [1, 3])
