@@ -7,7 +7,7 @@ from typing import Any
 
 from agentenv.base.errors import ConfigError, ForeignError
 from agentenv.base.untrusted import decode_loose
-from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.keys import LearnerConfig
 
 Settings = dict[str, Any]
 
@@ -75,7 +75,7 @@ def _our_settings(config: LearnerConfig) -> Settings:
     settings: Settings = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": config.grad_clip if stage else 0.0,
+        "gradient_clipping": config.grad_clip,
         "zero_optimization": zero,
         "bf16": {"enabled": bf16},
         "zero_allow_untested_optimizer": True,

@@ -48,7 +48,7 @@ from agentenv.contract.server_config import LaunchConfig
 from agentenv.data.data_files import is_generated
 from agentenv.envs.grading.keys import grader_config
 from agentenv.learners.algorithms.credit import advantages_of
-from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.keys import LearnerConfig
 from agentenv.text.native import NativeConfig, NativeRenderer
 from agentenv.text.renderer import TagRenderer
 

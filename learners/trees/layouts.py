@@ -2,7 +2,7 @@
 
     tree      every shared token once, attention in the form of the device
               (`agentenv.learners.trees.attention`)
-    segments  the same tokens, attention by `agentenv.learners.trees.segments`
+    segments  the same tokens, attention by `agentenv.learners.trees.segments`, on CPUs
     padded    one row per trajectory (`agentenv.learners.trees.partition.pack`)
 
 Ranks may choose different layouts for their trees: only the number of passes must be equal, which
@@ -18,11 +18,10 @@ import numpy as np
 import torch
 
 from agentenv.base.errors import ConfigError
-from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.trees.batch import EncodedTree, Layout
 from agentenv.learners.trees.partition import MicroBatch, pack
 from agentenv.learners.trees.policy import Policy
-from agentenv.learners.trees.segments import varlen_kernel
 
 SHORT_PATH = 256  # tokens; for longer paths trees are faster on CPUs
 
@@ -40,8 +39,7 @@ class Layouts:
         self.now: Layout = "tree" if config.layout == "auto" else config.layout
         if self.now not in supported:
             raise ConfigError(
-                f"learner.layout = {self.now}: supported here: {' or '.join(supported)}; segments "
-                "on a GPU need learner.dtype = bfloat16 and torch 2.11 or newer"
+                f"learner.layout = {self.now}: supported here: {' or '.join(supported)}"
             )
 
     @contextmanager
@@ -69,7 +67,7 @@ def supported_layouts(
     if policy.masks is not None or config.context_parallel > 1:
         return ("tree",)
     found: list[Layout] = ["tree"]
-    if device.type != "cuda" or (config.dtype == "bfloat16" and varlen_kernel() is not None):
+    if device.type != "cuda":
         found.append("segments")
     if not config.router_loss:  # an average over the computed tokens
         found.append("padded")

@@ -22,7 +22,7 @@ from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.run.terminal import View
 from agentenv.base.deadline import uncancelled
 from agentenv.base.errors import AgentEnvError, LearnerError
-from agentenv.learners.learner import Metrics
+from agentenv.learners.keys import Metrics
 from agentenv.learners.optimizer import lr_factor
 from agentenv.learners.trees.partition import forget_entropies
 from agentenv.rollout.actor import Actor

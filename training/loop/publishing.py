@@ -26,8 +26,9 @@ from agentenv.contract.engine import Engine
 from agentenv.contract.weights import TransferError
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.pool.pooled_engine import PooledEngineConfig
-from agentenv.learners.learner import Agreement, Metrics
-from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner, LearnerSender, MemorySender
+from agentenv.learners.keys import Agreement, Metrics
+from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.ranks.senders import LearnerSender, MemorySender
 from agentenv.learners.trees.batch import encode_sequence
 from agentenv.training.loop.clocks import Stopwatch
 

@@ -12,7 +12,7 @@ from agentenv.contract.engine import Engine
 from agentenv.contract.env import shared_stats
 from agentenv.data.data_files import Row
 from agentenv.learners.algorithms.credit import counted_leaves
-from agentenv.learners.learner import Metrics
+from agentenv.learners.keys import Metrics
 from agentenv.rollout.metrics import (
     LoopLag,
     Throughput,
