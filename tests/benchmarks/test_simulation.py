@@ -14,7 +14,7 @@ from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View
 from agentenv.base.errors import DataError
-from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.keys import LearnerConfig
 from benchmarks.parts.simulation import (
     Durations,
     Grown,

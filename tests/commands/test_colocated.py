@@ -12,7 +12,7 @@ import pytest
 
 from agentenv.contract.weights import SharedWeights
 from agentenv.launchers import train
-from agentenv.learners.ranks.deepspeed_learner import MemorySender
+from agentenv.learners.ranks.senders import MemorySender
 from agentenv.training.loop.publishing import (
     Colocation,
     Handover,

@@ -26,7 +26,7 @@ from agentenv.engines.scripted import ScriptedConfig
 from agentenv.engines.sglang import SGLangConfig
 from agentenv.engines.vllm import VLLMConfig
 from agentenv.envs.quickstart_setup import build_model
-from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.keys import LearnerConfig
 from agentenv.training.loop.parts import adapter_rank
 
 TWO = LearnerConfig(num_ranks=2)

@@ -60,7 +60,7 @@ def test_a_configured_layout_is_used_or_refused(tmp_path: Path) -> None:
             assert {one.layout for one in found.pack(trees)} == {layout}
     with Layouts(two_ranks(), hybrid, CPU).update(trees):
         pass
-    with pytest.raises(ConfigError, match=r"learner.layout = padded: supported here: tree; "):
+    with pytest.raises(ConfigError, match=r"learner.layout = padded: supported here: tree"):
         Layouts(two_ranks(layout="padded"), hybrid, CPU)
     hybrid.model.config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"learner.layout: .* conv, which follow trees only"):
