@@ -157,14 +157,6 @@ def scored(reference: Trainer, pairs: list[EncodedTree]) -> list[EncodedTree]:
     return [with_reference(p, s.logprobs) for p, s in zip(pairs, scores, strict=True)]
 
 
-def test_the_first_step_starts_at_even_odds() -> None:
-    pairs = [encode_pair(*answers(Random(i))) for i in range(3)]
-    model = trainer(tiny_model())
-    metrics = prefer(model, scored(model, pairs), BETA, 1.0)
-    assert metrics["loss"] == pytest.approx(np.log(2), abs=1e-6)
-    assert metrics["margin"] == pytest.approx(0.0, abs=1e-6)
-
-
 def test_metrics_of_preferences_by_hand() -> None:
     pair = encode_pair(([1, 2, 3], [False, True, True]), ([1, 4], [False, True]))
     tokens = PairTokens.of([with_reference(pair, [-1.0, -2.0, -0.5])])
