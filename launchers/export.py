@@ -32,9 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         checkpoint = find_checkpoint(arguments.checkpoint, best=arguments.best)
-        from agentenv.learners.ranks.export import (
-            export,  # slow to load: after the checks of the input
-        )
+        from agentenv.learners.ranks.offline_export import export
 
         view.wait_for(f"reading {checkpoint}", "writing")
         export(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from agentenv.base.errors import ConfigError, ForeignError
-from agentenv.base.untrusted import decode_loose
-from agentenv.learners.learner import LearnerConfig
+from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.model_files import read_object
+from agentenv.learners.keys import LearnerConfig
 
 Settings = dict[str, Any]
 
@@ -75,7 +75,7 @@ def _our_settings(config: LearnerConfig) -> Settings:
     settings: Settings = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": config.grad_clip if stage else 0.0,
+        "gradient_clipping": config.grad_clip,
         "zero_optimization": zero,
         "bf16": {"enabled": bf16},
         "zero_allow_untested_optimizer": True,
@@ -125,11 +125,6 @@ def _is_off(name: str, value: Any) -> bool:
 
 def _read(path: Path) -> Settings:
     try:
-        value = decode_loose(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"learner.deepspeed_config = {path}: {error.strerror}") from error
-    except ForeignError as error:
-        raise ConfigError(f"learner.deepspeed_config = {path}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"learner.deepspeed_config = {path}: expected a JSON object")
-    return value
+        return read_object(path, "DeepSpeed configuration")
+    except DataError as error:
+        raise ConfigError(f"learner.deepspeed_config = {error}") from error

@@ -76,7 +76,7 @@ class HelperModel:
 
     async def close(self) -> None:
         """Close the connections; idempotent."""
-        await self._model.endpoint.close()
+        await self._model.close()
 
 
 MAX_CODE_CHARS = 20_000

@@ -72,8 +72,8 @@ OURS = {
     "lab/recipes/sorting.py": "a result directory of ours",
     "training/workers/engine_worker.py": "a process of ours",
     "training/workers/ray_placement.py": "a process of ours",
-    "learners/ranks/checkpoint.py": "a checkpoint of ours",
-    "learners/learner.py": "a checkpoint of ours",
+    "learners/ranks/saved_checkpoint.py": "a checkpoint of ours",
+    "learners/keys.py": "a checkpoint of ours",
     "learners/ranks/messages.py": "a process of ours",
 }
 

@@ -60,11 +60,7 @@ PROGRAMS = (
     *("assembly/checks/memory.py", "learners/ranks/rank_process.py", "learners/ranks/trainer.py"),
     "agentenv/processes/guard.py",
     "agentenv/engines/vllm_plugin/",
-    *(
-        "learners/ranks/broadcast.py",
-        "learners/ranks/dpo.py",
-        "learners/trees/layouts.py",
-    ),  # of a rank, likewise
+    *("learners/ranks/broadcast.py", "learners/ranks/dpo.py"),  # of a rank, likewise
     *("envs/sandbox/zygote.py", "envs/sandbox/fork_broker.py", "envs/sandbox/confine.py"),
     *("envs/sandbox/program_init.py", "envs/sandbox/program_snapshot.py"),
     *("envs/sandbox/process_table.py", "envs/sandbox/program_watch.py"),

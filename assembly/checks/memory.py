@@ -34,7 +34,7 @@ from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.model_files import num_experts, num_stretched_positions, read_model_config
 from agentenv.contract.engine import EngineConfig
 from agentenv.contract.server_config import LaunchConfig
-from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.keys import LearnerConfig
 
 # Sizes of a model's layers, from its config.json or, without one, by a public name.
 

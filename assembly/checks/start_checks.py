@@ -46,7 +46,7 @@ from agentenv.contract.tool_env import ToolEnv
 from agentenv.envs.grading.keys import grader_config
 from agentenv.envs.grading.reward import NUM_CHECKED_ROWS, check_grader
 from agentenv.learners.algorithms.credit import advantages_of
-from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.keys import LearnerConfig
 from agentenv.text.native import NativeConfig, NativeRenderer
 from agentenv.text.renderer import TagRenderer
 

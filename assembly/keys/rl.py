@@ -34,7 +34,7 @@ from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.sandbox.keys import PythonConfig
 from agentenv.envs.search.keys import SearchConfig
 from agentenv.learners.algorithms.algorithm import Algorithm
-from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.keys import LearnerConfig
 from agentenv.rollout.frames import ArchiveConfig, JournalConfig
 from agentenv.text.native import NativeConfig
 from agentenv.text.prompt import PromptConfig

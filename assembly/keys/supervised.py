@@ -14,7 +14,7 @@ from agentenv.assembly.run.arguments import ModelConfig, RunConfig
 from agentenv.assembly.run.checkpoints import SavingConfig
 from agentenv.base.config import ESSENTIAL, PATH, ROWS
 from agentenv.base.errors import ConfigError
-from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
 from agentenv.learners.optimizer import (
     LearningRate,

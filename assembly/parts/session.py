@@ -26,7 +26,7 @@ def run_session(
     ignored keys, for the log. Raises ConfigError, and MissingError without the packages that train.
     """
     if hasattr(config, "learner"):
-        backend = ["deepspeed"] if config.learner.backend == "deepspeed" else []
+        backend = ["deepspeed"] if config.learner.zero_stage != 0 else []
         require_train("torch", "transformers", *backend)
     run = RunDirectory(folder, resume=resume)
     view.log_to(run.path / LOG_FILE)

@@ -14,7 +14,7 @@ from msgspec import Struct
 from agentenv.assembly.keys.cluster import RayCluster
 from agentenv.base.errors import ConfigError
 from agentenv.contract.engine import EngineConfig
-from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.keys import LearnerConfig
 from agentenv.processes.supervisor import GPUS
 
 if TYPE_CHECKING:

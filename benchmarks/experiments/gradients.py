@@ -51,8 +51,8 @@ from agentenv.base.tree import TrajectoryTree
 from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.algorithms.baselines import GRPO
 from agentenv.learners.algorithms.credit import TreeCredit
-from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.ranks.backend import TorchBackend
+from agentenv.learners.keys import LearnerConfig
+from agentenv.learners.ranks.backend import RankBackend
 from agentenv.learners.trees.batch import ActionTokens, encode
 from agentenv.learners.trees.minibatch import prepare
 from agentenv.learners.trees.partition import pack
@@ -98,7 +98,7 @@ class Gradients:
         weights = AutoModelForCausalLM.from_pretrained(
             model, dtype=torch.float32, attn_implementation="sdpa"
         )
-        self.backend = TorchBackend(Policy(weights.eval()), LearnerConfig(backend="torch"))
+        self.backend = RankBackend(Policy(weights.eval()), LearnerConfig(zero_stage=0))
         self.parameters = [one for one in weights.parameters() if one.requires_grad]
         torch.set_num_threads(1)  # several wait for each other at low priority
         rng, size = np.random.default_rng(0), sum(one.numel() for one in self.parameters)

@@ -1,14 +1,13 @@
 """Gain of the tree layouts over flat layouts of the same trajectories.
 
-    tree, segments, padded   the layouts of `agentenv.learners.trees.layouts`; the learner chooses
-    one varlen                   every trajectory as a separate sequence, packed without padding
+    tree, segments, padded   the layouts of `agentenv.learners.trees.layouts`
+    varlen                   every trajectory as a separate sequence, packed without padding
     dense                    trees with one dense attention mask (--dense)
 
 All layouts compute the same loss and the same gradients. The output has the CPU seconds and the
 peak memory of a step, and the ratios expected from counting. `counted` is the ratio of floating
 point operations, varlen to tree: the speedup on a machine on which all operations cost the same.
-`best / chosen` is 1 if the layout that the learner chooses after its trials is the fastest of the
-three. `computed` is the ratio of the tokens in all micro-batches to the tokens of the trees: when a
+`computed` is the ratio of the tokens in all micro-batches to the tokens of the trees: when a
 tree is split, its parts repeat the paths to them.
 """
 
@@ -37,7 +36,6 @@ from agentenv.base.errors import ConfigError
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task, VersionSpan
 from agentenv.learners.algorithms.credit import tree_credit
-from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.trees.attention import TreeLayout
 from agentenv.learners.trees.batch import (
     LAYOUTS,
@@ -47,13 +45,12 @@ from agentenv.learners.trees.batch import (
     encode,
     encode_sequence,
 )
-from agentenv.learners.trees.layouts import Layouts
 from agentenv.learners.trees.partition import MicroBatch, pack
 from agentenv.learners.trees.policy import Policy, tensors
 
 ALL = (*LAYOUTS, "varlen")
 FLAT = ("padded", "varlen")
-SPEED = ("best flat", "FLOPs", "share", "chosen", "best / chosen")  # columns behind
+SPEED = ("best flat", "FLOPs", "share")  # columns behind
 MEMORY = ("tokens", "pairs", "computed")
 MAX_TOKENS = 8192  # tokens per micro-batch, in every layout
 VOCABULARY = 4096
@@ -113,22 +110,6 @@ def passes(
     return total
 
 
-def choose(trees: list[Nodes], policy: Policy) -> Layout:
-    """Return the layout chosen for these trees after trials of all layouts on them."""
-    weight = next(policy.parameters())
-    config = LearnerConfig(
-        layout="measured",
-        max_tokens_per_microbatch=MAX_TOKENS,
-        dtype="bfloat16" if weight.dtype == torch.bfloat16 else "float32",
-    )
-    layouts, encoded = Layouts(config, policy, weight.device), encode_all("tree", trees)
-    while True:
-        with layouts.update("bench", encoded):
-            if layouts.is_decided:
-                return layouts.now
-            passes(layouts.timed(layouts.pack(encoded)), encoded, policy)
-
-
 def encode_all(layout: str, trees: list[Nodes]) -> list[EncodedTree]:
     """Return the trees, or every trajectory as a sequence."""
     grown = [grow(nodes, index) for index, nodes in enumerate(trees)]
@@ -175,7 +156,7 @@ def count(layout: str, trees: list[Nodes], policy: Policy) -> tuple[float, float
     """
     config, batches = policy.model.config, pack_in(layout, encode_all(layout, trees))
     num_tokens = sum(len(batch.token_ids) for batch in batches)
-    pairs = sum(batch.pairs for batch in batches)
+    pairs = sum(int((one.end - np.arange(len(one.end))).sum()) for one in batches)
     predicted = sum(len(batch.targets) for batch in batches)
     head = policy.model.lm_head.weight.numel()
     ends = head if config.tie_word_embeddings else 2 * head  # an embedding lookup costs nothing
@@ -219,15 +200,10 @@ class Figures:
     pairs: float
     flops: float
     computed: float
-    chosen: Layout
 
     @property
     def flat_best_over_tree(self) -> float:
         return min(self.cpu_s[name] for name in FLAT) / self.cpu_s["tree"]
-
-    @property
-    def best_over_chosen(self) -> float:
-        return min(self.cpu_s[name] for name in LAYOUTS) / self.cpu_s[self.chosen]
 
 
 def run(
@@ -281,7 +257,6 @@ def measure(trees: list[Nodes], layouts: Sequence[str], repeats: int) -> Figures
         pairs,
         flops,
         computed,
-        choose(trees, model),
     )
 
 
@@ -306,7 +281,7 @@ def tables(found: dict[str, Figures]) -> tuple[Table, Table]:
         ratio = one.flat_best_over_tree
         seconds = (*one.cpu_s.values(), ratio, one.flops, ratio / one.flops)
         cells = [f"{figure:.2f}" for figure in seconds]
-        speed.add_row(name, *cells, one.chosen, f"{one.best_over_chosen:.2f}")
+        speed.add_row(name, *cells)
         megabytes = (f"{figure:.0f}" for figure in one.peak_mb.values())
         counted = (f"{figure:.2f}" for figure in (one.tokens, one.pairs, one.computed))
         memory.add_row(name, *megabytes, *counted)
@@ -319,7 +294,6 @@ def flattened(found: dict[str, Figures]) -> dict[str, float]:
     for name, one in found.items():
         figures |= {
             f"{name}.flat_best_over_tree": one.flat_best_over_tree,
-            f"{name}.best_over_chosen": one.best_over_chosen,
             f"{name}.counted": one.flops,
             f"{name}.counted_tokens": one.tokens,
             f"{name}.counted_pairs": one.pairs,

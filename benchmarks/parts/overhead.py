@@ -61,6 +61,8 @@ from agentenv.contract.tools import StatelessTool
 from agentenv.engines.pool.pooled_engine import PooledEngineConfig
 from agentenv.envs.quickstart.world import COMPANIES
 from agentenv.learners.learner import Score
+from agentenv.envs.quickstart import COMPANIES
+from agentenv.learners.keys import Score
 from agentenv.learners.ranks import messages as wire
 from agentenv.processes.link import PREFIX_BYTES, frame_of
 from agentenv.processes.worker_group import Hello

@@ -75,7 +75,7 @@ from agentenv.envs.sandbox.keys import python_config
 from agentenv.envs.search.upstream import BURST, TokenBucket
 from agentenv.envs.web_search import search_config
 from agentenv.learners.algorithms.credit import CreditedTree
-from agentenv.learners.learner import LearnerConfig, Score
+from agentenv.learners.keys import LearnerConfig, Score
 from agentenv.learners.trees.batch import EncodedTree, encoded_nodes
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.frames import JournalConfig

@@ -41,7 +41,7 @@ from agentenv.base.types import Chunk, Completion, Info, SamplingParams
 from agentenv.base.untrusted import decode
 from agentenv.contract.engine import Engine
 from agentenv.launchers.command import make_parser, parse, run_command
-from agentenv.learners.learner import Metrics
+from agentenv.learners.keys import Metrics
 from agentenv.training.loop.batching import StepBatch
 from agentenv.training.loop.loop import Loop
 from agentenv.training.loop.step_report import StepReport

@@ -34,7 +34,7 @@ from agentenv.base.errors import AgentEnvError, ConfigError
 from agentenv.base.types import Limits
 from agentenv.contract.engine import EngineConfig, LocalModel
 from agentenv.contract.server_config import LaunchConfig, RoleConfig
-from agentenv.learners.learner import LearnerConfig, check_heads
+from agentenv.learners.keys import LearnerConfig, check_heads
 from agentenv.learners.optimizer import OptimizerConfig
 
 # A plan: a machine, its processes, and problems.

@@ -8,7 +8,6 @@ below it, and the number of those leaves.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -83,18 +82,6 @@ def group_advantages(rewards: Sequence[float] | Floats, *, norm_by_std: bool = T
     if norm_by_std:
         centered /= values.std(ddof=1) + EPSILON
     return centered
-
-
-def leave_one_out(rewards: Sequence[float] | Floats) -> Floats:
-    """r_i - mean of the others, n / (n - 1) times r_i - mean (RLOO, Ahmadian 2024).
-
-    Equal rewards and single rewards give exactly 0.
-    """
-    values = np.asarray(rewards, np.float64)
-    if values.size < 2 or are_equal(values):
-        return np.zeros_like(values)
-    scaled: Floats = (values - values.mean()) * (values.size / (values.size - 1.0))
-    return scaled
 
 
 def soft_length_penalty(num_tokens: int, max_tokens: int, buffer: int) -> float:
@@ -217,39 +204,6 @@ def spread(
         total = adv_pos + adv_neg
         adv_pos, adv_neg = np.maximum(total, 0.0), np.minimum(total, 0.0)
     return TreeCredit(adv_pos, adv_neg, weight, *leaf_figures)
-
-
-def normalize_over_batch(
-    trees: Sequence[TrajectoryTree], credits: Sequence[TreeCredit | None], sharing: Sharing
-) -> list[TreeCredit | None]:
-    """(A - mean) / (std + epsilon), statistics over the policy tokens of all trajectories
-    (REINFORCE++, Hu 2025, arXiv 2501.03262); std unbiased. Trees whose credit is None are in no
-    statistics. A mean within rounding is 0.
-    """
-    parts = []
-    for tree, credit in zip(trees, credits, strict=True):
-        if credit is not None:
-            leaves = np.flatnonzero(~np.isnan(credit.advantages))
-            paths = [tree.history(tree.nodes[leaf]) for leaf in leaves.tolist()]
-            lengths = [sum(len(node.action_ids) for node in path) for path in paths]
-            parts.append((credit.advantages[leaves], np.array(lengths, np.float64), paths))
-    if not parts:
-        return list(credits)
-    advantages = np.concatenate([part[0] for part in parts])
-    counts = np.concatenate([part[1] for part in parts])
-    total = float(counts.sum())
-    mean = float((counts * advantages).sum()) / max(total, 1.0)
-    if abs(mean) <= ROUNDING * np.abs(advantages).max():
-        mean = 0.0
-    variance = float((counts * (advantages - mean) ** 2).sum()) / max(total - 1.0, 1.0)
-    scale = math.sqrt(variance) + EPSILON
-    out, remaining = list(credits), iter(parts)
-    for number, (tree, credit) in enumerate(zip(trees, credits, strict=True)):
-        if credit is not None:
-            old, _, paths = next(remaining)
-            returns = credit.returns[~np.isnan(credit.returns)]
-            out[number] = spread(tree, paths, returns, (old - mean) / scale, sharing)
-    return out
 
 
 def _mode(leaf: Node, modes: Mapping[Limit, Truncated]) -> Truncated:

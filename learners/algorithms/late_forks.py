@@ -31,9 +31,6 @@ class LateForks(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True):
     normalize_by_std: NormalizeByStd = True
     plan_name: LatePlan = "rounds"
     initial_rollouts: InitialRollouts = None
-    max_children: Annotated[
-        int, Meta(ge=2, description="maximum number of turns after one tool result")
-    ] = 4
 
     @property
     def has_turn_advantages(self) -> bool:
@@ -44,7 +41,7 @@ class LateForks(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True):
             return Independent(self.group_size)
         num_roots = self.initial_rollouts or max(1, self.group_size // 2)
         at_once = self.plan_name == "rounds"
-        return Uniform(self.group_size, num_roots, self.max_children, at_once=at_once)
+        return Uniform(self.group_size, num_roots, at_once=at_once)
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,9 @@
-"""Backends of a rank's policy, plain torch and DeepSpeed, and their optimizer.
-
-RankBackend        the forward pass, and the other ranks; the interface for a trainer
-TorchBackend       for debugging, and as the oracle in tests of the other
-DeepSpeedBackend   ZeRO, bfloat16, offload
-"""
+"""A rank's policy, optimizer and gradients in plain torch; see `deepspeed_backend` for ZeRO."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, TypeVar
@@ -21,22 +14,21 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from agentenv.base.errors import ConfigError, LearnerError
-from agentenv.learners.deepspeed_settings import deepspeed_settings
-from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.optimizer import OptimizerConfig
 from agentenv.learners.trees.batch import encode_sequence
 from agentenv.learners.trees.context import join_context_group
 from agentenv.learners.trees.partition import MicroBatch, pack
 from agentenv.learners.trees.policy import Policy, tensors
 
-REDUCE_ELEMENTS = 500_000_000  # of one bucket, DeepSpeed's default
-
 T = TypeVar("T")
 OptimizerState = dict[Tensor, dict[str, Any]]  # by the optimizer's tensor
 
 
-class RankBackend(ABC):
-    """Interface for a trainer. `dropouts` are modules that are active in training passes only."""
+class RankBackend:
+    """Plain torch, and the base of `DeepSpeedBackend`: every rank holds the whole model, and
+    gradients are summed one parameter at a time. `dropouts` are modules that are active in training
+    passes only."""
 
     module: nn.Module  # computes the policy
     optimizer: Any  # DeepSpeed's, or the torch optimizer itself
@@ -52,6 +44,15 @@ class RankBackend(ABC):
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.context_group = join_context_group(config.context_parallel, config.command_timeout_s)
         self._aside: OptimizerState | None = None
+        self._start(config)
+
+    def _start(self, config: OptimizerConfig) -> None:
+        """Move the weights to the device, and build the optimizer."""
+        self.module = self.policy
+        dtype = torch.promote_types(next(self.policy.parameters()).dtype, torch.float32)
+        for _ in moved_weights(self.policy, self.device, dtype):
+            pass
+        self.reset_optimizer(config)
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         """See `Policy.forward`."""
@@ -62,26 +63,40 @@ class RankBackend(ABC):
         )
         return outputs
 
-    @abstractmethod
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients."""
+        loss.backward()  # type: ignore[no-untyped-call]
 
-    @abstractmethod
     def step(self, lr_scale: float) -> float:
         """Clip the gradients, step, and clear them. Returns the norm before clipping; if it is not
         finite, the step was skipped."""
+        params = [param for param in self.policy.parameters() if param.requires_grad]
+        if self.num_ranks > 1:
+            for param in params:
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+                dist.all_reduce(param.grad)
+        bound = self.grad_clip or math.inf
+        used = [param for param in params if param.grad is not None]
+        norm = float(torch.nn.utils.clip_grad_norm_(used, bound))
+        if math.isfinite(norm):
+            scale_learning_rates(self.base_optimizer, lr_scale)
+            self.base_optimizer.step()
+        self.skip()
+        return norm
 
-    @abstractmethod
     def skip(self) -> None:
         """Clear the gradients without a step."""
+        self.base_optimizer.zero_grad()
 
-    @abstractmethod
     def abandon(self) -> None:
         """Clear the gradients of a failed command."""
+        self.skip()
 
-    @abstractmethod
     def reset_optimizer(self, config: OptimizerConfig) -> None:
         """Replace the optimizer by a new one without state."""
+        self.grad_clip = config.grad_clip
+        self.optimizer = self.base_optimizer = build_optimizer(self.policy.model, config)
 
     def save_state(self) -> None:
         """Move the optimizer's state to main memory while another optimizer is in use."""
@@ -168,8 +183,8 @@ class MuonAdamW(torch.optim.Optimizer):
     `InFloat32`.
 
     Muon (Jordan 2024) orthogonalizes the momentum of 2-D matrices; AdamW updates embeddings, head,
-    norms and biases. DeepSpeed needs one client optimizer whose `param_groups` and `state` it may
-    replace, so both parts are set to this optimizer's before each step.
+    norms and biases. A checkpoint replaces `param_groups` and `state`, so both parts are set to
+    this optimizer's before each step.
     """
 
     def __init__(
@@ -223,7 +238,7 @@ def build_optimizer(
     if use_muon and not kinds["muon"]:
         raise ConfigError("learner.optimizer = muon_adamw: the model has no hidden 2-D matrix")
     groups = [
-        {"params": chosen, "kind": kind, **_rates(config, kind)}
+        {"params": chosen, "kind": kind, **rates(config, kind)}
         for kind, chosen in kinds.items()
         if chosen
     ]
@@ -232,7 +247,7 @@ def build_optimizer(
     return MuonAdamW(groups[:1], groups[1:])
 
 
-def _rates(config: OptimizerConfig, kind: str) -> dict[str, Any]:
+def rates(config: OptimizerConfig, kind: str) -> dict[str, Any]:
     if kind == "muon":
         rate = config.muon_learning_rate
         return {"lr": rate, "base_lr": rate, "weight_decay": config.muon_weight_decay}
@@ -240,68 +255,10 @@ def _rates(config: OptimizerConfig, kind: str) -> dict[str, Any]:
     return {"lr": rate, "base_lr": rate, "weight_decay": decay, "betas": config.betas}
 
 
-def set_hyperparameters(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:
-    """Set the rates and decays of `build_optimizer`'s groups to those of another configuration.
-
-    Raises ConfigError if that one has another kind of optimizer.
-    """
-    has_muon = any(group["kind"] == "muon" for group in optimizer.param_groups)
-    if has_muon != (config.optimizer == "muon_adamw"):
-        raise ConfigError(
-            f"optimizer = {config.optimizer}: with learner.zero_stage >= 1 the optimizer's rates "
-            "can change, but not its kind"
-        )
-    for group in optimizer.param_groups:
-        group.update(_rates(config, group["kind"]))
-
-
 def scale_learning_rates(optimizer: torch.optim.Optimizer, scale: float) -> None:
     """Set each group's rate to `scale` times its configured one; the caller has the schedule."""
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * scale
-
-
-class TorchBackend(RankBackend):
-    """Plain torch, for debugging and as the oracle in tests of DeepSpeed's.
-
-    Every rank holds the whole model; gradients are summed one parameter at a time.
-    """
-
-    def __init__(self, policy: Policy, config: LearnerConfig, dropouts: Sequence[Any] = ()) -> None:
-        super().__init__(policy, config, dropouts)
-        self.module = policy
-        dtype = torch.promote_types(next(policy.parameters()).dtype, torch.float32)
-        for _ in moved_weights(policy, self.device, dtype):
-            pass
-        self.reset_optimizer(config)
-
-    def reset_optimizer(self, config: OptimizerConfig) -> None:
-        self.grad_clip = config.grad_clip
-        self.optimizer = self.base_optimizer = build_optimizer(self.policy.model, config)
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
-
-    def step(self, lr_scale: float) -> float:
-        params = [param for param in self.policy.parameters() if param.requires_grad]
-        if self.num_ranks > 1:
-            for param in params:
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
-                dist.all_reduce(param.grad)
-        bound = self.grad_clip or math.inf
-        used = [param for param in params if param.grad is not None]
-        norm = float(torch.nn.utils.clip_grad_norm_(used, bound))
-        if math.isfinite(norm):
-            scale_learning_rates(self.base_optimizer, lr_scale)
-            self.base_optimizer.step()
-        self.skip()
-        return norm
-
-    def skip(self) -> None:
-        self.base_optimizer.zero_grad()
-
-    abandon = skip
 
 
 def moved_weights(
@@ -329,158 +286,3 @@ def _kept_in_float32(model: Any) -> set[str]:
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model
     names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     return {part for name in names for part in getattr(causal, name, None) or ()}
-
-
-class _Arriving(nn.Module):
-    """A wrapper of a policy for `deepspeed.zero.Init`, which partitions parameters one by one."""
-
-    def __init__(self, policy: Policy, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.policy, self.device, self.dtype = policy, device, dtype
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        return moved_weights(self.policy, self.device, self.dtype, copy=True)
-
-
-def prepare_deepspeed() -> None:
-    """Prepare the start of DeepSpeed: use the existing process group, and compile nothing."""
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed
-
-    if not torch.cuda.is_available():
-        # Otherwise DeepSpeed compiles its shared-memory collectives at the first start: a minute.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-class DeepSpeedBackend(RankBackend):
-    """A DeepSpeed engine around the policy.
-
-    Ranks have different numbers of micro-batches, since trees differ. DeepSpeed 0.19 handles this
-    differently at each stage, and several of its calls are silently wrong or hang:
-
-        stage 0   gradients stay on the rank; summed here, once, before the step
-        stage 1   coalesce_grad_reduction: summed once; every rank needs at least one backward pass
-        stage 2   each backward pass sums and partitions gradients, so ranks run equally many
-        stage 3   each forward pass also gathers weights, so ranks run equally many of both
-
-    The loss is a sum over tokens divided by the total of all ranks. DeepSpeed averages over ranks,
-    so it is multiplied by their number.
-
-    At stage 0 the gradient norm is computed here, since DeepSpeed 0.19 does not report it. At
-    stages above 0, DeepSpeed skips a step on all ranks if any rank has non-finite gradients.
-    """
-
-    def __init__(self, policy: Policy, config: LearnerConfig, dropouts: Sequence[Any] = ()) -> None:
-        prepare_deepspeed()
-        super().__init__(policy, config, dropouts)
-        self.stage = int(self.config.zero_stage)
-        self._block: contextlib.ExitStack | None = None  # of coalesce_grad_reduction
-        self._sums: dict[torch.nn.Parameter, Tensor] = {}  # float32 gradients at stage 1
-        self._start(config)
-
-    def _start(self, config: OptimizerConfig) -> None:
-        import deepspeed
-
-        self.grad_clip = config.grad_clip
-        fused = self.config.offload != "none"
-        optimizer = build_optimizer(self.policy.model, config, fused=fused)
-        settings = deepspeed_settings(self.config)
-        dtype = getattr(torch, self.config.dtype)
-        if self.stage == 3:  # before a device has the whole model
-            arriving = _Arriving(self.policy, self.device, dtype)
-            deepspeed.zero.Init(module=arriving, config_dict_or_path=settings)
-        else:
-            for _ in moved_weights(self.policy, self.device, dtype):
-                pass
-        self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=self.policy, optimizer=optimizer, config=settings
-        )
-        self.module = self.engine
-        self.base_optimizer = self.optimizer.optimizer if self.stage else self.optimizer
-        if self.stage == 0:
-            self.engine.enable_backward_allreduce = False
-        else:
-            self.optimizer.check_grad_overflow = True
-
-    def reset_optimizer(self, config: OptimizerConfig) -> None:
-        if self.stage:
-            self.optimizer.clip_grad = config.grad_clip
-            self.base_optimizer.state.clear()
-            set_hyperparameters(self.base_optimizer, config)
-        else:
-            self.engine.destroy()
-            self._start(config)
-
-    def backward(self, loss: Tensor) -> None:
-        if self.stage == 1 and self._block is None:
-            self._block = contextlib.ExitStack()
-            self._block.enter_context(self.engine.coalesce_grad_reduction())
-        self.engine.backward(loss * self.num_ranks)
-        if self.stage == 1 and self.config.dtype == "bfloat16":
-            self._add_up()
-
-    def _add_up(self) -> None:
-        """Sum gradients of micro-batches in float32, as at the other stages."""
-        for param in self.policy.parameters():
-            if param.grad is None:
-                continue
-            if param in self._sums:
-                self._sums[param].add_(param.grad)
-            else:
-                self._sums[param] = param.grad.float()
-            param.grad = None
-
-    def step(self, lr_scale: float) -> float:
-        scale_learning_rates(self.base_optimizer, lr_scale)
-        if self.stage == 0:
-            return self._step_whole()
-        self._reduce()
-        self.engine.step()
-        if self.optimizer.overflow:
-            return math.nan
-        return float(self.engine.get_global_grad_norm())
-
-    def _step_whole(self) -> float:
-        if self.num_ranks > 1:
-            self.engine.buffered_allreduce_fallback(elements_per_buffer=REDUCE_ELEMENTS)
-        params = [param for param in self.policy.parameters() if param.grad is not None]
-        bound = self.grad_clip or math.inf
-        norm = float(torch.nn.utils.clip_grad_norm_(params, bound))
-        if math.isfinite(norm):
-            self.engine.step()
-        else:
-            self.skip()
-        return norm
-
-    def _reduce(self) -> None:
-        """Sum the gradients over ranks, if the backward passes did not."""
-        for param, total in self._sums.items():
-            param.grad = total.to(param.dtype)
-        self._sums.clear()
-        block, self._block = self._block, None
-        if block is not None:
-            block.close()
-
-    def skip(self) -> None:
-        if self.stage == 0:
-            self.optimizer.zero_grad()
-            return
-        # DeepSpeed keeps parts of gradients in several places, and clears all of them after a
-        # non-finite one; so one is set.
-        with torch.enable_grad():
-            logprobs, _, _ = self.forward(empty_batch())
-            self.backward(math.nan * logprobs.sum())
-        self._reduce()
-        self.engine.step()
-
-    def abandon(self) -> None:
-        # With several ranks, none can continue alone.
-        if self.num_ranks == 1:
-            self._sums.clear()
-            self.skip()
-
-    def _num_passes(self, count: int, train: bool) -> int:
-        count = super()._num_passes(count, train)
-        as_many = self.stage == 3 or (self.stage == 2 and train)
-        return max(self.gather(count)) if as_many else count

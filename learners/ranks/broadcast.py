@@ -101,7 +101,7 @@ class Broadcaster:
         try:
             self._link = open_link(command, self.host, self.backend.device)
         except (RuntimeError, OSError, KeyError) as error:  # DistError is a RuntimeError
-            return None, f"cannot open a rendezvous store for the engines: {_line(error)}"
+            return None, f"cannot open a rendezvous store for the engines: {first_line(error)}"
         return self._link.address, ""
 
     def join(self, group: Group) -> str:
@@ -121,7 +121,9 @@ class Broadcaster:
                 link.join(group)
                 outcome.append("")
             except (RuntimeError, ValueError) as error:
-                outcome.append(f"forming the process group with the engines failed: {_line(error)}")
+                outcome.append(
+                    f"forming the process group with the engines failed: {first_line(error)}"
+                )
 
         thread = threading.Thread(target=wait, daemon=True)
         thread.start()
@@ -160,7 +162,7 @@ class Broadcaster:
             try:
                 self._send(torch.cat(pack))
             except RuntimeError as error:
-                problem = f"a broadcast to the engines failed: {_line(error)}"
+                problem = f"a broadcast to the engines failed: {first_line(error)}"
                 if self._link is not None:
                     self._link.abort()
             pack, sizes = [], sizes[1:]
@@ -375,5 +377,6 @@ def open_sockets() -> dict[int, str]:
     return found
 
 
-def _line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Of its text, or the name of its class."""
     return (str(error) or type(error).__name__).splitlines()[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -13,22 +12,14 @@ import numpy as np
 from msgspec.structs import replace
 
 from agentenv.base.deadline import uncancelled
-from agentenv.base.errors import SHOWN, ConfigError, EngineError, LearnerError
+from agentenv.base.errors import SHOWN, ConfigError
 from agentenv.base.model_files import read_model_config
 from agentenv.base.offload import in_thread
 from agentenv.base.tree import TrajectoryTree
-from agentenv.contract.weights import (
-    Address,
-    Group,
-    Manifest,
-    SharedWeights,
-    TransferError,
-    Wire,
-)
 from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.algorithms.credit import CreditedTree
 from agentenv.learners.deepspeed_settings import deepspeed_settings
-from agentenv.learners.learner import Agreement, LearnerConfig, Metrics, Score, check_heads
+from agentenv.learners.keys import Agreement, LearnerConfig, Metrics, Score, check_heads
 from agentenv.learners.lora import check_installed
 from agentenv.learners.optimizer import OptimizerConfig, optimizer_of
 from agentenv.learners.ranks import messages as wire
@@ -332,7 +323,7 @@ def _check(config: LearnerConfig, algorithm: Algorithm, model_dir: Path) -> None
         )
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"{model_dir}: not a Hugging Face model directory (no config.json)")
-    if config.backend == "deepspeed":
+    if config.deepspeed_config:
         try:
             deepspeed_settings(config.resolved(on_gpu=True))
         except ConfigError:  # the ranks may have only CPUs, and check again
@@ -346,124 +337,3 @@ def _check(config: LearnerConfig, algorithm: Algorithm, model_dir: Path) -> None
 
 def _absolute(path: Path) -> str:
     return os.path.abspath(path)
-
-
-# The controller's side of a broadcast; see `agentenv.contract.weights`.
-
-SLACK_S = 60.0  # added to deadlines, so that ranks time out by themselves first
-
-
-class LearnerSender:
-    """A Sender. Call `publish` first, once per update; directories are created in `folder`. `port`
-    and `interface` are those of the group; see `agentenv.learners.ranks.messages.OpenGroup`."""
-
-    def __init__(
-        self,
-        learner: DeepSpeedLearner,
-        folder: Path,
-        timeout_s: float,
-        port: int = 0,
-        interface: str = "",
-    ) -> None:
-        self.learner = learner
-        self.folder = folder.absolute()
-        self.timeout_s = timeout_s
-        self.port, self.interface = port, interface
-        self._manifest = Manifest([])
-        self._written: Path | None = None
-        self._writing = asyncio.Lock()
-
-    async def publish(self) -> int:
-        """Make the learner's weights its next policy version; returns the number."""
-        reply = (await self.learner.call_all(wire.Announce()))[0]
-        self._manifest = Manifest(reply.buckets)
-        self._written = None
-        return reply.policy_version
-
-    async def manifest(self) -> Manifest:
-        return self._manifest
-
-    async def open(self, kind: Wire = "torch") -> Address:
-        command = wire.OpenGroup(self.timeout_s, kind, self.port, self.interface)
-        reply = (await self.learner.call_all(command))[0]
-        _check_answers(reply)
-        assert reply.address is not None
-        return reply.address
-
-    async def join(self, group: Group) -> None:
-        limit = 2 * self.timeout_s + SLACK_S  # the store's deadline, then the group's
-        replies = await self.learner.call_all(wire.JoinGroup(group), limit)
-        _check_answers(replies[0])
-
-    async def send(self) -> None:
-        _check_answers((await self.learner.call_all(wire.SendWeights()))[0])
-
-    async def leave(self) -> None:
-        await self.learner.call_all(wire.LeaveGroup())
-
-    async def abort(self) -> None:
-        self.learner.ranks.interrupt()
-
-    async def write(self) -> Path:
-        async with self._writing:
-            if self._written is None:
-                path = self.folder / f"v{self.learner.policy_version}"
-                command = wire.WriteModel(str(path), publish=False, unmoved=True)
-                try:
-                    await self.learner.call_all(command)
-                except LearnerError as error:  # training itself reports a lost learner
-                    raise EngineError(f"writing the weights failed: {error}") from error
-                self._written = path
-            return self._written
-
-
-class MemorySender:
-    """A SharedSender: ranks share weights in memory with servers of their machine. Call `publish`
-    first, once per update; directories are created in `folder`; `num_readers` servers share each
-    GPU."""
-
-    def __init__(self, learner: DeepSpeedLearner, folder: Path, num_readers: int = 1) -> None:
-        self.learner, self.folder = learner, folder.absolute()
-        self._num_readers = num_readers
-        self.weights = SharedWeights([], [], [], [], 0, {})
-        self.num_failures = 0
-        self.falling_asleep: asyncio.Future[None] | None = None  # the learner's
-        self._version = 0
-        self._written: Path | None = None
-        self._writing = asyncio.Lock()
-
-    async def publish(self, *, sleeps_next: bool) -> int:
-        """Make the learner's weights its next policy version; returns the number. Raises
-        TransferError, without a new version, if they cannot be shared."""
-        replies = await self.learner.call_all(wire.ShareWeights(sleeps_next, self._num_readers))
-        _check_answers(replies[0])
-        found = [reply.shared for reply in replies if reply.shared is not None]
-        memory = {name: handle for one in reversed(found) for name, handle in one.memory.items()}
-        has_room = all(one.has_room for one in found)
-        self.weights = replace(found[0], memory=memory, has_room=has_room)
-        self._version, self._written = replies[0].policy_version, None
-        return self._version
-
-    async def release(self) -> None:
-        if self.falling_asleep is not None:
-            await asyncio.shield(self.falling_asleep)
-        await self.learner.call_asleep(wire.ReleaseShared())
-
-    async def write(self) -> Path:
-        async with self._writing:
-            if self._written is None:
-                version = self._version
-                path = self.folder / f"v{version}"
-                try:
-                    await self.learner.call_asleep(wire.WriteShared(str(path), version))
-                except LearnerError as error:  # training itself reports a lost learner
-                    raise EngineError(f"writing the weights failed: {error}") from error
-                if version != self._version:
-                    raise EngineError("the learner has moved on to newer weights")
-                self._written = path
-            return self._written
-
-
-def _check_answers(reply: wire.RankTransfer) -> None:
-    if reply.problem:
-        raise TransferError(reply.problem)

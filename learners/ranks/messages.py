@@ -24,14 +24,13 @@ from msgspec.structs import asdict, replace
 from agentenv.base.errors import ConfigError
 from agentenv.contract.weights import Address, Bucket, Group, SharedWeights, Wire
 from agentenv.learners.algorithms.algorithm import Algorithm
-from agentenv.learners.learner import Agreement, LearnerConfig, Score
+from agentenv.learners.keys import Agreement, LearnerConfig, Score
 from agentenv.learners.optimizer import OptimizerConfig
 from agentenv.learners.trees.batch import EncodedTree
 from agentenv.processes.link import frame_of
 
 ADDRESS_VARIABLE = "AGENTENV_LEARNER_ADDRESS"  # host:port of the controller
 TOKEN_VARIABLE = "AGENTENV_LEARNER_TOKEN"
-BACKEND_VARIABLE = "AGENTENV_LEARNER_BACKEND"  # lets local ranks import the backend early
 
 
 class RankMessage(Struct, tag=True, tag_field="type"):

@@ -17,19 +17,23 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from agentenv.base.errors import LearnerError
-from agentenv.learners.learner import SavedLearner
+from agentenv.learners.keys import SavedLearner
 from agentenv.learners.lora import add_adapters
 from agentenv.learners.ranks import checkpoint
 from agentenv.learners.ranks import messages as wire
-from agentenv.learners.ranks.backend import DeepSpeedBackend, TorchBackend, device_of_rank
+from agentenv.learners.ranks.backend import RankBackend, device_of_rank
 from agentenv.learners.ranks.broadcast import Broadcaster
+from agentenv.learners.ranks.deepspeed_backend import DeepSpeedBackend
 from agentenv.learners.ranks.dpo import prefer
 from agentenv.learners.ranks.export import write_adapter_only, write_model
 from agentenv.learners.ranks.messages import R
+from agentenv.learners.ranks.offloaded_memory import HostMemory, OffloadedMemory
+from agentenv.learners.ranks.saved_checkpoint import Checkpoint, restore
 from agentenv.learners.ranks.shared import SharedCopy
-from agentenv.learners.ranks.trainer import HostMemory, OffloadedMemory, Trainer
+from agentenv.learners.ranks.trainer import Trainer
+from agentenv.learners.trees.liger import use_liger
 from agentenv.learners.trees.model_check import check_model
-from agentenv.learners.trees.policy import Policy, use_liger
+from agentenv.learners.trees.policy import Policy
 
 WHILE_ASLEEP = (wire.Sleep, wire.ReleaseShared, wire.WriteShared)
 
@@ -187,22 +191,20 @@ class Rank:
             base_model=str(self.source),
             reference_updates=reference.num_updates,
             lora=config.lora,
-            trials=self.trainer.layouts.trials,
         )
         checkpoint.save(self.backend, meta, Path(command.directory), reference.weights)
         return wire.RankDone()
 
     def load(self, command: wire.Load) -> wire.RankDone:
         """Resume from a checkpoint of any number of ranks and any ZeRO stage."""
-        saved = checkpoint.Checkpoint(Path(command.directory))
-        checkpoint.restore(self.backend, saved)
+        saved = Checkpoint(Path(command.directory))
+        restore(self.backend, saved)
         states = saved.rng_states(self.backend.rank)
         if "cpu" in states:
             torch.set_rng_state(states["cpu"])
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
         self.trainer.reference.load(saved)
-        self.trainer.layouts.trials = saved.meta.trials
         self.policy_version = saved.meta.policy_version
         self.trainer.optimizer_step = saved.meta.optimizer_step
         self.trainer.moved = saved.meta.moved
@@ -231,17 +233,12 @@ COMMANDS: dict[type[wire.RankCommand[Any]], Callable[[Rank, Any], Any]] = {
 }
 
 
-def make_backend(init: wire.Init) -> DeepSpeedBackend | TorchBackend:
+def make_backend(init: wire.Init) -> RankBackend:
     """Load the model and start the configured backend. Raises ConfigError for an unsupported
     model."""
     config = init.config
     transformers_logging.disable_progress_bar()
-    check_model(
-        Path(init.model_dir),
-        config.context_parallel,
-        compiled=config.compile,
-        is_flat=config.is_flat,
-    )
+    check_model(Path(init.model_dir), config.context_parallel, is_flat=config.is_flat)
     # In the dtype of the files, weights are mapped, so that ranks of a machine share the pages.
     model = AutoModelForCausalLM.from_pretrained(
         init.model_dir,
@@ -251,8 +248,8 @@ def make_backend(init: wire.Init) -> DeepSpeedBackend | TorchBackend:
     dropouts = () if config.lora is None else tuple(add_adapters(model, config.lora))
     if config.fused == "liger":
         use_liger(model)
-    policy = Policy(model, checkpointing=config.activation_checkpointing, compiled=config.compile)
+    policy = Policy(model, checkpointing=config.activation_checkpointing)
     if config.router_loss:
         policy.balance_experts()
-    kind = TorchBackend if config.backend == "torch" else DeepSpeedBackend
+    kind = DeepSpeedBackend if config.zero_stage else RankBackend
     return kind(policy, config, dropouts)

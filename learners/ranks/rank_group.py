@@ -25,10 +25,9 @@ import psutil
 
 from agentenv.base.deadline import uncancelled
 from agentenv.base.errors import SHOWN, ConfigError, LearnerError
-from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks.messages import (
     ADDRESS_VARIABLE,
-    BACKEND_VARIABLE,
     TOKEN_VARIABLE,
     AbortTransfer,
     R,
@@ -226,25 +225,16 @@ class RankGroup:
             "OMP_NUM_THREADS": str(config.num_threads),
             "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads would starve the rollouts
         }
-        unset = LAUNCHER_VARIABLES
-        if config.allocator:
-            env["PYTORCH_ALLOC_CONF"] = config.allocator
-            unset = [*unset, "PYTORCH_CUDA_ALLOC_CONF"]  # its older name takes precedence in torch
-        if remote is None:
-            env |= {BACKEND_VARIABLE: config.backend} if config.backend else {}
-            env |= {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
-        command = [
-            "" if remote is None else remote.python,
-            "-m",
-            "agentenv.learners.ranks.rank_process",
-        ]
+        if remote is None and self.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
+        python = sys.executable if remote is None else remote.python or sys.executable
         spec = ProcessSpec(
             f"rank-{rank}",
-            [command[0] or sys.executable, *command[1:]],
+            [python, "-m", "agentenv.learners.ranks.rank_process"],
             {**({} if remote is None else remote.env), **env},
             str(self._log_of(rank).absolute()),
             {} if remote is None else dict(remote.resources),
-            unset=unset,
+            unset=LAUNCHER_VARIABLES,
         )
         self._started.append(spec.name)
         await placement.start(spec)

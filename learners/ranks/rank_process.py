@@ -250,8 +250,6 @@ def main() -> None:
         )
         connection.sendall(frame_of(packed(hello)))
         threading.Thread(target=end_with_controller, args=(connection,), daemon=True).start()
-        if os.environ.get(wire.BACKEND_VARIABLE) == "deepspeed":
-            import deepspeed  # noqa: F401 - while the controller checks its configuration
         try:
             serve(connection, partial(join_ranks, position, store), own)
         except ConnectionError:  # the controller has ended

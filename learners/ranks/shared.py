@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from agentenv.contract.weights import SharedWeights
 from agentenv.learners.ranks.backend import RankBackend
+from agentenv.learners.ranks.broadcast import first_line
 from agentenv.learners.ranks.checkpoint import TensorPlace
 from agentenv.learners.ranks.export import (
     WeightEntry,
@@ -32,7 +33,7 @@ from agentenv.learners.ranks.export import (
     gathered,
     write_weights,
 )
-from agentenv.learners.ranks.trainer import HostMemory
+from agentenv.learners.ranks.offloaded_memory import HostMemory
 
 WAKE_BYTES = 4 << 30  # of a server that wakes up without its cache, in addition to its weights
 ALIGNMENT = 16  # bytes, for a tensor of any dtype
@@ -73,7 +74,7 @@ class SharedCopy:
             self._make_room()
         except (RuntimeError, OSError) as error:  # no memory
             rank = self._backend.rank
-            problem = f"rank {rank} has no memory for a copy of the weights: {_line(error)}"
+            problem = f"rank {rank} has no memory for a copy of the weights: {first_line(error)}"
         places = iter(self._slices)
         for entry in gathered(self._backend.policy.model):
             place = next(places, None)
@@ -84,7 +85,7 @@ class SharedCopy:
             try:
                 found = self._shared(self._copy, num_readers)
             except RuntimeError as error:
-                problem = f"rank {self._backend.rank} cannot share memory: {_line(error)}"
+                problem = f"rank {self._backend.rank} cannot share memory: {first_line(error)}"
         problem = next(filter(None, self._backend.gather(problem)), "")
         if problem:
             self.release()
@@ -179,7 +180,3 @@ def handle_of(memory: Tensor) -> list[str | int]:
         *(handles[0], size, offset),
         *(handles[1], counter_offset, handles[2], int(needs_event)),
     ]
-
-
-def _line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,19 +1,11 @@
-"""Training on a rank: updates, imitation and scoring of encoded trees, for any backend.
-
-`Reference` is the reference policy of a KL term.
-"""
+"""Training on a rank: updates, imitation and scoring of encoded trees, for any backend."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import math
 import time
-import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -22,76 +14,15 @@ from torch import Tensor
 
 from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.algorithms.credit import Floats
-from agentenv.learners.learner import Agreement, LearnerConfig, Metrics, Score
+from agentenv.learners.keys import Agreement, LearnerConfig, Metrics, Score
 from agentenv.learners.ranks.backend import RankBackend
-from agentenv.learners.ranks.checkpoint import (
-    REFERENCE,
-    Checkpoint,
-    LocalWeights,
-    changing_weights,
-    local_weights,
-)
+from agentenv.learners.ranks.reference_policy import Reference
 from agentenv.learners.trees.batch import ActionTokens, EncodedTree, computed, from_arrays
 from agentenv.learners.trees.layouts import Layouts
 from agentenv.learners.trees.minibatch import MiniBatch, over_all, prepare, ratios
 from agentenv.learners.trees.partition import MicroBatch, split_by_tree
 
 GIB = 2**30
-
-
-class Reference:
-    """The reference policy of a KL term: a copy from its first use, so that it is the initial
-    policy of RL, renewed every `every` updates (0: never).
-
-    There is no second model. A rank keeps a copy of its trained weights: all of them at ZeRO stages
-    0 to 2, its part at stage 3, only the adapter with LoRA. Its weights are exchanged with the
-    policy's while the reference scores.
-    """
-
-    def __init__(self, backend: RankBackend, every: int) -> None:
-        self.backend = backend
-        self.every = every
-        self.num_updates = 0
-        self.weights: LocalWeights | None = None
-
-    def begin_update(self) -> None:
-        """Call this at the start of an update, before its first step."""
-        due = self.every and self.num_updates % self.every == 0
-        if self.weights is None or due:
-            self.weights = {
-                name: (start, elements.clone())
-                for name, start, elements in local_weights(self.backend)
-            }
-        self.num_updates += 1
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Within the block, the backend computes with the reference's weights; steps are not
-        allowed."""
-        self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        assert self.weights is not None
-        with changing_weights(self.backend):
-            for name, _, elements in local_weights(self.backend):
-                kept = self.weights[name][1]
-                other = elements.clone()
-                elements.copy_(kept)
-                kept.copy_(other)
-
-    def load(self, saved: Checkpoint) -> None:
-        """Restore the reference from a checkpoint; checkpoints before its first use have none."""
-        self.num_updates, self.weights = saved.meta.reference_updates, None
-        if self.num_updates:
-            self.weights = {
-                name: (start, saved.read(name, REFERENCE, start, elements.numel()).to(elements))
-                for name, start, elements in local_weights(self.backend)
-            }
 
 
 WARM_UP_SIZES = 96, 160  # tokens of a node: the second size makes torch compile for all
@@ -139,7 +70,7 @@ class Trainer:
         self.agreement = agreement
         steps = []
         own = [tree for minibatch in minibatches for tree in computed(minibatch)]
-        with self.layouts.update("policy", own, self.backend.gather):
+        with self.layouts.update(own):
             prepared = self._prepare_all(minibatches)
             for epoch in range(self.config.num_epochs_per_batch):
                 for number, minibatch in enumerate(prepared):
@@ -166,10 +97,10 @@ class Trainer:
         weight = ActionTokens.of(sequences).weight
         total = float(over_all(weight.sum(), self.backend.gather_replicas))
         loss_sum = 0.0
-        with self.layouts.update("imitation", sequences, self.backend.gather):
+        with self.layouts.update(sequences):
             batches = self.layouts.pack(sequences)
             num_computed = self._num_computed(batches)
-            for batch in self.layouts.timed(self.backend.passes(batches)):
+            for batch in self.backend.passes(batches):
                 logprobs, _, _ = self.backend.forward(batch)
                 picked = torch.from_numpy(weight[batch.index]).to(logprobs)
                 loss = -(picked * logprobs).sum() / total
@@ -260,7 +191,7 @@ class Trainer:
         maxima: dict[str, float] = {}
         batches = self.layouts.pack(computed(minibatch.trees))
         num_computed = self._num_computed(batches)
-        for batch in self.layouts.timed(self.backend.passes(batches)):
+        for batch in self.backend.passes(batches):
             logprobs, entropies, _ = self.backend.forward(batch)
             minibatch.record(batch.index, logprobs, entropies)
             loss_batch = minibatch.loss_batch(batch.index, logprobs, terms)
@@ -369,140 +300,3 @@ def behavior_ratios(minibatches: Sequence[MiniBatch]) -> dict[str, tuple[float, 
         )
         for age in np.unique(staleness).tolist()
     }
-
-
-# The memory of a rank's device, freed while engines use the device.
-
-
-PARTITIONS = ("ds_tensor", "ds_secondary_tensor")  # of a parameter at ZeRO stage 3
-
-
-class HostMemory:
-    """Main memory for a rank's copies during its sleep.
-
-    It is reused for later sleeps, since its allocation takes longer than a copy; for a GPU it is
-    page-locked if the system allows it, which makes copies several times as fast.
-    """
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[Tensor]] = {}  # bytes, by their number
-
-    def take(self, num_bytes: int, device: torch.device) -> Tensor:
-        """uint8 [num_bytes] for a copy of data on `device`."""
-        free = self._free.get(num_bytes)
-        if free:
-            return free.pop()
-        found = torch.empty(num_bytes, dtype=torch.uint8)
-        if device.type == "cuda":
-            self._lock(found, device)
-        return found
-
-    def _lock(self, memory: Tensor, device: torch.device) -> None:
-        """Page-lock the memory; torch's own page-locked memory would take up to twice as much,
-        since it rounds sizes to powers of two."""
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        place = memory.data_ptr()
-        if int(runtime.cudaHostRegister(place, memory.nbytes, 0)) == 0:
-            # Later data at these addresses would be copied to the old pages.
-            weakref.finalize(memory, runtime.cudaHostUnregister, place).atexit = False
-            return
-        with contextlib.suppress(RuntimeError):  # CUDA would report the failure to the next kernel
-            torch.zeros(1, device=device)
-
-    def release(self, memory: Tensor) -> None:
-        """Return unused memory for later copies."""
-        self._free.setdefault(memory.nbytes, []).append(memory)
-
-
-class OffloadedMemory:
-    """The memory of a rank's device, freed temporarily for engines that share the device.
-
-    The tensors of model, optimizer and reference are copied to main memory, and their storages on
-    the device are freed; `restore` fills the same storages again. Views, such as the parameters in
-    ZeRO's flat buffers, remain valid, so that this works at all stages, including stage 0 and plain
-    torch, which DeepSpeed's `offload_states` does not support. Tensors that DeepSpeed keeps in main
-    memory (learner.offload), and storages that cannot be freed, such as CPU weights mapped from a
-    file, are unchanged. DeepSpeed's buckets are unused between commands: they are freed without a
-    copy.
-    """
-
-    def __init__(
-        self, backend: RankBackend, *others: Any, memory: HostMemory | None = None
-    ) -> None:
-        """Free the backend's memory on its device, and that of tensors in `others`."""
-        self._memory = memory or HostMemory()
-        self._device = backend.device
-        self._kept = [
-            (storage, self._memory.take(storage.nbytes(), self._device))
-            for storage in self._storages(held_tensors(backend, *others))
-        ]
-        self._empty = [(s, s.nbytes()) for s in self._storages(buckets(backend))]
-        for storage, copy in self._kept:
-            copy.copy_(_as_bytes(storage, self._device), non_blocking=True)
-        self._wait()
-        for storage in (*(s for s, _ in self._kept), *(s for s, _ in self._empty)):
-            storage.resize_(0)
-        if self._device.type == "cuda":
-            gc.collect()
-            # A workspace of 32 MB would retain the gigabytes of its allocator block.
-            torch._C._cuda_clearCublasWorkspaces()
-            torch.cuda.empty_cache()
-
-    def restore(self) -> None:
-        """Restore everything on the device."""
-        for storage, num_bytes in self._empty:
-            storage.resize_(num_bytes)
-        for storage, copy in self._kept:
-            storage.resize_(copy.nbytes)
-            _as_bytes(storage, self._device).copy_(copy, non_blocking=True)
-        self._wait()
-        for _, copy in self._kept:
-            self._memory.release(copy)
-        self._kept, self._empty = [], []
-
-    def _storages(self, tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-        found: dict[int, torch.UntypedStorage] = {}
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if tensor.device == self._device and storage.size() and storage.resizable():
-                found[storage.data_ptr()] = storage
-        return list(found.values())
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-
-def _as_bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-
-
-def buckets(backend: RankBackend) -> Iterator[Tensor]:
-    """DeepSpeed's buckets for the reduction of gradients."""
-    for bucket in getattr(backend.optimizer, "ipg_buckets", {}).values():
-        yield from _tensors(bucket.buffer)
-
-
-def held_tensors(backend: RankBackend, *others: Any) -> Iterator[Tensor]:
-    """All tensors of the backend between two commands, with duplicates."""
-    for param in backend.policy.parameters():
-        yield from (param, *(t for n in PARTITIONS if (t := getattr(param, n, None)) is not None))
-        if param.grad is not None:
-            yield param.grad
-    yield from backend.policy.buffers()
-    for optimizer in (backend.optimizer, backend.base_optimizer):
-        yield from _tensors(vars(optimizer))
-    for other in others:
-        yield from _tensors(other)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a value: itself, or in nested lists, tuples, sets and mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for pair in value.items():
-            yield from _tensors(pair)
-    elif isinstance(value, list | tuple | set):
-        for each in value:
-            yield from _tensors(each)

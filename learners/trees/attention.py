@@ -18,7 +18,7 @@ at least as long as the longest path is ignored.
 
 from __future__ import annotations
 
-from functools import cache, cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -35,7 +35,12 @@ from transformers.masking_utils import sdpa_mask
 from agentenv.base.errors import ConfigError
 from agentenv.learners.trees.batch import path_sums
 from agentenv.learners.trees.context import ContextShare
-from agentenv.learners.trees.segments import SegmentKeys, fits, segment_attention
+from agentenv.learners.trees.flex_attention import (
+    MIN_FLEX_WIDTH,
+    block_mask,
+    flex_tree_attention,
+)
+from agentenv.learners.trees.segments import SegmentKeys, segment_attention
 
 # Blocked. Runs of equal `end` are the segments between forks. A segment, its first child, that
 # one's first child and so on lie side by side and are one path, a chain. So all visible pairs are
@@ -222,97 +227,6 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
     return queries, keys, values
 
 
-# Flex. For blocks of B queries and keys, with i the query block and j <= i the key block:
-#
-#     some pair is visible    i == j, or i B < max(end in j)
-#     every pair is visible   j < i and (i + 1) B <= min(end in j)
-#
-# and through a window the least, or the largest, difference of depths is below its width. So the
-# mask of blocks needs four numbers a block and no [tokens, tokens] tensor.
-
-BLOCK_SIZE = 128
-MIN_FLEX_WIDTH = 16  # channels of a head; narrower ones, of toys, are computed densely
-
-
-def block_mask(
-    end: Tensor,
-    block_size: int = BLOCK_SIZE,
-    depth: Tensor | None = None,
-    window: int | None = None,
-) -> BlockMask:
-    """The mask of a packed tree, through a window where the depths are given too; end, depth:
-    int64 [tokens], on the device of the attention."""
-    partial, full = visible_blocks(end, block_size, depth, window)
-    ends = _whole_blocks(end, block_size).flatten()
-    width = window or 0
-    depths = None if depth is None or window is None else _deepened(depth, block_size).flatten()
-
-    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = (key <= query) & (query < ends[key])
-        return seen if depths is None else seen & (depths[query] - depths[key] < width)
-
-    return BlockMask.from_kv_blocks(
-        *_indices(partial),
-        *_indices(full),
-        BLOCK_SIZE=block_size,
-        mask_mod=visible,
-        seq_lengths=(len(end), len(end)),
-    )
-
-
-def visible_blocks(
-    end: Tensor, block_size: int, depth: Tensor | None = None, window: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """bool [query blocks, key blocks], twice: some but not all pairs are visible; all are.
-
-    An incomplete last block counts as padded with tokens that see only themselves.
-    """
-    by_block = _whole_blocks(end, block_size)
-    block = torch.arange(len(by_block), device=end.device)
-    query, key = block[:, None], block[None, :]
-    some = (query == key) | ((query > key) & (query * block_size < by_block.amax(1)))
-    full = (query > key) & ((query + 1) * block_size <= by_block.amin(1))
-    if depth is not None and window is not None:
-        least, most = torch.aminmax(_deepened(depth, block_size), dim=1)
-        some &= (query == key) | (least[:, None] - most < window)
-        full &= most[:, None] - least < window
-    return some & ~full, full
-
-
-def _whole_blocks(end: Tensor, block_size: int) -> Tensor:
-    """[blocks, block_size]; tokens after the last one see themselves."""
-    after = torch.arange(len(end), -(-len(end) // block_size) * block_size, device=end.device)
-    return torch.cat([end, after + 1]).view(-1, block_size)
-
-
-def _deepened(depth: Tensor, block_size: int) -> Tensor:
-    """[blocks, block_size]; tokens after the last one are as deep as it."""
-    more = -len(depth) % block_size
-    return torch.cat([depth, depth[-1:].expand(more)]).view(-1, block_size)
-
-
-def flex_tree_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float
-) -> Tensor:
-    """softmax(scale q k^T) v under the mask; shapes as in `blocked_attention`.
-
-    On a GPU only: torch 2.13 has no backward of FlexAttention on the CPU.
-    """
-    output: Tensor = _compiled()(
-        query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return output.transpose(1, 2).contiguous()
-
-
-_compiled = cache(partial(torch.compile, flex_attention))  # uncompiled it would build all scores
-
-
-def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts int32 [1, 1, query blocks] and key blocks of each, first those that are set."""
-    order = blocks.to(torch.int8).argsort(dim=1, descending=True, stable=True)
-    return blocks.sum(1).int()[None, None], order.int()[None, None]
-
-
 NAME = "agentenv_tree"
 # Arguments for any attention that this one need not read: dropout is refused before.
 _HARMLESS = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions"}
@@ -364,7 +278,7 @@ class TreeLayout:
 
     @cached_property
     def segment_keys(self) -> SegmentKeys:
-        return SegmentKeys.of(*self.segments, self.device)
+        return SegmentKeys.of(*self.segments)
 
     def row_mask(self, window: int | None) -> Tensor | None:
         """bool [length, length] of a row through a window; None without one."""
@@ -486,9 +400,9 @@ def _attend(
         window = None
     if layout.form == "blocked" and window is None:
         return blocked_attention(query, key, value, layout.blocks, scale)
-    if layout.form == "segments" and fits(query, value):
+    if layout.form == "segments":
         return segment_attention(query, key, value, layout.segment_keys, scale, window)
-    if layout.form in ("flex", "segments") and query.shape[-1] >= MIN_FLEX_WIDTH:
+    if layout.form == "flex" and query.shape[-1] >= MIN_FLEX_WIDTH:
         return flex_tree_attention(query, key, value, layout.block_mask(window), scale)
     attended = scaled_dot_product_attention(
         query, key, value, attn_mask=layout.mask(window), scale=scale, enable_gqa=True

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from agentenv.learners.learner import check_heads
+from agentenv.learners.keys import check_heads
 from agentenv.learners.trees.partition import MicroBatch
 
 

@@ -48,13 +48,10 @@ SIZES = {  # of a small model; sizes that its configuration does not have are sk
 SPREAD = 0.15  # of random weights, so that log-probs depend on token and context
 
 
-def check_model(
-    directory: Path, context_parallel: int = 1, *, compiled: bool = False, is_flat: bool = False
-) -> None:
+def check_model(directory: Path, context_parallel: int = 1, *, is_flat: bool = False) -> None:
     """Raises ConfigError, with the family and the likely reason, for a model that is computed
     wrongly, or of which no small one can be made; for one that `context_parallel` ranks cannot
-    share; with `compiled`, if torch.compile fails or changes it; and, with `is_flat`, if it
-    supports only trees."""
+    share; and, with `is_flat`, if it supports only trees."""
     config = AutoConfig.from_pretrained(directory)
     family = f"{directory}: the family {config.model_type}"
     recurrent = recurrent_kinds(config)
@@ -84,31 +81,9 @@ def check_model(
             f"transformers' own by {gap:.2g} nats, at most {TOLERANCE:g} expected; "
             f"{reason(config)}"
         )
-    if compiled:
-        _check_compiled(family, config)
 
 
-def _check_compiled(family: str, config: Any) -> None:
-    try:
-        gap = distance(small(config), compiled=True)
-    except ConfigError:
-        raise
-    except Exception as error:  # any error of the compiler
-        problem = (str(error) or type(error).__name__).strip().splitlines()[0]
-        raise ConfigError(
-            f"learner.compile: torch.compile fails for {family}: {problem}; it needs a C++ "
-            "compiler (g++); install one, or set learner.compile = false"
-        ) from error
-    finally:
-        torch.compiler.reset()
-    if not gap <= TOLERANCE:
-        raise ConfigError(
-            f"learner.compile: compiled, {family} is {gap:.2g} nats from transformers' own, at "
-            f"most {TOLERANCE:g} expected; set learner.compile = false"
-        )
-
-
-def distance(config: Any, *, compiled: bool = False) -> float:
+def distance(config: Any) -> float:
     """The largest difference of log-probs, nats, between both computations of a random model."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -118,8 +93,8 @@ def distance(config: Any, *, compiled: bool = False) -> float:
                 weight.normal_(std=SPREAD)
         trees = list(examples())
         expected = torch.cat([_alone(model, tree) for tree in trees])
-        policy = Policy(model, compiled=compiled)
-        layouts = LAYOUTS if policy.masks is None and not compiled else LAYOUTS[:1]
+        policy = Policy(model)
+        layouts = LAYOUTS if policy.masks is None else LAYOUTS[:1]
         gap = []
         for layout in layouts:
             (batch,) = pack(trees, 1 << 20, layout)
@@ -238,30 +213,8 @@ def _ropes(text: Any) -> list[dict[str, Any]]:
 
 
 def reason(config: Any) -> str:
-    """The settings of the configuration that may explain a difference."""
-    text = config.get_text_config()
-    facts = [
-        f"{name} = {value}"
-        for name in (
-            "sliding_window",
-            "attention_chunk_size",
-            "logits_scaling",
-            "logit_scale",
-            "final_logit_softcapping",
-            "attn_logit_softcapping",
-        )
-        if (value := getattr(text, name, None)) not in (None, 1, 1.0)
-    ]
-    others = {*(getattr(text, "layer_types", None) or ())} - {"full_attention"}
-    facts += [f"layers of type {kind}" for kind in sorted(map(str, others))]
-    facts += [
-        f"rope_type = {rope['rope_type']}"
-        for rope in _ropes(text)
-        if rope["rope_type"] in ("dynamic", "longrope")
-    ]
-    cause = (
-        f"its config.json has {', '.join(facts)}"
-        if facts
-        else "its layers compute a different function"
-    )
+    """The setting of the configuration that explains a difference, as far as it is known."""
+    kinds = [rope["rope_type"] for rope in _ropes(config.get_text_config())]
+    known = [f"rope_type = {kind}" for kind in kinds if kind in ("dynamic", "longrope")]
+    cause = f"its config.json has {', '.join(known)}" if known else "its layers differ"
     return f"{cause}; docs/learner.md lists the supported families"

@@ -342,11 +342,6 @@ class MicroBatch:
     rows: int = 1
 
     @property
-    def pairs(self) -> int:
-        """Pairs of a token and a visible one."""
-        return int((self.end - np.arange(len(self.end))).sum())
-
-    @property
     def paths(self) -> Longs:
         """Lengths of the paths that end with each segment, a run of tokens between forks."""
         last = np.append(np.flatnonzero(np.diff(self.end)), len(self.end) - 1)

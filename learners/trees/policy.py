@@ -13,7 +13,6 @@ fit into one chunk, which keeps its probabilities.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -235,11 +234,10 @@ class Policy(nn.Module):
 
     The model's attention and head are replaced by equivalent ones with more functions; its
     parameters remain the same objects. `checkpointing` keeps only the inputs of each layer for the
-    backward pass and recomputes the rest; `compiled`: see `compile_parts`. Raises ConfigError for
-    unsupported models.
+    backward pass and recomputes the rest. Raises ConfigError for unsupported models.
     """
 
-    def __init__(self, model: Any, *, checkpointing: bool = False, compiled: bool = False) -> None:
+    def __init__(self, model: Any, *, checkpointing: bool = False) -> None:
         super().__init__()
         self.model = model
         causal = _without_adapters(model)
@@ -256,8 +254,6 @@ class Policy(nn.Module):
             causal.set_output_embeddings(LogprobHead.of(head, shape))
         if checkpointing:
             _checkpoint_layers(causal)
-        if compiled:
-            compile_parts(causal)
         self._balance: Any = None
         self.router_loss: Tensor | None = None  # of the last forward pass
 
@@ -366,49 +362,6 @@ def _checkpoint_layers(model: Any) -> None:
     # Layers checkpoint in training mode only; the modules inside them keep their mode.
     for layer in model.base_model.layers:
         layer.training = True
-
-
-def compile_parts(model: Any) -> None:
-    """Compile the feed-forward parts and the norms, for any number of tokens; layers share the
-    compiled code. Attention is excluded: its blocks differ from batch to batch, and on a GPU
-    FlexAttention is compiled separately. Raises ConfigError without such parts."""
-    parts = list(_parts(model.base_model))
-    if not parts:
-        raise ConfigError(
-            f"learner.compile: {type(model).__name__} has no supported feed-forward part or norm; "
-            "set learner.compile = false"
-        )
-    for part in parts:
-        part.forward = torch.compile(part.forward, dynamic=True)
-
-
-def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if type(child).__name__.endswith(("MLP", "Norm")):
-            yield child
-        else:
-            yield from _parts(child)
-
-
-def use_liger(model: Any) -> None:
-    """Use liger-kernel for norms, rotary positions and feed-forward parts. Raises ConfigError if it
-    is not available or does not support the model."""
-    kind, instead = model.config.model_type, "set learner.fused = none"
-    if not torch.cuda.is_available():
-        raise ConfigError(f"learner.fused = liger: its kernels only run on GPUs; {instead}")
-    try:
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as known
-        from transformers.integrations.liger import apply_liger_kernel
-    except ImportError as error:
-        raise ConfigError(
-            f"learner.fused = liger: liger-kernel cannot be imported ({error}): install it with "
-            f"pip install liger-kernel, or {instead}"
-        ) from error
-    if kind not in known:
-        raise ConfigError(
-            f"learner.fused = liger: it has no kernels for the family {kind}; {instead}"
-        )
-    apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
 
 
 def tensors(

@@ -27,6 +27,8 @@ from agentenv.engines.sglang import SGLangConfig
 from agentenv.engines.vllm import VLLMConfig
 from agentenv.envs.quickstart.setup import build_model
 from agentenv.learners.learner import LearnerConfig
+from agentenv.envs.quickstart_setup import build_model
+from agentenv.learners.keys import LearnerConfig
 from agentenv.training.loop.parts import adapter_rank
 
 TWO = LearnerConfig(num_ranks=2)

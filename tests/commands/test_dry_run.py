@@ -16,7 +16,7 @@ from agentenv.base.config import load_config
 from agentenv.envs.quickstart.setup import build_model
 from agentenv.lab.diagnosis.plan import make_plan
 from agentenv.launchers import sft, train
-from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
 from tests.support.warehouse import ROOT
 

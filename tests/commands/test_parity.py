@@ -15,7 +15,7 @@ from agentenv.base.config import load_config
 from agentenv.base.errors import LearnerError
 from agentenv.base.types import Chunk
 from agentenv.contract.request import PartEnd, ServerRequest
-from agentenv.learners.learner import Score
+from agentenv.learners.keys import Score
 from agentenv.learners.trees.batch import EncodedTree
 from agentenv.training.loop.publishing import PROBE_S, Gap, ParityCheck, ParityGap, ParityProbe
 from tests.engines.faulty_server import FaultyServer

@@ -48,7 +48,7 @@ from agentenv.lab.diagnosis.plan import (
     rate_advice,
     saving_line,
 )
-from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
 from agentenv.learners.trees.batch import encode_sequence
 from agentenv.learners.trees.partition import pack

@@ -10,7 +10,7 @@ from agentenv.base.errors import ConfigError
 from agentenv.contract.server_config import ServersConfig
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.vllm import VLLMConfig
-from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.keys import LearnerConfig
 
 TWO = LearnerConfig(num_ranks=2)
 

@@ -18,7 +18,7 @@ from agentenv.base.disk_errors import SHARED_MEMORY, explain
 from agentenv.base.errors import ConfigError
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.engines.vllm import VLLMConfig
-from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
 from tests.support.warehouse import ROOT
 

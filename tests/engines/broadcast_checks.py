@@ -17,8 +17,9 @@ from agentenv.contract.server_config import PoolConfig
 from agentenv.contract.weights import Group, Manifest, TransferError
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.remote.weight_sync import Server
-from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner, LearnerSender
+from agentenv.learners.keys import LearnerConfig
+from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.ranks.senders import LearnerSender
 from agentenv.learners.trees.batch import encode_sequence
 from tests.engines.reference import EOS, VOCAB, check_sampled
 from tests.engines.world import prompt
@@ -84,7 +85,7 @@ async def bench(
     servers: Sequence[Server], model: Path, root: Path, config: LearnerConfig | None = None
 ) -> AsyncIterator[Bench]:
     """The servers may hold other weights; they get those of `model` from its directory."""
-    config = config or LearnerConfig(backend="torch", optimizer="muon_adamw", learning_rate=0.02)
+    config = config or LearnerConfig(zero_stage=0, optimizer="muon_adamw", learning_rate=0.02)
     learner = await DeepSpeedLearner.start(config, ALGORITHM, model, root / "learner.log")
     pool = EnginePool(
         servers,

@@ -19,9 +19,9 @@ from agentenv.base.errors import EngineError
 from agentenv.contract.server_config import VLLM_IPC
 from agentenv.contract.weights import TransferError
 from agentenv.engines.vllm import VLLMServer
-from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
-from agentenv.learners.ranks.deepspeed_learner import MemorySender
+from agentenv.learners.ranks.senders import MemorySender
 from agentenv.learners.trees.batch import encode_sequence
 from agentenv.training.loop.transports import MemoryPublisher
 from tests.engines.broadcast_checks import Bench, begin_many, bench, cut, until

@@ -13,8 +13,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from agentenv.base.errors import ConfigError
 from agentenv.contract.weights import read_layout
 from agentenv.engines.vllm import VLLMServer
-from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.ranks.backend import TorchBackend
+from agentenv.learners.keys import LearnerConfig
+from agentenv.learners.ranks.backend import RankBackend
 from agentenv.learners.ranks.export import write_model as write_policy
 from agentenv.learners.trees.policy import Policy
 from tests.engines.broadcast_checks import bench, check_updates
@@ -49,7 +49,7 @@ def publish(root: Path, seed: int) -> Path:
     )
     model = Qwen3MoeForCausalLM(config).eval()
     model.save_pretrained(source)
-    write_policy(TorchBackend(Policy(model), LearnerConfig(backend="torch")), source, published)
+    write_policy(RankBackend(Policy(model), LearnerConfig(zero_stage=0)), source, published)
     return published
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from agentenv.engines.vllm import VLLMServer
-from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.keys import LearnerConfig
 from tests.engines.broadcast_checks import Breaking, bench, check_failure, check_updates
 from tests.engines.reference import MAX_LENGTH, VOCAB
 from tests.engines.server_process import ServerProcess
@@ -63,7 +63,7 @@ async def test_vllm_receives_packed_updates_over_nccl(
 ) -> None:
     """Greedy tokens and log-probs are those of transformers after each; after a trainer disappears
     during a transfer, the server loads a directory, then takes broadcasts again."""
-    config = LearnerConfig(backend="torch", optimizer="muon_adamw", learning_rate=0.02)
+    config = LearnerConfig(zero_stage=0, optimizer="muon_adamw", learning_rate=0.02)
     servers = [VLLMServer(url, vocab_size=VOCAB)]
     async with bench(servers, world.paths[1], tmp_path, config) as b:
         await check_updates(b)

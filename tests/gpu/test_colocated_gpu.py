@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 from agentenv.base.types import SamplingParams
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
-from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.ranks.backend import TorchBackend
-from agentenv.learners.ranks.trainer import OffloadedMemory, Trainer
+from agentenv.learners.keys import LearnerConfig
+from agentenv.learners.ranks.backend import RankBackend
+from agentenv.learners.ranks.offloaded_memory import OffloadedMemory
+from agentenv.learners.ranks.trainer import Trainer
 from agentenv.learners.trees.policy import Policy
 from tests.engines.small_models import make, prompt
 from tests.gpu.place import DEVICE, HAS_GPU, allocated_bytes
@@ -49,11 +50,11 @@ def test_a_sleeping_rank_holds_no_memory_and_trains_unchanged_afterwards(
     tmp_path: Path,
 ) -> None:
     directory = save_tiny_model(tmp_path)
-    config = LearnerConfig(backend="torch", optimizer="adamw", learning_rate=1e-3)
+    config = LearnerConfig(zero_stage=0, optimizer="adamw", learning_rate=1e-3)
     found = []
     for sleeps in (False, True):
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        backend = TorchBackend(Policy(model), config)
+        backend = RankBackend(Policy(model), config)
         trainer = Trainer(backend, ALGORITHM, config)
         for _ in range(2):
             train(trainer, uneven_trees(4), 4)

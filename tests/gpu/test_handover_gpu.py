@@ -28,8 +28,9 @@ from agentenv.base.errors import AgentEnvError
 from agentenv.contract.server_config import LaunchConfig, Served
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.vllm import VLLMServer
-from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner, MemorySender
+from agentenv.learners.keys import LearnerConfig
+from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.ranks.senders import MemorySender
 from agentenv.learners.trees.batch import EncodedTree, encode_sequence
 from agentenv.training.loop.publishing import DirectoryPublisher, Handover, ParityProbe, Publisher
 from agentenv.training.loop.transports import Colocation, MemoryPublisher

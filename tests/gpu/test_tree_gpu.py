@@ -22,15 +22,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agentenv.learners.algorithms.baselines import GRPO
 from agentenv.learners.trees.attention import TreeLayout
-from agentenv.learners.trees.batch import LAYOUTS, encode
+from agentenv.learners.trees.batch import encode
+from agentenv.learners.trees.liger import use_liger
 from agentenv.learners.trees.partition import pack
-from agentenv.learners.trees.policy import LogprobHead, Policy, tensors, use_liger
-from agentenv.learners.trees.segments import is_right_on
+from agentenv.learners.trees.policy import LogprobHead, Policy, tensors
 from benchmarks.parts.layouts import (
     ALL,
     VOCABULARY,
     WARM_UP,
-    choose,
     count,
     load_shapes,
     make_step,
@@ -46,8 +45,8 @@ NUM_STEPS = 3 if HAS_GPU else 1
 # FlexAttention compiles for minutes on a CPU, and has no backward pass there.
 FORMS = (("cuda", "flex"), ("cuda", "dense")) if HAS_GPU else (("cpu", "dense"),)
 LEAVES = [6, 60] if HAS_GPU else [6]
+SUPPORTED = [one for one in ALL if one != "segments" or not HAS_GPU]
 HAS_LIGER = HAS_GPU and find_spec("liger_kernel") is not None
-OPTIONS = ["compiled"] * HAS_GPU + ["liger"] * HAS_LIGER
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +116,7 @@ SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}  # fmt: skip
 
 
-def random_policy(size: str, option: str = "") -> Policy:
+def random_policy(size: str, *, fused: bool = False) -> Policy:
     """With the configuration of Qwen2.5 of that size, or a small one on the CPU."""
     config = Qwen2Config(
         **(SIZES[size] if HAS_GPU else SMALL),
@@ -127,9 +126,9 @@ def random_policy(size: str, option: str = "") -> Policy:
     )
     with torch.device(DEVICE):
         model = Qwen2ForCausalLM(config).to(torch.bfloat16 if HAS_GPU else torch.float32).eval()
-    if option == "liger":
+    if fused:
         use_liger(model)
-    return Policy(model, checkpointing=True, compiled=option == "compiled")
+    return Policy(model, checkpointing=True)
 
 
 def seconds(step: object) -> float:
@@ -153,8 +152,9 @@ def matrix_peak() -> float:
     return 2 * side**3 / seconds(lambda: left @ right)
 
 
-def seconds_with(option: str, shape: str, size: str) -> float:
-    return seconds(make_step("tree", load_shapes()[shape]["trees"], random_policy(size, option)))
+def seconds_with_liger(shape: str, size: str) -> float:
+    policy = random_policy(size, fused=True)
+    return seconds(make_step("tree", load_shapes()[shape]["trees"], policy))
 
 
 SPEEDS = [
@@ -170,7 +170,7 @@ def test_speed_on_random_weights(shape: str, size: str) -> None:
     times = {}
     name = torch.cuda.get_device_name() if HAS_GPU else "CPU, in small"
     print(f"\n{name}, {shape}, {size}, matrix peak {peak / 1e12:.2f} TFLOP/s")
-    for layout in ALL:
+    for layout in SUPPORTED:
         step = make_step(layout, trees, policy)
         if HAS_GPU:
             torch.cuda.reset_peak_memory_stats()
@@ -181,31 +181,24 @@ def test_speed_on_random_weights(shape: str, size: str) -> None:
             f"peak {torch.cuda.max_memory_allocated() / 1e9 if HAS_GPU else 0:.1f} GB, "
             f"{flops / times[layout] / peak:.1%} of the matrix peak"
         )
-    for option in OPTIONS if (shape, size) == ("arpo_defaults", "1.5B") else []:
-        # Each in a separate process, since both change transformers' modules.
+    if HAS_LIGER and (shape, size) == ("arpo_defaults", "1.5B"):
+        # In a separate process, since it changes transformers' modules.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            took = pool.submit(seconds_with, option, shape, size).result()
-        print(f"  tree, {option}: {took:.3f} s")
+            took = pool.submit(seconds_with_liger, shape, size).result()
+        print(f"  tree, liger: {took:.3f} s")
     counted = count("varlen", trees, policy)[2] / count("tree", trees, policy)[2]
     ratio = min(times["varlen"], times["padded"]) / times["tree"]
     print(f"  flat best over tree {ratio:.2f}, counted {counted:.2f}")
-    chosen, best = choose(trees, policy), min(times[layout] for layout in LAYOUTS)
-    print(
-        f"  chosen {chosen}: best / chosen {best / times[chosen]:.2f}, "
-        f"best / tree {best / times['tree']:.2f}"
-    )
     assert counted >= 1
-    assert not HAS_GPU or best >= 0.9 * times[chosen], "0.98, and a busy processor"
 
 
 def test_layouts_are_equal_on_random_weights_of_half_a_billion() -> None:
     """Sum of weighted log-probs and norm of its gradient, in the dtype of training: they differ by
     rounding only."""
-    assert is_right_on(torch.device(DEVICE))
     policy = random_policy("0.5B")
     trees = load_shapes()["prefix2048x16"]["trees"] if HAS_GPU else WARM_UP
     found = {}
-    for layout in ALL:
+    for layout in SUPPORTED:
         loss = make_step(layout, trees, policy)()
         norms = [p.grad.float().norm() for p in policy.parameters() if p.grad is not None]
         found[layout] = loss, float(torch.stack(norms).norm())

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from agentenv.base.tree import TrajectoryTree
 from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.algorithms.arpo import ARPO
-from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.ranks.backend import TorchBackend
+from agentenv.learners.keys import LearnerConfig
+from agentenv.learners.ranks.backend import RankBackend
 from agentenv.learners.ranks.dpo import encode_pair
 from agentenv.learners.ranks.trainer import Trainer
 from agentenv.learners.trees.batch import EncodedTree, encode
@@ -96,7 +96,7 @@ def plain_torch(
 ) -> Trainer:
     """The oracle: one rank, no DeepSpeed, weights rounded to `dtype` at first."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).float().eval()
-    return Trainer(TorchBackend(Policy(model), config), algorithm, config)
+    return Trainer(RankBackend(Policy(model), config), algorithm, config)
 
 
 def train(trainer: Trainer, trees: list[TrajectoryTree], size: int) -> dict[str, float]:

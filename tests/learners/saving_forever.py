@@ -22,18 +22,14 @@ import torch
 import torch.distributed as dist
 
 from agentenv.assembly.run.checkpoints import Checkpoints, find_checkpoint, load_state, save_state
-from agentenv.learners.learner import SavedLearner
+from agentenv.learners.keys import SavedLearner
 from agentenv.learners.ranks import checkpoint, export
-from agentenv.learners.ranks.backend import (
-    DeepSpeedBackend,
-    RankBackend,
-    TorchBackend,
-    empty_batch,
-    prepare_deepspeed,
-)
-from agentenv.learners.ranks.checkpoint import changing_weights, fragments, local_weights, moments
+from agentenv.learners.ranks.backend import RankBackend, empty_batch
+from agentenv.learners.ranks.checkpoint import fragments, moments
+from agentenv.learners.ranks.deepspeed_backend import DeepSpeedBackend, prepare_deepspeed
 from agentenv.learners.ranks.export import WeightFiles
 from agentenv.learners.ranks.rank_process import PR_SET_PDEATHSIG
+from agentenv.learners.ranks.saved_checkpoint import Checkpoint, changing_weights, local_weights
 from agentenv.learners.trees.policy import Policy
 from agentenv.training.loop.state import RunState
 from tests.learners.ranks import two_ranks
@@ -42,9 +38,8 @@ from tests.learners.trees import tiny_model
 
 def make_backend(folder: Path, rank: int, stage: int | None) -> RankBackend:
     """A backend whose optimizer has a state."""
-    backend: TorchBackend | DeepSpeedBackend
     if stage is None:
-        backend = TorchBackend(Policy(tiny_model()), two_ranks(num_ranks=1))
+        backend = RankBackend(Policy(tiny_model()), two_ranks(num_ranks=1))
     else:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
         dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
@@ -98,7 +93,7 @@ def save_forever(folder: Path, backend: RankBackend, step: int, report_fd: int) 
 def check(path: Path) -> int:
     """The step of a checkpoint, all of whose parts are whole and of that step."""
     step = load_state(path, RunState).step
-    saved = checkpoint.Checkpoint(path / "trainer")
+    saved = Checkpoint(path / "trainer")
     assert saved.meta.policy_version == step
     weights = WeightFiles(path)
     for name in weights.names():

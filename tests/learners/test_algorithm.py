@@ -13,7 +13,7 @@ from agentenv.base.types import Limit
 from agentenv.contract.plan import Independent
 from agentenv.learners.algorithms.aepo import AEPOPlan
 from agentenv.learners.algorithms.arpo import ARPOPlan
-from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks.messages import Init
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"

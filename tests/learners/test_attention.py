@@ -19,13 +19,11 @@ from agentenv.learners.trees.attention import (
     TreeLayout,
     _attend,
     _attention,
-    block_mask,
     blocked_attention,
     chain_blocks,
-    flex_tree_attention,
     use_tree_attention,
-    visible_blocks,
 )
+from agentenv.learners.trees.flex_attention import block_mask, flex_tree_attention, visible_blocks
 from tests.learners.trees import MODELS, tiny_model
 
 CPU = torch.device("cpu")
@@ -148,7 +146,7 @@ def test_flex_attention_uses_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward, not compiled: the only part of FlexAttention that runs on a CPU in a test."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    monkeypatch.setattr("agentenv.learners.trees.attention._compiled", lambda: flex_attention)
+    monkeypatch.setattr("agentenv.learners.trees.flex_attention._compiled", lambda: flex_attention)
     end = random_end(5, 200)
     query, key = torch.randn(1, 4, len(end), 16), torch.randn(1, 2, len(end), 16)
     found = flex_tree_attention(query, key, key, block_mask(torch.from_numpy(end)), 0.25)
@@ -220,7 +218,7 @@ def test_a_window_shows_the_last_tokens_of_the_path(
     window."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    monkeypatch.setattr("agentenv.learners.trees.attention._compiled", lambda: flex_attention)
+    monkeypatch.setattr("agentenv.learners.trees.flex_attention._compiled", lambda: flex_attention)
     end = random_end(7, 300)
     place = np.arange(len(end))
     seen = (place <= place[:, None]) & (place[:, None] < end)

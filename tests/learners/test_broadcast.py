@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 
 from agentenv.base.errors import EngineError
 from agentenv.contract.weights import Group, TransferError
-from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner, LearnerSender
+from agentenv.learners.keys import LearnerConfig
+from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.ranks.senders import LearnerSender
 from agentenv.learners.trees.batch import encode_sequence
 from tests.learners.ranks import ALGORITHM
 
@@ -25,7 +26,7 @@ TEACHING = [encode_sequence(list(range(1, 20)), [False] + [True] * 18)]
 @asynccontextmanager
 async def started(model_dir: Path, root: Path, timeout_s: float) -> AsyncIterator[LearnerSender]:
     learner = await DeepSpeedLearner.start(
-        LearnerConfig(backend="torch", learning_rate=1e-3),
+        LearnerConfig(zero_stage=0, learning_rate=1e-3),
         ALGORITHM,
         model_dir,
         root / "learner.log",

@@ -11,10 +11,11 @@ import torch
 from agentenv.assembly.run.checkpoints import Checkpoints
 from agentenv.base.disk import finished_folder
 from agentenv.base.errors import ConfigError, DataError, LearnerError
-from agentenv.learners.learner import SAVED_FILE, SavedLearner
+from agentenv.learners.keys import SAVED_FILE, SavedLearner
 from agentenv.learners.ranks import messages as wire
-from agentenv.learners.ranks.checkpoint import Checkpoint, restore, save
+from agentenv.learners.ranks.checkpoint import save
 from agentenv.learners.ranks.rank import Rank
+from agentenv.learners.ranks.saved_checkpoint import Checkpoint, restore
 from agentenv.learners.ranks.trainer import Trainer
 from tests.learners.ranks import (
     ALGORITHM,
@@ -71,7 +72,7 @@ def test_a_resumed_rank_detects_whether_its_weights_are_published(
 ) -> None:
     """Else it takes the engine's log-probs for its own, or hands out weights under another's
     version."""
-    init = wire.Init.of(two_ranks(num_ranks=1, backend="torch"), ALGORITHM, str(model_dir), seed=0)
+    init = wire.Init.of(two_ranks(num_ranks=1, zero_stage=0), ALGORITHM, str(model_dir), seed=0)
     rank, resumed = Rank(init), Rank(init)
     published = wire.WriteModel(str(tmp_path / "copy"), publish=False, unmoved=True)
     rank.run(wire.Update([encoded(uneven_trees(4))], 1.0))

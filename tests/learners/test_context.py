@@ -23,14 +23,14 @@ from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task, VersionSpan
 from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.algorithms.arpo import ARPO
-from agentenv.learners.learner import LearnerConfig, Metrics, check_heads
+from agentenv.learners.keys import LearnerConfig, Metrics, check_heads
 from agentenv.learners.lora import LoRAConfig, add_adapters
-from agentenv.learners.ranks.checkpoint import Checkpoint, restore
 from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.ranks.dpo import prefer, with_reference
+from agentenv.learners.ranks.saved_checkpoint import Checkpoint, restore
 from agentenv.learners.ranks.trainer import Trainer
 from agentenv.learners.trees.batch import EncodedTree, encode, encode_sequence
-from agentenv.learners.trees.context import ContextGroup, ContextShare, padded
+from agentenv.learners.trees.context import ContextShare
 from agentenv.learners.trees.model_check import check_model
 from agentenv.learners.trees.partition import assign, pack, partition
 from tests.learners.flat import grown
@@ -55,7 +55,7 @@ BUDGET = 16  # tokens of a rank
 TEAMS = [(2, 2), (4, 4), (4, 2)]  # ranks, ranks of a team
 MODEL = exact(tiny_model(dtype=torch.float64))  # four heads, two of keys
 CONFIG = LearnerConfig(
-    backend="torch",
+    zero_stage=0,
     learning_rate=1e-3,
     grad_clip=0.0,
     max_tokens_per_microbatch=BUDGET,
@@ -227,22 +227,6 @@ def test_attention_windows_and_adapters_train_as_on_one_rank(kind: str) -> None:
 
     found = run(2, 2, ARPO(), imitate, model=model)
     assert_same(found, run(1, 1, ARPO(), imitate, model=model))
-
-
-def test_a_rank_computes_its_part_of_the_tokens() -> None:
-    (batch,) = pack([path_of_four_budgets()], 4 * BUDGET)
-    for size in (2, 3, 4):
-        whole = padded(batch, size)
-        assert len(whole.end) % size == 0
-        assert whole.end[: len(batch.end)].tolist() == batch.end.tolist()
-        shares = [ContextShare(ContextGroup(rank, size, None), whole) for rank in range(size)]  # type: ignore[arg-type]
-        parts = [share.of(whole) for share in shares]
-        assert {len(part.token_ids) for part in parts} == {len(whole.end) // size}
-        assert sorted(i for share in shares for i in share.own) == list(range(len(batch.targets)))
-        for share, part in zip(shares, parts, strict=True):
-            sources = batch.token_ids[batch.source[share.own]]
-            assert part.token_ids[part.source].tolist() == sources.tolist()
-            assert part.targets.tolist() == batch.targets[share.own].tolist()
 
 
 @pytest.mark.parametrize(("heads", "keys", "size"), [(12, 3, 2), (12, 3, 4), (4, 4, 4), (6, 1, 3)])

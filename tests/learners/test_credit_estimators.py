@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from agentenv.base.errors import ConfigError
 from agentenv.base.types import Limit
 from agentenv.learners.algorithms.algorithm import Band
-from agentenv.learners.algorithms.baselines import DAPO, GRPO, ReinforcePP
-from agentenv.learners.algorithms.credit import advantages_of, leave_one_out, soft_length_penalty
-from agentenv.learners.trees import minibatch
+from agentenv.learners.algorithms.baselines import DAPO, GRPO, ReinforcePP, leave_one_out
+from agentenv.learners.algorithms.credit import advantages_of, soft_length_penalty
+from agentenv.learners.trees import leaf_map, minibatch
 from agentenv.learners.trees.batch import encode
-from agentenv.learners.trees.minibatch import LeafMap, coefficients, denominator
+from agentenv.learners.trees.leaf_map import LeafMap, coefficients, denominator
 from tests.learners.flat import grown
 from tests.learners.trees import credits_of, truncate
 
@@ -126,11 +126,11 @@ def test_a_sequence_is_masked_by_its_geometric_mean() -> None:
     shift = np.zeros(len(leaves.node))
     last = leaves.leaf_node[0]
     shift[leaves.node == last] = 3.0
-    means = minibatch.sequence_ratios(shift, leaves, lambda x: [x])
+    means = leaf_map.sequence_ratios(shift, leaves, lambda x: [x])
     share = (leaves.node == last).sum() / leaves.lengths[0]
     assert means[0] == pytest.approx(np.exp(3.0 * share))
     assert (means[1:] == 1.0).all()
-    weights = minibatch.sequence_weights(shift, leaves, Band(low=0.9, high=1.1), lambda x: [x])
+    weights = leaf_map.sequence_weights(shift, leaves, Band(low=0.9, high=1.1), lambda x: [x])
     assert weights.tolist() == [0.0] + [1.0] * (leaves.num_leaves - 1)
 
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
 
-import numpy as np
 import pytest
 import pytest_asyncio
 import torch
@@ -19,15 +16,12 @@ from transformers import AutoModelForCausalLM
 from agentenv.assembly.run.terminal import is_shown
 from agentenv.base.errors import ConfigError, LearnerError
 from agentenv.base.tree import TrajectoryTree
-from agentenv.learners.algorithms.aepo import AEPO
 from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.algorithms.arpo import ARPO
-from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.optimizer import OptimizerConfig
-from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.trees.batch import EncodedTree, encode, encode_sequence
-from agentenv.learners.trees.partition import forget_entropies
 from tests.learners.ranks import (
     OF_THE_RANKS,
     assert_ended,
@@ -105,25 +99,6 @@ async def test_update_equals_plain_torch(
     loaded = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
     found = {name: param.detach() for name, param in loaded.named_parameters()}
     assert same(found, weights_of(plain))
-
-
-async def test_trees_without_entropies_get_those_of_the_learner(
-    learner: DeepSpeedLearner, model_dir: Path
-) -> None:
-    trees = some_trees(4)
-    forget_entropies(trees)
-    groups = credited(trees, learner.algorithm)
-    plain = plain_torch(model_dir, CONFIG, torch.float32, ALGORITHM)
-    encoded = [encode(tree, credit, 0) for tree, credit in groups]
-    cut = len(encoded) // 2
-    plain.update([encoded[:cut], encoded[cut:]], 1.0)
-    await learner.update(groups)
-    found = [h for tree, _ in groups for node in tree.nodes for h in node.entropies if h == h]
-    expected = np.concatenate(
-        [np.frombuffer(part, np.float32) for share in plain.entropies for part in share]
-    )
-    assert len(found) == sum(tree.num_action_tokens for tree in encoded)
-    assert sorted(found) == sorted(expected.tolist())
 
 
 async def test_resume_is_bit_exact(learner: DeepSpeedLearner, tmp_path: Path) -> None:
@@ -213,22 +188,6 @@ async def test_errors_are_returned_and_the_rank_continues(
     assert len(await learner.score([encode_sequence([1, 2], [False, True])])) == 1
 
 
-async def test_a_killed_rank_is_reported_at_once(model_dir: Path, tmp_path: Path) -> None:
-    log = tmp_path / "learner.log"
-    learner = await DeepSpeedLearner.start(CONFIG, ALGORITHM, model_dir, log)
-    trees = [random_tree(Random(i), index=i, num_leaves=40) for i in range(40)]
-    waiting = asyncio.create_task(learner.update(credited(trees, learner.algorithm)))
-    await asyncio.sleep(0.3)
-    os.kill(learner.ranks.pids[0], signal.SIGKILL)
-    with pytest.raises(LearnerError, match=r"killed by SIGKILL .*; log .*learner\.log"):
-        await asyncio.wait_for(waiting, CONFIG.command_timeout_s / 2)
-    with pytest.raises(LearnerError):
-        await learner.score([encode_sequence([1, 2], [False, True])])
-    await learner.close()
-    with pytest.raises(LearnerError, match="is closed"):
-        await learner.save(tmp_path / "late")
-
-
 async def test_a_rank_ends_with_its_controller(model_dir: Path, tmp_path: Path) -> None:
     script = (
         "import asyncio, os, pathlib, sys\n"
@@ -257,24 +216,3 @@ async def test_invalid_starts_are_refused(model_dir: Path, tmp_path: Path) -> No
     (broken / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(LearnerError, match="broken"):
         await DeepSpeedLearner.start(CONFIG, ALGORITHM, broken, log)
-
-
-async def test_zero_1_equals_plain_torch_with_aepo(model_dir: Path, tmp_path: Path) -> None:
-    algorithm = AEPO(group_size=6)
-    config = LearnerConfig(
-        learning_rate=1e-3, zero_stage=1, max_tokens_per_microbatch=64, grad_clip=0.05
-    )
-    learner = await DeepSpeedLearner.start(config, algorithm, model_dir, tmp_path / "log")
-    metrics = await learner.update(credited(some_trees(4), learner.algorithm))
-    partitioned = weights_in(await learner.export(tmp_path / "export"))
-    encoded = encode_trees(some_trees(4), algorithm)
-    with pytest.raises(LearnerError, match="took longer than 0 s for Update"):
-        await learner.ranks.call([wire.Update([encoded], 1.0)], 0.001)
-    assert learner.ranks.pids == []
-
-    plain = plain_torch(model_dir, config, torch.float32, algorithm)
-    expected = plain.update([encoded], 1.0)
-    assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
-    for name, weight in partitioned.items():
-        torch.testing.assert_close(weights_of(plain)[name], weight, rtol=1e-4, atol=1e-5)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from agentenv.base.errors import ConfigError, LearnerError
-from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks import rank_group
 from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner

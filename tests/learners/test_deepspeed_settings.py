@@ -12,7 +12,7 @@ from agentenv.base.config import load_config
 from agentenv.base.errors import ConfigError
 from agentenv.launchers import train
 from agentenv.learners.deepspeed_settings import deepspeed_settings
-from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
 
 
@@ -68,8 +68,8 @@ def test_a_file_adds_settings_without_a_key_of_ours(tmp_path: Path) -> None:
             r"'activation_checkpointing' would have no effect: .*learner\.activation_checkpointing",
         ),
         ({"aio": {"block_size": 1}}, {}, r"'aio' would have no effect: .*learner\.offload"),
-        ("{", {}, "not JSON"),
-        ("[]", {}, "expected a JSON object"),
+        ("{", {}, "not a readable"),
+        ("[]", {}, "not a readable"),
     ],
 )
 def test_contradictions_name_both_settings(
@@ -90,7 +90,7 @@ def test_offload_buffers_can_be_tuned(tmp_path: Path) -> None:
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     config = LearnerConfig(deepspeed_config=str(tmp_path / "none.json"))
-    with pytest.raises(ConfigError, match=r"none\.json: No such file"):
+    with pytest.raises(ConfigError, match=r"none\.json: not a readable"):
         deepspeed_settings(config)
 
 
@@ -100,18 +100,10 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ({"optimizer": "muon_adamw", "zero_stage": 1}, "muon_adamw requires whole matrices"),
         ({"offload": "optimizer", "zero_stage": 0}, "needs learner.zero_stage >= 1"),
         ({"offload": "params", "optimizer": "adamw", "zero_stage": 2}, "zero_stage = 3"),
-        (
-            {"backend": "torch", "optimizer": "adamw", "zero_stage": 1},
-            "backend = torch does not support",
-        ),
+        ({"deepspeed_config": "ds.json", "zero_stage": 0}, "needs learner.zero_stage >= 1"),
+        ({"dtype": "bfloat16", "zero_stage": 0}, "needs learner.zero_stage >= 1"),
         ({"launch": "external"}, "set the host:port"),
         ({"address": "0.0.0.0:1"}, "set the host:port"),
-        ({"compile": True, "optimizer": "adamw", "zero_stage": 3}, "lower zero_stage"),
-        ({"compile": True, "fused": "liger"}, "fused = liger replace the same layers"),
-        (
-            {"launch": "external", "address": "0.0.0.0:1", "allocator": "backend:native"},
-            "PYTORCH_ALLOC_CONF = backend:native where you start them",
-        ),
         ({"warmup_steps": 1, "warmup_ratio": 0.1}, "one of warmup_steps and warmup_ratio"),
         ({"min_lr_ratio": 0.1}, "schedule = linear or cosine"),
     ],
@@ -146,7 +138,7 @@ def test_the_defaults_suit_a_pretrained_model() -> None:
         ({"offload": "optimizer"}, ("float32", 1), ("bfloat16", 1)),
         ({"offload": "params"}, ("float32", 3), ("bfloat16", 3)),
         ({"optimizer": "muon_adamw"}, ("float32", 0), ("float32", 0)),
-        ({"backend": "torch"}, ("float32", 0), ("float32", 0)),
+        ({"deepspeed_config": "ds.json"}, ("float32", 1), ("bfloat16", 1)),
     ],
 )
 def test_dtype_and_stage_follow_the_device_unless_given(

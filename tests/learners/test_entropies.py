@@ -16,7 +16,7 @@ from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.algorithms.baselines import GRPO
 from agentenv.learners.algorithms.credit import CreditedTree
-from agentenv.learners.learner import Agreement
+from agentenv.learners.keys import Agreement
 from agentenv.learners.trees.batch import ActionTokens, EncodedTree, encode
 from agentenv.learners.trees.partition import forget_entropies, partition, split_by_tree, write_back
 from agentenv.rollout.metrics import entropy_profile, rollout_metrics

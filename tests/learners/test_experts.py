@@ -21,7 +21,7 @@ from agentenv.learners.algorithms.baselines import GRPO
 from agentenv.learners.lora import LoRAConfig
 from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks.export import WeightFiles, buckets, entries
-from agentenv.learners.ranks.export import export as export_offline
+from agentenv.learners.ranks.offline_export import export as export_offline
 from agentenv.learners.ranks.rank import Rank
 from agentenv.learners.trees.batch import encode_sequence
 from agentenv.learners.trees.partition import pack
@@ -39,7 +39,7 @@ from tests.learners.test_tree_equality import WHOLE, gradients, relative, some_t
 from tests.learners.trees import EXPERTS, flat_loss, tiny_model, tree_loss
 
 PPO = GRPO(group_size=6, dual_clip=float("inf"))
-CONFIG = two_ranks(num_ranks=1, backend="torch", learning_rate=1e-2)
+CONFIG = two_ranks(num_ranks=1, zero_stage=0, learning_rate=1e-2)
 
 
 @pytest.fixture

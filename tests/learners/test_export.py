@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from agentenv.base.errors import DataError
 from agentenv.launchers import export as command
-from agentenv.learners.learner import SavedLearner
+from agentenv.learners.keys import SavedLearner
 from agentenv.learners.ranks import export
-from agentenv.learners.ranks.backend import TorchBackend
+from agentenv.learners.ranks.backend import RankBackend
 from agentenv.learners.ranks.checkpoint import save
 from agentenv.learners.ranks.export import WeightFiles
-from agentenv.learners.ranks.export import export as export_offline
+from agentenv.learners.ranks.offline_export import export as export_offline
 from agentenv.learners.trees.policy import Policy
 from tests.learners.ranks import plain_torch, save_tiny_model, train, two_ranks, uneven_trees
 from tests.learners.trees import tiny_model
@@ -96,20 +96,6 @@ def test_the_directory_has_all_files_that_engines_read(checkpoint: Path, tmp_pat
     assert command.main([str(checkpoint), str(out)]) == 2, "never over something"
 
 
-def test_a_real_tokenizer_loads_from_the_export(tmp_path: Path) -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    source = save_tiny_model(tmp_path / "model")
-    words = Tokenizer(models.WordLevel({"a": 0, "<eos>": 1}, unk_token="<eos>"))
-    fast = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
-    fast.chat_template = "{{ messages[0].content }}"
-    fast.save_pretrained(source)
-    export_offline(source, tmp_path / "out")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
-    assert (text, tokenizer.eos_token_id) == ("a", 1)
-
-
 def test_an_index_is_written_last_and_stale_shards_are_removed(tmp_path: Path) -> None:
     weights = {f"w{i}": torch.full((10,), float(i)) for i in range(4)}
     entries = [
@@ -125,7 +111,7 @@ def test_an_index_is_written_last_and_stale_shards_are_removed(tmp_path: Path) -
 def test_untied_weights_and_heads_are_kept(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.save_pretrained(tmp_path / "model")
-    backend = TorchBackend(Policy(model), CONFIG)
+    backend = RankBackend(Policy(model), CONFIG)
     export.write_model(backend, tmp_path / "model", tmp_path / "out")
     assert "lm_head.weight" in load_file(tmp_path / "out" / export.WEIGHTS)
     assert not torch.equal(load(tmp_path / "out")["lm_head.weight"], torch.zeros(1))

@@ -13,7 +13,8 @@ from agentenv.base.errors import DataError
 from agentenv.base.model_files import check_model_directory
 from agentenv.envs.quickstart.setup import build_model
 from agentenv.launchers.export import main as export_command
-from agentenv.learners.ranks.export import check_written, copy_files, export
+from agentenv.learners.ranks.export import check_written, copy_files
+from agentenv.learners.ranks.offline_export import export
 from tests.support.hub_cache import hub_cache
 
 

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from agentenv.base.errors import ConfigError
-from agentenv.learners.learner import LearnerConfig, frozen_model
+from agentenv.learners.keys import LearnerConfig, frozen_model
 from agentenv.learners.lora import (
     LoRAConfig,
     add_adapters,
@@ -27,10 +27,10 @@ from agentenv.learners.lora import (
     is_adapter,
 )
 from agentenv.learners.ranks import messages as wire
-from agentenv.learners.ranks.checkpoint import Checkpoint
 from agentenv.learners.ranks.export import WeightEntry, entries
-from agentenv.learners.ranks.export import export as export_offline
+from agentenv.learners.ranks.offline_export import export as export_offline
 from agentenv.learners.ranks.rank import Rank
+from agentenv.learners.ranks.saved_checkpoint import Checkpoint
 from tests.learners.ranks import (
     ALGORITHM,
     encoded,
@@ -41,7 +41,7 @@ from tests.learners.ranks import (
 )
 
 LORA = LoRAConfig(r=4, alpha=8)
-CONFIG = two_ranks(num_ranks=1, backend="torch", lora=LORA, learning_rate=1e-2)
+CONFIG = two_ranks(num_ranks=1, zero_stage=0, lora=LORA, learning_rate=1e-2)
 
 
 def start(model_dir: Path, config: LearnerConfig = CONFIG) -> Rank:
@@ -103,7 +103,7 @@ def test_the_exported_model_equals_the_trained_one(model_dir: Path, tmp_path: Pa
 
 
 def test_a_checkpoint_keeps_adapter_and_optimizer_only(model_dir: Path, tmp_path: Path) -> None:
-    config = two_ranks(num_ranks=1, backend="torch", lora=LoRAConfig(r=2, dropout=0.2))
+    config = two_ranks(num_ranks=1, zero_stage=0, lora=LoRAConfig(r=2, dropout=0.2))
     whole = start(model_dir, config)
     train(whole)
     checkpoint = tmp_path / "step-000001"
@@ -123,7 +123,7 @@ def test_a_checkpoint_keeps_adapter_and_optimizer_only(model_dir: Path, tmp_path
 
 
 def test_dropout_acts_in_training_passes_only(model_dir: Path) -> None:
-    config = two_ranks(num_ranks=1, backend="torch", lora=LoRAConfig(r=2, dropout=0.5))
+    config = two_ranks(num_ranks=1, zero_stage=0, lora=LoRAConfig(r=2, dropout=0.5))
     rank = start(model_dir, config)
     train(rank)
     first, second = (rank.trainer.score(encoded(uneven_trees(1))) for _ in range(2))
@@ -136,7 +136,7 @@ def test_dropout_acts_in_training_passes_only(model_dir: Path) -> None:
 def test_contradictions_are_refused(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r'set learner\.optimizer = "adamw"'):
         LearnerConfig(optimizer="muon_adamw", lora=LORA)
-    config = two_ranks(num_ranks=1, backend="torch", lora=LoRAConfig(target_modules=["nothing"]))
+    config = two_ranks(num_ranks=1, zero_stage=0, lora=LoRAConfig(target_modules=["nothing"]))
     with pytest.raises(ConfigError, match=r"learner\.lora\.target_modules: .*nothing"):
         start(model_dir, config)
 

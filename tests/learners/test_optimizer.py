@@ -14,7 +14,6 @@ from agentenv.learners.ranks.backend import (
     MuonAdamW,
     build_optimizer,
     scale_learning_rates,
-    set_hyperparameters,
 )
 from tests.learners.trees import VOCABULARY, tiny_model
 
@@ -118,19 +117,6 @@ def test_norms_biases_and_embeddings_have_no_weight_decay() -> None:
             name = names[id(param)]
             is_free = "norm" in name or "bias" in name or "embed" in name
             assert group["weight_decay"] == (0.0 if is_free else 0.1), name
-
-
-def test_rates_and_decays_can_be_replaced_but_not_the_kind() -> None:
-    optimizer = build_optimizer(tiny_model(), OptimizerConfig(optimizer="adamw"))
-    other = OptimizerConfig(
-        optimizer="adamw", learning_rate=0.5, weight_decay=0.2, betas=(0.8, 0.9)
-    )
-    set_hyperparameters(optimizer, other)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
-    assert all(group["lr"] == 0.5 for group in optimizer.param_groups)
-    assert all(group["betas"] == (0.8, 0.9) for group in optimizer.param_groups)
-    with pytest.raises(ConfigError, match="rates can change, but not its kind"):
-        set_hyperparameters(optimizer, CONFIG)
 
 
 def factors(num_steps: int, **keys: object) -> list[float]:

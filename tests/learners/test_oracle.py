@@ -27,8 +27,8 @@ from agentenv.learners.algorithms.baselines import (
     DrGRPO,
     ReinforcePP,
 )
-from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.ranks.backend import TorchBackend
+from agentenv.learners.keys import LearnerConfig
+from agentenv.learners.ranks.backend import RankBackend
 from agentenv.learners.ranks.deepspeed_learner import encode_groups, in_order
 from agentenv.learners.ranks.trainer import Trainer
 from agentenv.learners.trees.batch import EncodedTree
@@ -166,7 +166,7 @@ def encoded(
 def recording(model: Any, algorithm: Algorithm, proximal: str, max_tokens: int) -> Any:
     """A real trainer whose steps keep the gradient in `backend.steps` and move by noise."""
     config = LearnerConfig(
-        backend="torch",
+        zero_stage=0,
         optimizer="adamw",
         learning_rate=1e-3,
         proximal=proximal,
@@ -174,7 +174,7 @@ def recording(model: Any, algorithm: Algorithm, proximal: str, max_tokens: int) 
         max_tokens_per_microbatch=max_tokens,
     )
 
-    class Recording(TorchBackend):
+    class Recording(RankBackend):
         steps: list[Tensor]
         num_steps = 0
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks.rank_group import RankGroup
 from tests.support.virtual_clock import run_virtual

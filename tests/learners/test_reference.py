@@ -10,8 +10,9 @@ import torch
 from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.lora import LoRAConfig, is_adapter
 from agentenv.learners.ranks import messages as wire
-from agentenv.learners.ranks.checkpoint import REFERENCE, Checkpoint
+from agentenv.learners.ranks.checkpoint import REFERENCE
 from agentenv.learners.ranks.rank import Rank
+from agentenv.learners.ranks.saved_checkpoint import Checkpoint
 from tests.learners.ranks import (
     encoded,
     largest_difference,
@@ -40,7 +41,7 @@ def test_the_policy_is_restored_to_the_bit_even_after_a_failure(model_dir: Path)
 
 
 def test_the_saved_reference_has_only_adapters(model_dir: Path, tmp_path: Path) -> None:
-    config = two_ranks(num_ranks=1, backend="torch", lora=LoRAConfig(r=2), learning_rate=1e-2)
+    config = two_ranks(num_ranks=1, zero_stage=0, lora=LoRAConfig(r=2), learning_rate=1e-2)
     one, other = (Rank(wire.Init.of(config, ALGORITHM, str(model_dir), seed=0)) for _ in range(2))
     trees = encoded(uneven_trees(3))
     for rank in (one, other):

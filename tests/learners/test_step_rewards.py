@@ -13,8 +13,8 @@ from agentenv.base.errors import ConfigError
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.base.types import Limit, Task
 from agentenv.learners.algorithms.arpo import ARPO
-from agentenv.learners.algorithms.baselines import GRPO, GSPO, ReinforcePP
-from agentenv.learners.algorithms.credit import leave_one_out, tree_credit
+from agentenv.learners.algorithms.baselines import GRPO, GSPO, ReinforcePP, leave_one_out
+from agentenv.learners.algorithms.credit import tree_credit
 from tests.learners.trees import random_tree, truncate
 
 trees = st.builds(
@@ -47,18 +47,6 @@ def test_rewards_only_at_the_leaves_are_credited_like_returns(tree: TrajectoryTr
     )
     for name in ("adv_pos", "adv_neg", "weight", "returns", "advantages"):
         np.testing.assert_array_equal(getattr(whole, name), getattr(to_go, name))
-
-
-@given(trees, st.integers(0, 1000))
-def test_the_first_turn_is_credited_with_the_whole_return(tree: TrajectoryTree, seed: int) -> None:
-    whole, to_go = (
-        tree_credit(with_rewards(tree, seed), group_size=1, step_rewards=kind)
-        for kind in ("return", "to_go")
-    )
-    first = [node.index for node in tree.nodes if node.parent == 0]
-    np.testing.assert_array_equal(whole.adv_pos[first], to_go.adv_pos[first])
-    np.testing.assert_array_equal(whole.adv_neg[first], to_go.adv_neg[first])
-    np.testing.assert_array_equal(whole.advantages, to_go.advantages)
 
 
 @given(trees, st.integers(0, 1000))

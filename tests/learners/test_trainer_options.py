@@ -11,8 +11,8 @@ from agentenv.learners.algorithms.aepo import AEPO
 from agentenv.learners.algorithms.algorithm import Algorithm, Band
 from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.algorithms.baselines import GRPO, GSPO
-from agentenv.learners.learner import Agreement, LearnerConfig
-from agentenv.learners.ranks.backend import TorchBackend
+from agentenv.learners.keys import Agreement, LearnerConfig
+from agentenv.learners.ranks.backend import RankBackend
 from agentenv.learners.ranks.trainer import Trainer
 from agentenv.learners.trees.batch import ActionTokens, EncodedTree, encode, encode_sequence
 from agentenv.learners.trees.policy import Policy
@@ -22,8 +22,8 @@ from tests.learners.trees import tiny_model
 
 def trainer(algorithm: Algorithm, **keys: object) -> Trainer:
     keys = {"optimizer": "adamw", "learning_rate": 1e-2, "grad_clip": 0.0, **keys}
-    config = LearnerConfig(backend="torch", **keys)
-    return Trainer(TorchBackend(Policy(tiny_model(dtype=torch.float64)), config), algorithm, config)
+    config = LearnerConfig(zero_stage=0, **keys)
+    return Trainer(RankBackend(Policy(tiny_model(dtype=torch.float64)), config), algorithm, config)
 
 
 def encoded(seed: int = 4) -> list[EncodedTree]:

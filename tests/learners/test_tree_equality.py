@@ -121,16 +121,6 @@ def test_the_trees_cover_both_signs_and_every_clip_edge() -> None:
         assert (ratio - edge).abs().min() > 1e-4, "too near to a clip edge to be compared"
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_gradient_does_not_depend_on_packing(name: str) -> None:
-    model = tiny_model(name)
-    _, encoded = some_trees(8)
-    whole = gradients(model, tree_loss(model, encoded, ALGORITHMS["ppo"], max_tokens=WHOLE))
-    for max_tokens in (1, 40, 100, 200):
-        loss = tree_loss(model, encoded, ALGORITHMS["ppo"], max_tokens=max_tokens)
-        assert relative(gradients(model, loss), whole) < 1e-5
-
-
 @pytest.mark.usefixtures("_blocks")
 @pytest.mark.parametrize("name", MODELS)
 def test_checkpointing_changes_nothing_but_memory(name: str) -> None:

@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentenv.base.errors import ConfigError
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.base.types import Task
 from agentenv.learners.algorithms.algorithm import Algorithm
-from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.algorithms.baselines import GRPO
 from agentenv.learners.algorithms.credit import TreeCredit
 from agentenv.learners.algorithms.gigpo import GiGPO
@@ -102,15 +100,6 @@ def test_a_flat_tree_has_the_credit_of_grpo(name: str, seed: int) -> None:
     np.testing.assert_array_equal(found.weight[1:], expected.weight[1:])
 
 
-@given(trees)
-def test_hard_sharing_of_arpo_is_a_preset_to_the_bit(tree: TrajectoryTree) -> None:
-    for sharing in ("hard", "soft"):
-        arpo = credit_of(ARPO(group_size=SIZE, sharing=sharing), tree)
-        found = credit_of(Turnwise(group_size=SIZE, weight_exponent=1.0, sharing=sharing), tree)
-        for name in ("adv_pos", "adv_neg", "weight", "returns", "advantages"):
-            np.testing.assert_array_equal(getattr(found, name), getattr(arpo, name))
-
-
 @presets
 @given(tree=trees, seed=st.integers(0, 100))
 def test_the_order_of_nodes_changes_nothing(
@@ -144,46 +133,6 @@ def test_equal_returns_give_exactly_zero(algorithm: Algorithm, tree: TrajectoryT
     credit = credit_of(algorithm, tree)
     np.testing.assert_allclose(credit.adv_pos, 0, atol=1e-15)
     np.testing.assert_allclose(credit.adv_neg, 0, atol=1e-15)
-
-
-@given(trees)
-def test_a_turn_has_the_mean_of_its_leaves_and_the_square_root_of_their_number(
-    tree: TrajectoryTree,
-) -> None:
-    group = credit_of(GRPO(group_size=SIZE), tree)
-    paths = [path.path for path in tree.trajectories()]
-    found = credit_of(PRESETS["turnwise"], tree)
-    values = advantages(PRESETS["treerl"], tree)
-    mean = {}
-    for node in tree.nodes:
-        below = [group.advantages[path[-1].index] for path in paths if node in path]
-        mean[node.index] = np.mean(below)
-        assert found.weight[node.index] == pytest.approx(len(below) ** 0.5)
-        if node.index:
-            own = mean[node.index]
-            assert advantages(PRESETS["turnwise"], tree)[node.index] == pytest.approx(own)
-            assert values[node.index] == pytest.approx(2 * own - mean[node.parent], abs=1e-9)
-
-
-@given(trees)
-def test_a_value_of_children_counts_each_child_once_or_by_its_entropy(tree: TrajectoryTree) -> None:
-    group = credit_of(GRPO(group_size=SIZE), tree)
-    rng = Random(1)
-    for node in tree.nodes[1:]:
-        node.entropies = [rng.random() for _ in node.action_ids]
-
-    def value(node: Node, by_entropy: bool) -> float:
-        children = [one for one in tree.nodes if one.parent == node.index]
-        if not children:
-            return float(group.advantages[node.index])
-        weights = [np.exp(np.mean(one.entropies)) if by_entropy else 1.0 for one in children]
-        values = [value(one, by_entropy) for one in children]
-        return float(np.average(values, weights=weights))
-
-    for name, by_entropy in (("children", False), ("softmax", True)):
-        found = advantages(Turnwise(group_size=SIZE, value=name), tree)
-        for node in tree.nodes[1:]:
-            assert found[node.index] == pytest.approx(value(node, by_entropy), abs=1e-6)
 
 
 @given(trees)
@@ -228,18 +177,3 @@ def test_gigpo_compares_turns_from_the_same_state_across_roots() -> None:
     nodes[1].info["state_key"] = "five"
     found = advantages(GiGPO(group_size=4, evidence=0.0, discount=0.5), tree) - plain
     assert found[[2, 4]] == pytest.approx([0.0, 0.0]), "the key of the environment decides"
-
-
-@pytest.mark.parametrize(
-    ("keys", "why"),
-    [
-        ({"compat": "reference"}, "compat"),
-        ({"sharing": "soft", "local": 1.0}, "sharing"),
-        ({"step_rewards": "to_go", "value": "children"}, "step_rewards"),
-        ({"kl_reward": 0.1}, "name"),
-        ({"aggregation": "seq-mean-token-mean"}, "name"),
-    ],
-)
-def test_incompatible_keys_are_refused(keys: dict[str, object], why: str) -> None:
-    with pytest.raises(ConfigError, match=rf"algorithm\.{why}: "):
-        Turnwise(**keys)  # type: ignore[arg-type]

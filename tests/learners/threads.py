@@ -16,11 +16,11 @@ from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from agentenv.learners.algorithms.algorithm import Algorithm
-from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.ranks.backend import TorchBackend, scale_learning_rates
+from agentenv.learners.keys import LearnerConfig
+from agentenv.learners.ranks.backend import RankBackend, scale_learning_rates
 from agentenv.learners.ranks.trainer import Trainer
 from agentenv.learners.trees.context import ContextGroup
-from agentenv.learners.trees.minibatch import Gather
+from agentenv.learners.trees.leaf_map import Gather
 from agentenv.learners.trees.policy import Policy
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class Meeting:
         return [future.result() for future in futures]
 
 
-class ThreadBackend(TorchBackend):
+class ThreadBackend(RankBackend):
     """Meets the others in this process."""
 
     def __init__(self, policy: Policy, config: LearnerConfig, rank: int, meeting: Meeting) -> None:

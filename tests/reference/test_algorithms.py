@@ -18,7 +18,7 @@ from agentenv.learners.algorithms.aepo import AEPO
 from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.algorithms.baselines import GRPO
 from agentenv.learners.algorithms.losses import LossBatch
-from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks.messages import Init
 from agentenv.reference.algorithms import (
     ReleasedAEPO,

@@ -362,7 +362,7 @@ def main() -> int:
         return spare
 
     supervisor.start_process = start_process
-    return train.main([*arguments, "learner.backend=torch"])
+    return train.main([*arguments, "learner.zero_stage=0"])
 
 
 if __name__ == "__main__":

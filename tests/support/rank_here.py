@@ -3,8 +3,7 @@
 A separate rank costs a process that imports torch, transformers and DeepSpeed, several seconds for
 a run of a few updates. Where a test is about the controller (the loop, evaluations, files,
 resuming), the rank can be here: the same model, trainer, checkpoints and commands, each packed and
-unpacked as on the wire. Left out are the process, and DeepSpeed for plain torch; tests of ranks, of
-both backends and of the whole job have them.
+unpacked as on the wire. Left out is the process; tests of ranks and of the whole job have it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.base.errors import LearnerError
-from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks.rank import Rank
 from agentenv.learners.ranks.rank_group import RankGroup, RemoteRanks
@@ -50,7 +49,7 @@ class RankHere(RankGroup):
                 raise LearnerError(f"the learner is closed; log {self.log_path}")
             (command,) = commands
             if isinstance(command, wire.Init):
-                command = replace(command, config=replace(command.config, backend="torch"))
+                command = replace(command, config=replace(command.config, zero_stage=0))
             messages = [wire.pack_frame(one) for one in wire.messages_of(command)]
             reply = await asyncio.to_thread(self._answer, messages)
         if isinstance(reply, wire.RankFailed):
@@ -83,7 +82,8 @@ def ranks(
     remote: RemoteRanks | None = None,
 ) -> RankGroup:
     """Here if it is one rank without DeepSpeed, and no launcher gives its position."""
-    is_plain = config.num_ranks == 1 and not config._needs_deepspeed() and remote is None
+    is_plain = config.num_ranks == 1 and remote is None
+    is_plain = is_plain and not config.resolved(on_gpu=False).zero_stage
     return (RankHere if is_plain else RankGroup)(config, log_path, gpus, remote)
 
 

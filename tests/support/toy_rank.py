@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from agentenv.base.errors import LearnerError
-from agentenv.learners.learner import SAVED_FILE, LearnerConfig, SavedLearner, Score
+from agentenv.learners.keys import SAVED_FILE, LearnerConfig, SavedLearner, Score
 from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks.checkpoint import shard_name, write_tensors
 from agentenv.learners.ranks.rank_group import RankGroup, RemoteRanks

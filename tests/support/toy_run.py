@@ -23,7 +23,7 @@ from agentenv.base.errors import EngineError, EnvError, GraderError, InfraError
 from agentenv.base.types import Completion, Info, Limit, Message, SamplingParams, Task
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.learners.algorithms.credit import CreditedTree
-from agentenv.learners.learner import Metrics, Score
+from agentenv.learners.keys import Metrics, Score
 from agentenv.learners.trees.batch import EncodedTree
 from agentenv.rollout.actor import Actor
 from agentenv.text.renderer import TagRenderer

@@ -11,7 +11,7 @@ from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.base.errors import SHOWN
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import MALFORMED_CALL, UNKNOWN_TOOL, Info, Limit
-from agentenv.learners.learner import Metrics
+from agentenv.learners.keys import Metrics
 from agentenv.rollout.failures import faults_of
 
 logger = logging.getLogger(__name__)

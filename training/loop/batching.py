@@ -16,7 +16,7 @@ from agentenv.base.errors import AgentEnvError, ConfigError, EnvError
 from agentenv.base.tree import TrajectoryTree
 from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.algorithms.credit import CreditedTree, TreeCredit
-from agentenv.learners.learner import Metrics
+from agentenv.learners.keys import Metrics
 from agentenv.rollout.archive import Fate
 from agentenv.rollout.failures import faults_of
 from agentenv.rollout.metrics import failure_kind

@@ -50,7 +50,7 @@ from agentenv.base.types import Task
 from agentenv.contract.engine import Engine, EngineStart, ServerStarter
 from agentenv.contract.env import Env
 from agentenv.contract.plan import RolloutPlan
-from agentenv.learners.learner import frozen_model, read_saved
+from agentenv.learners.keys import frozen_model, read_saved
 from agentenv.learners.lora import ADAPTER_FOLDER
 from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner, start_ranks
 from agentenv.learners.ranks.rank_group import RankGroup, RemoteRanks

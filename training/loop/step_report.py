@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from agentenv.base.offload import in_thread
 from agentenv.contract.env import shared_stats
 from agentenv.learners.algorithms.credit import counted_leaves
-from agentenv.learners.learner import Metrics
+from agentenv.learners.keys import Metrics
 from agentenv.rollout.metrics import (
     LoopLag,
     Throughput,

@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from agentenv.assembly.keys.supervised import DPOLoopConfig, SFTLoopConfig
-from agentenv.learners.learner import Metrics, Score
+from agentenv.learners.keys import Metrics, Score
 from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.ranks.dpo import (
     PairTokens,

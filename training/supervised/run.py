@@ -29,7 +29,7 @@ from agentenv.base.deadline import uncancelled
 from agentenv.base.disk import write_whole
 from agentenv.base.offload import in_thread
 from agentenv.learners.algorithms.baselines import GRPO
-from agentenv.learners.learner import Metrics
+from agentenv.learners.keys import Metrics
 from agentenv.learners.optimizer import lr_factor
 from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
 from agentenv.text.prompt import load_instruction

@@ -23,7 +23,7 @@ from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.base.disk import write_whole
 from agentenv.base.offload import in_thread
 from agentenv.base.tree import TrajectoryTree
-from agentenv.learners.learner import Metrics
+from agentenv.learners.keys import Metrics
 from agentenv.learners.optimizer import optimizer_of
 from agentenv.learners.ranks.dpo import encode_pair
 from agentenv.rollout.actor import Actor

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 from msgspec.structs import force_setattr, replace
 
 from agentenv.base.config import ESSENTIAL, PATH
@@ -26,10 +26,6 @@ Agreement = Literal["exact", "close", "unknown"]
 class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Keys of the learner's ranks and of the optimizer steps of an update."""
 
-    backend: Annotated[
-        Literal["deepspeed", "torch"],
-        Meta(description="training backend; torch is plain and meant for debugging"),
-    ] = "deepspeed"
     num_ranks: Annotated[
         int, Meta(ge=1, description="processes that train together", extra=ESSENTIAL)
     ] = 1
@@ -59,8 +55,9 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
     zero_stage: Annotated[
         Literal["auto", 0, 1, 2, 3],
         Meta(
-            description="DeepSpeed ZeRO: 1 shards optimizer state over ranks, 2 also gradients, 3 "
-            "also weights; auto: the lowest that dtype and offload allow; muon_adamw needs 0",
+            description="0 is plain torch; DeepSpeed ZeRO: 1 shards optimizer state over ranks, 2 "
+            "also gradients, 3 also weights; auto: the lowest that dtype, offload and "
+            "deepspeed_config allow; muon_adamw needs 0",
             extra=ESSENTIAL,
         ),
     ] = "auto"
@@ -87,13 +84,6 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
             extra=ESSENTIAL,
         ),
     ] = False
-    compile: Annotated[
-        bool,
-        Meta(
-            description="compile the feed-forward part and the norms of every layer with "
-            "torch.compile, which needs a C++ compiler; not with zero_stage 3"
-        ),
-    ] = False
     fused: Annotated[
         Literal["none", "liger"],
         Meta(
@@ -102,27 +92,18 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = "none"
     layout: Annotated[
-        Literal["auto", "measured", "tree", "segments", "padded"],
+        Literal["auto", "tree", "segments", "padded"],
         Meta(
             description="layout of micro-batches, all with the same gradients: trees whose shared "
-            "tokens are computed once, the same with attention by segments, or rows padded to one "
-            "length; measured: the fastest in the first 15 updates; auto: on a CPU segments where "
-            "paths are short, else tree, regardless of times"
+            "tokens are computed once, the same with attention by segments (CPUs), or rows padded "
+            "to one length; auto: on a CPU segments where paths are short, else tree"
         ),
     ] = "auto"
-    allocator: Annotated[
-        str,
-        Meta(
-            description="PYTORCH_ALLOC_CONF of ranks started by the run, such as "
-            "expandable_segments:True against fragmentation by micro-batches of different lengths; "
-            "empty: torch's default"
-        ),
-    ] = ""
     deepspeed_config: Annotated[
         str,
         Meta(
             description="JSON file with further DeepSpeed settings (buckets, overlap, offload "
-            "buffers); settings that contradict these keys are rejected",
+            "buffers), for zero_stage >= 1; settings that contradict these keys are rejected",
             extra=PATH,
         ),
     ] = ""
@@ -173,21 +154,18 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         for wrong, text in (
-            (self.backend == "torch" and self._needs_deepspeed(), TORCH_IS_PLAIN),
             (self.dtype == "bfloat16" and self.zero_stage == 0, BF16_NEEDS_1),
             (self.offload != "none" and self.zero_stage == 0, OFFLOAD_NEEDS_1),
+            (self.deepspeed_config and self.zero_stage == 0, JSON_NEEDS_1),
             (self.offload == "params" and self.zero_stage in (0, 1, 2), OFFLOAD_PARAMS_NEEDS_3),
             ((self.launch == "external") != bool(self.address), EXTERNAL_NEEDS_ADDRESS),
             (self.num_ranks % self.context_parallel, REPLICAS_NEED_RANKS),
-            (self.compile and self.zero_stage == 3, COMPILE_NEEDS_WEIGHTS),
-            (self.compile and self.fused != "none", COMPILED_OR_FUSED),
-            (self.launch == "external" and self.allocator, ALLOCATOR_IS_LOCAL),
             (self.is_flat and self.context_parallel > 1, RANKS_NEED_TREES),
             (self.layout == "padded" and self.router_loss, ROUTERS_NEED_NO_PADDING),
         ):
             if wrong:
                 raise ConfigError(text.format(self))
-        if self.backend == "torch" or self.optimizer == "muon_adamw":  # on any device
+        if self.optimizer == "muon_adamw":  # on any device
             found = self.resolved(on_gpu=False)
             force_setattr(self, "zero_stage", found.zero_stage)
             force_setattr(self, "dtype", found.dtype)
@@ -200,8 +178,8 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         if dtype == "auto":
             dtype = "bfloat16" if on_gpu and stage != 0 else "float32"
         if stage == "auto":
-            stage = 1 if dtype == "bfloat16" or self.offload == "optimizer" else 0
-            stage = 3 if self.offload == "params" else stage
+            needs_1 = dtype == "bfloat16" or self.offload == "optimizer" or self.deepspeed_config
+            stage = 3 if self.offload == "params" else 1 if needs_1 else 0
         if (dtype, stage) == (self.dtype, self.zero_stage):
             return self
         return replace(self, dtype=dtype, zero_stage=stage)
@@ -229,11 +207,6 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         """Token budget of a replica's micro-batch, except for a longer path."""
         return self.context_parallel * self.max_tokens_per_microbatch
 
-    def _needs_deepspeed(self) -> bool:
-        plain = self.zero_stage in (0, "auto") and self.dtype in ("float32", "auto")
-        plain = plain and self.offload == "none"
-        return not plain or bool(self.deepspeed_config)
-
 
 MUON_NEEDS_0 = (
     "{key} = muon_adamw requires whole matrices, which learner.zero_stage = {stage} "
@@ -243,14 +216,11 @@ LORA_NEEDS_ADAMW = (
     "{key} = muon_adamw would make the matrices of each adapter of learner.lora orthogonal; set "
     '{key} = "adamw"'
 )
-TORCH_IS_PLAIN = (
-    "learner.backend = torch does not support ZeRO, bfloat16, offload or deepspeed_config; use "
-    "backend = deepspeed, or zero_stage = 0, dtype = float32, offload = none"
-)
 BF16_NEEDS_1 = (
-    "learner.dtype = bfloat16 needs learner.zero_stage >= 1 (1 is free on one rank): stage 0 of "
-    "DeepSpeed drifts, since its optimizer for bfloat16 has no float32 sums of gradients"
+    "learner.dtype = bfloat16 needs learner.zero_stage >= 1 (1 is free on one rank): stage 0 is "
+    "plain torch in float32"
 )
+JSON_NEEDS_1 = "learner.deepspeed_config needs learner.zero_stage >= 1: stage 0 is plain torch"
 OFFLOAD_NEEDS_1 = (
     "learner.offload needs learner.zero_stage >= 1: stage 0 keeps everything on the device"
 )
@@ -266,13 +236,6 @@ REPLICAS_NEED_RANKS = (
     "learner.context_parallel = {0.context_parallel} does not divide learner.num_ranks = "
     "{0.num_ranks}: this many ranks share a micro-batch; change one of them"
 )
-COMPILE_NEEDS_WEIGHTS = (
-    "learner.compile with learner.zero_stage = 3: weights are gathered before each module runs, "
-    "for which a compiled module would not wait; lower zero_stage, or set compile = false"
-)
-COMPILED_OR_FUSED = (
-    "learner.compile and learner.fused = {0.fused} replace the same layers; choose one of them"
-)
 RANKS_NEED_TREES = (
     "learner.layout = {0.layout} with learner.context_parallel = {0.context_parallel}: ranks share "
     'the tokens of trees; set learner.layout = "auto"'
@@ -280,10 +243,6 @@ RANKS_NEED_TREES = (
 ROUTERS_NEED_NO_PADDING = (
     "learner.layout = padded with learner.router_loss = {0.router_loss}, an average over tokens, "
     'which would count shared ones again; set learner.layout = "auto"'
-)
-ALLOCATOR_IS_LOCAL = (
-    "learner.allocator is for ranks started by the run; with learner.launch = external set "
-    "PYTORCH_ALLOC_CONF = {0.allocator} where you start them"
 )
 
 
@@ -312,26 +271,9 @@ class Score(Struct, frozen=True):
 SAVED_FILE = "learner.json"
 
 
-class LayoutSample(NamedTuple):
-    """Seconds of one micro-batch, forward and backward."""
-
-    layout: Literal["tree", "segments", "padded"]
-    tokens: int
-    pairs: int
-    seconds: float
-
-
-class Trial(Struct):
-    """The number of updates of one kind so far, and the times of measured ones."""
-
-    num_updates: int = 0
-    samples: list[LayoutSample] = field(default_factory=list)
-
-
 class SavedLearner(Struct, kw_only=True):
     """Metadata of a checkpoint. `base_model`: directory of the frozen weights, with `lora`.
-    `reference_updates`: see `agentenv.learners.ranks.trainer.Reference`; `trials`: see
-    `agentenv.learners.trees.layouts`."""
+    `reference_updates`: see `agentenv.learners.ranks.reference_policy`."""
 
     num_ranks: int
     zero_stage: int
@@ -343,7 +285,6 @@ class SavedLearner(Struct, kw_only=True):
     base_model: str
     reference_updates: int = 0
     lora: LoRAConfig | None = None
-    trials: dict[str, Trial] = field(default_factory=dict)
 
 
 def read_saved(directory: Path) -> SavedLearner:

@@ -1,0 +1,127 @@
+"""Export of a checkpoint as a Hugging Face directory, without ranks; weights are read by name.
+
+CHECKPOINT/            config, tokenizer, chat template and weights in the training dtype
+CHECKPOINT/trainer/    float32 weights, one file per rank
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentenv.base.errors import DataError
+from agentenv.learners.lora import (
+    ADAPTER,
+    ADAPTER_FOLDER,
+    disk_shapes,
+    is_adapter,
+    merged,
+    write_adapter,
+)
+from agentenv.learners.ranks.checkpoint import MASTER
+from agentenv.learners.ranks.export import (
+    MAX_SHARD_BYTES,
+    ParamParts,
+    WeightEntry,
+    WeightFiles,
+    check_written,
+    copy_files,
+    write_weights,
+)
+from agentenv.learners.ranks.saved_checkpoint import Checkpoint
+
+TRAINER = "trainer"
+
+
+def export(
+    checkpoint: Path, out: Path, *, dtype: str = "bfloat16", max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Write `out` from a checkpoint's directory, from its float32 weights if they exist.
+
+    With adapters `out` has the merged model, and `out`/adapter the adapter. Raises DataError if the
+    checkpoint is incomplete.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if out.exists() and any(out.iterdir()):
+        raise DataError(f"{out} is not empty; choose another folder")
+    if not (checkpoint / "config.json").is_file():
+        raise DataError(f"{checkpoint} is not a checkpoint: config.json is missing")
+    saved = Checkpoint(checkpoint / TRAINER) if (checkpoint / TRAINER).is_dir() else None
+    copy_files(checkpoint, out, dtype)
+    weights = WeightFiles(_base_of(checkpoint, saved))
+    wanted = getattr(torch, dtype)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
+    fused = {} if saved is None else _fused(saved, model)
+    kept = {  # unchanged: float32 biases of routers
+        disk
+        for name, buffer in model.named_buffers()
+        for disk in disk_shapes(model, name, tuple(buffer.shape), buffer.dtype)
+    }
+
+    def tensor(name: str) -> Tensor:
+        if name in fused:
+            found = fused[name].take(name)
+        else:
+            found = weights.tensor(name) if saved is None else trained(saved, weights, name)
+        return found.to(written(name))
+
+    def written(name: str) -> torch.dtype:
+        before = weights.dtype(name)
+        return wanted if before.is_floating_point and name not in kept else before
+
+    entries = [
+        WeightEntry(name, written(name), weights.shape(name), partial(tensor, name))
+        for name in weights.names()
+    ]
+    write_weights(entries, entries, out, max_shard_bytes=max_shard_bytes, durable=True)
+    if saved is not None and saved.meta.lora is not None:
+        adapter = {name: whole(saved, name) for name in saved.shapes if is_adapter(name)}
+        write_adapter(out / ADAPTER_FOLDER, saved.meta.lora, adapter, saved.meta.base_model)
+    check_written(out)
+
+
+def _fused(saved: Checkpoint, model: Any) -> dict[str, ParamParts]:
+    """Trained weights with other names in memory, by their names on disk."""
+    found: dict[str, ParamParts] = {}
+    for name, shape in saved.shapes.items():
+        shapes = {} if is_adapter(name) else disk_shapes(model, name, shape, torch.float32)
+        if shapes and list(shapes) != [name]:
+            found |= dict.fromkeys(shapes, ParamParts(model, name, partial(whole, saved, name)))
+    return found
+
+
+def whole(saved: Checkpoint, name: str) -> Tensor:
+    """A parameter from all ranks' files, float32."""
+    shape = saved.shapes[name]
+    return saved.read(name, MASTER, 0, torch.Size(shape).numel()).view(shape)
+
+
+def trained(saved: Checkpoint, weights: WeightFiles, name: str) -> Tensor:
+    """A weight of the checkpoint: trained, merged with its adapter, or original."""
+    if name in saved.shapes:
+        return whole(saved, name)
+    layer, lora = name.removesuffix(".weight"), saved.meta.lora
+    pair = [f"{layer}.lora_{part}.{ADAPTER}.weight" for part in ("A", "B")]
+    if lora is None or pair[0] not in saved.shapes:
+        return weights.tensor(name)
+    lora_a, lora_b = (whole(saved, factor) for factor in pair)
+    return merged(weights.tensor(name).float(), lora_a, lora_b, lora.alpha / lora.r)
+
+
+def _base_of(checkpoint: Path, saved: Checkpoint | None) -> Path:
+    """The directory of the original weights, or of the written ones."""
+    if saved is None or saved.meta.lora is None:
+        return checkpoint
+    base = Path(saved.meta.base_model)
+    if not base.is_dir():
+        raise DataError(
+            f"{base}: the adapters' base model no longer exists; the merged model is in the "
+            "checkpoint itself"
+        )
+    return base

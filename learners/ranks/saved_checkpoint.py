@@ -1,0 +1,138 @@
+"""Reading a checkpoint of `agentenv.learners.ranks.checkpoint`, by any number of ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from agentenv.base.disk import finished_folder
+from agentenv.base.errors import DataError
+from agentenv.learners.keys import read_saved
+from agentenv.learners.ranks.checkpoint import (
+    MASTER,
+    REFERENCE,
+    SEPARATOR,
+    fragments,
+    shard_name,
+)
+
+if TYPE_CHECKING:
+    from agentenv.learners.ranks.backend import RankBackend
+
+
+class Checkpoint:
+    """A checkpoint of `save`; tensors are mapped from the files, not loaded."""
+
+    def __init__(self, directory: Path) -> None:
+        directory = finished_folder(directory)
+        self.meta = read_saved(directory)
+        self.directory = directory
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._steps: dict[str, float] = {}
+        self._parts: dict[tuple[str, str], list[tuple[int, int, Any]]] = {}
+        for rank in range(self.meta.num_ranks):
+            path = directory / shard_name(rank, self.meta.num_ranks)
+            try:
+                self._index(safe_open(path, "pt"))
+            except (OSError, SafetensorError) as error:
+                raise DataError(f"{path}: cannot be read: {error}") from error
+
+    def _index(self, file: Any) -> None:
+        for name, entry in json.loads(file.metadata()["fragments"]).items():
+            self.shapes[name] = tuple(entry["shape"])
+            if entry["step"] is not None:
+                self._steps[name] = entry["step"]
+            for kind in entry["kinds"]:
+                part = (entry["start"], entry["size"], file)
+                self._parts.setdefault((name, kind), []).append(part)
+
+    def kinds(self, name: str) -> list[str]:
+        """Names of the optimizer's states of a parameter."""
+        known = (MASTER, REFERENCE)
+        return [kind for one, kind in self._parts if one == name and kind not in known]
+
+    def step_of(self, name: str) -> float | None:
+        """Number of optimizer steps in the parameter's state."""
+        return self._steps.get(name)
+
+    def read(self, name: str, kind: str, start: int, size: int) -> Tensor:
+        """Elements [start, start + size) of a flattened parameter or its state, float32."""
+        out = torch.empty(size)
+        missing = size
+        for first, count, file in self._parts.get((name, kind), ()):
+            low, high = max(start, first), min(start + size, first + count)
+            if low < high:
+                part = file.get_slice(f"{name}{SEPARATOR}{kind}")[low - first : high - first]
+                out[low - start : high - start] = part
+                missing -= high - low
+        if missing:
+            raise DataError(
+                f"{self.directory}: has no {kind} of {name}; it belongs to a different model, or "
+                f"to optimizer = {self.meta.optimizer}, lora = {self.meta.lora}. To start from its "
+                "weights only, set model.path to the checkpoint's folder"
+            )
+        return out
+
+    def rng_states(self, rank: int) -> dict[str, Tensor]:
+        """Random generator states of a rank by device; empty for a rank that did not exist."""
+        if rank >= self.meta.num_ranks:
+            return {}
+        with safe_open(self.directory / shard_name(rank, self.meta.num_ranks), "pt") as file:
+            keys = [key for key in file.keys() if key.startswith("rng")]  # noqa: SIM118
+            return {key.removeprefix("rng_"): file.get_tensor(key) for key in keys}
+
+
+@torch.no_grad()
+def restore(backend: RankBackend, saved: Checkpoint) -> None:
+    """Set float32 weights, optimizer state and the weights in use from a checkpoint."""
+    state = backend.base_optimizer.state
+    state.clear()
+    for fragment in fragments(backend):
+        name, start, size = fragment.name, fragment.start, fragment.size
+        fragment.view(fragment.owner).copy_(saved.read(name, MASTER, start, size))
+        for kind in saved.kinds(name):
+            if kind not in state[fragment.owner]:
+                state[fragment.owner][kind] = torch.zeros_like(fragment.owner, requires_grad=False)
+            fragment.view(state[fragment.owner][kind]).copy_(saved.read(name, kind, start, size))
+        step = saved.step_of(name)
+        if step is not None:
+            state[fragment.owner]["step"] = torch.tensor(step, dtype=torch.float32)
+    if backend.stage:
+        with changing_weights(
+            backend
+        ):  # the weights in use are the float32 ones, rounded to their dtype
+            for name, start, elements in local_weights(backend):
+                elements.copy_(saved.read(name, MASTER, start, elements.numel()))
+
+
+def local_weights(backend: RankBackend) -> Iterator[tuple[str, int, Tensor]]:
+    """Name, first element and elements of each trained weight in the form for computation on this
+    rank: the whole weight at stages 0 to 2, the rank's part at stage 3."""
+    for name, param in backend.policy.model.named_parameters():
+        if not param.requires_grad:
+            continue
+        if not hasattr(param, "ds_tensor"):
+            yield name, 0, param.detach().view(-1)
+            continue
+        start = backend.rank * param.ds_tensor.ds_numel
+        size = min(param.ds_tensor.ds_numel, param.ds_numel - start)  # the last part is padded
+        if size > 0:
+            yield name, start, param.ds_tensor.detach().view(-1)[:size]
+
+
+@contextmanager
+def changing_weights(backend: RankBackend) -> Iterator[None]:
+    """Around writes to the tensors of `local_weights`. Drops weights that stage 3 gathered; the
+    next forward pass gathers them again. Not collective."""
+    if backend.stage == 3:
+        backend.optimizer.checkpoint_event_prologue()
+    yield
+    if backend.stage == 3:
+        backend.optimizer.invalidate_secondary_tensor()
