@@ -45,9 +45,9 @@ def test_another_engine_ignores_the_keys_of_the_old_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """As when a run that was saved with all its keys is evaluated on a server."""
-    engine = {"name": "embedded", "max_num_seqs": 128, "num_cached_seqs": 9, "max_model_len": 512}
+    engine = {"name": "embedded", "max_num_seqs": 128, "num_threads": 9, "max_model_len": 512}
     raw: dict[str, Any] = {"engine": dict(engine)}
     override_kinds(TrainConfig, raw, ["engine.name=vllm", "engine.entropy_top_k=5"])
     assert raw == {"engine": {"name": "vllm", "max_model_len": 512, "entropy_top_k": 5}}
-    told = "engine.name = vllm does not have these keys, ignored: num_cached_seqs = 9"
+    told = "engine.name = vllm does not have these keys, ignored: num_threads = 9"
     assert caplog.messages == [told]

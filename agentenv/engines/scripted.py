@@ -31,14 +31,7 @@ from agentenv.contract.engine import (
 Script = Callable[[str, Random], str]
 
 
-class ScriptedConfig(
-    EngineConfig,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag="scripted",
-    tag_field="name",
-):
+class ScriptedConfig(EngineConfig, frozen=True, kw_only=True, tag="scripted", tag_field="name"):
     """Configuration of the scripted engine."""
 
     capabilities: ClassVar = EngineCapabilities(is_exact=True)  # no model could differ

@@ -438,14 +438,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
             raise
 
 
-class SGLangConfig(
-    PooledEngineConfig,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag="sglang",
-    tag_field="name",
-):
+class SGLangConfig(PooledEngineConfig, frozen=True, kw_only=True, tag="sglang", tag_field="name"):
     """SGLang servers."""
 
     client: ClassVar[type[SGLangServer]] = SGLangServer

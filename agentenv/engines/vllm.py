@@ -388,14 +388,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
         return {"update_info": info}
 
 
-class VLLMConfig(
-    PooledEngineConfig,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag="vllm",
-    tag_field="name",
-):
+class VLLMConfig(PooledEngineConfig, frozen=True, kw_only=True, tag="vllm", tag_field="name"):
     """vLLM servers."""
 
     client: ClassVar[type[VLLMServer]] = VLLMServer

@@ -354,21 +354,12 @@ SLACK_S = 60.0  # added to deadlines, so that ranks time out by themselves first
 
 
 class LearnerSender:
-    """A Sender. Call `publish` first, once per update; directories are created in `folder`. `port`
-    and `interface` are those of the group; see `agentenv.learners.ranks.messages.OpenGroup`."""
+    """A Sender. Call `publish` first, once per update; directories are created in `folder`."""
 
-    def __init__(
-        self,
-        learner: DeepSpeedLearner,
-        folder: Path,
-        timeout_s: float,
-        port: int = 0,
-        interface: str = "",
-    ) -> None:
+    def __init__(self, learner: DeepSpeedLearner, folder: Path, timeout_s: float) -> None:
         self.learner = learner
         self.folder = folder.absolute()
         self.timeout_s = timeout_s
-        self.port, self.interface = port, interface
         self._manifest = Manifest([])
         self._written: Path | None = None
         self._writing = asyncio.Lock()
@@ -384,8 +375,7 @@ class LearnerSender:
         return self._manifest
 
     async def open(self, kind: Wire = "torch") -> Address:
-        command = wire.OpenGroup(self.timeout_s, kind, self.port, self.interface)
-        reply = (await self.learner.call_all(command))[0]
+        reply = (await self.learner.call_all(wire.OpenGroup(self.timeout_s, kind)))[0]
         _check_answers(reply)
         assert reply.address is not None
         return reply.address

@@ -30,9 +30,9 @@ from agentenv.base.offload import in_thread, start_thread
 from agentenv.base.types import Chunk, Completion, SamplingParams
 from agentenv.contract.engine import Engine, check_request
 from agentenv.contract.stop_strings import StopStrings
+from agentenv.engines.embedded.embedded_config import NUM_CACHED_SEQS, EmbeddedConfig
 from agentenv.engines.embedded.model import SlotCache, avoid_cudnn
 from agentenv.engines.embedded.scheduler import EmbeddedRequest, Event, Scheduler
-from agentenv.engines.embedded.settings import EmbeddedSettings
 from agentenv.engines.embedded.weights import EmbeddedWeights, read_architecture
 
 CLOSED = "the engine is closed"
@@ -85,7 +85,7 @@ class EmbeddedEngine(Engine):
 
     def __init__(
         self,
-        config: EmbeddedSettings,
+        config: EmbeddedConfig,
         model_path: Path,
         policy_version: int = 0,
         tokenizer: Any = None,
@@ -105,7 +105,7 @@ class EmbeddedEngine(Engine):
         self._scheduler = Scheduler(
             self._arch,
             weights,
-            SlotCache(self._arch, config.max_num_seqs, config.num_cached_seqs, dtype, device),
+            SlotCache(self._arch, config.max_num_seqs, NUM_CACHED_SEQS, dtype, device),
             StopStrings(model_path, self._arch.vocab_size),
             policy_version,
             config.max_num_seqs,
