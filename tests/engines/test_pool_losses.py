@@ -16,13 +16,8 @@ from agentenv.base.errors import EngineDeadError, EngineError
 from agentenv.base.types import Chunk, Completion, VersionSpan
 from agentenv.contract.request import BusyError, PartEnd, ServerLostError, ServerRequest
 from tests.engines.faulty_server import FaultyServer
-from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
+from tests.engines.pool_bench import TEXT, Bench, bench, virtual
 from tests.support.virtual_clock import run_virtual
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("model"))
 
 
 @virtual(2)
@@ -65,21 +60,18 @@ def test_a_stop_string_across_two_servers_still_stops(folder: Path, cut: int, st
     ("options", "reason"),
     [({}, "stop"), ({"stop": ()}, "stop"), ({"max_tokens": 5}, "length")],
 )
-def test_a_turn_that_lost_only_its_end_is_complete(
-    folder: Path, options: dict[str, Any], reason: str
+@virtual(2, is_leased=False)
+async def test_a_turn_that_lost_only_its_end_is_complete(
+    b: Bench, options: dict[str, Any], reason: str
 ) -> None:
-    async def main() -> None:
-        async with bench(folder, 2) as b:
-            whole = await b.generate(session="other", **options)
-            b.servers[1].die_after = len(whole.token_ids)
-            done = await b.generate(session="other2", **options)
-            b.servers[0].die_after = len(whole.token_ids)
-            done = await b.generate(session="other", **options)
-            assert done.token_ids == whole.token_ids
-            assert (done.finish_reason, done.stop) == (reason, whole.stop)
-            assert b.pool.stats()["retries"] == 0
-
-    run_virtual(main())
+    whole = await b.generate(session="other", **options)
+    b.servers[1].die_after = len(whole.token_ids)
+    done = await b.generate(session="other2", **options)
+    b.servers[0].die_after = len(whole.token_ids)
+    done = await b.generate(session="other", **options)
+    assert done.token_ids == whole.token_ids
+    assert (done.finish_reason, done.stop) == (reason, whole.stop)
+    assert b.pool.stats()["retries"] == 0
 
 
 @virtual(1)
@@ -261,19 +253,16 @@ async def test_a_server_that_refuses_every_request_is_lost_eventually(b: Bench) 
 
 
 @pytest.mark.parametrize("breaks", [[0], [9], [3, 9]])
-def test_a_broken_connection_costs_neither_a_retry_nor_the_server(
-    folder: Path, breaks: list[int]
+@virtual(2, is_leased=False)
+async def test_a_broken_connection_costs_neither_a_retry_nor_the_server(
+    b: Bench, breaks: list[int]
 ) -> None:
-    async def main() -> None:
-        async with bench(folder, 2) as b:
-            b.servers[0].breaks = list(breaks)
-            assert b.text(await b.generate()) == TEXT
-            stats = b.pool.stats()
-            assert (stats["retries"], stats["server/0/lost"]) == (0, 0)
-            assert stats["reconnections"] == len(breaks)
-            assert b.servers[1].requests == []
-
-    run_virtual(main())
+    b.servers[0].breaks = list(breaks)
+    assert b.text(await b.generate()) == TEXT
+    stats = b.pool.stats()
+    assert (stats["retries"], stats["server/0/lost"]) == (0, 0)
+    assert stats["reconnections"] == len(breaks)
+    assert b.servers[1].requests == []
 
 
 @virtual(2)

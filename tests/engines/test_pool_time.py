@@ -21,17 +21,12 @@ from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.rollout.actor import Actor
 from agentenv.text.renderer import TagRenderer
 from tests.engines.faulty_server import EOS, VOCAB_SIZE, ByteTokenizer, FaultyServer, recite
-from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
+from tests.engines.pool_bench import TEXT, Bench, bench, virtual
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import TASK
 
 TURN_S = 30.0
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("model"))
 
 
 class ChatTokenizer(ByteTokenizer):
@@ -304,40 +299,34 @@ def test_a_slow_server_is_not_silent(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("num_slots", "num_lost"), [(1, 0), (2, 1)])
-def test_a_preempted_request_is_not_lost_while_its_server_is_responsive(
-    folder: Path, num_slots: int, num_lost: int
+@virtual(1, silence_s=30.0, is_leased=False)
+async def test_a_preempted_request_is_not_lost_while_its_server_is_responsive(
+    b: Bench, num_slots: int, num_lost: int
 ) -> None:
     """It gives no token for 60 s. A server that reports no waiting request has lost it."""
+    (server,) = b.servers
+    server.num_slots = num_slots
+    generate, break_s = server.generate, [60.0]
 
-    async def main() -> None:
-        async with bench(folder, 1, silence_s=30.0) as b:
-            (server,) = b.servers
-            server.num_slots = num_slots
-            generate, break_s = server.generate, [60.0]
+    async def take_a_break(request: ServerRequest, on_chunk: Callable[[Chunk], None]) -> PartEnd:
+        if request.session != "preempted" or not break_s:
+            return await generate(request, on_chunk)
+        on_chunk(Chunk(b.tokenizer.encode(TEXT[0]), [0.0], [0.0]))
+        await asyncio.sleep(break_s.pop())
+        chunks: list[Chunk] = []
+        end = await generate(request, chunks.append)
+        for chunk in chunks[1:]:
+            on_chunk(chunk)
+        return end
 
-            async def take_a_break(
-                request: ServerRequest, on_chunk: Callable[[Chunk], None]
-            ) -> PartEnd:
-                if request.session != "preempted" or not break_s:
-                    return await generate(request, on_chunk)
-                on_chunk(Chunk(b.tokenizer.encode(TEXT[0]), [0.0], [0.0]))
-                await asyncio.sleep(break_s.pop())
-                chunks: list[Chunk] = []
-                end = await generate(request, chunks.append)
-                for chunk in chunks[1:]:
-                    on_chunk(chunk)
-                return end
-
-            server.generate = take_a_break  # type: ignore[method-assign]
-            others = [
-                asyncio.create_task(b.generate(TEXT * 40, session=f"{n}", stop=(), max_tokens=1000))
-                for n in range(2)
-            ]
-            assert b.text(await b.generate(session="preempted")) == TEXT
-            assert b.pool.stats()["server/0/lost"] == num_lost
-            await asyncio.gather(*others)
-
-    run_virtual(main())
+    server.generate = take_a_break  # type: ignore[method-assign]
+    others = [
+        asyncio.create_task(b.generate(TEXT * 40, session=f"{n}", stop=(), max_tokens=1000))
+        for n in range(2)
+    ]
+    assert b.text(await b.generate(session="preempted")) == TEXT
+    assert b.pool.stats()["server/0/lost"] == num_lost
+    await asyncio.gather(*others)
 
 
 @virtual(2, silence_s=30.0)
