@@ -184,12 +184,6 @@ class Layout(Struct, frozen=True):
         """Whether it is a mixture-of-experts model."""
         return any(".experts." in name for name in self.shapes)
 
-    @property
-    def vocab_size(self) -> int | None:
-        """Rows of the embeddings; None if config.json does not state them."""
-        size = self.config.get("text_config", self.config).get("vocab_size")
-        return size if isinstance(size, int) else None
-
 
 def read_layout(directory: Path) -> Layout:
     """Read the headers. Raises EngineError if a file is missing, truncated or not safetensors."""

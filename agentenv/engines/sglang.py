@@ -310,7 +310,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
     facts = SGLangFacts
 
     async def _probe(self) -> SGLangFacts:
-        return await probe_sglang(self._http, self._given_vocab_size, self._layout)
+        return await probe_sglang(self._http, self._vocab_size, self._layout)
 
     async def _unpause(self) -> None:
         await self._resume()

@@ -112,7 +112,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
         return self._facts is not None and self._facts.plugin
 
     async def _probe(self) -> VLLMFacts:
-        facts = await probe_vllm(self._http, self._given_vocab_size, self._top_k)
+        facts = await probe_vllm(self._http, self._vocab_size, self._top_k)
         self._adapter = ""
         return facts
 

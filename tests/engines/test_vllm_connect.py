@@ -11,6 +11,7 @@ from agentenv.base.errors import ConfigError
 from agentenv.engines.remote.probes import GENERATE
 from agentenv.engines.vllm import VLLMServer
 from tests.engines.proxy import Change, Proxy, changed, proxy, without
+from tests.engines.reference import VOCAB
 from tests.engines.vllm_server import LOGPROBS, SCALE_OUT, VLLMProcess, require_vllm
 from tests.engines.world import World
 
@@ -97,7 +98,7 @@ async def test_a_tied_head_on_the_cpu_requires_the_worker_extension(
 
 
 async def refused(server: Proxy, message: str) -> None:
-    client = VLLMServer(server.url)
+    client = VLLMServer(server.url, vocab_size=VOCAB)
     with pytest.raises(ConfigError, match=message):
         await client.connect(0)
     await client.close()

@@ -84,7 +84,7 @@ async def test_experts_equal_those_of_the_learner_after_each_update(
 async def test_experts_without_the_repacking_extension_are_refused(url: str) -> None:
     plain = changed("vllm_config", "parallel_config", "worker_extension_cls", to="")
     async with proxy([url], answers={"/server_info": plain}) as server:
-        client = VLLMServer(server.url)
+        client = VLLMServer(server.url, vocab_size=VOCAB)
         with pytest.raises(ConfigError, match=r"keeps the old experts .* --worker-extension-cls"):
             await client.connect(0)
         await client.close()

@@ -91,7 +91,7 @@ async def test_all_log_probs_give_the_exact_entropy(
     clients: Clients, server: SGLangServer, untied: World
 ) -> None:
     part = await generate(server, PROMPT, 3)
-    exact = clients("untied", entropy_top_k=-1, vocab_size=VOCAB)
+    exact = clients("untied", entropy_top_k=-1)
     await exact.connect(0)  # takes the server: it names the weights
     whole = await generate(exact, PROMPT, 3)
     rows = distribution(untied.models[0], PROMPT, whole.token_ids)
