@@ -51,8 +51,9 @@ from agentenv.contract.env import (
     register,
     shared,
 )
+from agentenv.contract.function_tool import tool
 from agentenv.contract.tool_env import ToolEnv
-from agentenv.contract.tools import StatelessTool, Tool, ToolLimits, tool
+from agentenv.contract.tools import StatelessTool, Tool, ToolLimits
 
 __all__ = [
     "AgentEnvError",

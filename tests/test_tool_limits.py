@@ -17,8 +17,10 @@ from agentenv.base.deadline import WorkClock, working
 from agentenv.base.errors import ConfigError, EnvError, InfraError
 from agentenv.base.types import Limits, Message, Task, ToolCall, ToolResult
 from agentenv.contract.env import Grade, close_shared, register
+from agentenv.contract.function_tool import tool
+from agentenv.contract.tool_config import ToolConfig, load_tools
 from agentenv.contract.tool_env import ToolEnv
-from agentenv.contract.tools import StatelessTool, ToolConfig, ToolLimits, load_tools, tool
+from agentenv.contract.tools import StatelessTool, ToolLimits
 from agentenv.text.prompt import PromptConfig
 from tests.support.virtual_clock import run_virtual
 

@@ -242,31 +242,6 @@ def make(env_id: str, task: Task, **kwargs: Any) -> Env:
         ) from error
 
 
-def check_keywords(env_id: str, kwargs: Mapping[str, Any]) -> None:
-    """Raises ConfigError for unknown or missing keyword arguments of an environment's constructor,
-    without calling it. Keywords that it passes on are looked up in its base classes.
-    """
-    found = spec(env_id)
-    made, given = found.load(), {**found.kwargs, **kwargs}
-    try:
-        inspect.signature(made).bind(None, **given)
-    except TypeError as error:
-        raise ConfigError(f"{env_id} cannot be made with {sorted(kwargs)}: {error}") from error
-    except ValueError:  # no signature, as for some classes written in C
-        return
-    taken: set[str] = set()
-    for maker in inspect.getmro(made)[:-1] if inspect.isclass(made) else (made,):
-        parameters = inspect.signature(maker).parameters
-        handed_on = {key for key, one in parameters.items() if one.kind is one.VAR_KEYWORD}
-        taken |= parameters.keys() - handed_on
-        if not handed_on:
-            break
-    else:
-        return
-    if unknown := sorted(given.keys() - taken):
-        raise ConfigError(f"{env_id} has no keyword arguments {unknown}; known: {sorted(taken)}")
-
-
 # Resources that all episodes of a process share: search indexes, sandboxes, HTTP sessions.
 # An env class requests one by key in its constructor; the first request builds it. The run closes
 # all of them when it ends, so that envs need no factories and no globals:

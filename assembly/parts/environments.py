@@ -34,8 +34,9 @@ from agentenv.base.registry import decode_part, loaded
 from agentenv.base.types import Info, Limits, Message, Task
 from agentenv.cluster.envs import EnvWorkers, WorkerEnv
 from agentenv.contract.env import Env, check_observation, check_reset, check_step
+from agentenv.contract.tool_config import load_tools
 from agentenv.contract.tool_env import ToolEnv
-from agentenv.contract.tools import ChosenTool, load_tools
+from agentenv.contract.tools import ChosenTool
 from agentenv.envs.grading.reward import NUM_CHECKED_ROWS, check_grader
 from agentenv.processes.supervisor import Supervisor
 from agentenv.processes.worker_group import WorkerSpec
