@@ -16,16 +16,6 @@ from tests.engines.world import World
 
 
 @pytest.fixture(scope="package")
-def untied(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("untied"), tied=False)
-
-
-@pytest.fixture(scope="package")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("tied"), tied=True)
-
-
-@pytest.fixture(scope="package")
 def processes(
     untied: World, tied: World, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, SGLangProcess]]:
