@@ -36,7 +36,6 @@ from agentenv.base.tree import Prefix, packed_ids
 from agentenv.base.types import Chunk, Completion, SamplingParams
 from agentenv.cluster.messages import (
     Acquire,
-    FirstToken,
     Granted,
     OfPlace,
     Quit,
@@ -196,7 +195,7 @@ class Lease(Slot):
 
     def __init__(self, link: Link, client: Server, message: Granted) -> None:
         super().__init__(client)
-        self.number, self.on, self.on_trial = message.number, message.server, message.on_trial
+        self.number, self.on = message.number, message.server
         self.version = message.policy_version
         self.answers: list[tuple[int, float]] = []
         self.end: SlotAbort | None = None  # set when the controller has aborted the slot
@@ -218,10 +217,6 @@ class Lease(Slot):
     def abort(self, message: SlotAbort) -> None:
         self.reason, self.end = message.reason, message
         self.abort_all()
-
-    def pass_trial(self) -> None:
-        super().pass_trial()
-        self._link.send(pack(FirstToken(self.number)))
 
     def answer(self, num_tokens: int, seconds: float) -> None:
         self.answers.append((num_tokens, seconds))
@@ -359,19 +354,15 @@ class Leases:
         self._waiting: dict[int, asyncio.Future[PooledServer]] = {}
         self._held: dict[int, _Held] = {}
 
-    def handle(self, message: Acquire | FirstToken | SlotRelease) -> None:
+    def handle(self, message: Acquire | SlotRelease) -> None:
         """Handle a message of the worker."""
         if isinstance(message, Acquire):
             return self._seek(message)
-        held = self._held.get(message.number)
-        if isinstance(message, SlotRelease):
-            for name, number in message.counts.items():  # twice as fast as Counter.update
-                self._pool.counts[name] += number
-            if held:
-                self._settle(held, message)
-                self._free(held)
-        elif held:
-            held.server.receive(0)
+        for name, number in message.counts.items():  # twice as fast as Counter.update
+            self._pool.counts[name] += number
+        if held := self._held.get(message.number):
+            self._settle(held, message)
+            self._free(held)
 
     def quit(self, number: int) -> None:
         """The worker has cancelled its request for a slot."""
@@ -428,9 +419,7 @@ class Leases:
     def _grant(self, number: int, server: PooledServer) -> None:
         held = self._held[number] = _Held(self._pool, self._link, number, server)
         client, version = server.client, server.policy_version
-        granted = Granted(
-            number, server.number, client.url, client.handed(), version, server.on_trial
-        )
+        granted = Granted(number, server.number, client.url, client.handed(), version)
         self._link.send(pack(granted))
         server.guests.add(held)
         server.run(held, held)

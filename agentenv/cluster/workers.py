@@ -319,7 +319,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
                 self._frame(worker, message)
             case messages.SampleTurn():
                 worker.turns.sample(message)
-            case messages.Acquire() | messages.FirstToken() | messages.SlotRelease():
+            case messages.Acquire() | messages.SlotRelease():
                 assert worker.leases is not None, "slots are those of a pool"
                 worker.leases.handle(message)
             case messages.Quit():

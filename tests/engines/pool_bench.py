@@ -16,7 +16,6 @@ from agentenv.cluster.engines import LeasedEngine, Leases
 from agentenv.cluster.messages import (
     Acquire,
     Drop,
-    FirstToken,
     Grow,
     Quit,
     SlotRelease,
@@ -175,7 +174,7 @@ async def leased(
             if isinstance(message, Quit):
                 leases.quit(message.number)
             else:
-                assert isinstance(message, Acquire | FirstToken | SlotRelease)
+                assert isinstance(message, Acquire | SlotRelease)
                 leases.handle(message)
 
     receiving = [

@@ -193,24 +193,6 @@ async def test_losses_of_an_earlier_process_do_not_count_against_the_next(
     await asyncio.sleep(5.0)
 
 
-@shared(1)
-async def test_tokens_of_a_lost_request_do_not_end_the_trial_of_a_server(
-    b: Bench, engine: LeasedEngine
-) -> None:
-    (server,), (member,) = b.servers, b.pool.servers
-    first = start_turn(b, engine)
-    await asyncio.sleep(0.5)
-    member.on_trial = True  # while it runs
-    others = [start_turn(b, engine) for _ in range(8)]
-    await asyncio.sleep(0.1)
-    server.die_after = len(TEXT) // 2
-    await asyncio.sleep(0.61)
-    assert b.pool.stats()["server/0/lost"] == 1
-    assert (b.pool.stats()["running"], b.pool.stats()["waiting"]) == (0, 8)
-    server.restart()
-    assert await asyncio.gather(first, *others) == [TEXT] * 9
-
-
 @shared(2)
 async def test_tokens_right_after_an_update_have_its_version(
     b: Bench, engine: LeasedEngine

@@ -180,23 +180,6 @@ async def test_a_healthy_server_that_fails_requests_is_avoided_and_then_excluded
     assert len(sick.requests) > 0
 
 
-@virtual(2)
-async def test_a_server_that_returns_a_second_time_gets_one_request_at_first(
-    b: Bench,
-) -> None:
-    sick = b.servers[0]
-    sick.fails = True
-    await asyncio.gather(*(b.generate(session=str(number)) for number in range(32)))
-    first = sick.num_failed
-    await asyncio.sleep(5)
-    await asyncio.gather(*(b.generate(session=f"again{number}") for number in range(32)))
-    await asyncio.sleep(10)
-    before = sick.num_failed
-    await asyncio.gather(*(b.generate(session=f"more{number}") for number in range(32)))
-    assert first <= 32
-    assert sick.num_failed == before + 1
-
-
 @virtual(1)
 async def test_a_full_server_loses_no_turn_and_gets_fewer_requests(b: Bench) -> None:
     (server,) = b.servers

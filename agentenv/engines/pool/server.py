@@ -169,8 +169,7 @@ class Pausable(Protocol):
 
 class Slot:
     """A server to which a turn may send requests. `reason` explains why it does not serve,
-    `running` maps its requests to the clocks to pause with it, `on_trial`: it gets one request
-    until its first token."""
+    `running` maps its requests to the clocks to pause with it."""
 
     def __init__(self, client: Server) -> None:
         self.client = client
@@ -179,7 +178,7 @@ class Slot:
         self.reason = ""
         self.running: dict[asyncio.Future[Any], Pausable] = {}
         self.num_requests = self.num_tokens = 0
-        self.is_paused = self.on_trial = False
+        self.is_paused = False
         self.clock = WorkClock()  # stops while the server is paused
         self.clock.go()
 
@@ -211,12 +210,6 @@ class Slot:
     def receive(self, num_tokens: int) -> None:
         """Record new tokens of a request."""
         self.num_tokens += num_tokens
-        if self.on_trial:
-            self.pass_trial()
-
-    def pass_trial(self) -> None:
-        """End the trial after the first token."""
-        self.on_trial = False
 
     def answer(self, num_tokens: int, seconds: float) -> None:
         """Record an answered request and its duration."""
@@ -277,8 +270,8 @@ class PooledServer(Slot):
     is called when it may take more requests.
 
     A server that loses requests repeatedly, without an answered one in between, stays out for twice
-    as long each time, even if it reports to be healthy, and then gets one request until its first
-    token. One that rejects a request because it is full is closed for a moment and gets fewer.
+    as long each time, even if it reports to be healthy. One that rejects a request because it is
+    full is closed for a moment and gets fewer.
     """
 
     def __init__(
@@ -330,8 +323,8 @@ class PooledServer(Slot):
     @property
     def has_room(self) -> bool:
         """Whether it may take another request now, if it serves."""
-        room = 1 if self.on_trial else self.limit.value
-        return self.in_flight < room and asyncio.get_running_loop().time() >= self._closed_until
+        now_s = asyncio.get_running_loop().time()
+        return self.in_flight < self.limit.value and now_s >= self._closed_until
 
     def serves(self, policy_version: int) -> bool:
         """Whether it serves these weights."""
@@ -344,11 +337,6 @@ class PooledServer(Slot):
         self.counts["answered_tokens"] += num_tokens
         self._busy_s += seconds
 
-    def pass_trial(self) -> None:
-        super().pass_trial()
-        self._report_return()
-        self._on_room()
-
     def settle(self, outcome: Outcome, *, is_late: bool = False) -> Outcome:
         """Update the server's state by the outcome of a request; returns Lost for a server that
         rejects all requests. `is_late`: its requests were aborted before, and it may be another
@@ -357,6 +345,7 @@ class PooledServer(Slot):
             case TurnDone():
                 self.counts["turns"] += 1
                 self._num_losses = self._num_refusals = 0
+                self._report_return()
             case Busy(problem, wanted_s):
                 return self._close(problem, wanted_s)
             case Reset(problem):
@@ -411,8 +400,7 @@ class PooledServer(Slot):
     def serve(self) -> None:
         """Start serving."""
         self._transition(ServerState.SERVING)
-        self.on_trial = self._num_losses > 1
-        if not self.on_trial:
+        if self._num_losses <= 1:  # else it has returned once a turn ends well
             self._report_return()
         self._on_room()
 
@@ -463,7 +451,7 @@ class PooledServer(Slot):
             logger.warning("engine server %s is out: %s", self.name, reason, extra=SHOWN)
 
     def _report_return(self) -> None:
-        if self.is_reported:
+        if self.is_reported and self.serving:
             self.is_reported = False
             text = "engine server %s serves policy version %d"
             logger.warning(text, self.name, self.policy_version, extra=SHOWN)
