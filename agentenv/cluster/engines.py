@@ -158,33 +158,31 @@ class Turns:
 
     async def _sample(self, request: SampleTurn) -> None:
         message: SampledTurn | SampleRefused
-        clock = ReportingClock(partial(self._stand, request.number))
+        number, send = request.number, self._link.send
+        clock = ReportingClock(
+            lambda is_paused, lost_s: send(pack(TurnPause(number, is_paused, lost_s)))
+        )
         try:
             with working(clock):
                 completion = await self._engine.generate(
                     memoryview(request.prompt).cast("i").tolist(),
                     request.sampling,
                     session=request.session,
-                    on_tokens=partial(self._tokens, request.number) if request.listens else None,
+                    on_tokens=(lambda chunk: send(pack(Tokens(number, chunk))))
+                    if request.listens
+                    else None,
                     stream_interval=request.stream_interval,
                     order=request.order,
                 )
                 clock.report = None
-            message = SampledTurn(request.number, completion)
+            message = SampledTurn(number, completion)
         except Exception as error:  # the rollout raises it
-            message = SampleRefused(
-                request.number, *named(error), is_final=getattr(error, "is_final", False)
-            )
+            is_final = getattr(error, "is_final", False)
+            message = SampleRefused(number, *named(error), is_final=is_final)
         finally:
             clock.report = None
-            del self._running[request.number]
-        self._link.send(pack(message))
-
-    def _tokens(self, number: int, chunk: Chunk) -> None:
-        self._link.send(pack(Tokens(number, chunk)))
-
-    def _stand(self, number: int, is_paused: bool, lost_s: float) -> None:
-        self._link.send(pack(TurnPause(number, is_paused, lost_s)))
+            del self._running[number]
+        send(pack(message))
 
 
 # The worker's end.

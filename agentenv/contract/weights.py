@@ -21,8 +21,8 @@ from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
-from agentenv.base.errors import EngineError, ForeignError
-from agentenv.base.untrusted import decode
+from agentenv.base.errors import DataError, EngineError
+from agentenv.base.model_files import read_object
 
 
 class TransferError(EngineError):
@@ -278,12 +278,9 @@ def read_header(path: Path) -> dict[str, tuple[int, ...]]:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises EngineError."""
     try:
-        found = decode(path.read_bytes())
-    except (OSError, ForeignError) as error:
-        raise EngineError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise EngineError(f"{path}: expected a JSON object")
-    return found
+        return read_object(path, "JSON object")
+    except DataError as error:
+        raise EngineError(str(error)) from error
 
 
 # Checks of LoRA adapters in peft's format, before a server loads them.

@@ -82,7 +82,8 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
     def __post_init__(self) -> None:
         if self.urls and self.servers is not None:
             raise ConfigError("engine: give only one of urls and servers, not both")
-        self.check_urls()
+        for url in self.urls:
+            base_url(url, "engine.urls")
         able = self.capabilities
         for key, text, is_able, remedy in (
             ("weights", "ipc", able.can_map, "directory"),
@@ -108,11 +109,6 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
                 f"{self.pool.load_timeout_s:g}: the run would end while its only server loads "
                 "weights"
             )
-
-    def check_urls(self, key: str = "engine") -> None:
-        """Raises ConfigError for an invalid URL."""
-        for url in self.urls:
-            base_url(url, f"{key}.urls")
 
     @property
     def launched(self) -> ServersConfig | None:
