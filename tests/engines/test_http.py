@@ -89,7 +89,7 @@ async def test_a_failing_server_is_a_lost_server() -> None:
 
 async def test_an_invalid_json_reply_is_quoted() -> None:
     async with serving(answering("200 OK", "<html>hello")) as client:
-        with pytest.raises(EngineError, match="no known engine gives .*'<html>hello'"):
+        with pytest.raises(EngineError, match=r"no known engine gives .*'<html>hello'"):
             await client.call_json("GET", "/x")
         with pytest.raises(ConfigError, match="<html>hello'; expected the routes"):
             await client.routes()

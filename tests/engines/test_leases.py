@@ -30,7 +30,7 @@ from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.pool.server import Aborted, Busy, Lost, Outcome, Reset, Starved, TurnDone
 from tests.engines.faulty_server import FaultyServer, Guest
 from tests.engines.pool_bench import TEXT, Bench, bench, deliver_all, leased, write_folder
-from tests.support.virtual_clock import run_virtual
+from tests.support.virtual_clock import on_virtual_clock, run_virtual
 
 
 def shared(
@@ -62,19 +62,17 @@ def start_turn(b: Bench, engine: LeasedEngine, text: str = TEXT) -> asyncio.Task
     return asyncio.create_task(generate())
 
 
-def test_a_lost_worker_frees_its_slots(folder: Path) -> None:
-    async def main() -> None:
-        async with bench(folder, 1) as b:
-            async with leased(b.pool, folder, is_killed=True) as engine:
-                pending = [start_turn(b, engine) for _ in range(3)]
-                await asyncio.sleep(0.5)
-                assert b.pool.stats()["running"] == 3
-            assert b.pool.stats()["running"] == 0
-            for one in pending:
-                one.cancel()
-            assert b.text(await b.generate()) == TEXT
-
-    run_virtual(main())
+@on_virtual_clock
+async def test_a_lost_worker_frees_its_slots(folder: Path) -> None:
+    async with bench(folder, 1) as b:
+        async with leased(b.pool, folder, is_killed=True) as engine:
+            pending = [start_turn(b, engine) for _ in range(3)]
+            await asyncio.sleep(0.5)
+            assert b.pool.stats()["running"] == 3
+        assert b.pool.stats()["running"] == 0
+        for one in pending:
+            one.cancel()
+        assert b.text(await b.generate()) == TEXT
 
 
 @shared(1)
@@ -104,22 +102,18 @@ async def test_a_half_loaded_server_resumes_after_the_requests_of_workers_end(
     assert await pending == TEXT, "it goes on from its tokens"
 
 
-def test_a_worker_uses_the_new_process_of_a_restarted_server(folder: Path) -> None:
+@on_virtual_clock
+async def test_a_worker_uses_the_new_process_of_a_restarted_server(folder: Path) -> None:
     """After each connection the server is handed over again."""
-
     guests: list[Guest] = []
-
-    async def main() -> None:
-        async with bench(folder, 1) as b, leased(b.pool, folder, guests=guests) as engine:
-            assert [await start_turn(b, engine) for _ in range(2)] == [TEXT, TEXT]
-            assert [one.num_taken_over for one in guests] == [1]
-            b.servers[0].restart()
-            await b.until_up(0)
-            await b.until_up(1)
-            assert await start_turn(b, engine) == TEXT
-            assert [one.num_taken_over for one in guests] == [2]
-
-    run_virtual(main())
+    async with bench(folder, 1) as b, leased(b.pool, folder, guests=guests) as engine:
+        assert [await start_turn(b, engine) for _ in range(2)] == [TEXT, TEXT]
+        assert [one.num_taken_over for one in guests] == [1]
+        b.servers[0].restart()
+        await b.until_up(0)
+        await b.until_up(1)
+        assert await start_turn(b, engine) == TEXT
+        assert [one.num_taken_over for one in guests] == [2]
 
 
 @shared(1)
@@ -129,17 +123,15 @@ async def test_a_dead_pool_ends_the_turns_of_workers(b: Bench, engine: LeasedEng
         await start_turn(b, engine)
 
 
-def test_a_turn_that_runs_when_the_pool_dies_is_not_requested_again(folder: Path) -> None:
-    async def main() -> None:
-        async with bench(folder, 1, max_retries=0) as b, leased(b.pool, folder) as engine:
-            pending = start_turn(b, engine)
-            await asyncio.sleep(0.5)
-            b.pool.end("all is over")
-            with pytest.raises(EngineDeadError, match="all is over"):
-                await pending
-            await deliver_all()
-
-    run_virtual(main())
+@on_virtual_clock
+async def test_a_turn_that_runs_when_the_pool_dies_is_not_requested_again(folder: Path) -> None:
+    async with bench(folder, 1, max_retries=0) as b, leased(b.pool, folder) as engine:
+        pending = start_turn(b, engine)
+        await asyncio.sleep(0.5)
+        b.pool.end("all is over")
+        with pytest.raises(EngineDeadError, match="all is over"):
+            await pending
+        await deliver_all()
 
 
 @shared(1)

@@ -17,7 +17,7 @@ from agentenv.base.types import Chunk, Completion, VersionSpan
 from agentenv.contract.request import BusyError, PartEnd, ServerLostError, ServerRequest
 from tests.engines.faulty_server import FaultyServer
 from tests.engines.pool_bench import TEXT, Bench, bench, virtual
-from tests.support.virtual_clock import run_virtual
+from tests.support.virtual_clock import on_virtual_clock
 
 
 @virtual(2)
@@ -40,20 +40,19 @@ async def test_a_turn_continues_on_another_server_from_its_received_tokens(b: Be
 
 @pytest.mark.parametrize("stop", ["</a>", "</b>"])  # which no token holds, and which one does
 @pytest.mark.parametrize("cut", range(1, len(TEXT)))
-def test_a_stop_string_across_two_servers_still_stops(folder: Path, cut: int, stop: str) -> None:
+@on_virtual_clock
+async def test_a_stop_string_across_two_servers_still_stops(
+    folder: Path, cut: int, stop: str
+) -> None:
     """The second server sees only a part of the stop string, and would continue after it."""
     text = TEXT.replace("</a>", stop)
-
-    async def main() -> None:
-        async with bench(folder, 2) as b:
-            b.servers[0].die_after = cut
-            done = await b.generate(text + " and more, much more", stop=(stop,))
-            assert b.text(done) == text
-            assert (done.finish_reason, done.stop) == ("stop", stop)
-            within = cut > TEXT.index("</a>") or stop == "</b>"
-            assert b.servers[1].num_aborted == within  # the pool cut it
-
-    run_virtual(main())
+    async with bench(folder, 2) as b:
+        b.servers[0].die_after = cut
+        done = await b.generate(text + " and more, much more", stop=(stop,))
+        assert b.text(done) == text
+        assert (done.finish_reason, done.stop) == ("stop", stop)
+        within = cut > TEXT.index("</a>") or stop == "</b>"
+        assert b.servers[1].num_aborted == within  # the pool cut it
 
 
 @pytest.mark.parametrize(
@@ -264,37 +263,34 @@ def shown(caplog: pytest.LogCaptureFixture) -> list[str]:
     return found
 
 
-def test_the_terminal_reports_an_outage_and_a_recovery_once_each(
+@on_virtual_clock
+async def test_the_terminal_reports_an_outage_and_a_recovery_once_each(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A server that returns and fails again has not recovered; a lost request is not an outage."""
-
-    async def main() -> None:
-        async with bench(folder, 2) as b:
-            server = b.servers[0]
-            server.kill()
-            assert b.text(await b.generate()) == TEXT
-            await asyncio.sleep(100)
-            assert shown(caplog) == ["engine server server0 is out: server0: connection refused"]
-            server.restart()
-            await b.until_up(2)
-            assert shown(caplog) == ["engine server server0 serves policy version 0"]
-            server.fails = True
-            for number in range(60):
-                await b.generate(session=str(number))
-            reports = shown(caplog)
-            assert reports == ["engine server server0 is out: a request was lost: 500 CUDA error"]
-            assert server.num_failed > 3
-            server.fails = False
-            await asyncio.sleep(100)
-            await asyncio.gather(*(b.generate(session=f"later{number}") for number in range(6)))
-            assert shown(caplog) == ["engine server server0 serves policy version 0"]
-            fail_turns(server, 1)
-            assert b.text(await b.generate(session="later")) == TEXT
-            await b.until_up(2)
-        assert shown(caplog) == []
-
-    run_virtual(main())
+    async with bench(folder, 2) as b:
+        server = b.servers[0]
+        server.kill()
+        assert b.text(await b.generate()) == TEXT
+        await asyncio.sleep(100)
+        assert shown(caplog) == ["engine server server0 is out: server0: connection refused"]
+        server.restart()
+        await b.until_up(2)
+        assert shown(caplog) == ["engine server server0 serves policy version 0"]
+        server.fails = True
+        for number in range(60):
+            await b.generate(session=str(number))
+        reports = shown(caplog)
+        assert reports == ["engine server server0 is out: a request was lost: 500 CUDA error"]
+        assert server.num_failed > 3
+        server.fails = False
+        await asyncio.sleep(100)
+        await asyncio.gather(*(b.generate(session=f"later{number}") for number in range(6)))
+        assert shown(caplog) == ["engine server server0 serves policy version 0"]
+        fail_turns(server, 1)
+        assert b.text(await b.generate(session="later")) == TEXT
+        await b.until_up(2)
+    assert shown(caplog) == []
 
 
 @virtual(2, max_outage_s=60)
