@@ -176,29 +176,12 @@ def test_unknown_keywords_are_refused_when_an_environment_is_created(
         make(env_id, tasks=TASKS, color="blue").close()
 
 
-@pytest.mark.parametrize("mode", [*gymnasium.vector.AutoresetMode, "SameStep", "NextStep", 3])
-def test_the_autoreset_mode_is_chosen_when_a_vector_env_is_created(mode: Any) -> None:
-    if mode in (gymnasium.vector.AutoresetMode.NEXT_STEP, "NextStep"):
-        gymnasium.make_vec(ENV_ID, num_envs=2, tasks=TASKS, autoreset_mode=mode).close()
-        return
-    with pytest.raises(ConfigError, match=r"autoreset_mode must be AutoresetMode\.NEXT_STEP"):
-        gymnasium.make_vec(ENV_ID, num_envs=2, tasks=TASKS, autoreset_mode=mode)
-
-
 @pytest.mark.parametrize("action", [3, None, b"done", ["done"], {"a": 1}, 0.5, ("done",)])
 def test_a_non_text_action_is_refused_without_a_step(env: Any, action: Any) -> None:
     env.reset(seed=1)
     with pytest.raises(ConfigError, match="an action must be the text that the policy writes, got"):
         env.step(action)
     assert env.step("<search>a</search>")[0] == " <result>\n1:a\n</result>"
-    many = gymnasium.make_vec(ENV_ID, num_envs=2, tasks=TASKS)
-    many.reset(seed=1)
-    with pytest.raises(ConfigError, match="an action must be the text that the policy writes, got"):
-        many.step(["<search>a</search>", action])
-    shown, *_ = many.step(["<search>a</search>", "done"])
-    assert shown[0] == " <result>\n1:a\n</result>"  # the first, too
-    many.step(["<search>a</search>", action])  # the action of an ended one is ignored
-    many.close()
 
 
 def test_texts_of_numpy_are_actions() -> None:

@@ -1,13 +1,12 @@
-"""Environments as Gymnasium ones, single and vector; actions and observations are texts.
+"""Environments as Gymnasium ones; actions and observations are texts.
 
     import gymnasium, agentenv.adapters.gym
     env = gymnasium.make("agentenv/QAGrader-v0", data="questions.jsonl")
-    many = gymnasium.make_vec("agentenv/QAGrader-v0", num_envs=1000, data="questions.jsonl")
 
 Importing this module registers every known id with Gymnasium, and ids that are registered later. It
 is the only module that imports gymnasium. Episodes are coroutines on one event loop in a thread,
-which all envs of the process share; a vector env steps thousands of them there. Gymnasium's "async"
-mode uses a process per env instead, and needs vector_kwargs={"shared_memory": False}.
+which all envs of the process share. `gymnasium.make_vec` steps them one after the other; in its
+"async" mode each has a process, and it needs vector_kwargs={"shared_memory": False}.
 """
 
 from __future__ import annotations
@@ -23,16 +22,12 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import gymnasium
-import numpy as np
 from gymnasium.error import CustomSpaceError
 from gymnasium.spaces import Text
-from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import batch_space, create_shared_memory
-from numpy.typing import NDArray
+from gymnasium.vector.utils import create_shared_memory
 
 import agentenv.contract.env
-from agentenv.base.deadline import Deadline
-from agentenv.base.errors import AgentEnvError, ConfigError, EnvError
+from agentenv.base.errors import ConfigError, EnvError
 from agentenv.base.types import Info, Message, Task
 from agentenv.contract.env import Env, close_shared, forget_shared
 from agentenv.data.dataset import load_tasks
@@ -281,157 +276,6 @@ def _without_times(info: Info) -> Info:
     return {**info, "tool_calls": kept}
 
 
-class VectorEnv(gymnasium.vector.VectorEnv):  # type: ignore[misc]
-    """`num_envs` environments of one id, as `gymnasium.make_vec` returns them.
-
-    Arguments are those of `TextEnv`; seeds, observations and infos are as in Gymnasium's own vector
-    envs. The next step resets an environment that ended, and ignores its action (next-step
-    autoreset, the only supported mode). One that fails, or exceeds `timeout_s`, ends as truncated
-    with infos["error"]; the others continue. At most `max_concurrency` environments work at a time.
-    """
-
-    metadata: ClassVar[dict[str, Any]] = {
-        **TextEnv.metadata,
-        "autoreset_mode": AutoresetMode.NEXT_STEP,
-    }
-    _loop: LoopThread | None = None
-
-    def __init__(
-        self,
-        env_id: str,
-        num_envs: int = 1,
-        *,
-        timeout_s: float = 120.0,
-        max_concurrency: int | None = None,
-        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
-        **kwargs: Any,
-    ) -> None:
-        if autoreset_mode not in (AutoresetMode.NEXT_STEP, AutoresetMode.NEXT_STEP.value):
-            raise ConfigError(
-                f"{env_id}: autoreset_mode must be AutoresetMode.NEXT_STEP, the only supported "
-                f"mode, not {autoreset_mode!r}"
-            )
-        if num_envs < 1:
-            raise ConfigError(f"{env_id}: num_envs must be at least 1, not {num_envs}")
-        first = TextEnv(env_id, timeout_s=timeout_s, **kwargs)
-        kwargs |= {"tasks": first.tasks, "data": None}
-        others = (TextEnv(env_id, timeout_s=timeout_s, **kwargs) for _ in range(num_envs - 1))
-        self.envs = [first, *others]
-        self.num_envs = num_envs
-        self.render_mode = first.render_mode
-        self.single_action_space = first.action_space
-        self.single_observation_space = first.observation_space
-        self.action_space = batch_space(first.action_space, num_envs)
-        self.observation_space = batch_space(first.observation_space, num_envs)
-        self._timeout_s = timeout_s
-        self._ended = np.zeros(num_envs, bool)
-        self._shown = [""] * num_envs  # each env's last observation
-        self._places = asyncio.Semaphore(max_concurrency or num_envs)
-
-    def reset(
-        self,
-        *,
-        seed: int | Sequence[int | None] | None = None,
-        options: dict[str, Any] | None = None,
-    ) -> tuple[tuple[str, ...], Info]:
-        """Reset all environments, or those of options["reset_mask"]; an integer `seed` means the
-        seeds seed, seed + 1, ..."""
-        seeds = [None] * self.num_envs if seed is None else seed
-        if isinstance(seeds, int):
-            super().reset(seed=seeds)
-            seeds = range(seeds, seeds + self.num_envs)
-        if len(seeds) != self.num_envs:
-            raise ConfigError(f"VectorEnv.reset: {len(seeds)} seeds for {self.num_envs} envs")
-        options = dict(options or {})
-        mask: NDArray[np.bool_] = options.pop("reset_mask", np.ones(self.num_envs, bool))
-        places = [place for place in range(self.num_envs) if mask[place]]
-        steps = self._all([self._start(self.envs[i], seeds[i], options) for i in places])
-        shown, _, _, _, infos = self._batch(places, steps)
-        return shown, infos
-
-    def step(
-        self, actions: Sequence[str]
-    ) -> tuple[tuple[str, ...], NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], Info]:
-        """One action per environment; returns batches in the order of the environments."""
-        if len(actions) != self.num_envs:
-            raise ConfigError(f"VectorEnv.step: {len(actions)} actions for {self.num_envs} envs")
-        pairs = zip(actions, self._ended, strict=True)
-        texts = ["" if ended else checked_action(action) for action, ended in pairs]
-        steps = self._all(
-            [
-                self._start(env) if ended else self._within(env.take(text))
-                for env, text, ended in zip(self.envs, texts, self._ended, strict=True)
-            ]
-        )
-        return self._batch(range(self.num_envs), steps)
-
-    def render(self) -> tuple[str | None, ...] | None:
-        """The episodes so far, as texts."""
-        return None if self.render_mode is None else tuple(env.render() for env in self.envs)
-
-    def close_extras(self, **_: Any) -> None:
-        """Close every environment, even if closing one of them fails."""
-        loop = self._loop
-        if loop is not None:
-            try:
-                self._all([self._within(_as_step(env.stop())) for env in self.envs])
-            finally:
-                self._loop = None
-                loop.release()
-
-    # inner workings
-
-    def _all(self, steps: Sequence[Coroutine[Any, Any, Step]]) -> list[Step]:
-        async def together() -> list[Step | BaseException]:
-            return await asyncio.gather(*steps, return_exceptions=True)
-
-        if self._loop is None:
-            self._loop = LoopThread.acquire()
-        found: list[Step] = []
-        for outcome in self._loop.run(together(), None):
-            if isinstance(outcome, BaseException):
-                raise outcome
-            found.append(outcome)
-        return found
-
-    def _start(
-        self, env: TextEnv, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> Coroutine[Any, Any, Step]:
-        return self._within(_as_step(env.start(seed, options)))
-
-    async def _within(self, step: Coroutine[Any, Any, Step]) -> Step:
-        """The result of the step, or a truncated end with the error."""
-        async with self._places:
-            try:
-                late = AgentEnvError(f"no answer within {self._timeout_s:g} s")
-                clock = asyncio.get_running_loop().time
-                with Deadline(clock() + self._timeout_s, clock, late):
-                    return await step
-            except ConfigError:
-                raise
-            except AgentEnvError as error:
-                return "", 0.0, False, True, {"error": f"{type(error).__name__}: {error}"}
-
-    def _batch(
-        self, places: Sequence[int], steps: Sequence[Step]
-    ) -> tuple[tuple[str, ...], NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], Info]:
-        rewards = np.zeros(self.num_envs)
-        ends = np.zeros((2, self.num_envs), bool)
-        infos: Info = {}
-        for place, (shown, reward, terminated, truncated, info) in zip(places, steps, strict=True):
-            self._shown[place], rewards[place] = shown, reward
-            ends[:, place] = terminated, truncated
-            self._ended[place] = terminated or truncated
-            infos = self._add_info(infos, info, place)
-        return tuple(self._shown), rewards, ends[0], ends[1], infos
-
-
-async def _as_step(begun: Coroutine[Any, Any, tuple[str, Info] | None]) -> Step:
-    """The start or the end of an episode in the form of a step."""
-    shown, info = await begun or ("", {})
-    return shown, 0.0, False, False, info
-
-
 def _register(env_id: str) -> None:
     if env_id in gymnasium.registry:
         return
@@ -439,7 +283,6 @@ def _register(env_id: str) -> None:
         gymnasium.register(
             env_id,
             "agentenv.adapters.gym:TextEnv",
-            vector_entry_point="agentenv.adapters.gym:VectorEnv",
             kwargs={"env_id": env_id},
         )
 

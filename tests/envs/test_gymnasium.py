@@ -52,7 +52,7 @@ def test_gymnasium_runs_an_episode_with_tools() -> None:
 TURNS = {"search": "<search>Lima</search>", "python": "<python>24 + 10</python>"}
 
 
-@pytest.mark.parametrize("mode", ["sync", "async", "vector_entry_point"])
+@pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("name", OWN)
 def test_every_registered_environment_runs_in_each_vector_mode(
     name: str, mode: str, tmp_path: Path
