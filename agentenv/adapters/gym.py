@@ -185,7 +185,7 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
             self._loop = LoopThread.acquire()
         return self._loop.run(coroutine, self._timeout_s)
 
-    # the parts of `reset`, `step` and `close` on the event loop, also used by the vector env
+    # the parts of `reset`, `step` and `close` on the event loop
 
     async def start(self, seed: int | None, options: dict[str, Any] | None) -> tuple[str, Info]:
         """Begin the next episode."""
