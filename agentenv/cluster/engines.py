@@ -52,7 +52,7 @@ from agentenv.cluster.messages import (
 from agentenv.contract.engine import Engine
 from agentenv.contract.request import ServerLostError
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.pool.server import Aborted, Busy, Lost, Outcome, PooledServer, Reset, Slot
+from agentenv.engines.pool.server import Aborted, Lost, Outcome, PooledServer, Slot
 from agentenv.engines.pool.turn import TurnEngine
 from agentenv.engines.remote.weight_sync import Server
 from agentenv.processes.link import Link
@@ -195,7 +195,6 @@ class Lease(Slot):
         super().__init__(client)
         self.number, self.on = message.number, message.server
         self.version = message.policy_version
-        self.answers: list[tuple[int, float]] = []
         self.end: SlotAbort | None = None  # set when the controller has aborted the slot
         self._link = link
 
@@ -215,9 +214,6 @@ class Lease(Slot):
     def abort(self, message: SlotAbort) -> None:
         self.reason, self.end = message.reason, message
         self.abort_all()
-
-    def answer(self, num_tokens: int, seconds: float) -> None:
-        self.answers.append((num_tokens, seconds))
 
 
 class LeasedEngine(TurnEngine[Lease]):
@@ -301,7 +297,7 @@ class LeasedEngine(TurnEngine[Lease]):
         counts = dict(self.counts)
         self.counts.clear()
         left = SlotRelease(
-            slot.number, slot.num_requests, slot.num_tokens, slot.answers, counts, outcome
+            slot.number, slot.num_requests, slot.num_answered, slot.num_tokens, counts, outcome
         )
         self._link.send(pack(left))
         return outcome
@@ -434,9 +430,6 @@ class Leases:
         ignored for its state, since the server may have restarted meanwhile."""
         server, outcome = held.server, left.outcome
         server.num_requests += left.num_requests
+        server.num_answered += left.num_answered
         server.num_tokens += left.num_tokens
-        if left.num_tokens and not isinstance(outcome, Busy | Reset | Lost) and not held.is_over:
-            server.receive(0)
-        for num_tokens, seconds in left.answers:
-            server.answer(num_tokens, seconds)
         self._pool.settle(server, outcome, is_late=held.is_over)

@@ -217,13 +217,13 @@ class Acquire(Struct, array_like=True, frozen=True, tag=7):
 
 
 class SlotRelease(Struct, array_like=True, frozen=True, tag=9):
-    """The slot is free again. `answers` has tokens and seconds of the completed requests, `outcome`
-    is that of the last one; `counts` are those of the worker's engine since the last one."""
+    """The slot is free again. `num_answered` are the completed requests, `outcome` is that of the
+    last one; `counts` are those of the worker's engine since the last one."""
 
     number: int
     num_requests: int
+    num_answered: int
     num_tokens: int
-    answers: list[tuple[int, float]]
     counts: dict[str, int]
     outcome: Outcome
 

@@ -224,7 +224,7 @@ async def test_tokens_right_after_an_update_have_its_version(
     ],
 )
 def test_every_outcome_of_a_lease_survives_encoding(outcome: Outcome) -> None:
-    left = SlotRelease(7, 1, 2, [(2, 0.5)], {"requests": 1}, outcome)
+    left = SlotRelease(7, 1, 1, 2, {"requests": 1}, outcome)
     assert read_answer(pack(left)) == left
 
 
