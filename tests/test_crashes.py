@@ -14,7 +14,8 @@ import pytest
 
 from agentenv.base.errors import ConfigError
 from agentenv.base.types import Limits, Task
-from agentenv.contract.env import Grade, make
+from agentenv.contract.env import Grade
+from agentenv.contract.env_registry import make
 from agentenv.contract.function_tool import tool
 from agentenv.contract.plan import Independent
 from agentenv.contract.tool_env import ToolEnv

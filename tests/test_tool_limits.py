@@ -16,7 +16,8 @@ from agentenv.base.config import build_config
 from agentenv.base.deadline import WorkClock, working
 from agentenv.base.errors import ConfigError, EnvError, InfraError
 from agentenv.base.types import Limits, Message, Task, ToolCall, ToolResult
-from agentenv.contract.env import Grade, close_shared, register
+from agentenv.contract.env import Grade, close_shared
+from agentenv.contract.env_registry import register
 from agentenv.contract.function_tool import tool
 from agentenv.contract.tool_config import ToolConfig, load_tools
 from agentenv.contract.tool_env import ToolEnv

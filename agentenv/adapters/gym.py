@@ -26,7 +26,7 @@ from gymnasium.error import CustomSpaceError
 from gymnasium.spaces import Text
 from gymnasium.vector.utils import create_shared_memory
 
-import agentenv.contract.env
+import agentenv.contract.env_registry
 from agentenv.base.errors import ConfigError, EnvError
 from agentenv.base.types import Info, Message, Task
 from agentenv.contract.env import Env, close_shared, forget_shared
@@ -199,7 +199,9 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
                 f"got {number!r}"
             )
         await self.stop()
-        self._env = agentenv.contract.env.make(self._env_id, self.tasks[number], **self._kwargs)
+        self._env = agentenv.contract.env_registry.make(
+            self._env_id, self.tasks[number], **self._kwargs
+        )
         messages, info = await self._env.reset(seed=own_seed)
         self._schemas = list(info.get("tools", ()))
         self._transcript = ""
@@ -235,7 +237,7 @@ def check_keywords(env_id: str, kwargs: Mapping[str, Any]) -> None:
     """Raises ConfigError for unknown or missing keyword arguments of an environment's constructor,
     without calling it. Keywords that it passes on are looked up in its base classes.
     """
-    found = agentenv.contract.env.spec(env_id)
+    found = agentenv.contract.env_registry.spec(env_id)
     made, given = found.load(), {**found.kwargs, **kwargs}
     try:
         inspect.signature(made).bind(None, **given)
@@ -287,4 +289,4 @@ def _register(env_id: str) -> None:
         )
 
 
-agentenv.contract.env.on_register(_register)
+agentenv.contract.env_registry.on_register(_register)
