@@ -169,7 +169,7 @@ register("toy/HandingOn-v0", "tests.test_gym:HandingOn")
 def test_unknown_keywords_are_refused_when_an_environment_is_created(
     env_id: str, make: Any
 ) -> None:
-    for wrong in ({"colors": "red"}, {"autoreset": True}):
+    for wrong in ({"colors": "red"}, {"num_envs_": 2}):
         with pytest.raises(ConfigError, match=f"{env_id}.*{next(iter(wrong))}"):
             make(env_id, tasks=TASKS, **wrong)
     if env_id != ENV_ID:

@@ -2,11 +2,12 @@
 
     import gymnasium, agentenv.adapters.gym
     env = gymnasium.make("agentenv/QAGrader-v0", data="questions.jsonl")
+    many = gymnasium.make_vec("agentenv/QAGrader-v0", num_envs=8, data="questions.jsonl")
 
 Importing this module registers every known id with Gymnasium, and ids that are registered later. It
 is the only module that imports gymnasium. Episodes are coroutines on one event loop in a thread,
-which all envs of the process share. `gymnasium.make_vec` steps them one after the other; in its
-"async" mode each has a process, and it needs vector_kwargs={"shared_memory": False}.
+which all envs of the process share. Gymnasium's vector env steps them one after the other, or with
+vectorization_mode="async" a process per env, which needs vector_kwargs={"shared_memory": False}.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from gymnasium.error import CustomSpaceError
 from gymnasium.spaces import Text
 from gymnasium.vector.utils import create_shared_memory
 
-import agentenv.contract.env_registry
 from agentenv.base.errors import ConfigError, EnvError
 from agentenv.base.types import Info, Message, Task
+from agentenv.contract import env_registry
 from agentenv.contract.env import Env, close_shared, forget_shared
 from agentenv.data.dataset import load_tasks
 from agentenv.text.renderer import RESULT_CLOSE, RESULT_OPEN
@@ -84,7 +85,7 @@ class LoopThread:
         cls._current, cls._lock = None, threading.Lock()
         forget_shared()
 
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Run the coroutine in the loop, and wait for its result. Raises EnvError after
         `timeout_s` seconds."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -112,6 +113,31 @@ class AnyText(Text):  # type: ignore[misc]  # gymnasium is not typed for us
 def _refuse_shared_memory(*_: Any) -> Any:
     """Gymnasium's "async" mode then reports that it needs shared_memory=False."""
     raise CustomSpaceError("strings of arbitrary characters cannot be placed in shared memory")
+
+
+def check_keywords(env_id: str, kwargs: Mapping[str, Any]) -> None:
+    """Raises ConfigError for unknown or missing keyword arguments of an environment's constructor,
+    without calling it. Keywords that it passes on are looked up in its base classes.
+    """
+    found = env_registry.spec(env_id)
+    made, given = found.load(), {**found.kwargs, **kwargs}
+    try:
+        inspect.signature(made).bind(None, **given)
+    except TypeError as error:
+        raise ConfigError(f"{env_id} cannot be made with {sorted(kwargs)}: {error}") from error
+    except ValueError:  # no signature, as for some classes written in C
+        return
+    taken: set[str] = set()
+    for maker in inspect.getmro(made)[:-1] if inspect.isclass(made) else (made,):
+        parameters = inspect.signature(maker).parameters
+        handed_on = {key for key, one in parameters.items() if one.kind is one.VAR_KEYWORD}
+        taken |= parameters.keys() - handed_on
+        if not handed_on:
+            break
+    else:
+        return
+    if unknown := sorted(given.keys() - taken):
+        raise ConfigError(f"{env_id} has no keyword arguments {unknown}; known: {sorted(taken)}")
 
 
 class TextEnv(gymnasium.Env):  # type: ignore[misc]
@@ -160,11 +186,17 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, Info]:
         """The prompt of a task. info["task"] is its id, info["tools"] holds the tools' schemas."""
-        return self._run(self.start(seed, options))
+        super().reset(seed=seed)
+        return self._run(self._start(options or {}))
 
     def step(self, action: str) -> Step:
         """One turn of the policy: the tools answer it; without calls, it is graded."""
-        return self._run(self.take(checked_action(action)))
+        if not isinstance(action, str):
+            raise ConfigError(
+                f"an action must be the text that the policy writes, got {type(action).__name__}: "
+                f"{action!r:.80}"
+            )
+        return self._run(self._take(str(action)))  # also of numpy's str_
 
     def render(self) -> str | None:
         """The episode so far, as text."""
@@ -175,7 +207,7 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
         loop = self._loop
         if loop is not None:
             try:
-                loop.run(self.stop(), self._timeout_s)
+                loop.run(self._stop(), self._timeout_s)
             finally:
                 self._loop = None
                 loop.release()
@@ -187,29 +219,24 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
 
     # the parts of `reset`, `step` and `close` on the event loop
 
-    async def start(self, seed: int | None, options: dict[str, Any] | None) -> tuple[str, Info]:
-        """Begin the next episode."""
-        super().reset(seed=seed)
+    async def _start(self, options: dict[str, Any]) -> tuple[str, Info]:
         drawn = int(self.np_random.integers(len(self.tasks)))
         own_seed = int(self.np_random.integers(2**31))
-        number = (options or {}).get("task", drawn)
+        number = options.get("task", drawn)
         if type(number) is not int or not 0 <= number < len(self.tasks):
             raise ConfigError(
                 f'{self._env_id}: options["task"] must be a number below {len(self.tasks)}, '
                 f"got {number!r}"
             )
-        await self.stop()
-        self._env = agentenv.contract.env_registry.make(
-            self._env_id, self.tasks[number], **self._kwargs
-        )
+        await self._stop()
+        self._env = env_registry.make(self._env_id, self.tasks[number], **self._kwargs)
         messages, info = await self._env.reset(seed=own_seed)
         self._schemas = list(info.get("tools", ()))
         self._transcript = ""
         text = "\n\n".join(message.content for message in messages)
         return self._show(text), {**info, "task": self.tasks[number].id}
 
-    async def take(self, action: str) -> Step:
-        """Take a turn of the episode."""
+    async def _take(self, action: str) -> Step:
         if self._env is None:
             raise EnvError(f"{self._env_id}: step before reset or after close")
         message = Message("assistant", action, tag_calls(action, self._schemas))
@@ -218,8 +245,7 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
         text = "".join(RESULT_OPEN + one.content + RESULT_CLOSE for one in messages)
         return self._show(text), float(reward), terminated, truncated, _without_times(info)
 
-    async def stop(self) -> None:
-        """Close the episode; idempotent."""
+    async def _stop(self) -> None:
         env, self._env = self._env, None
         if env is not None:
             await env.close()
@@ -231,41 +257,6 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
             text = text[: self._max_chars]
         self._transcript += text
         return text
-
-
-def check_keywords(env_id: str, kwargs: Mapping[str, Any]) -> None:
-    """Raises ConfigError for unknown or missing keyword arguments of an environment's constructor,
-    without calling it. Keywords that it passes on are looked up in its base classes.
-    """
-    found = agentenv.contract.env_registry.spec(env_id)
-    made, given = found.load(), {**found.kwargs, **kwargs}
-    try:
-        inspect.signature(made).bind(None, **given)
-    except TypeError as error:
-        raise ConfigError(f"{env_id} cannot be made with {sorted(kwargs)}: {error}") from error
-    except ValueError:  # no signature, as for some classes written in C
-        return
-    taken: set[str] = set()
-    for maker in inspect.getmro(made)[:-1] if inspect.isclass(made) else (made,):
-        parameters = inspect.signature(maker).parameters
-        handed_on = {key for key, one in parameters.items() if one.kind is one.VAR_KEYWORD}
-        taken |= parameters.keys() - handed_on
-        if not handed_on:
-            break
-    else:
-        return
-    if unknown := sorted(given.keys() - taken):
-        raise ConfigError(f"{env_id} has no keyword arguments {unknown}; known: {sorted(taken)}")
-
-
-def checked_action(action: Any) -> str:
-    """An action as a plain text. Raises ConfigError for other types."""
-    if not isinstance(action, str):
-        raise ConfigError(
-            f"an action must be the text that the policy writes, got {type(action).__name__}: "
-            f"{action!r:.80}"
-        )
-    return str(action)  # also for numpy's str_
 
 
 def _without_times(info: Info) -> Info:
@@ -282,11 +273,7 @@ def _register(env_id: str) -> None:
     if env_id in gymnasium.registry:
         return
     with contextlib.suppress(gymnasium.error.Error):  # an id that Gymnasium does not accept
-        gymnasium.register(
-            env_id,
-            "agentenv.adapters.gym:TextEnv",
-            kwargs={"env_id": env_id},
-        )
+        gymnasium.register(env_id, "agentenv.adapters.gym:TextEnv", kwargs={"env_id": env_id})
 
 
-agentenv.contract.env_registry.on_register(_register)
+env_registry.on_register(_register)

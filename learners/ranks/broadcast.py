@@ -99,7 +99,7 @@ class Broadcaster:
             return None, ""
         try:
             self._link = open_link(command, self.host, self.backend.device)
-        except (RuntimeError, OSError) as error:  # DistError is a RuntimeError
+        except (RuntimeError, OSError, KeyError) as error:  # DistError is a RuntimeError
             return None, f"cannot open a rendezvous store for the engines: {_line(error)}"
         return self._link.address, ""
 

@@ -76,20 +76,6 @@ async def test_a_lost_worker_frees_its_slots(folder: Path) -> None:
 
 
 @shared(1)
-async def test_the_slot_of_a_cancelled_turn_is_returned(b: Bench, engine: LeasedEngine) -> None:
-    """Whether it is cancelled before it is given, on its way, or in use."""
-    for rounds in range(12):
-        pending = start_turn(b, engine)
-        for _ in range(rounds):
-            await asyncio.sleep(0)
-        pending.cancel()
-        await asyncio.gather(pending, return_exceptions=True)
-        await deliver_all()
-        assert b.pool.stats()["running"] == b.pool.stats()["waiting"] == 0
-    assert await start_turn(b, engine) == TEXT
-
-
-@shared(1)
 async def test_a_half_loaded_server_resumes_after_the_requests_of_workers_end(
     b: Bench, engine: LeasedEngine
 ) -> None:
@@ -147,23 +133,6 @@ async def test_workers_and_the_pool_share_the_slots_of_a_server(
     stats = b.pool.stats()
     assert (stats["requests"], stats["server/0/in_flight"]) == (8, 0)
     assert stats["sampled_tokens"] == stats["server/0/sampled_tokens"] == 8 * len(TEXT)
-
-
-@shared(1)
-async def test_a_turn_cancelled_during_its_refusal_does_not_affect_later_turns(
-    b: Bench, engine: LeasedEngine
-) -> None:
-    """The controller's message about a full server may arrive at that moment."""
-    for rounds in range(20):
-        b.servers[0].capacity = 0
-        pending = start_turn(b, engine)
-        for _ in range(rounds):
-            await asyncio.sleep(0)
-        pending.cancel()
-        b.servers[0].capacity = None
-        await asyncio.gather(pending, return_exceptions=True)
-        async with asyncio.timeout(100):
-            assert await start_turn(b, engine) == TEXT
 
 
 @shared(1)
