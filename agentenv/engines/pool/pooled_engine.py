@@ -163,7 +163,7 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
     async def start(self, given: EngineStart) -> EnginePool:
         """Start the servers, or connect to running ones; returns a pool that serves the model."""
         model = await in_thread(given.model.absolute)  # servers run in another folder
-        vocabulary = vocab_size(model)
+        vocabulary = await in_thread(vocab_size, model)
         make = self.server_maker(vocabulary)
         urls, launched = self.urls, self.launched
         if launched is not None:
