@@ -40,19 +40,11 @@ from agentenv.base.errors import (
 from agentenv.base.registry import loaded
 from agentenv.base.tree import Trajectory, TrajectoryTree
 from agentenv.base.types import Limit, Message, Task, ToolCall, ToolResult
-from agentenv.contract.env import (
-    Env,
-    EnvWrapper,
-    Grade,
-    Grader,
-    StepResult,
-    env_ids,
-    make,
-    register,
-    shared,
-)
+from agentenv.contract.env import Env, EnvWrapper, Grade, Grader, StepResult, shared
+from agentenv.contract.env_registry import env_ids, make, register
+from agentenv.contract.function_tool import tool
 from agentenv.contract.tool_env import ToolEnv
-from agentenv.contract.tools import StatelessTool, Tool, ToolLimits, tool
+from agentenv.contract.tools import StatelessTool, Tool, ToolLimits
 
 __all__ = [
     "AgentEnvError",

@@ -4,7 +4,7 @@ An installed agentenv registers these ids by its entry points (pyproject.toml); 
 registered for a bare checkout.
 """
 
-from agentenv.contract.env import register
+from agentenv.contract.env_registry import register
 
 register("agentenv/Quickstart-v0", "agentenv.envs.quickstart:QuickstartEnv")
 register("agentenv/CodeInterpreter-v0", "agentenv.envs.code_interpreter:CodeInterpreterEnv")

@@ -17,8 +17,8 @@ from msgspec import Struct
 from agentenv.base.errors import ToolError
 from agentenv.base.types import Task, ToolResult
 from agentenv.contract.env import ForkMode, shared
+from agentenv.contract.function_tool import argument_schema, read_arguments
 from agentenv.contract.tool_env import Prompt, ToolEnv
-from agentenv.contract.tools import argument_schema, read_arguments
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import make_grader
 from agentenv.envs.sandbox.keys import PythonConfig, python_config

@@ -13,8 +13,9 @@ from agentenv.base.config import build_config
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Info, Message, Task, ToolResult
 from agentenv.contract.env import shared
+from agentenv.contract.function_tool import argument_schema, read_arguments
 from agentenv.contract.tool_env import Prompt, ToolEnv
-from agentenv.contract.tools import StatelessTool, argument_schema, read_arguments
+from agentenv.contract.tools import StatelessTool
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import make_grader
 from agentenv.envs.search.bm25 import MAX_ON_LOOP, BM25Index, load_bm25s

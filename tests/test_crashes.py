@@ -14,10 +14,11 @@ import pytest
 
 from agentenv.base.errors import ConfigError
 from agentenv.base.types import Limits, Task
-from agentenv.contract.env import Grade, make
+from agentenv.contract.env import Grade
+from agentenv.contract.env_registry import make
+from agentenv.contract.function_tool import tool
 from agentenv.contract.plan import Independent
 from agentenv.contract.tool_env import ToolEnv
-from agentenv.contract.tools import tool
 from tests.support.toy import CountingEnv
 from tests.test_actor import make_actor, rollout
 
@@ -130,7 +131,7 @@ def test_non_text_results_are_one_failure_in_the_file_of_the_tool(
     rollout(actor, Independent(3))
     (line,) = actor.failures.log.lines()
     assert "a value of type dict" in line
-    assert "agentenv/contract/tools.py" not in line
+    assert "agentenv/contract/function_tool.py" not in line
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from agentenv.base.errors import ConfigError
-from agentenv.contract import env as registry
-from agentenv.contract.env import EnvSpec
+from agentenv.contract import env_registry as registry
+from agentenv.contract.env_registry import EnvSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "tests" / "example_package"

@@ -36,10 +36,10 @@ from agentenv.base.result_cache import ResultCache
 from agentenv.base.types import Message, SamplingParams, Task, ToolCall, VersionSpan
 from agentenv.base.untrusted import decode, packed
 from agentenv.contract.env import Grade, close_shared
+from agentenv.contract.function_tool import tool
 from agentenv.contract.http_client import ServerClient
 from agentenv.contract.request import ForeignWeightsError, ServerRequest
 from agentenv.contract.tool_env import ToolEnv
-from agentenv.contract.tools import tool
 from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces, native_call
 from agentenv.engines.openai import OpenAIConfig
 from agentenv.engines.remote.vllm_answer import VLLMAnswer

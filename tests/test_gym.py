@@ -18,7 +18,7 @@ import agentenv.adapters.gym
 from agentenv import register
 from agentenv.base.errors import ConfigError, EnvError
 from agentenv.base.types import Message, Task
-from agentenv.contract import env as registry
+from agentenv.contract import env_registry as registry
 from tests.support.toy import CountingEnv
 
 TASKS = [Task(f"t{n}", "toy/Counting-v0", f"question {n}", ("x",)) for n in range(5)]

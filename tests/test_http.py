@@ -20,8 +20,8 @@ from agentenv.adapters.testing import check_tool_env
 from agentenv.base.errors import ConfigError, CrashError, InfraError, OutageError, ToolError
 from agentenv.base.types import ToolCall
 from agentenv.contract.env import close_shared
+from agentenv.contract.function_tool import FunctionTool
 from agentenv.contract.http import MAX_FORBIDDEN, MAX_LOGINS, HttpClient, meaning, status_error
-from agentenv.contract.tools import FunctionTool
 from agentenv.envs.grading.reward import ExactMatch
 from tests.support.warehouse import ROOT
 

@@ -21,7 +21,7 @@ from agentenv.processes.worker_group import NUM_LOSSES, NUM_TRIALS, Left
 from agentenv.rollout.frames import JournalConfig
 from agentenv.rollout.journal import Journal
 from tests.support.toy import CountingEnv
-from tests.support.virtual_clock import run_virtual
+from tests.support.virtual_clock import on_virtual_clock, run_virtual
 from tests.test_actor import TASK, make_actor
 from tests.test_cluster import Cluster, alone, grown
 
@@ -290,54 +290,49 @@ def test_a_tree_without_a_worker_ends_when_a_user_cancels_it(
     assert grown(recorded.tree) == grown(tree)
 
 
-def test_a_tree_queued_after_a_poison_task_ends_when_cancelled() -> None:
-    async def main() -> None:
-        cluster = DeadlyCluster("reset", engine={"latency_s": 10.0})
-        for name in "ab":
-            cluster.add(name)
-        rollouts = cluster.start(range(4))
-        for _ in range(100_000):
-            await asyncio.sleep(0.1)
-            if cluster.workers._held_back:
-                break
-        (held, *_) = cluster.workers._held_back
-        assert cluster.workers.cancel(held.index, "enough")
-        await asyncio.wait({rollouts[held.index]}, timeout=1.0)
-        assert rollouts[held.index].done()
-        await asyncio.gather(*rollouts)
-        await cluster.close()
-
-    run_virtual(main())
-
-
-def test_a_cancelled_tree_does_not_delay_the_trees_queued_after_it() -> None:
-    """The suspect that is tried and the next in line are cancelled at once."""
-
-    async def main() -> None:
-        cluster = DeadlyCluster("reset", engine={"latency_s": 10.0})
-        workers = cluster.workers
-        cluster.add("a")
-        rollouts = cluster.start(range(5))
-        for _ in range(100_000):
-            await asyncio.sleep(0.1)
-            if len(workers._held_back) > 2:
-                break
-        waiting = {one.index for one in workers._held_back}
-        (tried,) = {one.index for one in workers._wanted()} - waiting
-        gone = [tried, workers._held_back[0].index]
-        others = [one.index for one in workers._held_back[1:]]
-        for index in gone:
-            rollouts[index].cancel()
+@on_virtual_clock
+async def test_a_tree_queued_after_a_poison_task_ends_when_cancelled() -> None:
+    cluster = DeadlyCluster("reset", engine={"latency_s": 10.0})
+    for name in "ab":
+        cluster.add(name)
+    rollouts = cluster.start(range(4))
+    for _ in range(100_000):
         await asyncio.sleep(0.1)
-        assert {one.index for one in workers._wanted()} == {*others}
-        async with asyncio.timeout(1000.0):
-            trees = await asyncio.gather(*(rollouts[index] for index in others))
-        assert [tree.index for tree in trees] == others
-        assert all(rollouts[index].cancelled() for index in gone)
-        assert not workers._held_back
-        await cluster.close()
+        if cluster.workers._held_back:
+            break
+    (held, *_) = cluster.workers._held_back
+    assert cluster.workers.cancel(held.index, "enough")
+    await asyncio.wait({rollouts[held.index]}, timeout=1.0)
+    assert rollouts[held.index].done()
+    await asyncio.gather(*rollouts)
+    await cluster.close()
 
-    run_virtual(main())
+
+@on_virtual_clock
+async def test_a_cancelled_tree_does_not_delay_the_trees_queued_after_it() -> None:
+    """The suspect that is tried and the next in line are cancelled at once."""
+    cluster = DeadlyCluster("reset", engine={"latency_s": 10.0})
+    workers = cluster.workers
+    cluster.add("a")
+    rollouts = cluster.start(range(5))
+    for _ in range(100_000):
+        await asyncio.sleep(0.1)
+        if len(workers._held_back) > 2:
+            break
+    waiting = {one.index for one in workers._held_back}
+    (tried,) = {one.index for one in workers._wanted()} - waiting
+    gone = [tried, workers._held_back[0].index]
+    others = [one.index for one in workers._held_back[1:]]
+    for index in gone:
+        rollouts[index].cancel()
+    await asyncio.sleep(0.1)
+    assert {one.index for one in workers._wanted()} == {*others}
+    async with asyncio.timeout(1000.0):
+        trees = await asyncio.gather(*(rollouts[index] for index in others))
+    assert [tree.index for tree in trees] == others
+    assert all(rollouts[index].cancelled() for index in gone)
+    assert not workers._held_back
+    await cluster.close()
 
 
 @pytest.mark.parametrize(

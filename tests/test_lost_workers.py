@@ -23,7 +23,7 @@ from agentenv.processes.worker_group import Left, WorkerGroup, WorkerSpec
 from agentenv.rollout.failure_log import Failure
 from tests.support.links import linked
 from tests.support.toy import CountingEnv
-from tests.support.virtual_clock import run_virtual
+from tests.support.virtual_clock import on_virtual_clock, run_virtual
 from tests.test_actor import make_actor
 from tests.test_cluster import Cluster
 
@@ -182,64 +182,58 @@ async def test_the_version_of_a_server_is_sent_before_its_tokens(
         assert len(written) == before + 1
 
 
-def test_trees_of_a_lost_worker_resume_before_its_turns_have_ended() -> None:
+@on_virtual_clock
+async def test_trees_of_a_lost_worker_resume_before_its_turns_have_ended() -> None:
     """An engine may take long to abort its requests."""
+    cluster = Cluster(make_actor)
+    slow = asyncio.Event()
 
-    async def main() -> None:
-        cluster = Cluster(make_actor)
-        slow = asyncio.Event()
+    class Slow:
+        policy_version = 0
 
-        class Slow:
-            policy_version = 0
+        async def generate(self, *_: Any, **__: Any) -> Any:
+            try:
+                await asyncio.sleep(1000.0)
+            finally:
+                await slow.wait()
 
-            async def generate(self, *_: Any, **__: Any) -> Any:
-                try:
-                    await asyncio.sleep(1000.0)
-                finally:
-                    await slow.wait()
-
-        cluster.workers._actor.engine = Slow()  # type: ignore[assignment]
-        cluster.add("a")
-        growing = asyncio.create_task(cluster.rollout(0))
-        await asyncio.sleep(1.0)
-        await cluster.kill("a")
-        await asyncio.sleep(1.0)
-        assert cluster.workers.places()[0].worker == ""
-        cluster.add("b")
-        await asyncio.sleep(1.0)
-        assert cluster.workers.places()[0].worker == "b"
-        assert cluster.workers.cancel(0, "enough")
-        slow.set()
-        assert (await growing).is_cancelled
-        await cluster.close()
-
-    run_virtual(main())
+    cluster.workers._actor.engine = Slow()  # type: ignore[assignment]
+    cluster.add("a")
+    growing = asyncio.create_task(cluster.rollout(0))
+    await asyncio.sleep(1.0)
+    await cluster.kill("a")
+    await asyncio.sleep(1.0)
+    assert cluster.workers.places()[0].worker == ""
+    cluster.add("b")
+    await asyncio.sleep(1.0)
+    assert cluster.workers.places()[0].worker == "b"
+    assert cluster.workers.cancel(0, "enough")
+    slow.set()
+    assert (await growing).is_cancelled
+    await cluster.close()
 
 
-def test_too_many_failures_end_the_run_even_without_a_live_tree() -> None:
+@on_virtual_clock
+async def test_too_many_failures_end_the_run_even_without_a_live_tree() -> None:
     """The last failure comes from a tree that has ended, in a worker that has no other."""
     a_bug = Failure("buggy", "CrashError", "a bug", "env.py:1", "", "bug", True, True)
+    cluster = Cluster(lambda: make_actor(limits=Limits(max_failures=0)))
+    problem = TooManyFailuresError("too many")
 
-    async def main() -> None:
-        cluster = Cluster(lambda: make_actor(limits=Limits(max_failures=0)))
-        problem = TooManyFailuresError("too many")
+    def add(failure: Failure | None, **_: Any) -> None:
+        if failure is not None and failure.task_id == "buggy":
+            raise problem
 
-        def add(failure: Failure | None, **_: Any) -> None:
-            if failure is not None and failure.task_id == "buggy":
-                raise problem
-
-        cluster.workers._actor.failures.add = add  # type: ignore[method-assign]
-        cluster.add("a")
-        await cluster.rollout(0)
-        (worker,) = cluster.workers.workers.values()
-        assert not worker.trees
-        cluster.ends["a"].send(pack(RolloutEnded(a_bug)))
-        await asyncio.sleep(1.0)
-        with pytest.raises(TooManyFailuresError, match="too many"):
-            await cluster.rollout(1)
-        growing = asyncio.create_task(cluster.rollout(2))
-        with pytest.raises(TooManyFailuresError, match="too many"):
-            await growing
-        await cluster.close()
-
-    run_virtual(main())
+    cluster.workers._actor.failures.add = add  # type: ignore[method-assign]
+    cluster.add("a")
+    await cluster.rollout(0)
+    (worker,) = cluster.workers.workers.values()
+    assert not worker.trees
+    cluster.ends["a"].send(pack(RolloutEnded(a_bug)))
+    await asyncio.sleep(1.0)
+    with pytest.raises(TooManyFailuresError, match="too many"):
+        await cluster.rollout(1)
+    growing = asyncio.create_task(cluster.rollout(2))
+    with pytest.raises(TooManyFailuresError, match="too many"):
+        await growing
+    await cluster.close()

@@ -10,9 +10,9 @@ import pytest
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Limits, Message, SamplingParams, Task
 from agentenv.contract.env import Grade
+from agentenv.contract.function_tool import tool
 from agentenv.contract.plan import Independent
 from agentenv.contract.tool_env import ToolEnv
-from agentenv.contract.tools import tool
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.rollout.actor import Actor
 from agentenv.text.native import NativeRenderer

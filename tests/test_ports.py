@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from agentenv.processes.link import hold_port, port_of
+from agentenv.processes.ports import hold_port, port_of
 from tests.support.ports import held_ports
 
 LOCAL_PORT_RANGE = 51  # IP_LOCAL_PORT_RANGE, from which ports are chosen

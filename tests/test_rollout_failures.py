@@ -15,9 +15,10 @@ from agentenv.base.errors import ConfigError, EngineError, EnvError, InfraError,
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.base.types import Completion, Limit, Limits, Message, Task, ToolResult
 from agentenv.contract.env import Grade
+from agentenv.contract.function_tool import tool
 from agentenv.contract.plan import Independent, RolloutPlan
 from agentenv.contract.tool_env import ToolEnv
-from agentenv.contract.tools import StatelessTool, Tool, tool
+from agentenv.contract.tools import StatelessTool, Tool
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.learners.algorithms.aepo import AEPO, AEPOPlan, is_probe
 from agentenv.learners.algorithms.arpo import ARPO, ARPOPlan

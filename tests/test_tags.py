@@ -13,7 +13,7 @@ from agentenv import Message, Task, ToolEnv, ToolError, tool
 from agentenv.adapters.testing import check_tool_env
 from agentenv.base.errors import ConfigError
 from agentenv.base.types import MALFORMED_CALL, Completion
-from agentenv.contract.tools import FunctionTool
+from agentenv.contract.function_tool import FunctionTool
 from agentenv.envs.grading.reward import ExactMatch
 from agentenv.text.renderer import TagRenderer
 from agentenv.text.tags import (

@@ -14,8 +14,8 @@ from agentenv.adapters import testing
 from agentenv.adapters.testing import check_tool_env
 from agentenv.base.types import Message, Task
 from agentenv.contract.env import EnvWrapper, StepResult
+from agentenv.contract.function_tool import argument_schema, tool
 from agentenv.contract.tool_env import ToolEnv
-from agentenv.contract.tools import argument_schema, tool
 from tests.support.counting_tools import ANSWER, TASK, Counter, LastMessage, call
 
 

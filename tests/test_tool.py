@@ -8,7 +8,7 @@ import pytest
 
 from agentenv.base.errors import ConfigError, ToolError
 from agentenv.base.types import ToolResult
-from agentenv.contract.tools import tool
+from agentenv.contract.function_tool import tool
 
 
 @tool

@@ -19,7 +19,7 @@ from agentenv.base.types import MALFORMED_CALL, UNKNOWN_TOOL, Limit, Message, To
 from agentenv.contract.env import close_shared
 from agentenv.contract.tool_env import PIECE_CHARS
 from tests.support.counting_tools import ANSWER, Counter, LastMessage, call, make
-from tests.support.virtual_clock import run_virtual
+from tests.support.virtual_clock import on_virtual_clock, run_virtual
 
 
 async def test_an_episode() -> None:
@@ -131,59 +131,51 @@ async def test_the_policy_may_call_the_reserved_name_of_malformed_calls(
     await env.close()
 
 
-def test_infrastructure_is_retried_and_never_shown() -> None:
-    async def main() -> None:
-        counter = Counter()
-        counter.faults = [InfraError("gone"), InfraError("gone")]
-        env = make(counter)
-        await env.reset(seed=4)
-        loop = asyncio.get_running_loop()
-        start = loop.time()
-        observation, *_ = await env.step(call())
-        assert observation[0].content == "1"
-        assert 0.3 <= loop.time() - start <= 0.45  # 0.1 and 0.2 s, jittered
-        await env.close()
-
-    run_virtual(main())
+@on_virtual_clock
+async def test_infrastructure_is_retried_and_never_shown() -> None:
+    counter = Counter()
+    counter.faults = [InfraError("gone"), InfraError("gone")]
+    env = make(counter)
+    await env.reset(seed=4)
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    observation, *_ = await env.step(call())
+    assert observation[0].content == "1"
+    assert 0.3 <= loop.time() - start <= 0.45  # 0.1 and 0.2 s, jittered
+    await env.close()
 
 
-def test_the_seconds_of_a_failed_attempt_are_recorded_as_waiting() -> None:
+@on_virtual_clock
+async def test_the_seconds_of_a_failed_attempt_are_recorded_as_waiting() -> None:
     """Two tries of 3 s, one of which fails; the break between them is 0.1 s, and up to half as
     long again."""
-
-    async def main() -> None:
-        slow = Counter(latency_s=3.0)
-        slow.faults = [InfraError("gone")]
-        env = make(slow)
-        await env.reset()
-        with working(WorkClock()) as clock:
-            *_, info = await env.step(call())
-            assert clock() == pytest.approx(3.0)
-        (record,) = info["tool_calls"]
-        assert record["duration_s"] - record["waited_s"] == pytest.approx(3.0)
-        await env.close()
-
-    run_virtual(main())
+    slow = Counter(latency_s=3.0)
+    slow.faults = [InfraError("gone")]
+    env = make(slow)
+    await env.reset()
+    with working(WorkClock()) as clock:
+        *_, info = await env.step(call())
+        assert clock() == pytest.approx(3.0)
+    (record,) = info["tool_calls"]
+    assert record["duration_s"] - record["waited_s"] == pytest.approx(3.0)
+    await env.close()
 
 
 @pytest.mark.parametrize(("outage_s", "num_tries"), [(0.0, 3), (60.0, 12)])
-def test_an_infrastructure_outage_is_awaited_for_outage_s_and_then_fails(
+@on_virtual_clock
+async def test_an_infrastructure_outage_is_awaited_for_outage_s_and_then_fails(
     outage_s: float, num_tries: int
 ) -> None:
     """0.1 s, doubled up to 10 s, each up to half as long again, so 11 waits until 60 s are over."""
-
-    async def main() -> None:
-        counter = Counter()
-        counter.faults = [InfraError(f"gone {i}") for i in range(99)]
-        env = make(counter, outage_s=outage_s)
-        await env.reset(seed=4)
-        with pytest.raises(OutageError, match=r"failed (\d+) times, the last time: gone") as raised:
-            await env.step(call())
-        assert f"failed {num_tries} times" in str(raised.value)
-        assert outage_s <= asyncio.get_running_loop().time() <= outage_s + 15
-        await env.close()
-
-    run_virtual(main())
+    counter = Counter()
+    counter.faults = [InfraError(f"gone {i}") for i in range(99)]
+    env = make(counter, outage_s=outage_s)
+    await env.reset(seed=4)
+    with pytest.raises(OutageError, match=r"failed (\d+) times, the last time: gone") as raised:
+        await env.step(call())
+    assert f"failed {num_tries} times" in str(raised.value)
+    assert outage_s <= asyncio.get_running_loop().time() <= outage_s + 15
+    await env.close()
 
 
 def test_a_tool_outage_is_logged_once_a_minute_and_shown(
@@ -210,19 +202,17 @@ def test_a_tool_outage_is_logged_once_a_minute_and_shown(
     assert told[0].shown  # type: ignore[attr-defined]
 
 
-def test_a_tool_that_hangs_is_stopped() -> None:
-    async def main() -> None:
-        counter = Counter(latency_s=1000)
-        env = make(counter, tool_timeout_s=2, num_retries=1, outage_s=0)
-        await env.reset()
-        start = asyncio.get_running_loop().time()
-        with pytest.raises(EnvError, match="no result within 2 s"):
-            await env.step(call())
-        assert asyncio.get_running_loop().time() - start < 5
-        with pytest.raises(EnvError, match="not closed within"):
-            await env.close()
-
-    run_virtual(main())
+@on_virtual_clock
+async def test_a_tool_that_hangs_is_stopped() -> None:
+    counter = Counter(latency_s=1000)
+    env = make(counter, tool_timeout_s=2, num_retries=1, outage_s=0)
+    await env.reset()
+    start = asyncio.get_running_loop().time()
+    with pytest.raises(EnvError, match="no result within 2 s"):
+        await env.step(call())
+    assert asyncio.get_running_loop().time() - start < 5
+    with pytest.raises(EnvError, match="not closed within"):
+        await env.close()
 
 
 async def test_a_bug_in_a_tool_is_named_with_the_call() -> None:

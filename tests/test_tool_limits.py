@@ -16,11 +16,14 @@ from agentenv.base.config import build_config
 from agentenv.base.deadline import WorkClock, working
 from agentenv.base.errors import ConfigError, EnvError, InfraError
 from agentenv.base.types import Limits, Message, Task, ToolCall, ToolResult
-from agentenv.contract.env import Grade, close_shared, register
+from agentenv.contract.env import Grade, close_shared
+from agentenv.contract.env_registry import register
+from agentenv.contract.function_tool import tool
+from agentenv.contract.tool_config import ToolConfig, load_tools
 from agentenv.contract.tool_env import ToolEnv
-from agentenv.contract.tools import StatelessTool, ToolConfig, ToolLimits, load_tools, tool
+from agentenv.contract.tools import StatelessTool, ToolLimits
 from agentenv.text.prompt import PromptConfig
-from tests.support.virtual_clock import run_virtual
+from tests.support.virtual_clock import on_virtual_clock, run_virtual
 
 TASK = Task("t", "test/Tools-v0", "how many?", ("2",))
 
@@ -180,31 +183,25 @@ def test_a_record_separates_the_wait_for_a_slot_from_the_work() -> None:
     assert run_virtual(main()) == [(1.0, 0.0), (2.0, 1.0), (3.0, 2.0)]
 
 
-def test_each_tool_has_its_own_deadline_and_retries() -> None:
-    async def main() -> None:
-        slow = Slow(latency_s=5)
-        limits = {"slow": ToolLimits(timeout_s=2, num_retries=0)}
-        env = ToolEnv(TASK, [slow], Anything(), tool_limits=limits)
-        await env.reset()
-        with pytest.raises(
-            EnvError, match="'slow' failed 1 times, the last time: no result within"
-        ):
-            await env.step(call("slow"))
-        assert slow.num_calls == 1
-        await env.close()
-
-    run_virtual(main())
+@on_virtual_clock
+async def test_each_tool_has_its_own_deadline_and_retries() -> None:
+    slow = Slow(latency_s=5)
+    limits = {"slow": ToolLimits(timeout_s=2, num_retries=0)}
+    env = ToolEnv(TASK, [slow], Anything(), tool_limits=limits)
+    await env.reset()
+    with pytest.raises(EnvError, match="'slow' failed 1 times, the last time: no result within"):
+        await env.step(call("slow"))
+    assert slow.num_calls == 1
+    await env.close()
 
 
-def test_a_tool_that_is_not_required_may_be_unavailable() -> None:
-    async def main() -> None:
-        limits = {"slow": ToolLimits(required=False, num_retries=1)}
-        env = ToolEnv(TASK, [Slow(broken=True)], Anything(), tool_limits=limits)
-        await env.reset()
-        assert await texts(env, call("slow")) == ["The tool 'slow' is not available at the moment."]
-        await env.close()
-
-    run_virtual(main())
+@on_virtual_clock
+async def test_a_tool_that_is_not_required_may_be_unavailable() -> None:
+    limits = {"slow": ToolLimits(required=False, num_retries=1)}
+    env = ToolEnv(TASK, [Slow(broken=True)], Anything(), tool_limits=limits)
+    await env.reset()
+    assert await texts(env, call("slow")) == ["The tool 'slow' is not available at the moment."]
+    await env.close()
 
 
 def maker(toml: dict[str, Any], limits: Limits, prompt: PromptConfig) -> ToolEnv:

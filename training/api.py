@@ -58,7 +58,8 @@ from agentenv.base.model_files import fetch_from_hub
 from agentenv.base.offload import in_new_thread, result_of
 from agentenv.base.registry import loaded
 from agentenv.base.types import Task
-from agentenv.contract.env import Env, Grader, isolated_shared, registered
+from agentenv.contract.env import Env, Grader, isolated_shared
+from agentenv.contract.env_registry import registered
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import Tool
 from agentenv.envs.qa_grader import ExactMatch

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -26,9 +27,9 @@ from gymnasium.error import CustomSpaceError
 from gymnasium.spaces import Text
 from gymnasium.vector.utils import create_shared_memory
 
-import agentenv.contract.env
 from agentenv.base.errors import ConfigError, EnvError
 from agentenv.base.types import Info, Message, Task
+from agentenv.contract import env_registry
 from agentenv.contract.env import Env, close_shared, forget_shared
 from agentenv.data.dataset import load_tasks
 from agentenv.text.renderer import RESULT_CLOSE, RESULT_OPEN
@@ -114,6 +115,31 @@ def _refuse_shared_memory(*_: Any) -> Any:
     raise CustomSpaceError("strings of arbitrary characters cannot be placed in shared memory")
 
 
+def check_keywords(env_id: str, kwargs: Mapping[str, Any]) -> None:
+    """Raises ConfigError for unknown or missing keyword arguments of an environment's constructor,
+    without calling it. Keywords that it passes on are looked up in its base classes.
+    """
+    found = env_registry.spec(env_id)
+    made, given = found.load(), {**found.kwargs, **kwargs}
+    try:
+        inspect.signature(made).bind(None, **given)
+    except TypeError as error:
+        raise ConfigError(f"{env_id} cannot be made with {sorted(kwargs)}: {error}") from error
+    except ValueError:  # no signature, as for some classes written in C
+        return
+    taken: set[str] = set()
+    for maker in inspect.getmro(made)[:-1] if inspect.isclass(made) else (made,):
+        parameters = inspect.signature(maker).parameters
+        handed_on = {key for key, one in parameters.items() if one.kind is one.VAR_KEYWORD}
+        taken |= parameters.keys() - handed_on
+        if not handed_on:
+            break
+    else:
+        return
+    if unknown := sorted(given.keys() - taken):
+        raise ConfigError(f"{env_id} has no keyword arguments {unknown}; known: {sorted(taken)}")
+
+
 class TextEnv(gymnasium.Env):  # type: ignore[misc]
     """One registered environment over a set of tasks, as `gymnasium.make` returns it.
 
@@ -154,7 +180,7 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
         self._schemas: list[dict[str, Any]] = []
         self._transcript = ""
         self._loop: LoopThread | None = None
-        agentenv.contract.env.check_keywords(env_id, kwargs)
+        check_keywords(env_id, kwargs)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -203,7 +229,7 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
                 f"got {number!r}"
             )
         await self._stop()
-        self._env = agentenv.contract.env.make(self._env_id, self.tasks[number], **self._kwargs)
+        self._env = env_registry.make(self._env_id, self.tasks[number], **self._kwargs)
         messages, info = await self._env.reset(seed=own_seed)
         self._schemas = list(info.get("tools", ()))
         self._transcript = ""
@@ -250,4 +276,4 @@ def _register(env_id: str) -> None:
         gymnasium.register(env_id, "agentenv.adapters.gym:TextEnv", kwargs={"env_id": env_id})
 
 
-agentenv.contract.env.on_register(_register)
+env_registry.on_register(_register)

@@ -36,7 +36,6 @@ from agentenv.base.tree import Prefix, packed_ids
 from agentenv.base.types import Chunk, Completion, SamplingParams
 from agentenv.cluster.messages import (
     Acquire,
-    FirstToken,
     Granted,
     OfPlace,
     Quit,
@@ -53,7 +52,7 @@ from agentenv.cluster.messages import (
 from agentenv.contract.engine import Engine
 from agentenv.contract.request import ServerLostError
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.pool.server import Aborted, Busy, Lost, Outcome, PooledServer, Reset, Slot
+from agentenv.engines.pool.server import Aborted, Lost, Outcome, PooledServer, Slot
 from agentenv.engines.pool.turn import TurnEngine
 from agentenv.engines.remote.weight_sync import Server
 from agentenv.processes.link import Link
@@ -159,33 +158,31 @@ class Turns:
 
     async def _sample(self, request: SampleTurn) -> None:
         message: SampledTurn | SampleRefused
-        clock = ReportingClock(partial(self._stand, request.number))
+        number, send = request.number, self._link.send
+        clock = ReportingClock(
+            lambda is_paused, lost_s: send(pack(TurnPause(number, is_paused, lost_s)))
+        )
         try:
             with working(clock):
                 completion = await self._engine.generate(
                     memoryview(request.prompt).cast("i").tolist(),
                     request.sampling,
                     session=request.session,
-                    on_tokens=partial(self._tokens, request.number) if request.listens else None,
+                    on_tokens=(lambda chunk: send(pack(Tokens(number, chunk))))
+                    if request.listens
+                    else None,
                     stream_interval=request.stream_interval,
                     order=request.order,
                 )
                 clock.report = None
-            message = SampledTurn(request.number, completion)
+            message = SampledTurn(number, completion)
         except Exception as error:  # the rollout raises it
-            message = SampleRefused(
-                request.number, *named(error), is_final=getattr(error, "is_final", False)
-            )
+            is_final = getattr(error, "is_final", False)
+            message = SampleRefused(number, *named(error), is_final=is_final)
         finally:
             clock.report = None
-            del self._running[request.number]
-        self._link.send(pack(message))
-
-    def _tokens(self, number: int, chunk: Chunk) -> None:
-        self._link.send(pack(Tokens(number, chunk)))
-
-    def _stand(self, number: int, is_paused: bool, lost_s: float) -> None:
-        self._link.send(pack(TurnPause(number, is_paused, lost_s)))
+            del self._running[number]
+        send(pack(message))
 
 
 # The worker's end.
@@ -196,9 +193,8 @@ class Lease(Slot):
 
     def __init__(self, link: Link, client: Server, message: Granted) -> None:
         super().__init__(client)
-        self.number, self.on, self.on_trial = message.number, message.server, message.on_trial
+        self.number, self.on = message.number, message.server
         self.version = message.policy_version
-        self.answers: list[tuple[int, float]] = []
         self.end: SlotAbort | None = None  # set when the controller has aborted the slot
         self._link = link
 
@@ -218,13 +214,6 @@ class Lease(Slot):
     def abort(self, message: SlotAbort) -> None:
         self.reason, self.end = message.reason, message
         self.abort_all()
-
-    def pass_trial(self) -> None:
-        super().pass_trial()
-        self._link.send(pack(FirstToken(self.number)))
-
-    def answer(self, num_tokens: int, seconds: float) -> None:
-        self.answers.append((num_tokens, seconds))
 
 
 class LeasedEngine(TurnEngine[Lease]):
@@ -308,7 +297,7 @@ class LeasedEngine(TurnEngine[Lease]):
         counts = dict(self.counts)
         self.counts.clear()
         left = SlotRelease(
-            slot.number, slot.num_requests, slot.num_tokens, slot.answers, counts, outcome
+            slot.number, slot.num_requests, slot.num_answered, slot.num_tokens, counts, outcome
         )
         self._link.send(pack(left))
         return outcome
@@ -359,19 +348,15 @@ class Leases:
         self._waiting: dict[int, asyncio.Future[PooledServer]] = {}
         self._held: dict[int, _Held] = {}
 
-    def handle(self, message: Acquire | FirstToken | SlotRelease) -> None:
+    def handle(self, message: Acquire | SlotRelease) -> None:
         """Handle a message of the worker."""
         if isinstance(message, Acquire):
             return self._seek(message)
-        held = self._held.get(message.number)
-        if isinstance(message, SlotRelease):
-            for name, number in message.counts.items():  # twice as fast as Counter.update
-                self._pool.counts[name] += number
-            if held:
-                self._settle(held, message)
-                self._free(held)
-        elif held:
-            held.server.receive(0)
+        for name, number in message.counts.items():  # twice as fast as Counter.update
+            self._pool.counts[name] += number
+        if held := self._held.get(message.number):
+            self._settle(held, message)
+            self._free(held)
 
     def quit(self, number: int) -> None:
         """The worker has cancelled its request for a slot."""
@@ -428,9 +413,7 @@ class Leases:
     def _grant(self, number: int, server: PooledServer) -> None:
         held = self._held[number] = _Held(self._pool, self._link, number, server)
         client, version = server.client, server.policy_version
-        granted = Granted(
-            number, server.number, client.url, client.handed(), version, server.on_trial
-        )
+        granted = Granted(number, server.number, client.url, client.handed(), version)
         self._link.send(pack(granted))
         server.guests.add(held)
         server.run(held, held)
@@ -447,9 +430,6 @@ class Leases:
         ignored for its state, since the server may have restarted meanwhile."""
         server, outcome = held.server, left.outcome
         server.num_requests += left.num_requests
+        server.num_answered += left.num_answered
         server.num_tokens += left.num_tokens
-        if left.num_tokens and not isinstance(outcome, Busy | Reset | Lost) and not held.is_over:
-            server.receive(0)
-        for num_tokens, seconds in left.answers:
-            server.answer(num_tokens, seconds)
         self._pool.settle(server, outcome, is_late=held.is_over)

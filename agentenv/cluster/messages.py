@@ -9,7 +9,6 @@
                                   <-----  Acquire     request a slot on a server of the pool
     Granted, RequestRefused       ----->           the server and its connection data, or an error
     ServerPause, SlotAbort        ----->           events of the server
-                                  <-----  FirstToken    its first token has arrived
                                   <-----  SlotRelease   the slot is free, with the outcome
                                   <-----  SampleTurn  request a turn of an engine that is not a pool
     Tokens, TurnPause,            ----->           events and result of the turn
@@ -92,15 +91,13 @@ class SampleRefused(Struct, array_like=True, frozen=True, tag=6):
 
 class Granted(Struct, array_like=True, frozen=True, tag=8):
     """A slot on a server of the pool, which has a number there and serves this policy version;
-    `handed` is the connection data for a client in another process (RemoteServer.handed).
-    `on_trial`: the controller waits for its first token."""
+    `handed` is the connection data for a client in another process (RemoteServer.handed)."""
 
     number: int
     server: int
     url: str
     handed: bytes
     policy_version: int
-    on_trial: bool
 
 
 class ServerPause(Struct, array_like=True, frozen=True, tag=9):
@@ -219,20 +216,14 @@ class Acquire(Struct, array_like=True, frozen=True, tag=7):
     avoid: list[int] = []
 
 
-class FirstToken(Struct, array_like=True, frozen=True, tag=8):
-    """A server on trial has returned a token."""
-
-    number: int
-
-
 class SlotRelease(Struct, array_like=True, frozen=True, tag=9):
-    """The slot is free again. `answers` has tokens and seconds of the completed requests, `outcome`
-    is that of the last one; `counts` are those of the worker's engine since the last one."""
+    """The slot is free again. `num_answered` are the completed requests, `outcome` is that of the
+    last one; `counts` are those of the worker's engine since the last one."""
 
     number: int
     num_requests: int
+    num_answered: int
     num_tokens: int
-    answers: list[tuple[int, float]]
     counts: dict[str, int]
     outcome: Outcome
 
@@ -264,7 +255,6 @@ Answer = (
     | Alive
     | Notice
     | Acquire
-    | FirstToken
     | SlotRelease
     | Leaving
     | CurrentWaits

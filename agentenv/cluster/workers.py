@@ -319,7 +319,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
                 self._frame(worker, message)
             case messages.SampleTurn():
                 worker.turns.sample(message)
-            case messages.Acquire() | messages.FirstToken() | messages.SlotRelease():
+            case messages.Acquire() | messages.SlotRelease():
                 assert worker.leases is not None, "slots are those of a pool"
                 worker.leases.handle(message)
             case messages.Quit():
@@ -383,17 +383,13 @@ class RolloutWorkers(WorkerGroup[_Worker]):
             if growing.ended.done():
                 continue
             if worker.draining is None or worker.is_hanging:
-                self._poisonous(growing)
+                num = self._poison.lost(growing.index, has_come_further=growing.has_come_further)
+                self._remember(growing.index, num)
             growing.recorded, growing.frames = growing.state(), TreeFrames()
             growing.worker = None
             self.num_moved += 1
             self._move_tree(growing)
         worker.trees.clear()
-
-    def _poisonous(self, growing: _Growing) -> None:
-        """Count the loss of the tree's worker."""
-        num = self._poison.lost(growing.index, has_come_further=growing.has_come_further)
-        self._remember(growing.index, num)
 
     def _remember(self, index: int, num_lost: int) -> None:
         """Record the number of workers lost with a tree, for the next process."""

@@ -1,38 +1,20 @@
-"""The environment contract and the registry of environments.
+"""The environment contract, and resources that environments share.
 
 An environment has Gymnasium's methods, asynchronous and with messages. An instance is one episode
-of one task. Registration is lazy: an id maps to "module:Class", and nothing is imported until an
-environment of that id is made.
-
-An installed package adds its environments by entry points, and needs no import to be listed:
-
-    [project.entry-points."agentenv.envs"]
-    "acme/Dice-v0" = "acme_envs.dice:DiceEnv"
-
-`check_reset`, `check_step`, `check_finish` and `check_observation` validate results of
+of one task. `check_reset`, `check_step`, `check_finish` and `check_observation` validate results of
 environments; invalid ones raise CrashError.
 """
 
 from __future__ import annotations
 
 import copy
-import difflib
 import inspect
 from collections import Counter
-from collections.abc import (
-    AsyncIterator,
-    Callable,
-    Hashable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from contextlib import asynccontextmanager, contextmanager
-from importlib import metadata
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from math import isfinite
 from numbers import Real
-from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar, cast
+from typing import Any, Literal, Protocol, Self, TypeVar, cast
 
 from msgspec import Struct
 
@@ -40,12 +22,11 @@ from agentenv.base.crashes import guarded, place_of
 from agentenv.base.deadline import doing, uncancelled
 from agentenv.base.errors import ConfigError, CrashError, GraderError, OutageError
 from agentenv.base.registry import loaded
+from agentenv.base.errors import CrashError, GraderError, OutageError, guarded
 from agentenv.base.types import Info, Limit, Message, Task
 
 ForkMode = Literal["pure", "replay", "snapshot", "none"]
 StepResult = tuple[list[Message], float, bool, bool, Info]  # see Env.step
-
-ENTRY_POINT_GROUP = "agentenv.envs"
 
 
 class Env(Protocol):
@@ -117,148 +98,6 @@ class EnvWrapper:
 
     async def close(self) -> None:
         await self.env.close()
-
-
-class EnvSpec(NamedTuple):
-    """A registered id: the path of its class, or the class or function itself, and its keyword
-    arguments. `source` names the registering package, for error messages.
-    """
-
-    entry_point: str | Callable[..., Env]
-    kwargs: dict[str, Any]
-    source: str = "agentenv.register"
-
-    def load(self) -> Any:
-        """The class. Raises ConfigError with the import error and the registering package."""
-        if not isinstance(self.entry_point, str):
-            return self.entry_point
-        try:
-            return loaded(self.entry_point)
-        except ConfigError as error:
-            raise ConfigError(
-                f"{self.entry_point!r}, registered by {self.source}, cannot be loaded: {error}"
-            ) from error
-
-
-_registry: dict[str, EnvSpec] = {}
-_listeners: list[Callable[[str], None]] = []
-_installed: dict[str, list[EnvSpec]] | None = None
-
-
-def register(env_id: str, entry_point: str, **kwargs: Any) -> None:
-    """Register `env_id`, e.g. register("me/Dice-v0", "my_envs.dice:DiceEnv", sides=6).
-
-    The class is called as Class(task, **kwargs). Registering an id again replaces it.
-    """
-    if entry_point.count(":") != 1:
-        raise ConfigError(
-            f"register({env_id!r}): entry point {entry_point!r} is not of the form 'module:Class'"
-        )
-    _registry[env_id] = EnvSpec(entry_point, kwargs)
-    for listener in _listeners:
-        listener(env_id)
-
-
-@contextmanager
-def registered(env_id: str, maker: Callable[..., Env]) -> Iterator[None]:
-    """Within the block, register `env_id` for this class or function, which need not be importable:
-    the registration applies to this process only."""
-    before = _registry.get(env_id)
-    _registry[env_id] = EnvSpec(maker, {}, "the caller")
-    try:
-        yield
-    finally:
-        _registry.pop(env_id)
-        _registry.update({} if before is None else {env_id: before})
-
-
-def on_register(listener: Callable[[str], None]) -> None:
-    """Call `listener` with every known id now, and with each id registered later."""
-    _listeners.append(listener)
-    for env_id in env_ids():
-        listener(env_id)
-
-
-def env_ids() -> list[str]:
-    """All known ids, registered or installed, sorted. Imports none of the environments."""
-    return sorted({*_registry, *installed_envs()})
-
-
-def spec(env_id: str) -> EnvSpec:
-    """The registration of `env_id`, which takes precedence over installed packages; an id of the
-    form "module:Class" needs none. Raises ConfigError with the nearest ids if there is none, and
-    with both packages if two register the id.
-    """
-    if env_id in _registry:
-        return _registry[env_id]
-    if ":" in env_id:
-        return EnvSpec(env_id, {}, "the configuration")
-    claims = installed_envs().get(env_id)
-    if claims is None:
-        known = env_ids()
-        near = difflib.get_close_matches(env_id, known, n=3, cutoff=0.4)
-        hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known)}"
-        raise ConfigError(f"no environment is registered as {env_id!r}; {hint}")
-    if len(claims) > 1:
-        packages = " and ".join(claim.source for claim in claims)
-        raise ConfigError(
-            f"several packages register {env_id!r}: {packages}; uninstall one of them"
-        )
-    return claims[0]
-
-
-def installed_envs() -> dict[str, list[EnvSpec]]:
-    """Entry points of installed packages in the group "agentenv.envs"; read once per process."""
-    global _installed
-    if _installed is None:
-        _installed = {}
-        for point in metadata.entry_points(group=ENTRY_POINT_GROUP):
-            source = f"the package {point.dist.name}" if point.dist else "an installed package"
-            claims = _installed.setdefault(point.name, [])
-            if point.value not in [claim.entry_point for claim in claims]:
-                claims.append(EnvSpec(point.value, {}, source))
-    return _installed
-
-
-def make(env_id: str, task: Task, **kwargs: Any) -> Env:
-    """A new environment for one episode of `task`; `kwargs` override those of the registration."""
-    found = spec(env_id)
-    made = found.load()
-    try:
-        return made(task, **{**found.kwargs, **kwargs})  # type: ignore[no-any-return]
-    except TypeError as error:
-        where = place_of(error) or f" (in {made.__module__})"
-        hint = "'grader'" in str(error) and (
-            "; pass one to ToolEnv, such as grader=ExactMatch() of agentenv.envs.grading.reward"
-        )
-        raise ConfigError(
-            f"{env_id} cannot be made with {sorted(kwargs)}: {error}{where}{hint or ''}"
-        ) from error
-
-
-def check_keywords(env_id: str, kwargs: Mapping[str, Any]) -> None:
-    """Raises ConfigError for unknown or missing keyword arguments of an environment's constructor,
-    without calling it. Keywords that it passes on are looked up in its base classes.
-    """
-    found = spec(env_id)
-    made, given = found.load(), {**found.kwargs, **kwargs}
-    try:
-        inspect.signature(made).bind(None, **given)
-    except TypeError as error:
-        raise ConfigError(f"{env_id} cannot be made with {sorted(kwargs)}: {error}") from error
-    except ValueError:  # no signature, as for some classes written in C
-        return
-    taken: set[str] = set()
-    for maker in inspect.getmro(made)[:-1] if inspect.isclass(made) else (made,):
-        parameters = inspect.signature(maker).parameters
-        handed_on = {key for key, one in parameters.items() if one.kind is one.VAR_KEYWORD}
-        taken |= parameters.keys() - handed_on
-        if not handed_on:
-            break
-    else:
-        return
-    if unknown := sorted(given.keys() - taken):
-        raise ConfigError(f"{env_id} has no keyword arguments {unknown}; known: {sorted(taken)}")
 
 
 # Resources that all episodes of a process share: search indexes, sandboxes, HTTP sessions.

@@ -249,22 +249,6 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "requests queue in the server while it serves others",
         ),
     ] = 30.0
-    broadcast_port: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=65535,
-            description="port on the learner's machine to which SGLang servers connect for a "
-            "broadcast; 0: any free port (NCCL itself chooses its ports, as with vLLM)",
-        ),
-    ] = 0
-    broadcast_interface: Annotated[
-        str,
-        Meta(
-            description="network interface of the learner's machine for broadcasts, e.g. eth1; "
-            "empty: NCCL's choice and the address that the controller has for the machine"
-        ),
-    ] = ""
     max_concurrency: Annotated[
         int,
         Meta(

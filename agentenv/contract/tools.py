@@ -1,42 +1,17 @@
-"""Tools: definition, limits, and the selection for an episode.
+"""Tools: their form, limits, and the selection for an episode.
 
-    @tool
-    async def weather(city: str, days: int = 1) -> str:
-        '''Forecast for a city.'''
-
-All episodes share a tool object; its `state` belongs to one episode. A configuration names tools of
-the environment, or others to load:
-
-    [[env.tools]]
-    name = "search"                  # a tool of the environment
-    max_calls = 10
-
-    [[env.tools]]
-    name = "my_tools:weather"        # a @tool function, or a class or function that makes a tool
-    kwargs = { units = "metric" }
-    required = false
+All episodes share a tool object; its `state` belongs to one episode.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    Protocol,
-    TypeVar,
-    cast,
-    get_type_hints,
-    runtime_checkable,
-)
+from typing import Annotated, Any, Literal, Protocol, cast, runtime_checkable
 
-import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from agentenv.base.config import substituted
@@ -50,13 +25,11 @@ from agentenv.base.errors import (
     named,
 )
 from agentenv.base.registry import loaded
+from agentenv.base.errors import AgentEnvError, ConfigError, InfraError, ToolError, guarded, named
 from agentenv.base.types import ToolResult
-from agentenv.base.untrusted import convert
 from agentenv.contract.env import ForkMode, shared
 
 RELEASE_TIMEOUT_S = 10.0
-
-T = TypeVar("T")
 
 
 class Tool(Protocol):
@@ -136,46 +109,6 @@ def has_close(tool: Tool) -> bool:
     return getattr(type(tool), "close", None) is not StatelessTool.close
 
 
-class FunctionTool(StatelessTool):
-    """A tool from a function; arguments are checked and converted by their annotations."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.name = function.__name__
-        self.description = inspect.cleandoc(function.__doc__ or "")
-        self._function = function
-        self._arguments = _arguments_struct(function)
-        self.schema = argument_schema(self._arguments)
-
-    async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
-        checked = read_arguments(self.name, arguments, self._arguments, strict=False)
-        outcome = self._function(**msgspec.structs.asdict(checked))
-        if inspect.isawaitable(outcome):
-            outcome = await outcome
-        if isinstance(outcome, ToolResult):
-            return outcome
-        if not isinstance(outcome, str):
-            raise not_a_text(self.name, outcome, self._function)
-        return ToolResult(outcome)
-
-
-def tool(function: Callable[..., Any]) -> FunctionTool:
-    """A tool from a sync or async function, with its name, docstring and annotations.
-
-    Every parameter needs a type annotation. The function returns text (or a ToolResult) and
-    raises ToolError for invalid calls of the policy. A sync function must be fast: it runs on the
-    event loop.
-    """
-    return FunctionTool(function)
-
-
-def read_arguments(name: str, arguments: dict[str, Any], kind: type[T], strict: bool = True) -> T:
-    """The arguments of a call of the tool `name` as a struct. Raises ToolError."""
-    try:
-        return convert(arguments, kind, strict=strict)
-    except ForeignError as error:
-        raise ToolError(f"{name}: {error}") from error
-
-
 async def prepare_tool(tool: Tool) -> None:
     """Prepare a tool that has a `prepare`; its `release` frees the resources. Raises ConfigError if
     the tool cannot work.
@@ -217,46 +150,6 @@ class _Release:
             logger.warning("%s: %s", who, error)
 
 
-def argument_schema(arguments: type[msgspec.Struct]) -> dict[str, Any]:
-    """JSON schema of an arguments struct, without the references that msgspec adds."""
-    schema = msgspec.json.schema(arguments)
-    definitions = schema["$defs"]
-    definition: dict[str, Any] = inlined(definitions[arguments.__name__], definitions, ())
-    definition.pop("title", None)
-    return definition
-
-
-def inlined(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...]) -> Any:
-    """A schema with its references inlined; a recursive reference becomes an open schema."""
-    if isinstance(schema, list):
-        return [inlined(one, definitions, within) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    name = str(schema.get("$ref", "")).removeprefix("#/$defs/")
-    if name in definitions:
-        return {} if name in within else inlined(definitions[name], definitions, (*within, name))
-    return {key: inlined(value, definitions, within) for key, value in schema.items()}
-
-
-def _arguments_struct(function: Callable[..., Any]) -> type[msgspec.Struct]:
-    hints = get_type_hints(function, include_extras=True)
-    fields: list[Any] = []
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.name not in hints or parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
-            raise ConfigError(
-                f"@tool {function.__name__}: parameter {parameter.name!r} must be an ordinary "
-                "parameter with a type annotation"
-            )
-        hint = hints[parameter.name]
-        if parameter.default is parameter.empty:
-            fields.append((parameter.name, hint))
-        else:
-            fields.append((parameter.name, hint, parameter.default))
-    return msgspec.defstruct(
-        f"{function.__name__}_arguments", fields, forbid_unknown_fields=True, kw_only=True
-    )
-
-
 class ToolLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of one tool; None means the environment's setting."""
 
@@ -296,15 +189,6 @@ class ToolLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             timeout_s=timeout_s if self.timeout_s is None else self.timeout_s,
             num_retries=num_retries if self.num_retries is None else self.num_retries,
         )
-
-
-class ToolConfig(ToolLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tool of an episode and its limits. A list of these replaces the environment's list."""
-
-    name: Annotated[str, Meta(description="name of a tool of the environment, or 'module:name'")]
-    kwargs: Annotated[
-        dict[str, Any], Meta(description="keyword arguments of the class or function named")
-    ] = field(default_factory=dict)
 
 
 OnLimit = Literal["end", "result"]  # of a call beyond a limit: end the episode, or return a result
@@ -443,55 +327,3 @@ class Toolbox:
             {"name": tool.name, "description": tool.description, "parameters": tool.schema}
             for tool in self.tools.values()
         ]
-
-
-def load_tools(
-    configs: Sequence[ToolConfig], resolve: Callable[[str], Any] = str
-) -> list[ChosenTool]:
-    """The tools of a configuration: an object, or the name of a tool of the environment. `resolve`
-    expands "{run}" in text arguments.
-    """
-    chosen: list[ChosenTool] = []
-    for number, config in enumerate(configs):
-        key = f"env.tools[{number}]"
-        if ":" not in config.name:
-            if config.kwargs:
-                raise ConfigError(
-                    f"{key}.kwargs: {config.name!r} is a tool of the environment, made with "
-                    "env.kwargs; only 'module:name' takes keyword arguments"
-                )
-            chosen.append((config.name, config))
-            continue
-        kwargs = {name: substituted(value, resolve) for name, value in config.kwargs.items()}
-        try:
-            chosen.append((_load(config.name, kwargs, key), config))
-        except AgentEnvError as error:
-            if config.required:
-                raise
-            logger.warning("%s: %s is skipped: %s", key, config.name, error)
-    return chosen
-
-
-def _load(path: str, kwargs: dict[str, Any], key: str) -> Tool | ToolSource:
-    try:
-        made = loaded(path)
-    except ConfigError as error:
-        raise ConfigError(f"{key}.name: {path!r} cannot be loaded: {error}") from error
-    if not isinstance(made, FunctionTool):
-        try:
-            made = made(**kwargs)
-        except TypeError as error:
-            raise ConfigError(
-                f"{key}: {path} cannot be made with {sorted(kwargs)}: {error}"
-            ) from error
-    elif kwargs:
-        raise ConfigError(
-            f"{key}.kwargs: {path} is a @tool function, which has no keyword arguments"
-        )
-    missing = [part for part in ("name", "schema", "start", "call") if not hasattr(made, part)]
-    if missing and not isinstance(made, ToolSource):
-        raise ConfigError(
-            f"{key}.name: {path} does not create a tool: it lacks {', '.join(missing)}"
-        )
-    tool: Tool | ToolSource = made
-    return tool

@@ -21,8 +21,8 @@ from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
-from agentenv.base.errors import EngineError, ForeignError
-from agentenv.base.untrusted import decode
+from agentenv.base.errors import DataError, EngineError
+from agentenv.base.model_files import read_object
 
 
 class TransferError(EngineError):
@@ -184,12 +184,6 @@ class Layout(Struct, frozen=True):
         """Whether it is a mixture-of-experts model."""
         return any(".experts." in name for name in self.shapes)
 
-    @property
-    def vocab_size(self) -> int | None:
-        """Rows of the embeddings; None if config.json does not state them."""
-        size = self.config.get("text_config", self.config).get("vocab_size")
-        return size if isinstance(size, int) else None
-
 
 def read_layout(directory: Path) -> Layout:
     """Read the headers. Raises EngineError if a file is missing, truncated or not safetensors."""
@@ -284,12 +278,9 @@ def read_header(path: Path) -> dict[str, tuple[int, ...]]:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises EngineError."""
     try:
-        found = decode(path.read_bytes())
-    except (OSError, ForeignError) as error:
-        raise EngineError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise EngineError(f"{path}: expected a JSON object")
-    return found
+        return read_object(path, "JSON object")
+    except DataError as error:
+        raise EngineError(str(error)) from error
 
 
 # Checks of LoRA adapters in peft's format, before a server loads them.

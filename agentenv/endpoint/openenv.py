@@ -34,7 +34,7 @@ from agentenv.base.errors import ConfigError, ForeignError
 from agentenv.base.types import Limit, Message, Task, ToolCall
 from agentenv.base.untrusted import convert, decode
 from agentenv.contract.env import Env
-from agentenv.contract.tools import argument_schema
+from agentenv.contract.function_tool import argument_schema
 from agentenv.endpoint.server import Listener, encode, json_response, key_of
 from agentenv.endpoint.sessions import ServeSession, SessionRefused, Sessions
 

@@ -20,14 +20,7 @@ from agentenv.contract.request import ServerLostError
 from agentenv.text.endpoint import ModelEndpoint
 
 
-class OpenAIConfig(
-    EngineConfig,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag="openai",
-    tag_field="name",
-):
+class OpenAIConfig(EngineConfig, frozen=True, kw_only=True, tag="openai", tag_field="name"):
     """An endpoint for evaluation: its weights never change."""
 
     url: Annotated[str, Meta(description="base URL, e.g. http://HOST:8000 or https://HOST/v1")]

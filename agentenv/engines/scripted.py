@@ -7,7 +7,6 @@ clock, two runs with one seed are bitwise equal.
 from __future__ import annotations
 
 import asyncio
-import importlib
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from random import Random
@@ -15,9 +14,10 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from agentenv.base.errors import ConfigError, EngineDeadError
+from agentenv.base.errors import ConfigError, EngineDeadError, named
 from agentenv.base.model_files import num_positions, read_eos_ids, read_model_config
 from agentenv.base.offload import in_thread
+from agentenv.base.registry import loaded
 from agentenv.base.types import Chunk, Completion, SamplingParams, VersionSpan
 from agentenv.contract.engine import (
     Engine,
@@ -31,14 +31,7 @@ from agentenv.contract.engine import (
 Script = Callable[[str, Random], str]
 
 
-class ScriptedConfig(
-    EngineConfig,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag="scripted",
-    tag_field="name",
-):
+class ScriptedConfig(EngineConfig, frozen=True, kw_only=True, tag="scripted", tag_field="name"):
     """Configuration of the scripted engine."""
 
     capabilities: ClassVar = EngineCapabilities(is_exact=True)  # no model could differ
@@ -172,9 +165,8 @@ class ScriptedEngine(Engine):
 
 
 def _load_script(path: str) -> Script:
-    module, _, name = path.partition(":")
     try:
-        script: Script = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"engine.script: {path!r} cannot be loaded: {error}") from error
+        script: Script = loaded(path)
+    except ConfigError as error:
+        raise named(f"engine.script: {path!r} cannot be loaded", error) from error
     return script

@@ -310,7 +310,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
     facts = SGLangFacts
 
     async def _probe(self) -> SGLangFacts:
-        return await probe_sglang(self._http, self._given_vocab_size, self._layout)
+        return await probe_sglang(self._http, self._vocab_size, self._layout)
 
     async def _unpause(self) -> None:
         await self._resume()
@@ -438,14 +438,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
             raise
 
 
-class SGLangConfig(
-    PooledEngineConfig,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag="sglang",
-    tag_field="name",
-):
+class SGLangConfig(PooledEngineConfig, frozen=True, kw_only=True, tag="sglang", tag_field="name"):
     """SGLang servers."""
 
     client: ClassVar[type[SGLangServer]] = SGLangServer

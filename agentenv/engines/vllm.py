@@ -112,7 +112,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
         return self._facts is not None and self._facts.plugin
 
     async def _probe(self) -> VLLMFacts:
-        facts = await probe_vllm(self._http, self._given_vocab_size, self._top_k)
+        facts = await probe_vllm(self._http, self._vocab_size, self._top_k)
         self._adapter = ""
         return facts
 
@@ -388,14 +388,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
         return {"update_info": info}
 
 
-class VLLMConfig(
-    PooledEngineConfig,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag="vllm",
-    tag_field="name",
-):
+class VLLMConfig(PooledEngineConfig, frozen=True, kw_only=True, tag="vllm", tag_field="name"):
     """vLLM servers."""
 
     client: ClassVar[type[VLLMServer]] = VLLMServer

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -77,16 +77,8 @@ def main(argv: list[str]) -> int:
         sys.stderr.write(f"{command[0]}: {error.strerror}\n")
         shutil.rmtree(own, ignore_errors=True)
         return 127
-    handle, inputs = _handle(server), [] if passes_on or is_alone else [sys.stdin]
-    shared: set[Path] = set()
-    look = 0.0
-    while server.poll() is None and not is_requested:
-        if time.monotonic() > look:  # before it can be killed
-            shared |= _listed(_shared_memory() - shared, own)
-            look = time.monotonic() + LOOK_EVERY_S
-        ended, _, _ = select.select([*handle, *inputs], [], [], INTERVAL_S)
-        is_requested = is_requested or sys.stdin in ended
-    shared |= _shared_memory()
+    handle, inputs = _handle(server), [] if passes_on or is_alone else [sys.stdin.fileno()]
+    shared = _watch(server, handle, inputs, own, lambda: is_requested) | _shared_memory()
     if server.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGTERM)
@@ -98,6 +90,27 @@ def main(argv: list[str]) -> int:
     shutil.rmtree(own, ignore_errors=True)
     status = server.wait()
     return status if status >= 0 else 128 - status
+
+
+def _watch(
+    server: subprocess.Popen[bytes],
+    handle: list[int],
+    inputs: list[int],
+    own: str,
+    is_requested: Callable[[], bool],
+) -> set[Path]:
+    """Wait for the end of the server, of an input, or a requested end; returns the shared memory
+    seen so far."""
+    shared: set[Path] = set()
+    look = 0.0
+    while server.poll() is None and not is_requested():
+        if time.monotonic() > look:  # before it can be killed
+            shared |= _listed(_shared_memory() - shared, own)
+            look = time.monotonic() + LOOK_EVERY_S
+        ended, _, _ = select.select([*handle, *inputs], [], [], INTERVAL_S)
+        if set(inputs) & set(ended):
+            break
+    return shared
 
 
 def _shared_memory() -> set[Path]:

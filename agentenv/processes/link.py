@@ -1,4 +1,4 @@
-"""Connections: links between a process and its workers, and reserved ports.
+"""Connections: links between a process and its workers.
 
 A link carries frames over a stream, in order, each delivered once: 8 bytes little-endian length,
 then a message.
@@ -156,23 +156,3 @@ class Link:
         """Close both ends at once; frames in transit are lost. Idempotent."""
         self._is_closed = True
         self._writer.transport.abort()
-
-
-def hold_port(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
-    """Reserve a port (0: any free one) by a socket that is bound to it. Until the socket is closed,
-    the system assigns the port to no other process. A process that knows the port can listen on it,
-    repeatedly, if it sets SO_REUSEADDR as asyncio, uvloop and the engines do; connections are
-    refused meanwhile. Raises OSError if the port is not available.
-    """
-    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind((host, port))
-    except BaseException:
-        held.close()
-        raise
-    return held
-
-
-def port_of(held: socket.socket) -> int:
-    return int(held.getsockname()[1])

@@ -27,7 +27,7 @@ from agentenv.base.registry import Registry
 from agentenv.base.types import Limits, SamplingParams
 from agentenv.contract.engine import EngineConfig
 from agentenv.contract.server_config import RoleConfig
-from agentenv.contract.tools import ToolConfig
+from agentenv.contract.tool_config import ToolConfig
 from agentenv.data.rows import CurriculumConfig, MixPart, RowsConfig
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.envs.grading.keys import GraderConfig

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Struct
 
-import agentenv.contract.env
+import agentenv.contract.env_registry
 from agentenv.assembly.keys.rl import (
     TABLES,
     EnvConfig,
@@ -35,6 +35,14 @@ from agentenv.base.registry import decode_part, loaded
 from agentenv.base.types import Info, Limits, Message, Task
 from agentenv.contract.env import Env, check_reset
 from agentenv.contract.tools import ChosenTool, load_tools
+from agentenv.cluster.envs import EnvWorkers, WorkerEnv
+from agentenv.contract.env import Env, check_observation, check_reset, check_step
+from agentenv.contract.tool_config import load_tools
+from agentenv.contract.tool_env import ToolEnv
+from agentenv.contract.tools import ChosenTool
+from agentenv.envs.grading.reward import NUM_CHECKED_ROWS, check_grader
+from agentenv.processes.supervisor import Supervisor
+from agentenv.processes.worker_group import WorkerSpec
 from agentenv.text.prompt import PromptConfig, load_instruction
 
 Resolve = Callable[[str], Path]
@@ -93,7 +101,7 @@ class EnvMaker:
     def __call__(self, task: Task) -> Env:
         """A new env for one episode. Raises ConfigError."""
         recipe = self._recipe_of(task.env_id)
-        env = agentenv.contract.env.make(recipe.env_id, task, **recipe.kwargs)
+        env = agentenv.contract.env_registry.make(recipe.env_id, task, **recipe.kwargs)
         configure = getattr(env, "configure", None)
         if configure is not None:
             configure(tools=recipe.tools, **self._settings)
@@ -107,7 +115,7 @@ class EnvMaker:
     async def check_machine(self) -> None:
         """Raises ConfigError if this machine lacks a requirement of an environment."""
         for recipe in self._recipes.values():
-            factory = agentenv.contract.env.spec(recipe.env_id).load()
+            factory = agentenv.contract.env_registry.spec(recipe.env_id).load()
             check = getattr(factory, "check_machine", None)
             if check is not None:
                 await check(**recipe.kwargs)
@@ -171,10 +179,12 @@ class EnvMaker:
             self._recipes[env_id] = self._recipe(EnvVariant(id=env_id), f"env {env_id}")
         return self._recipes[env_id]
 
-    def _spec(self, env_id: str, key: str, hint: str = "") -> agentenv.contract.env.EnvSpec:
+    def _spec(
+        self, env_id: str, key: str, hint: str = ""
+    ) -> agentenv.contract.env_registry.EnvSpec:
         """The registered spec of an environment. Raises ConfigError with `key` and `hint`."""
         try:
-            return agentenv.contract.env.spec(env_id)
+            return agentenv.contract.env_registry.spec(env_id)
         except ConfigError as error:
             module = self.config.module
             own = f"; env.module = {module!r} does not register that id"

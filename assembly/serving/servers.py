@@ -35,7 +35,7 @@ from agentenv.base.offload import in_thread
 from agentenv.base.registry import decode_part
 from agentenv.base.retries import Restarts
 from agentenv.contract.server_config import ROLES, LaunchConfig, RoleConfig, Served
-from agentenv.processes.link import hold_port, port_of
+from agentenv.processes.ports import hold_port, port_of
 from agentenv.processes.supervisor import LocalProcess, ProcessSpec, log_tail, open_log
 
 POLL_S = 0.5

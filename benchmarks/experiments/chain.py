@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from agentenv.base.types import Message, Task, ToolResult
-from agentenv.contract.env import Grade, Grader, register
+from agentenv.contract.env import Grade, Grader
+from agentenv.contract.env_registry import register
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import StatelessTool
 from agentenv.envs.grading.reward import ToolReward

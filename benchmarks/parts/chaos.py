@@ -46,7 +46,8 @@ from msgspec import Struct
 
 from agentenv.base.errors import AgentEnvError
 from agentenv.base.types import Task, ToolResult
-from agentenv.contract.env import Grade, register
+from agentenv.contract.env import Grade
+from agentenv.contract.env_registry import register
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import StatelessTool
 from agentenv.envs.quickstart.setup import build_model

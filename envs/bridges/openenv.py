@@ -42,9 +42,10 @@ from agentenv.base.offload import in_thread
 from agentenv.base.types import Info, Limit, Message, Task, ToolResult
 from agentenv.base.untrusted import convert
 from agentenv.contract.env import ForkMode, StepResult, shared
+from agentenv.contract.function_tool import inlined
 from agentenv.contract.http import JsonSocket, fetch
 from agentenv.contract.tool_env import ToolEnv
-from agentenv.contract.tools import StatelessTool, inlined
+from agentenv.contract.tools import StatelessTool
 from agentenv.envs.bridges.mcp_tools import expanded, text_of_json
 from agentenv.text.call_syntax import after_thoughts
 

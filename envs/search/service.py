@@ -17,7 +17,7 @@ from agentenv.base.offload import in_thread
 from agentenv.base.result_cache import ResultCache
 from agentenv.base.types import Info, Message, ToolResult
 from agentenv.contract.env import ForkMode, shared, summed_stats
-from agentenv.contract.tools import argument_schema, read_arguments
+from agentenv.contract.function_tool import argument_schema, read_arguments
 from agentenv.envs.search.cache import CachedBackend
 from agentenv.envs.search.corpus import (
     CORPUS_SCHEME,

@@ -17,7 +17,7 @@ from typing import Any
 from msgspec import Struct
 
 from agentenv import Message, StatelessTool, Task, ToolError, ToolResult, register
-from agentenv.contract.tools import argument_schema, read_arguments
+from agentenv.contract.function_tool import argument_schema, read_arguments
 from agentenv.envs.dialogue import DialogueEnv
 from agentenv.envs.qa_grader import ExactMatch
 

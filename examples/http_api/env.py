@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 
 from agentenv import Task, ToolEnv, register
+from agentenv.contract.function_tool import FunctionTool
 from agentenv.contract.http import HttpClient
-from agentenv.contract.tools import FunctionTool
 from agentenv.envs.grading.reward import ExactMatch
 from examples.http_api.server import PASSWORD, USER, Server
 

@@ -23,7 +23,7 @@ from agentenv import (
     register,
 )
 from agentenv.contract.env import ForkMode
-from agentenv.contract.tools import argument_schema, read_arguments
+from agentenv.contract.function_tool import argument_schema, read_arguments
 from agentenv.envs.grading.verdict import final_answer
 
 

@@ -38,7 +38,7 @@ from agentenv.base.offload import in_thread
 from agentenv.lab.viewing.evaluations import CHUNK
 from agentenv.lab.viewing.folder import Folder
 from agentenv.processes.guard import guarded
-from agentenv.processes.link import hold_port, port_of
+from agentenv.processes.ports import hold_port, port_of
 
 HOST = "127.0.0.1"
 COMMAND = ("-m", "agentenv.launchers.view")

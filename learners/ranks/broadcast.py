@@ -25,7 +25,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,7 +32,7 @@ from torch._C._distributed_c10d import BroadcastOptions
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
 
-from agentenv.contract.weights import Address, Bucket, Group, Wire
+from agentenv.contract.weights import Address, Bucket, Group
 from agentenv.learners.ranks.backend import RankBackend
 from agentenv.learners.ranks.export import BUCKET_BYTES, WeightEntry, buckets, entries, gathered
 from agentenv.learners.ranks.messages import OpenGroup
@@ -198,25 +197,10 @@ def packs(model: Any) -> list[list[WeightEntry]]:
 
 
 def open_link(command: OpenGroup, host: str, device: torch.device) -> BroadcastLink:
-    """The kind of link that the servers support. Raises KeyError for a missing interface."""
-    if command.interface:
-        for library in ("NCCL", "GLOO"):
-            os.environ[f"{library}_SOCKET_IFNAME"] = command.interface
-        host = address_of(command.interface)
-    kind: Wire = command.wire
-    if kind == "nccl":
+    """The kind of link that the servers support."""
+    if command.wire == "nccl":
         return NcclLink(device)
     return TorchLink("nccl" if device.type == "cuda" else "gloo", host, command)
-
-
-def address_of(interface: str) -> str:
-    """The IPv4 address of a network interface. Raises KeyError if there is none."""
-    found = [a for a in psutil.net_if_addrs().get(interface, ()) if a.family == socket.AF_INET]
-    if not found:
-        raise KeyError(
-            f"engine.pool.broadcast_interface: {interface} has no IPv4 address on this machine"
-        )
-    return found[0].address
 
 
 class TorchLink:
@@ -226,7 +210,7 @@ class TorchLink:
         self._others = open_sockets()  # sockets of others than the link
         self._store: Any = TCPStore(
             "0.0.0.0",
-            command.port,
+            0,  # any free port
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=command.timeout_s),

@@ -211,14 +211,10 @@ class Announce(RankCommand[RankManifest]):
 
 
 class OpenGroup(RankCommand[RankAddress]):
-    """Open a rendezvous store for the servers and rank 0. `port`: of the store, 0: any free one;
-    `interface`: the network interface of its address, empty: that of the controller's
-    connection."""
+    """Open a rendezvous store for the servers and rank 0."""
 
     timeout_s: float
     wire: Wire = "torch"
-    port: int = 0
-    interface: str = ""
 
 
 class JoinGroup(RankCommand[RankTransfer]):

@@ -54,20 +54,11 @@ class _Sender:
 
 
 class LearnerSender(_Sender):
-    """A Sender. Call `publish` first, once per update; directories are created in `folder`. `port`
-    and `interface` are those of the group; see `agentenv.learners.ranks.messages.OpenGroup`."""
+    """A Sender. Call `publish` first, once per update; directories are created in `folder`."""
 
-    def __init__(
-        self,
-        learner: DeepSpeedLearner,
-        folder: Path,
-        timeout_s: float,
-        port: int = 0,
-        interface: str = "",
-    ) -> None:
+    def __init__(self, learner: DeepSpeedLearner, folder: Path, timeout_s: float) -> None:
         super().__init__(learner, folder)
         self.timeout_s = timeout_s
-        self.port, self.interface = port, interface
         self._manifest = Manifest([])
 
     async def publish(self) -> int:
@@ -80,8 +71,7 @@ class LearnerSender(_Sender):
         return self._manifest
 
     async def open(self, kind: Wire = "torch") -> Address:
-        command = wire.OpenGroup(self.timeout_s, kind, self.port, self.interface)
-        reply = (await self.learner.call_all(command))[0]
+        reply = (await self.learner.call_all(wire.OpenGroup(self.timeout_s, kind)))[0]
         _check_answers(reply)
         assert reply.address is not None
         return reply.address

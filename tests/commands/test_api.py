@@ -20,7 +20,8 @@ import pytest
 from agentenv import ConfigError, DataError, Task, ToolEnv, evaluate, tool, train
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.base.config import load_config, read_toml, to_plain
-from agentenv.contract.env import env_ids, forget_shared, shared, shared_stats
+from agentenv.contract.env import forget_shared, shared, shared_stats
+from agentenv.contract.env_registry import env_ids
 from agentenv.envs.qa_grader import ExactMatch
 from agentenv.evaluation import run as evaluation_run
 from agentenv.launchers import train as command

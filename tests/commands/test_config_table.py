@@ -14,7 +14,7 @@ from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.serving.servers import fill_roles
 from agentenv.base.config import load_config
 from agentenv.base.types import Task
-from agentenv.contract.env import spec
+from agentenv.contract.env_registry import spec
 from agentenv.envs.grading.reward import make_grader
 from agentenv.envs.search.bm25 import BM25Config
 from agentenv.envs.search.providers import WebConfig

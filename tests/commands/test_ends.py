@@ -24,8 +24,8 @@ from agentenv.assembly.run.checkpoints import Checkpoints
 from agentenv.base.errors import DataError, EngineDeadError, EnvError, LearnerError
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import ToolResult
+from agentenv.contract.function_tool import FunctionTool
 from agentenv.contract.http import status_error
-from agentenv.contract.tools import FunctionTool
 from agentenv.engines.scripted import ScriptedEngine
 from agentenv.launchers import train
 from agentenv.learners.algorithms.credit import TreeCredit

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-import agentenv.engines.pool.pooled_engine
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.serving.servers import check_roles, fill_roles
 from agentenv.base.config import build_config, load_config
 from agentenv.base.errors import ConfigError
 from agentenv.contract.server_config import RoleConfig
-from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.pool.pooled_engine import read_urls, watch_urls
 from agentenv.engines.sglang import SGLangConfig
 from agentenv.engines.vllm import VLLMConfig
 from agentenv.launchers import train
-from tests.engines.faulty_server import EOS, FaultyServer, reciter
-from tests.engines.pool_bench import write_folder
 from tests.support.warehouse import ROOT
 
 
@@ -45,7 +39,7 @@ def test_sglang_never_fills_its_whole_context(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("engine", "says"),
     [
-        ({"urls": ["http://a:1"], "servers": {}}, "give only one of urls, urls_file and servers"),
+        ({"urls": ["http://a:1"], "servers": {}}, "give only one of urls and servers"),
         ({"servers": {"num_server": 2}}, "did you mean engine.servers.num_servers"),
         (
             {"servers": {"servers_per_gpu": 3, "gpu_memory_share": 0.4}},
@@ -94,52 +88,6 @@ def test_roles_are_read_by_name() -> None:
         check_roles(Reader({"jugde": role}, {}))
     with pytest.raises(ConfigError, match="exactly one of url and model"):
         RoleConfig()
-
-
-def test_a_file_of_urls(tmp_path: Path) -> None:
-    path = tmp_path / "urls"
-    path.write_text("# two\nhttp://a:1\n\nhttp://b:2  # the other\n")
-    assert read_urls(path) == ["http://a:1", "http://b:2"]
-    path.write_text("# none\n")
-    with pytest.raises(ConfigError, match="lists no server"):
-        read_urls(path)
-    path.write_text("http://a:1\nhttp://a:1\n")
-    with pytest.raises(ConfigError, match="twice"):
-        read_urls(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_urls(tmp_path / "none")
-
-
-async def test_servers_join_and_leave_as_listed_in_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(agentenv.engines.pool.pooled_engine, "WATCH_INTERVAL_S", 0.02)
-    folder = write_folder(tmp_path)
-    made = {name: FaultyServer(name, reciter(folder)) for name in ("a", "b")}
-    path = tmp_path / "urls"
-    path.write_text("a\n")
-    pool = EnginePool([made["a"]], folder, 0, vocab_size=256, eos_ids={EOS})
-    await pool.start(fresh=True)
-    watching = asyncio.create_task(watch_urls(path, pool, made.__getitem__))
-
-    async def until_served_by(*names: str) -> None:
-        for _ in range(1000):
-            members = [member.name for member in pool.servers]
-            if members == list(names) and pool.stats()["servers_up"] == len(names):
-                return
-            await asyncio.sleep(0.02)
-        raise AssertionError(pool.stats())
-
-    await asyncio.sleep(0.1)
-    path.write_text("a\nb\n")
-    await until_served_by("a", "b")
-    assert made["b"].loaded == [("initial", 0)]  # it got the weights of the run first
-    path.write_text("")  # a file that is being written
-    await asyncio.sleep(0.1)
-    path.write_text("b\n")
-    await until_served_by("b")
-    watching.cancel()
-    await pool.close()
 
 
 @pytest.mark.parametrize("key", ["top_p=0.9", "top_k=5", "min_p=0.1", "repetition_penalty=1.1",

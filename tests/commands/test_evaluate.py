@@ -11,8 +11,8 @@ import pytest
 
 from agentenv.assembly.reports.records import EvalRow
 from agentenv.base.types import ToolResult
+from agentenv.contract.function_tool import FunctionTool
 from agentenv.contract.http import status_error
-from agentenv.contract.tools import FunctionTool
 from agentenv.evaluation.store import load_saved, read_rows
 from agentenv.evaluation.subject import is_url
 from agentenv.launchers import evaluate

@@ -19,7 +19,7 @@ import pytest
 from agentenv.assembly.serving.servers import ServerProcess, ServerSpec, root_cause
 from agentenv.base.errors import EngineError
 from agentenv.processes.guard import GUARD, LIST
-from agentenv.processes.link import hold_port, port_of
+from agentenv.processes.ports import hold_port, port_of
 from tests.support.small_server import SERVER, alive, assert_ended, processes, script, until
 from tests.support.warehouse import ROOT
 

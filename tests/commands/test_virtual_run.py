@@ -19,7 +19,7 @@ from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View
 from agentenv.base.config import load_config
 from agentenv.base.types import ToolResult
-from agentenv.contract.tools import FunctionTool
+from agentenv.contract.function_tool import FunctionTool
 from agentenv.rollout.frames import Began, Finished, Frame, Started, Trained, framed, read_frames
 from agentenv.training.reports.recorder import RunRecorder
 from agentenv.training.start import make_training

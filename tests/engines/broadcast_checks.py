@@ -20,12 +20,19 @@ from agentenv.engines.remote.weight_sync import Server
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.ranks.senders import LearnerSender
+from agentenv.engines.vllm import VLLMServer
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.lora import LoRAConfig
+from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner, LearnerSender
 from agentenv.learners.trees.batch import encode_sequence
 from tests.engines.reference import EOS, VOCAB, check_sampled
 from tests.engines.world import prompt
 from tests.learners.ranks import ALGORITHM
 
 TIMEOUT_S = 5.0
+TWO_RANKS = LearnerConfig(
+    optimizer="adamw", zero_stage=3, num_ranks=2, learning_rate=0.02, lora=LoRAConfig(r=4)
+)
 
 
 class QuickConfig(PoolConfig, frozen=True, kw_only=True):
@@ -34,6 +41,10 @@ class QuickConfig(PoolConfig, frozen=True, kw_only=True):
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 IDS = itertools.count()
+
+
+def clients(urls: Sequence[str]) -> list[VLLMServer]:
+    return [VLLMServer(url, vocab_size=VOCAB) for url in urls]
 
 
 class Bench:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +55,24 @@ async def check_temperature(subject: Subject, world: World, version: int) -> Non
     assert first.token_ids == again.token_ids != other.token_ids
 
 
-async def check_truncated(subject: Subject, world: World, version: int) -> None:
+TRUNCATED: tuple[dict[str, Any], ...] = (
+    {"repetition_penalty": 1.3},
+    {"min_p": 0.2},
+    {"top_k": 5},
+    {"top_p": 0.6},
+    {"repetition_penalty": 0.8, "temperature": 1.5, "min_p": 0.05, "top_k": 30, "top_p": 0.9},
+)
+
+
+async def check_truncated(
+    subject: Subject,
+    world: World,
+    version: int,
+    cases: Sequence[dict[str, Any]] = TRUNCATED,
+) -> None:
     """So they are under a repetition penalty, temperature, min_p, top_k and top_p, in this order
     and one by one; entropies that are called exact are of the same distribution."""
     ids = prompt(14, 25)
-    cases: list[dict[str, Any]] = [
-        {"repetition_penalty": 1.3},
-        {"min_p": 0.2},
-        {"top_k": 5},
-        {"top_p": 0.6},
-        {"repetition_penalty": 0.8, "temperature": 1.5, "min_p": 0.05, "top_k": 30, "top_p": 0.9},
-    ]
     calls = [subject.generate(ids, SamplingParams(max_tokens=8, **case)) for case in cases]
     for case, done in zip(cases, await asyncio.gather(*calls), strict=True):
         rows = processed(world.models[version], ids, done.token_ids, **case)
@@ -249,6 +257,8 @@ async def check_refusals(subject: Subject) -> None:
         ([5], SamplingParams(max_tokens=1, temperature=-1.0), "temperature"),
         ([5], SamplingParams(max_tokens=1, top_p=0.0), "top_p"),
         ([5], SamplingParams(max_tokens=1, top_k=0), "top_k"),
+        ([5], SamplingParams(max_tokens=1, min_p=1.5), "min_p"),
+        ([5], SamplingParams(max_tokens=1, repetition_penalty=0.0), "repetition_penalty"),
         ([5], SamplingParams(max_tokens=1, stop=("a", "")), "stop string"),
     ]
     for ids, sampling, reason in cases:

@@ -32,6 +32,7 @@ from agentenv.engines.remote.base import RemoteServer, sampled
 from agentenv.engines.remote.routing import SESSION_HEADER
 from agentenv.engines.sglang import SGLangServer
 from agentenv.engines.vllm import VLLMServer
+from tests.engines.reference import VOCAB
 from tests.engines.sglang_server import SGLangProcess
 from tests.engines.vllm_server import LOGPROBS, SCALE_OUT, VLLMProcess
 from tests.engines.world import World
@@ -95,7 +96,7 @@ async def talk(name: str, url: str, models: list[Path]) -> dict[str, Any]:
         ),
     ):
         kept: dict[str, Any] = {"update_kv": "keep"} if name == "vllm" else {}
-        server = CLIENTS[name](url, entropy_top_k=3, **kept)
+        server = CLIENTS[name](url, vocab_size=VOCAB, entropy_top_k=3, **kept)
         try:
             info = await server.connect(3)
             found["features"] = sorted(info.features)
@@ -125,7 +126,7 @@ async def talk(name: str, url: str, models: list[Path]) -> dict[str, Any]:
         finally:
             await server.close()
         if kept:  # the other way, with another client
-            server = CLIENTS[name](url, entropy_top_k=3)
+            server = CLIENTS[name](url, vocab_size=VOCAB, entropy_top_k=3)
             try:
                 await server.connect(6)
                 found["recomputed"] = await update_while_paused(name, server, models[1], 7)
@@ -179,7 +180,7 @@ async def guest_while_paused(
 ) -> Any:
     """An update while a client that the server was handed to has a turn there, without a token
     yet."""
-    guest = CLIENTS[name](server.url, entropy_top_k=3)
+    guest = CLIENTS[name](server.url, vocab_size=VOCAB, entropy_top_k=3)
     guest.take_over(server.handed())
     try:
         await server._http.call("POST", **PAUSES[name])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,6 @@ from agentenv.cluster.engines import LeasedEngine, Leases
 from agentenv.cluster.messages import (
     Acquire,
     Drop,
-    FirstToken,
     Grow,
     Quit,
     SlotRelease,
@@ -174,7 +174,7 @@ async def leased(
             if isinstance(message, Quit):
                 leases.quit(message.number)
             else:
-                assert isinstance(message, Acquire | FirstToken | SlotRelease)
+                assert isinstance(message, Acquire | SlotRelease)
                 leases.handle(message)
 
     receiving = [
@@ -207,22 +207,31 @@ def _slow_down(link: Link, latency_s: float) -> None:
     link.send = send_late  # type: ignore[method-assign]
 
 
-def virtual(
-    count: int, **settings: Any
-) -> Callable[[Callable[[Bench], Coroutine[Any, Any, None]]], Callable[[Path], None]]:
-    """A test over a pool of `count` servers under the virtual clock, whose turns are taken by the
-    pool itself, and by a rollout worker."""
+BenchTest = Callable[..., Coroutine[Any, Any, None]]  # of a Bench, and of parameters of pytest
 
-    def decorate(body: Callable[[Bench], Coroutine[Any, Any, None]]) -> Callable[[Path], None]:
-        @pytest.mark.parametrize("is_leased", [False, True], ids=["own", "leased"])
-        def test(folder: Path, is_leased: bool) -> None:
+
+def virtual(
+    count: int, *, is_leased: bool | None = None, **settings: Any
+) -> Callable[[BenchTest], Callable[..., None]]:
+    """A test over a pool of `count` servers under the virtual clock, whose turns are taken by the
+    pool itself, and by a rollout worker; by one of them unless `is_leased` is None."""
+
+    def decorate(body: BenchTest) -> Callable[..., None]:
+        def test(folder: Path, is_leased: bool, **given: Any) -> None:
             async def main() -> None:
                 async with bench(folder, count, is_leased=is_leased, **settings) as built:
-                    await body(built)
+                    await body(built, **given)
 
             run_virtual(main())
 
+        own = [one for name, one in signature(test).parameters.items() if name != "given"]
+        others = list(signature(body).parameters.values())[1:]
+        named = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in (*own, *others)]
+        test.__signature__ = Signature(named)  # type: ignore[attr-defined]
         test.__doc__ = body.__doc__
-        return test
+        modes = {False: "own", True: "leased"}
+        wanted = modes if is_leased is None else [is_leased]
+        params = [pytest.param(mode, id=modes[mode]) for mode in wanted]
+        return pytest.mark.parametrize("is_leased", params)(test)
 
     return decorate

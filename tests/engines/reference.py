@@ -106,7 +106,7 @@ def processed(
         seen = torch.tensor(sorted(set(ids[: len(prompt_ids) + place])))
         old = row[seen]
         row[seen] = torch.where(old > 0, old / repetition_penalty, old * repetition_penalty)
-        row /= temperature
+        row /= temperature or 1.0  # greedy: those at temperature 1
         probs = row.softmax(-1)
         row[probs < min_p * probs.max()] = -torch.inf
         if top_k > 0:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from agentenv.processes.guard import GUARD
-from agentenv.processes.link import hold_port, port_of
+from agentenv.processes.ports import hold_port, port_of
 from tests.support.forkserver import Forked, fork_server
 
 # PYTHONPATH of a server, so that its processes are forked

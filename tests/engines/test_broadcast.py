@@ -13,6 +13,7 @@ from agentenv.engines.vllm import VLLMServer
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
 from tests.engines.broadcast_checks import (
+    TWO_RANKS,
     Absent,
     Breaking,
     Misdescribing,
@@ -21,40 +22,24 @@ from tests.engines.broadcast_checks import (
     check_failure,
     check_spans,
     check_updates,
+    clients,
     until,
 )
 from tests.engines.reference import MAX_LENGTH, VOCAB
 from tests.engines.sglang_server import SGLangProcess, require_sglang
-from tests.engines.vllm_server import EXTENSION, LOGPROBS, SCALE_OUT, VLLMProcess, require_vllm
+from tests.engines.vllm_server import EXTENSION, vllm_servers
 from tests.engines.world import World
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 BACKEND = ("--weight-transfer-config", '{"backend": "agentenv_gloo"}')
-TWO_RANKS = LearnerConfig(
-    optimizer="adamw", zero_stage=3, num_ranks=2, learning_rate=0.02, lora=LoRAConfig(r=4)
-)
-
-
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("tied"), tied=True, num_models=2)
 
 
 @pytest.fixture(scope="module")
 def vllm(tied: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """Two servers."""
-    require_vllm()
     logs = tmp_path_factory.mktemp("vllm")
-    arguments = (*SCALE_OUT, *LOGPROBS, *EXTENSION, *BACKEND)
-    found = [VLLMProcess(tied.paths[0], logs / f"{n}.log", arguments) for n in range(2)]
-    try:
-        for process in found:
-            process.wait_ready()
-        yield [process.url for process in found]
-    finally:
-        for process in found:
-            process.kill()
+    with vllm_servers(tied.paths[0], logs, 2, *EXTENSION, *BACKEND) as urls:
+        yield urls
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +51,6 @@ def sglang(tied: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
         yield process.url
     finally:
         process.kill()
-
-
-def clients(urls: list[str]) -> list[VLLMServer]:
-    return [VLLMServer(url, vocab_size=VOCAB) for url in urls]
 
 
 @pytest.mark.engine_vllm

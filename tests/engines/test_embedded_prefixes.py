@@ -57,16 +57,3 @@ async def test_prefix_is_computed_once(
         check(model, start, done)
     check(model, turn, following)
     check(model, ids, stranger)
-
-
-async def test_cache_is_bounded(tiny: tuple[Path, Any]) -> None:
-    folder, model = tiny
-    for kept, hits in ((0, []), (3, [3, 4])):
-        async with serving(folder, num_cached_seqs=kept, max_num_seqs=2) as engine:
-            for index in range(5):
-                await engine.generate(prompt(index, 30), SamplingParams(max_tokens=2), session="s")
-            for index in (4, 3, 0):
-                ids = prompt(index, 30)
-                done = await engine.generate(ids, SamplingParams(max_tokens=2), session="s")
-                assert (done.num_cached_tokens > 20) == (index in hits)
-                check(model, ids, done)

@@ -22,11 +22,6 @@ from tests.engines.world import World, prompt
 GREEDY = SamplingParams(max_tokens=120, temperature=0.0)
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("world"), tied=False, num_models=2)
-
-
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -70,11 +65,11 @@ async def fall_asleep(engine: EmbeddedEngine, steps: Steps) -> None:
 
 
 async def test_turns_continue_unchanged_after_a_sleep(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    untied: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seeded tokens too: each turn keeps its random numbers. Three turns, two places."""
     sampling = SamplingParams(max_tokens=80, seed=3)
-    async with started(world, max_num_seqs=2) as engine:
+    async with started(untied, max_num_seqs=2) as engine:
         turns = [(prompt(1, 30), GREEDY), (prompt(2, 40), sampling), (prompt(2, 40), GREEDY)]
         whole = [await engine.generate(ids, s, session="w") for ids, s in turns]
         steps = Steps(monkeypatch)
@@ -99,22 +94,22 @@ async def test_turns_continue_unchanged_after_a_sleep(
 
 
 async def test_new_weights_wake_the_engine_and_recompute_keys_and_values(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    untied: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = prompt(1, 30)
-    async with started(world) as engine:
+    async with started(untied) as engine:
         steps = Steps(monkeypatch)
         pending, _ = await begin(engine, steps, ids)
         await fall_asleep(engine, steps)
-        await engine.load_weights(world.paths[1], 1)
+        await engine.load_weights(untied.paths[1], 1)
         done = await pending
         assert [span.version for span in done.version_spans] == [0, 1]
-        check_sampled(world.models, ids, done, greedy=True)
+        check_sampled(untied.models, ids, done, greedy=True)
         assert engine.stats()["cross_version_hits"] == 0
 
 
-async def test_requests_to_a_sleeping_engine_wait_and_can_be_cancelled(world: World) -> None:
-    async with started(world) as engine:
+async def test_requests_to_a_sleeping_engine_wait_and_can_be_cancelled(untied: World) -> None:
+    async with started(untied) as engine:
         await engine.sleep()
         await engine.sleep()  # nothing more to release
         waiting = [

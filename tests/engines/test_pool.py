@@ -17,14 +17,8 @@ from agentenv.base.types import Chunk, VersionSpan
 from agentenv.engines.pool.server import Heartbeat
 from agentenv.engines.scripted import ScriptedEngine
 from tests.engines.faulty_server import EOS
-from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
+from tests.engines.pool_bench import TEXT, Bench, bench, virtual
 from tests.support.virtual_clock import run_virtual
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("model"))
-
 
 # where requests go
 
@@ -89,19 +83,14 @@ async def test_coalesced_events_do_not_raise_the_measured_speed_of_a_server(b: B
     assert heartbeat.interval == 16
 
 
-def test_events_after_a_fork_window_are_large(folder: Path) -> None:
-    async def main() -> None:
-        async with bench(folder, 1, entropies="window") as b:
-            for window in (4, 20):
-                await b.generate(
-                    on_tokens=lambda chunk: None, stream_interval=window, max_tokens=22
-                )
-            intervals = [request.stream_interval for request in b.servers[0].requests]
-            assert intervals[0] == 4
-            assert intervals[1] >= 16
-            assert intervals[2:] == [20, 20]
-
-    run_virtual(main())
+@virtual(1, entropies="window", is_leased=False)
+async def test_events_after_a_fork_window_are_large(b: Bench) -> None:
+    for window in (4, 20):
+        await b.generate(on_tokens=lambda chunk: None, stream_interval=window, max_tokens=22)
+    intervals = [request.stream_interval for request in b.servers[0].requests]
+    assert intervals[0] == 4
+    assert intervals[1] >= 16
+    assert intervals[2:] == [20, 20]
 
 
 @pytest.mark.parametrize("stop", ["</a>", "</b>"])  # which no token holds, and which one does
@@ -138,17 +127,14 @@ def test_only_the_tokens_of_a_fork_window_have_entropies(
     run_virtual(main())
 
 
-def test_a_turn_is_one_request_when_entropies_are_free(folder: Path) -> None:
-    async def main() -> None:
-        async with bench(folder, 1, entropies="window") as b:
-            b.servers[0].has_free_entropies = True
-            done = await b.generate(on_tokens=lambda chunk: None, stream_interval=4, max_tokens=22)
-            assert not any(map(math.isnan, done.entropies))
-            (request,) = b.servers[0].requests
-            assert request.with_entropies
-            assert (request.sampling.max_tokens, request.stream_interval) == (22, 4)
-
-    run_virtual(main())
+@virtual(1, entropies="window", is_leased=False)
+async def test_a_turn_is_one_request_when_entropies_are_free(b: Bench) -> None:
+    b.servers[0].has_free_entropies = True
+    done = await b.generate(on_tokens=lambda chunk: None, stream_interval=4, max_tokens=22)
+    assert not any(map(math.isnan, done.entropies))
+    (request,) = b.servers[0].requests
+    assert request.with_entropies
+    assert (request.sampling.max_tokens, request.stream_interval) == (22, 4)
 
 
 @virtual(1)

@@ -15,15 +15,10 @@ from agentenv.base.deadline import Deadline, WorkClock, working
 from agentenv.base.errors import EngineError
 from agentenv.cluster.engines import LeasedEngine
 from agentenv.engines.pool.server import PooledServer
-from tests.engines.pool_bench import Bench, bench, write_folder
+from tests.engines.pool_bench import Bench, bench, virtual
 from tests.support.virtual_clock import run_virtual
 
 ABORT_S = 1.0  # that a server takes to end a request
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_folder(tmp_path)
 
 
 class Suspensions:
@@ -168,51 +163,41 @@ def test_a_turn_cancelled_again_at_each_await_leaves_nothing(
             run_virtual(one(folder, happens, is_leased, first, second))
 
 
-def test_a_turn_whose_deadline_precedes_its_cancellation_leaves_nothing(
-    folder: Path,
-) -> None:
+@virtual(2, is_leased=False)
+async def test_a_turn_whose_deadline_precedes_its_cancellation_leaves_nothing(b: Bench) -> None:
     """The same by the clock: its abort takes longer than it is until the second cancellation."""
+    abort_slowly(b)
+    loop = asyncio.get_running_loop()
 
-    async def main() -> None:
-        async with bench(folder, 2) as b:
-            abort_slowly(b)
-            loop = asyncio.get_running_loop()
+    async def branch() -> None:
+        with Deadline(loop.time() + 0.3, loop.time, EngineError("late")):
+            await b.generate()
 
-            async def branch() -> None:
-                with Deadline(loop.time() + 0.3, loop.time, EngineError("late")):
-                    await b.generate()
+    async def tree() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(branch())
 
-            async def tree() -> None:
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(branch())
-
-            growing = asyncio.create_task(tree())
-            await asyncio.sleep(0.6)
-            growing.cancel()
-            await asyncio.sleep(0.1)
-            assert sum(member.in_flight for member in b.pool.servers) == 1  # it still runs
-            await asyncio.gather(growing, return_exceptions=True)
-            assert growing.cancelled()
-            assert_nothing_is_left(b)
-
-    run_virtual(main())
+    growing = asyncio.create_task(tree())
+    await asyncio.sleep(0.6)
+    growing.cancel()
+    await asyncio.sleep(0.1)
+    assert sum(member.in_flight for member in b.pool.servers) == 1  # it still runs
+    await asyncio.gather(growing, return_exceptions=True)
+    assert growing.cancelled()
+    assert_nothing_is_left(b)
 
 
-def test_a_keeper_does_not_wait_for_a_finished_request(folder: Path) -> None:
+@virtual(2, is_leased=False)
+async def test_a_keeper_does_not_wait_for_a_finished_request(b: Bench) -> None:
     """A request that has ended, but is still registered, does not block it."""
-
-    async def main() -> None:
-        async with bench(folder, 2) as b:
-            member = b.pool.servers[0]
-            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            done.set_result(None)
-            member.running[done] = None  # type: ignore[assignment]
-            b.pool.remove_server(member.name)
-            await asyncio.sleep(10)
-            assert member not in b.pool._keepers
-            del member.running[done]
-
-    run_virtual(main())
+    member = b.pool.servers[0]
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    done.set_result(None)
+    member.running[done] = None  # type: ignore[assignment]
+    b.pool.remove_server(member.name)
+    await asyncio.sleep(10)
+    assert member not in b.pool._keepers
+    del member.running[done]
 
 
 def resting(member: PooledServer, check: Callable[[], Awaitable[None]]) -> Any:
@@ -225,19 +210,16 @@ def resting(member: PooledServer, check: Callable[[], Awaitable[None]]) -> Any:
     return timed()
 
 
-def test_a_check_requested_while_the_keeper_works_is_made(folder: Path) -> None:
-    async def main() -> None:
-        async with bench(folder, 1) as b:
-            (member,) = b.pool.servers
-            await asyncio.sleep(1.0)
-            keeping = b.pool._keepers[member].task
-            assert keeping is not None
-            keeping.cancel()
-            await asyncio.sleep(1.0)
-            member.check_due.set()
-            assert await resting(member, lambda: member.rest(7.0)) == 0.0
-            assert await resting(member, lambda: member.rest(7.0)) == 7.0
-            asyncio.get_running_loop().call_later(2.0, member.check_due.set)
-            assert await resting(member, lambda: member.rest(7.0)) == 2.0
-
-    run_virtual(main())
+@virtual(1, is_leased=False)
+async def test_a_check_requested_while_the_keeper_works_is_made(b: Bench) -> None:
+    (member,) = b.pool.servers
+    await asyncio.sleep(1.0)
+    keeping = b.pool._keepers[member].task
+    assert keeping is not None
+    keeping.cancel()
+    await asyncio.sleep(1.0)
+    member.check_due.set()
+    assert await resting(member, lambda: member.rest(7.0)) == 0.0
+    assert await resting(member, lambda: member.rest(7.0)) == 7.0
+    asyncio.get_running_loop().call_later(2.0, member.check_due.set)
+    assert await resting(member, lambda: member.rest(7.0)) == 2.0

@@ -16,13 +16,8 @@ from agentenv.base.errors import EngineDeadError, EngineError
 from agentenv.base.types import Chunk, Completion, VersionSpan
 from agentenv.contract.request import BusyError, PartEnd, ServerLostError, ServerRequest
 from tests.engines.faulty_server import FaultyServer
-from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
-from tests.support.virtual_clock import run_virtual
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("model"))
+from tests.engines.pool_bench import TEXT, Bench, bench, virtual
+from tests.support.virtual_clock import on_virtual_clock
 
 
 @virtual(2)
@@ -45,41 +40,37 @@ async def test_a_turn_continues_on_another_server_from_its_received_tokens(b: Be
 
 @pytest.mark.parametrize("stop", ["</a>", "</b>"])  # which no token holds, and which one does
 @pytest.mark.parametrize("cut", range(1, len(TEXT)))
-def test_a_stop_string_across_two_servers_still_stops(folder: Path, cut: int, stop: str) -> None:
+@on_virtual_clock
+async def test_a_stop_string_across_two_servers_still_stops(
+    folder: Path, cut: int, stop: str
+) -> None:
     """The second server sees only a part of the stop string, and would continue after it."""
     text = TEXT.replace("</a>", stop)
-
-    async def main() -> None:
-        async with bench(folder, 2) as b:
-            b.servers[0].die_after = cut
-            done = await b.generate(text + " and more, much more", stop=(stop,))
-            assert b.text(done) == text
-            assert (done.finish_reason, done.stop) == ("stop", stop)
-            within = cut > TEXT.index("</a>") or stop == "</b>"
-            assert b.servers[1].num_aborted == within  # the pool cut it
-
-    run_virtual(main())
+    async with bench(folder, 2) as b:
+        b.servers[0].die_after = cut
+        done = await b.generate(text + " and more, much more", stop=(stop,))
+        assert b.text(done) == text
+        assert (done.finish_reason, done.stop) == ("stop", stop)
+        within = cut > TEXT.index("</a>") or stop == "</b>"
+        assert b.servers[1].num_aborted == within  # the pool cut it
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [({}, "stop"), ({"stop": ()}, "stop"), ({"max_tokens": 5}, "length")],
 )
-def test_a_turn_that_lost_only_its_end_is_complete(
-    folder: Path, options: dict[str, Any], reason: str
+@virtual(2, is_leased=False)
+async def test_a_turn_that_lost_only_its_end_is_complete(
+    b: Bench, options: dict[str, Any], reason: str
 ) -> None:
-    async def main() -> None:
-        async with bench(folder, 2) as b:
-            whole = await b.generate(session="other", **options)
-            b.servers[1].die_after = len(whole.token_ids)
-            done = await b.generate(session="other2", **options)
-            b.servers[0].die_after = len(whole.token_ids)
-            done = await b.generate(session="other", **options)
-            assert done.token_ids == whole.token_ids
-            assert (done.finish_reason, done.stop) == (reason, whole.stop)
-            assert b.pool.stats()["retries"] == 0
-
-    run_virtual(main())
+    whole = await b.generate(session="other", **options)
+    b.servers[1].die_after = len(whole.token_ids)
+    done = await b.generate(session="other2", **options)
+    b.servers[0].die_after = len(whole.token_ids)
+    done = await b.generate(session="other", **options)
+    assert done.token_ids == whole.token_ids
+    assert (done.finish_reason, done.stop) == (reason, whole.stop)
+    assert b.pool.stats()["retries"] == 0
 
 
 @virtual(1)
@@ -188,23 +179,6 @@ async def test_a_healthy_server_that_fails_requests_is_avoided_and_then_excluded
     assert len(sick.requests) > 0
 
 
-@virtual(2)
-async def test_a_server_that_returns_a_second_time_gets_one_request_at_first(
-    b: Bench,
-) -> None:
-    sick = b.servers[0]
-    sick.fails = True
-    await asyncio.gather(*(b.generate(session=str(number)) for number in range(32)))
-    first = sick.num_failed
-    await asyncio.sleep(5)
-    await asyncio.gather(*(b.generate(session=f"again{number}") for number in range(32)))
-    await asyncio.sleep(10)
-    before = sick.num_failed
-    await asyncio.gather(*(b.generate(session=f"more{number}") for number in range(32)))
-    assert first <= 32
-    assert sick.num_failed == before + 1
-
-
 @virtual(1)
 async def test_a_full_server_loses_no_turn_and_gets_fewer_requests(b: Bench) -> None:
     (server,) = b.servers
@@ -261,19 +235,16 @@ async def test_a_server_that_refuses_every_request_is_lost_eventually(b: Bench) 
 
 
 @pytest.mark.parametrize("breaks", [[0], [9], [3, 9]])
-def test_a_broken_connection_costs_neither_a_retry_nor_the_server(
-    folder: Path, breaks: list[int]
+@virtual(2, is_leased=False)
+async def test_a_broken_connection_costs_neither_a_retry_nor_the_server(
+    b: Bench, breaks: list[int]
 ) -> None:
-    async def main() -> None:
-        async with bench(folder, 2) as b:
-            b.servers[0].breaks = list(breaks)
-            assert b.text(await b.generate()) == TEXT
-            stats = b.pool.stats()
-            assert (stats["retries"], stats["server/0/lost"]) == (0, 0)
-            assert stats["reconnections"] == len(breaks)
-            assert b.servers[1].requests == []
-
-    run_virtual(main())
+    b.servers[0].breaks = list(breaks)
+    assert b.text(await b.generate()) == TEXT
+    stats = b.pool.stats()
+    assert (stats["retries"], stats["server/0/lost"]) == (0, 0)
+    assert stats["reconnections"] == len(breaks)
+    assert b.servers[1].requests == []
 
 
 @virtual(2)
@@ -292,37 +263,34 @@ def shown(caplog: pytest.LogCaptureFixture) -> list[str]:
     return found
 
 
-def test_the_terminal_reports_an_outage_and_a_recovery_once_each(
+@on_virtual_clock
+async def test_the_terminal_reports_an_outage_and_a_recovery_once_each(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A server that returns and fails again has not recovered; a lost request is not an outage."""
-
-    async def main() -> None:
-        async with bench(folder, 2) as b:
-            server = b.servers[0]
-            server.kill()
-            assert b.text(await b.generate()) == TEXT
-            await asyncio.sleep(100)
-            assert shown(caplog) == ["engine server server0 is out: server0: connection refused"]
-            server.restart()
-            await b.until_up(2)
-            assert shown(caplog) == ["engine server server0 serves policy version 0"]
-            server.fails = True
-            for number in range(60):
-                await b.generate(session=str(number))
-            reports = shown(caplog)
-            assert reports == ["engine server server0 is out: a request was lost: 500 CUDA error"]
-            assert server.num_failed > 3
-            server.fails = False
-            await asyncio.sleep(100)
-            await asyncio.gather(*(b.generate(session=f"later{number}") for number in range(6)))
-            assert shown(caplog) == ["engine server server0 serves policy version 0"]
-            fail_turns(server, 1)
-            assert b.text(await b.generate(session="later")) == TEXT
-            await b.until_up(2)
-        assert shown(caplog) == []
-
-    run_virtual(main())
+    async with bench(folder, 2) as b:
+        server = b.servers[0]
+        server.kill()
+        assert b.text(await b.generate()) == TEXT
+        await asyncio.sleep(100)
+        assert shown(caplog) == ["engine server server0 is out: server0: connection refused"]
+        server.restart()
+        await b.until_up(2)
+        assert shown(caplog) == ["engine server server0 serves policy version 0"]
+        server.fails = True
+        for number in range(60):
+            await b.generate(session=str(number))
+        reports = shown(caplog)
+        assert reports == ["engine server server0 is out: a request was lost: 500 CUDA error"]
+        assert server.num_failed > 3
+        server.fails = False
+        await asyncio.sleep(100)
+        await asyncio.gather(*(b.generate(session=f"later{number}") for number in range(6)))
+        assert shown(caplog) == ["engine server server0 serves policy version 0"]
+        fail_turns(server, 1)
+        assert b.text(await b.generate(session="later")) == TEXT
+        await b.until_up(2)
+    assert shown(caplog) == []
 
 
 @virtual(2, max_outage_s=60)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
@@ -11,13 +10,7 @@ from agentenv.base.deadline import Deadline, WorkClock, working
 from agentenv.base.errors import ConfigError, EngineDeadError, EngineError
 from agentenv.base.types import Chunk, Completion, VersionSpan
 from agentenv.contract.request import ServerLostError
-from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
-from tests.support.virtual_clock import run_virtual
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("model"))
+from tests.engines.pool_bench import TEXT, Bench, virtual
 
 
 @virtual(2, max_retries=0, max_outage_s=60)
@@ -92,32 +85,28 @@ async def test_a_lost_server_does_not_keep_the_others_awake(b: Bench) -> None:
 
 
 @pytest.mark.parametrize("what", ["a token", "its weights"])
-def test_a_recovering_server_does_not_delay_a_sleep(folder: Path, what: str) -> None:
+@virtual(2, silence_s=5.0, is_leased=False)
+async def test_a_recovering_server_does_not_delay_a_sleep(b: Bench, what: str) -> None:
     """The server reports that it is healthy, and then answers no request."""
-
-    async def main() -> None:
-        async with bench(folder, 2, silence_s=5.0) as b:
-            silent = b.servers[0]
-            await b.load(1)
-            pending = asyncio.create_task(b.generate())
-            await asyncio.sleep(0.91)
-            if what == "a token":
-                silent.silent = True
-            else:
-                silent.load_s = 500.0
-                silent.restart()
-            assert b.text(await pending) == TEXT
-            await asyncio.sleep(10)
-            begin = asyncio.get_running_loop().time()
-            await b.pool.sleep()
-            assert asyncio.get_running_loop().time() - begin < 1.0
-            assert [server.asleep for server in b.servers] == [True, True]
-            silent.silent, silent.load_s = False, 0.05
-            await b.load(2)
-            assert b.pool.stats()["servers_up"] == 2
-            assert [server.weights for server in b.servers] == ["v2", "v2"]
-
-    run_virtual(main())
+    silent = b.servers[0]
+    await b.load(1)
+    pending = asyncio.create_task(b.generate())
+    await asyncio.sleep(0.91)
+    if what == "a token":
+        silent.silent = True
+    else:
+        silent.load_s = 500.0
+        silent.restart()
+    assert b.text(await pending) == TEXT
+    await asyncio.sleep(10)
+    begin = asyncio.get_running_loop().time()
+    await b.pool.sleep()
+    assert asyncio.get_running_loop().time() - begin < 1.0
+    assert [server.asleep for server in b.servers] == [True, True]
+    silent.silent, silent.load_s = False, 0.05
+    await b.load(2)
+    assert b.pool.stats()["servers_up"] == 2
+    assert [server.weights for server in b.servers] == ["v2", "v2"]
 
 
 @virtual(2, first_token_s=20.0)

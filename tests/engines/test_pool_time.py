@@ -21,17 +21,12 @@ from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.rollout.actor import Actor
 from agentenv.text.renderer import TagRenderer
 from tests.engines.faulty_server import EOS, VOCAB_SIZE, ByteTokenizer, FaultyServer, recite
-from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
+from tests.engines.pool_bench import TEXT, Bench, bench, virtual
 from tests.support.toy import CountingEnv
-from tests.support.virtual_clock import run_virtual
+from tests.support.virtual_clock import on_virtual_clock, run_virtual
 from tests.test_actor import TASK
 
 TURN_S = 30.0
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("model"))
 
 
 class ChatTokenizer(ByteTokenizer):
@@ -70,42 +65,38 @@ def ends_of(trees: list[TrajectoryTree]) -> list[str | None]:
     return [t.leaf.end for tree in trees for t in tree.trajectories()]
 
 
-def test_eight_branches_per_slot_lose_no_turn(folder: Path) -> None:
+@on_virtual_clock
+async def test_eight_branches_per_slot_lose_no_turn(folder: Path) -> None:
     """8 trees of 16 on 16 places, four turns of 30 s: 960 s go by, 120 of work for each."""
-
-    async def main() -> None:
-        scripted = ScriptedConfig(latency_s=TURN_S, max_model_len=4096)
-        tokenizer = ChatTokenizer(folder)
-        server = FaultyServer(
-            "server", lambda: ScriptedEngine(scripted, tokenizer, script=three_searches)
-        )
-        limits = Limits(max_seconds=200.0, max_response_tokens=400)
-        config = PoolConfig(max_concurrency=16)
-        trees = await grown(folder, [server], tokenizer, limits, config, 8)
-        assert server.peak_running == 16
-        assert asyncio.get_running_loop().time() >= 8 * 16 * 4 / 16 * TURN_S
-        assert ends_of(trees) == ["terminated"] * 128
-
-    run_virtual(main())
+    scripted = ScriptedConfig(latency_s=TURN_S, max_model_len=4096)
+    tokenizer = ChatTokenizer(folder)
+    server = FaultyServer(
+        "server", lambda: ScriptedEngine(scripted, tokenizer, script=three_searches)
+    )
+    limits = Limits(max_seconds=200.0, max_response_tokens=400)
+    config = PoolConfig(max_concurrency=16)
+    trees = await grown(folder, [server], tokenizer, limits, config, 8)
+    assert server.peak_running == 16
+    assert asyncio.get_running_loop().time() >= 8 * 16 * 4 / 16 * TURN_S
+    assert ends_of(trees) == ["terminated"] * 128
 
 
-def test_a_silent_server_truncates_no_trajectory_for_any_first_token_limit(folder: Path) -> None:
+@on_virtual_clock
+async def test_a_silent_server_truncates_no_trajectory_for_any_first_token_limit(
+    folder: Path,
+) -> None:
     """Four turns of 3 s within 60 s, on two servers of which one reports that it is healthy, and
     gives no token."""
-
-    async def main() -> None:
-        scripted = ScriptedConfig(latency_s=3.0, max_model_len=4096)
-        tokenizer = ChatTokenizer(folder)
-        servers = [
-            FaultyServer(name, lambda: ScriptedEngine(scripted, tokenizer, script=three_searches))
-            for name in ("well", "silent")
-        ]
-        servers[1].silent = servers[1].answers_probes = True
-        limits = Limits(max_seconds=60.0, max_response_tokens=400)
-        trees = await grown(folder, servers, tokenizer, limits, PoolConfig(), 12)
-        assert ends_of(trees) == ["terminated"] * 192
-
-    run_virtual(main())
+    scripted = ScriptedConfig(latency_s=3.0, max_model_len=4096)
+    tokenizer = ChatTokenizer(folder)
+    servers = [
+        FaultyServer(name, lambda: ScriptedEngine(scripted, tokenizer, script=three_searches))
+        for name in ("well", "silent")
+    ]
+    servers[1].silent = servers[1].answers_probes = True
+    limits = Limits(max_seconds=60.0, max_response_tokens=400)
+    trees = await grown(folder, servers, tokenizer, limits, PoolConfig(), 12)
+    assert ends_of(trees) == ["terminated"] * 192
 
 
 @virtual(1, max_concurrency=1)
@@ -287,57 +278,48 @@ async def test_a_turn_that_waits_in_a_responsive_server_runs_out_of_time(
     await others
 
 
-def test_a_slow_server_is_not_silent(folder: Path) -> None:
+@on_virtual_clock
+async def test_a_slow_server_is_not_silent(folder: Path) -> None:
     """A token each 5 s, and 17 s of time: it ends with the next token."""
-
-    async def main() -> None:
-        async with bench(folder, 1) as b:
-            (server,) = b.servers
-            config = ScriptedConfig(tokens_per_s=0.2, max_model_len=4096)
-            server._engine = ScriptedEngine(config, ByteTokenizer(folder), script=recite)
-            with pytest.raises(LateError):
-                await seconds_of(b, 17.0, on_tokens=lambda chunk: None)
-            assert 17.0 <= asyncio.get_running_loop().time() <= 22.0
-            assert b.pool.stats()["server/0/lost"] == 0
-
-    run_virtual(main())
+    async with bench(folder, 1) as b:
+        (server,) = b.servers
+        config = ScriptedConfig(tokens_per_s=0.2, max_model_len=4096)
+        server._engine = ScriptedEngine(config, ByteTokenizer(folder), script=recite)
+        with pytest.raises(LateError):
+            await seconds_of(b, 17.0, on_tokens=lambda chunk: None)
+        assert 17.0 <= asyncio.get_running_loop().time() <= 22.0
+        assert b.pool.stats()["server/0/lost"] == 0
 
 
 @pytest.mark.parametrize(("num_slots", "num_lost"), [(1, 0), (2, 1)])
-def test_a_preempted_request_is_not_lost_while_its_server_is_responsive(
-    folder: Path, num_slots: int, num_lost: int
+@virtual(1, silence_s=30.0, is_leased=False)
+async def test_a_preempted_request_is_not_lost_while_its_server_is_responsive(
+    b: Bench, num_slots: int, num_lost: int
 ) -> None:
     """It gives no token for 60 s. A server that reports no waiting request has lost it."""
+    (server,) = b.servers
+    server.num_slots = num_slots
+    generate, break_s = server.generate, [60.0]
 
-    async def main() -> None:
-        async with bench(folder, 1, silence_s=30.0) as b:
-            (server,) = b.servers
-            server.num_slots = num_slots
-            generate, break_s = server.generate, [60.0]
+    async def take_a_break(request: ServerRequest, on_chunk: Callable[[Chunk], None]) -> PartEnd:
+        if request.session != "preempted" or not break_s:
+            return await generate(request, on_chunk)
+        on_chunk(Chunk(b.tokenizer.encode(TEXT[0]), [0.0], [0.0]))
+        await asyncio.sleep(break_s.pop())
+        chunks: list[Chunk] = []
+        end = await generate(request, chunks.append)
+        for chunk in chunks[1:]:
+            on_chunk(chunk)
+        return end
 
-            async def take_a_break(
-                request: ServerRequest, on_chunk: Callable[[Chunk], None]
-            ) -> PartEnd:
-                if request.session != "preempted" or not break_s:
-                    return await generate(request, on_chunk)
-                on_chunk(Chunk(b.tokenizer.encode(TEXT[0]), [0.0], [0.0]))
-                await asyncio.sleep(break_s.pop())
-                chunks: list[Chunk] = []
-                end = await generate(request, chunks.append)
-                for chunk in chunks[1:]:
-                    on_chunk(chunk)
-                return end
-
-            server.generate = take_a_break  # type: ignore[method-assign]
-            others = [
-                asyncio.create_task(b.generate(TEXT * 40, session=f"{n}", stop=(), max_tokens=1000))
-                for n in range(2)
-            ]
-            assert b.text(await b.generate(session="preempted")) == TEXT
-            assert b.pool.stats()["server/0/lost"] == num_lost
-            await asyncio.gather(*others)
-
-    run_virtual(main())
+    server.generate = take_a_break  # type: ignore[method-assign]
+    others = [
+        asyncio.create_task(b.generate(TEXT * 40, session=f"{n}", stop=(), max_tokens=1000))
+        for n in range(2)
+    ]
+    assert b.text(await b.generate(session="preempted")) == TEXT
+    assert b.pool.stats()["server/0/lost"] == num_lost
+    await asyncio.gather(*others)
 
 
 @virtual(2, silence_s=30.0)

@@ -14,13 +14,8 @@ from agentenv.contract.request import ServerLostError
 from agentenv.contract.server_config import PoolConfig
 from agentenv.engines.pool.pool import EnginePool
 from tests.engines.faulty_server import EOS, FaultyServer, reciter
-from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
+from tests.engines.pool_bench import TEXT, Bench, bench, virtual
 from tests.support.virtual_clock import run_virtual
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("model"))
 
 
 @virtual(2)

@@ -21,7 +21,7 @@ from agentenv.engines.vllm import VLLMServer
 async def test_a_server_sleeps_only_after_a_cancelled_load_has_resumed_it() -> None:
     """A cancelled load of weights continues in the background and resumes the server, which must
     not happen to a sleeping one."""
-    server, paths = VLLMServer("http://nowhere:1"), []
+    server, paths = VLLMServer("http://nowhere:1", vocab_size=8), []
 
     async def post(path: str, body: Any = None, timeout_s: Any = None, **params: str) -> None:
         paths.append(path)
@@ -52,7 +52,7 @@ async def test_a_server_sleeps_only_after_a_cancelled_load_has_resumed_it() -> N
 async def test_a_waking_server_allocates_its_cache_last() -> None:
     """After the learner has taken back the memory of the copy that the server has read. A server
     with adapters keeps its weights, which nothing loads again."""
-    server, calls = VLLMServer("http://nowhere:1"), []
+    server, calls = VLLMServer("http://nowhere:1", vocab_size=8), []
 
     async def post(path: str, body: Any = None, timeout_s: Any = None, **params: str) -> None:
         calls.append(path.strip("/") + "".join(f" {params[k]}" for k in params if k != "mode"))
@@ -84,7 +84,7 @@ async def test_a_waking_server_allocates_its_cache_last() -> None:
 
 async def test_the_pause_of_a_slow_server_is_measured() -> None:
     """Tokens sampled during the pause are of the old weights."""
-    server = VLLMServer("http://nowhere:1")
+    server = VLLMServer("http://nowhere:1", vocab_size=8)
 
     async def post(path: str, body: Any = None, timeout_s: Any = None, **params: str) -> None:
         await asyncio.sleep(0.2 if path == "/pause" else 0.0)

@@ -26,6 +26,12 @@ from agentenv.learners.trees.batch import encode_sequence
 from agentenv.training.loop.transports import MemoryPublisher
 from tests.engines.broadcast_checks import Bench, begin_many, bench, cut, until
 from tests.engines.reference import MAX_LENGTH, VOCAB, check_sampled
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.ranks.deepspeed_learner import MemorySender
+from agentenv.learners.trees.batch import encode_sequence
+from agentenv.training.loop.publishing import MemoryPublisher
+from tests.engines.broadcast_checks import TWO_RANKS, Bench, begin_many, bench, clients, cut, until
+from tests.engines.reference import MAX_LENGTH, check_sampled
 from tests.engines.vllm_server import EXTENSION, LOGPROBS, SCALE_OUT, VLLMProcess, require_vllm
 from tests.engines.world import World, prompt
 
@@ -35,14 +41,6 @@ pytestmark = [
 ]
 
 BACKEND = ("--weight-transfer-config", f'{{"backend": "{VLLM_IPC}"}}')
-TWO_RANKS = LearnerConfig(
-    optimizer="adamw", zero_stage=3, num_ranks=2, learning_rate=0.02, lora=LoRAConfig(r=4)
-)
-
-
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("tied"), tied=True, num_models=2)
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +67,6 @@ def urls(tied: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list
     finally:
         for process in found:
             process.kill()
-
-
-def clients(urls: Sequence[str]) -> list[VLLMServer]:
-    return [VLLMServer(url, vocab_size=VOCAB) for url in urls]
 
 
 class Sharing:

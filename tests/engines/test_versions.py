@@ -25,6 +25,6 @@ def test_an_untested_version_is_warned_about(
     kind: type[RemoteServer], version: str, tried: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        kind("http://host:1")._warn_untried(version)
+        kind("http://host:1", vocab_size=8)._warn_untried(version)
     warning = f"http://host:1 runs version {version}, which is untested"
     assert (warning in caplog.text) is (not tried)

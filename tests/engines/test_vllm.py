@@ -80,7 +80,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 async def serving(process: VLLMProcess, world: World, **options: Any) -> AsyncIterator[VLLMServer]:
     """A client, with version 0 loaded. Few log-probs a token, since each costs vLLM much time."""
     await asyncio.to_thread(process.wait_ready)
-    server = VLLMServer(process.url, **{"entropy_top_k": TOP_K, **options})
+    server = VLLMServer(process.url, vocab_size=VOCAB, **{"entropy_top_k": TOP_K, **options})
     try:
         await server.connect(0)
         await server.load_weights(world.paths[0], 0)
@@ -103,7 +103,7 @@ async def tied(servers: Servers) -> AsyncIterator[ServerSubject]:
 
 async def test_a_connected_server_reports_its_version_and_features(servers: Servers) -> None:
     await asyncio.to_thread(servers.plain.wait_ready)
-    server = VLLMServer(servers.plain.url + "/")
+    server = VLLMServer(servers.plain.url + "/", vocab_size=VOCAB)
     info = await server.connect(5)
     assert (info.engine, info.model, info.max_model_len) == ("vllm", "policy", 512)
     assert info.features == {"sleep"}
@@ -246,7 +246,7 @@ async def test_forks_reuse_prefixes_after_an_update_under_64_streams(
     world = servers.untied_world
     prompts = [prompt(n, 2 * BLOCK + 5) for n in range(4 * NUM_SEQS)]
     pool = EnginePool(
-        [VLLMServer(servers.plain.url, entropy_top_k=TOP_K)],
+        [VLLMServer(servers.plain.url, entropy_top_k=TOP_K, vocab_size=VOCAB)],
         world.paths[0],
         0,
         vocab_size=VOCAB,
@@ -336,13 +336,13 @@ async def test_a_missing_route_is_named(
 
     monkeypatch.setattr(http, "routes", fewer)
     with pytest.raises(ConfigError, match=f"no route {route}: .*(VLLM_SERVER_DEV_MODE|0.32|vLLM)"):
-        await probe_vllm(http, None, 20)
+        await probe_vllm(http, VOCAB, 20)
     await http.close()
 
 
 async def test_a_server_without_scale_out_is_refused(servers: Servers) -> None:
     await asyncio.to_thread(servers.closed.wait_ready)
-    server = VLLMServer(servers.closed.url)
+    server = VLLMServer(servers.closed.url, vocab_size=VOCAB)
     with pytest.raises(ConfigError, match="--enable-scale-out"):
         await server.connect(0)
     await server.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -11,31 +10,17 @@ from agentenv.base.errors import ConfigError
 from agentenv.engines.remote.probes import GENERATE
 from agentenv.engines.vllm import VLLMServer
 from tests.engines.proxy import Change, Proxy, changed, proxy, without
-from tests.engines.vllm_server import LOGPROBS, SCALE_OUT, VLLMProcess, require_vllm
+from tests.engines.reference import VOCAB
+from tests.engines.vllm_server import vllm_servers
 from tests.engines.world import World
 
 pytestmark = pytest.mark.engine_vllm
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("untied"), tied=False)
-
-
-@pytest.fixture(scope="module")
-def urls(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """Two servers."""
-    require_vllm()
-    logs = tmp_path_factory.mktemp("vllm")
-    arguments = (*SCALE_OUT, *LOGPROBS)
-    found = [VLLMProcess(world.paths[0], logs / f"{n}.log", arguments) for n in range(2)]
-    try:
-        for process in found:
-            process.wait_ready()
-        yield [process.url for process in found]
-    finally:
-        for process in found:
-            process.kill()
+def urls(untied: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    with vllm_servers(untied.paths[0], tmp_path_factory.mktemp("vllm"), 1) as found:
+        yield found
 
 
 # missing features, simulated by a proxy of a real server
@@ -76,28 +61,27 @@ BY_REQUEST: dict[str, tuple[str, Change, str]] = {
 @pytest.mark.parametrize("kind", BY_ANSWER)
 async def test_a_wrong_setting_is_refused(kind: str, urls: list[str]) -> None:
     path, change, message = BY_ANSWER[kind]
-    async with proxy(urls[:1], answers={path: change}) as server:
+    async with proxy(urls, answers={path: change}) as server:
         await refused(server, message)
 
 
 @pytest.mark.parametrize("kind", BY_REQUEST)
 async def test_a_fault_that_only_trial_requests_show_is_refused(kind: str, urls: list[str]) -> None:
     path, change, message = BY_REQUEST[kind]
-    async with proxy(urls[:1], requests={path: change}) as server:
+    async with proxy(urls, requests={path: change}) as server:
         await refused(server, message)
 
 
 async def test_a_tied_head_on_the_cpu_requires_the_worker_extension(
-    urls: list[str], tmp_path: Path
+    urls: list[str], tied: World
 ) -> None:
-    tied = World(tmp_path, tied=True, num_models=1).paths[0]
-    named = changed("data", 0, "root", to=str(tied))
-    async with proxy(urls[:1], answers={"/v1/models": named}) as server:
+    named = changed("data", 0, "root", to=str(tied.paths[0]))
+    async with proxy(urls, answers={"/v1/models": named}) as server:
         await refused(server, "start it with --worker-extension-cls")
 
 
 async def refused(server: Proxy, message: str) -> None:
-    client = VLLMServer(server.url)
+    client = VLLMServer(server.url, vocab_size=VOCAB)
     with pytest.raises(ConfigError, match=message):
         await client.connect(0)
     await client.close()

@@ -20,7 +20,7 @@ from agentenv.learners.trees.policy import Policy
 from tests.engines.broadcast_checks import bench, check_updates
 from tests.engines.proxy import changed, proxy
 from tests.engines.reference import EOS, MAX_LENGTH, VOCAB, write_model
-from tests.engines.vllm_server import EXTENSION, LOGPROBS, SCALE_OUT, VLLMProcess, require_vllm
+from tests.engines.vllm_server import EXTENSION, vllm_servers
 
 pytestmark = pytest.mark.engine_vllm
 BROADCAST = ("--weight-transfer-config", '{"backend": "agentenv_gloo"}')
@@ -61,14 +61,9 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def url(paths: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    require_vllm()
-    arguments = (*SCALE_OUT, *LOGPROBS, *EXTENSION, *BROADCAST)
-    process = VLLMProcess(paths[0], tmp_path_factory.mktemp("vllm") / "log", arguments)
-    try:
-        process.wait_ready()
-        yield process.url
-    finally:
-        process.kill()
+    logs = tmp_path_factory.mktemp("vllm")
+    with vllm_servers(paths[0], logs, 1, *EXTENSION, *BROADCAST) as (found,):
+        yield found
 
 
 @pytest.mark.parametrize("path", [0, 1], ids=["as started", "from another directory"])
@@ -84,7 +79,7 @@ async def test_experts_equal_those_of_the_learner_after_each_update(
 async def test_experts_without_the_repacking_extension_are_refused(url: str) -> None:
     plain = changed("vllm_config", "parallel_config", "worker_extension_cls", to="")
     async with proxy([url], answers={"/server_info": plain}) as server:
-        client = VLLMServer(server.url)
+        client = VLLMServer(server.url, vocab_size=VOCAB)
         with pytest.raises(ConfigError, match=r"keeps the old experts .* --worker-extension-cls"):
             await client.connect(0)
         await client.close()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,20 @@ class VLLMProcess(ServerProcess):
         """The process that samples, a child of the one that serves."""
         (engine,) = self.processes()[0].children()
         return engine.pid
+
+
+@contextmanager
+def vllm_servers(
+    model_path: Path, logs: Path, num: int, *arguments: str, **environment: str
+) -> Iterator[list[str]]:
+    """The URLs of so many servers, which have all that a client requires."""
+    require_vllm()
+    given = (*SCALE_OUT, *LOGPROBS, *arguments)
+    found = [VLLMProcess(model_path, logs / f"{n}.log", given, environment) for n in range(num)]
+    try:
+        for process in found:
+            process.wait_ready()
+        yield [process.url for process in found]
+    finally:
+        for process in found:
+            process.kill()

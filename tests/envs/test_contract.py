@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import agentenv.contract.env
+import agentenv.contract.env_registry
 import envs
 from agentenv.adapters.testing import check_tool_env
 from agentenv.base.types import Message, Task, ToolCall
@@ -88,7 +88,10 @@ CASES = {
 def ours() -> list[str]:
     """The environments of this project; those of other packages have their own cases in
     test_verifiers.py and test_openenv.py."""
-    ids = set(agentenv.contract.env.env_ids()) - {"agentenv/Verifiers-v0", "agentenv/OpenEnv-v0"}
+    ids = set(agentenv.contract.env_registry.env_ids()) - {
+        "agentenv/Verifiers-v0",
+        "agentenv/OpenEnv-v0",
+    }
     return [env_id for env_id in sorted(ids) if env_id.startswith("agentenv/")]
 
 
@@ -98,7 +101,7 @@ async def test_an_env_keeps_the_contract(env_id: str, tmp_path: Path) -> None:
     kwargs = case.kwargs(tmp_path)
     task = Task("t", env_id, "How much do 57 shares of Zorvex Labs cost?", ("275709",))
     await check_tool_env(
-        lambda task: agentenv.contract.env.make(env_id, task, **kwargs), task, case.actions
+        lambda task: agentenv.contract.env_registry.make(env_id, task, **kwargs), task, case.actions
     )
 
 
@@ -106,7 +109,7 @@ async def test_the_quick_start_rewards_the_right_answer(tmp_path: Path) -> None:
     env_id = "agentenv/Quickstart-v0"
     case = CASES[env_id]
     task = Task("t", env_id, "How much do 57 shares of Zorvex Labs cost?", ("275709",))
-    env = agentenv.contract.env.make(env_id, task, **case.kwargs(tmp_path))
+    env = agentenv.contract.env_registry.make(env_id, task, **case.kwargs(tmp_path))
     prompt, info = await env.reset(seed=1)
     assert prompt == [Message("user", task.question)]
     assert [tool["name"] for tool in info["tools"]] == ["search", "python"]
@@ -124,5 +127,5 @@ def test_importing_envs_imports_no_environment() -> None:
     assert envs.__file__ is not None
     text = Path(envs.__file__).read_text()
     assert [line for line in text.splitlines() if "import" in line.split()] == [
-        "from agentenv.contract.env import register"
+        "from agentenv.contract.env_registry import register"
     ]

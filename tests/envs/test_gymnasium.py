@@ -123,4 +123,4 @@ def test_entry_points_and_registrations_are_the_same() -> None:
     declared = project["project"]["entry-points"]["agentenv.envs"]
     assert sorted(declared) == [f"agentenv/{name}-v0" for name in NAMES]
     for env_id, entry_point in declared.items():
-        assert agentenv.contract.env.spec(env_id).entry_point == entry_point
+        assert agentenv.contract.env_registry.spec(env_id).entry_point == entry_point

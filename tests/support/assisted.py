@@ -11,9 +11,9 @@ from agentenv.base.errors import ToolError
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.base.types import Completion, Limits, SamplingParams, Task
 from agentenv.contract.env import Env
+from agentenv.contract.function_tool import tool
 from agentenv.contract.plan import Independent
 from agentenv.contract.tool_env import ToolEnv
-from agentenv.contract.tools import tool
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.envs.grading.reward import make_grader
 from agentenv.reference.helpers import Assist, AssistConfig, assist_actor

@@ -14,6 +14,7 @@ import os
 import selectors
 import threading
 from collections.abc import Callable, Coroutine
+from functools import wraps
 from typing import Any, TypeVar
 
 from agentenv.base.offload import Machine, replaced
@@ -83,6 +84,16 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """asyncio.run under a virtual clock that starts at 0. Raises DeadlockError."""
     with replaced(Inline()), asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
         return runner.run(main)
+
+
+def on_virtual_clock(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that runs under a virtual clock."""
+
+    @wraps(test)
+    def run(*arguments: Any, **keys: Any) -> None:
+        run_virtual(test(*arguments, **keys))
+
+    return run
 
 
 def waiting_tasks(loop: asyncio.AbstractEventLoop) -> str:

@@ -191,12 +191,5 @@ def make_publisher(
         launched = config.engine.launched
         sender = MemorySender(learner, folder, 1 if launched is None else launched.per_gpu)
         return MemoryPublisher(engine, sender, colocation, handover)
-    pool = config.engine.pool
-    broadcaster = LearnerSender(
-        learner,
-        folder,
-        pool.broadcast_timeout_s,
-        pool.broadcast_port,
-        pool.broadcast_interface,
-    )
+    broadcaster = LearnerSender(learner, folder, config.engine.pool.broadcast_timeout_s)
     return BroadcastPublisher(engine, broadcaster, handover)

@@ -12,24 +12,17 @@ from agentenv.contract.engine import (
     EngineStart,
     LocalModel,
 )
-from agentenv.engines.embedded.settings import EmbeddedSettings
+from agentenv.engines.embedded.settings import NUM_CACHED_SEQS, EmbeddedSettings
 
 
-class EmbeddedConfig(
-    EmbeddedSettings,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag="embedded",
-    tag_field="name",
-):
+class EmbeddedConfig(EmbeddedSettings, frozen=True, kw_only=True, tag="embedded", tag_field="name"):
     """Settings of the embedded engine."""
 
     capabilities: ClassVar = EngineCapabilities(is_exact=True, can_sleep=True)
 
     @property
     def local_model(self) -> LocalModel:
-        return LocalModel(self.dtype, self.max_num_seqs + self.num_cached_seqs, self.device)
+        return LocalModel(self.dtype, self.max_num_seqs + NUM_CACHED_SEQS, self.device)
 
     async def start(self, given: EngineStart) -> Engine:
         engine = await in_thread(self._load, given)

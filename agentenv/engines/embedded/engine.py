@@ -32,7 +32,7 @@ from agentenv.contract.engine import Engine, check_request
 from agentenv.contract.stop_strings import StopStrings
 from agentenv.engines.embedded.model import SlotCache, avoid_cudnn
 from agentenv.engines.embedded.scheduler import EmbeddedRequest, Event, Scheduler
-from agentenv.engines.embedded.settings import EmbeddedSettings
+from agentenv.engines.embedded.settings import NUM_CACHED_SEQS, EmbeddedSettings
 from agentenv.engines.embedded.weights import EmbeddedWeights, read_architecture
 
 CLOSED = "the engine is closed"
@@ -105,7 +105,7 @@ class EmbeddedEngine(Engine):
         self._scheduler = Scheduler(
             self._arch,
             weights,
-            SlotCache(self._arch, config.max_num_seqs, config.num_cached_seqs, dtype, device),
+            SlotCache(self._arch, config.max_num_seqs, NUM_CACHED_SEQS, dtype, device),
             StopStrings(model_path, self._arch.vocab_size),
             policy_version,
             config.max_num_seqs,

@@ -8,15 +8,14 @@ import msgspec
 
 from agentenv.contract.engine import EngineConfig
 
+NUM_CACHED_SEQS = 128  # finished requests kept as prefix cache
+
 
 class EmbeddedSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the engine reads of `EmbeddedConfig`."""
 
     max_num_seqs: Annotated[
         int, msgspec.Meta(description="Concurrent requests; further ones queue in order.", ge=1)
-    ] = 128
-    num_cached_seqs: Annotated[
-        int, msgspec.Meta(description="Finished requests kept as prefix cache.", ge=0)
     ] = 128
     num_threads: Annotated[
         int, msgspec.Meta(description="CPU threads of torch, process-wide.", ge=1)

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from msgspec import Struct
-from safetensors import SafetensorError, deserialize
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 
 from agentenv.base.errors import EngineError
@@ -136,7 +137,7 @@ def rope_frequencies(arch: Architecture) -> Tensor:
     return frequencies
 
 
-FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class LayerWeights:
@@ -254,17 +255,13 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a file by name, in main memory; a read error of a mapped file would kill the
     process later. Raises EngineError."""
     try:
-        entries = deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
-    except (SafetensorError, OSError) as error:
+        tensors: dict[str, Tensor] = load(path.read_bytes())
+    except (SafetensorError, OSError, KeyError) as error:  # of a dtype that torch does not have
         raise EngineError(f"cannot read the weights in {path}: {error}") from error
-    tensors: dict[str, Tensor] = {}
-    for name, entry in entries:
-        dtype = FLOAT_DTYPES.get(entry["dtype"])
-        if dtype is None:
+    for name, tensor in tensors.items():
+        if tensor.dtype not in FLOAT_DTYPES:
             raise EngineError(
-                f"weights in {path}: {name} has dtype {entry['dtype']}, "
-                f"expected one of {', '.join(FLOAT_DTYPES)}"
+                f"weights in {path}: {name} has dtype {tensor.dtype}, "
+                f"expected one of {', '.join(map(str, FLOAT_DTYPES))}"
             )
-        data = torch.frombuffer(entry["data"], dtype=dtype) if entry["data"] else torch.empty(0)
-        tensors[name] = data.view(entry["shape"])
     return tensors

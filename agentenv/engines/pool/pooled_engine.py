@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, field
 
-from agentenv.base.config import ESSENTIAL, PATH
+from agentenv.base.config import ESSENTIAL
 from agentenv.base.errors import ConfigError
 from agentenv.base.model_files import num_stretched_positions, read_eos_ids, vocab_size
 from agentenv.base.offload import in_thread
@@ -21,10 +19,6 @@ from agentenv.contract.server_config import MAX_SHARE, PoolConfig, Served, Serve
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.remote.weight_sync import Server
 
-WATCH_INTERVAL_S = 5.0
-
-logger = logging.getLogger(__name__)
-
 
 class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Keys of an engine that is a pool over servers."""
@@ -33,14 +27,6 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         list[str],
         Meta(description="running ones, http://HOST:PORT; empty: start [servers]", extra=ESSENTIAL),
     ] = field(default_factory=list)
-    urls_file: Annotated[
-        str,
-        Meta(
-            description="instead of urls, a file with one URL per line, polled: servers may join "
-            "and leave",
-            extra=PATH,
-        ),
-    ] = ""
     servers: Annotated[ServersConfig | None, Meta(description="servers to start for the run")] = (
         None
     )
@@ -94,10 +80,10 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
     client: ClassVar[Callable[..., Server]]  # of one server; for options see RemoteServer
 
     def __post_init__(self) -> None:
-        given = [name for name in ("urls", "urls_file", "servers") if getattr(self, name)]
-        if len(given) > 1:
-            raise ConfigError(f"engine: give only one of urls, urls_file and servers, not {given}")
-        self.check_urls()
+        if self.urls and self.servers is not None:
+            raise ConfigError("engine: give only one of urls and servers, not both")
+        for url in self.urls:
+            base_url(url, "engine.urls")
         able = self.capabilities
         for key, text, is_able, remedy in (
             ("weights", "ipc", able.can_map, "directory"),
@@ -124,18 +110,13 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
                 "weights"
             )
 
-    def check_urls(self, key: str = "engine") -> None:
-        """Raises ConfigError for an invalid URL."""
-        for url in self.urls:
-            base_url(url, f"{key}.urls")
-
     @property
     def launched(self) -> ServersConfig | None:
         return None if self.runs_elsewhere else self.servers or ServersConfig()
 
     @property
     def runs_elsewhere(self) -> bool:
-        return bool(self.urls or self.urls_file)
+        return bool(self.urls)
 
     @property
     def new_weights(self) -> Literal["directory", "adapter", "broadcast", "ipc"]:
@@ -172,20 +153,17 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
             )
 
     async def check_reachable(self, key: str = "engine") -> None:
-        urls, key = self.urls, f"{key}.{'urls_file' if self.urls_file else 'urls'}"
-        if self.urls_file:
-            urls = await in_thread(read_urls, Path(self.urls_file))
-        found = await asyncio.gather(*(why_unreachable(url, key) for url in urls))
-        if urls and all(found):  # a run can start without some of them
+        found = await asyncio.gather(*(why_unreachable(url, f"{key}.urls") for url in self.urls))
+        if found and all(found):  # a run can start without some of them
             raise ConfigError(
-                f"{key}: no engine server answers at {urls[0]} ({found[0]}); is it running and "
-                "reachable from this machine?"
+                f"{key}.urls: no engine server answers at {self.urls[0]} ({found[0]}); is it "
+                "running and reachable from this machine?"
             )
 
     async def start(self, given: EngineStart) -> EnginePool:
         """Start the servers, or connect to running ones; returns a pool that serves the model."""
         model = await in_thread(given.model.absolute)  # servers run in another folder
-        vocabulary = vocab_size(model)
+        vocabulary = await in_thread(vocab_size, model)
         make = self.server_maker(vocabulary)
         urls, launched = self.urls, self.launched
         if launched is not None:
@@ -202,8 +180,6 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
             )
             key = "engine.servers" if given.use == "policy" else f"{given.use} engine.servers"
             urls = await given.servers.start(served, launched, key)
-        elif self.urls_file:
-            urls = await in_thread(read_urls, Path(self.urls_file))
         pool = EnginePool(
             [make(url) for url in urls],
             model,
@@ -226,9 +202,6 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
             check_context(given.limits, pool.max_model_len)
         if launched is not None:
             follow(given.servers, pool, make)
-        if self.urls_file:
-            watching = asyncio.create_task(watch_urls(Path(self.urls_file), pool, make))
-            given.stack.callback(watching.cancel)
         return pool
 
     def server_maker(self, vocabulary: int) -> Callable[[str], Server]:
@@ -256,38 +229,3 @@ def follow(servers: ServerStarter, pool: EnginePool, make: Callable[[str], Serve
     servers.follow(
         lambda url: pool.add_server(make(url)), lambda url: pool.remove_server(make(url).name)
     )
-
-
-async def watch_urls(path: Path, pool: EnginePool, make: Callable[[str], Server]) -> None:
-    """Add servers that appear in the file, and remove those that disappear from it."""
-    known = {make(url).name for url in await in_thread(read_urls, path)}
-    while True:
-        await asyncio.sleep(WATCH_INTERVAL_S)
-        try:
-            servers = [make(url) for url in await in_thread(read_urls, path)]
-        except ConfigError as error:  # incomplete or invalid: change nothing
-            logger.warning("%s", error)
-            continue
-        for server in servers:
-            if server.name not in known:
-                logger.warning("%s joins", server.name)
-                pool.add_server(server)
-        for name in known - {server.name for server in servers}:
-            logger.warning("%s leaves", name)
-            pool.remove_server(name)
-        known = {server.name for server in servers}
-
-
-def read_urls(path: Path) -> list[str]:
-    """One URL per line; empty lines and # comments are skipped. Raises ConfigError."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"engine.urls_file: {path} cannot be read: {error}") from error
-    urls = [line.partition("#")[0].strip() for line in lines]
-    urls = [url for url in urls if url]
-    if not urls:
-        raise ConfigError(f"engine.urls_file: {path} lists no server")
-    if len(set(urls)) < len(urls):
-        raise ConfigError(f"engine.urls_file: {path} lists a server twice")
-    return urls

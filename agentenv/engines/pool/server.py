@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
 from math import inf
-from statistics import median
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -170,8 +169,7 @@ class Pausable(Protocol):
 
 class Slot:
     """A server to which a turn may send requests. `reason` explains why it does not serve,
-    `running` maps its requests to the clocks to pause with it, `on_trial`: it gets one request
-    until its first token."""
+    `running` maps its requests to the clocks to pause with it."""
 
     def __init__(self, client: Server) -> None:
         self.client = client
@@ -179,8 +177,8 @@ class Slot:
         self.label = f"the server {client.name}"  # for the waits of rollouts
         self.reason = ""
         self.running: dict[asyncio.Future[Any], Pausable] = {}
-        self.num_requests = self.num_tokens = 0
-        self.is_paused = self.on_trial = False
+        self.num_requests = self.num_answered = self.num_tokens = 0
+        self.is_paused = False
         self.clock = WorkClock()  # stops while the server is paused
         self.clock.go()
 
@@ -209,20 +207,6 @@ class Slot:
         if self.is_paused:
             pausable.begin()
 
-    def receive(self, num_tokens: int) -> None:
-        """Record new tokens of a request."""
-        self.num_tokens += num_tokens
-        if self.on_trial:
-            self.pass_trial()
-
-    def pass_trial(self) -> None:
-        """End the trial after the first token."""
-        self.on_trial = False
-
-    def answer(self, num_tokens: int, seconds: float) -> None:
-        """Record an answered request and its duration."""
-        raise NotImplementedError
-
     def pause(self) -> None:
         """Pause the clocks, while its weights are replaced."""
         self.is_paused = True
@@ -248,9 +232,7 @@ class Slot:
 FIRST_CLOSED_S, MAX_CLOSED_S = 0.25, 60.0  # after a refusal
 FIRST_STAY_S, MAX_STAY_S = 1.0, 60.0  # outside of the pool, for a server that fails repeatedly
 MAX_REFUSALS = 30  # consecutive rejections of a server without requests
-MIN_ANSWERS = 8  # for an estimate of a server's speed
 LONG_UPDATE_S = 5.0  # a longer update of weights is reported
-SLOW = 0.5  # share of the other servers' speed below which one is reported as slow
 
 
 class ServerState(Enum):
@@ -278,8 +260,8 @@ class PooledServer(Slot):
     is called when it may take more requests.
 
     A server that loses requests repeatedly, without an answered one in between, stays out for twice
-    as long each time, even if it reports to be healthy, and then gets one request until its first
-    token. One that rejects a request because it is full is closed for a moment and gets fewer.
+    as long each time, even if it reports to be healthy. One that rejects a request because it is
+    full is closed for a moment and gets fewer.
     """
 
     def __init__(
@@ -299,7 +281,7 @@ class PooledServer(Slot):
         self.counts: Counter[str] = Counter()
         self.losses: Counter[str] = Counter()  # by kind
         self.last_loss: dict[str, str] = {}  # the reason, by kind
-        self.longest_update_s = self._busy_s = 0.0
+        self.longest_update_s = 0.0
         self.guests: set[asyncio.Future[Any]] = set()  # requests of other processes
         self.check_due = asyncio.Event()  # its keeper should check it
         self._num_losses = 0  # consecutive, without an answered request
@@ -331,24 +313,14 @@ class PooledServer(Slot):
     @property
     def has_room(self) -> bool:
         """Whether it may take another request now, if it serves."""
-        room = 1 if self.on_trial else self.limit.value
-        return self.in_flight < room and asyncio.get_running_loop().time() >= self._closed_until
+        now_s = asyncio.get_running_loop().time()
+        return self.in_flight < self.limit.value and now_s >= self._closed_until
 
     def serves(self, policy_version: int) -> bool:
         """Whether it serves these weights."""
         return self.serving and self.policy_version == policy_version
 
     # requests
-
-    def answer(self, num_tokens: int, seconds: float) -> None:
-        self.counts["answered"] += 1
-        self.counts["answered_tokens"] += num_tokens
-        self._busy_s += seconds
-
-    def pass_trial(self) -> None:
-        super().pass_trial()
-        self._report_return()
-        self._on_room()
 
     def settle(self, outcome: Outcome, *, is_late: bool = False) -> Outcome:
         """Update the server's state by the outcome of a request; returns Lost for a server that
@@ -358,6 +330,7 @@ class PooledServer(Slot):
             case TurnDone():
                 self.counts["turns"] += 1
                 self._num_losses = self._num_refusals = 0
+                self._report_return()
             case Busy(problem, wanted_s):
                 return self._close(problem, wanted_s)
             case Reset(problem):
@@ -412,8 +385,7 @@ class PooledServer(Slot):
     def serve(self) -> None:
         """Start serving."""
         self._transition(ServerState.SERVING)
-        self.on_trial = self._num_losses > 1
-        if not self.on_trial:
+        if self._num_losses <= 1:  # else it has returned once a turn ends well
             self._report_return()
         self._on_room()
 
@@ -464,7 +436,7 @@ class PooledServer(Slot):
             logger.warning("engine server %s is out: %s", self.name, reason, extra=SHOWN)
 
     def _report_return(self) -> None:
-        if self.is_reported:
+        if self.is_reported and self.serving:
             self.is_reported = False
             text = "engine server %s serves policy version %d"
             logger.warning(text, self.name, self.policy_version, extra=SHOWN)
@@ -494,20 +466,12 @@ class PooledServer(Slot):
             "pause_wait_s": self.client.pause_wait_s,
         }
 
-    @property
-    def speed(self) -> float | None:
-        """Tokens per second of one request; None if too few were answered."""
-        if self.counts["answered"] < MIN_ANSWERS or not self._busy_s:
-            return None
-        return self.counts["answered_tokens"] / self._busy_s
-
     def summary(self) -> dict[str, Any]:
         """The part of a run's summary."""
         return {
-            "answered": self.counts["answered"],
+            "answered": self.num_answered,
             "lost": dict(self.losses),
             "refused": self.counts["refused"],
-            "tokens_per_s_of_a_request": None if self.speed is None else round(self.speed, 1),
             "longest_update_s": round(self.longest_update_s, 1),
         }
 
@@ -522,10 +486,4 @@ def problems(servers: Sequence[PooledServer]) -> list[str]:
             lines.append(f"{one.name} was full: it rejected {refused} requests")
         if one.longest_update_s > LONG_UPDATE_S:
             lines.append(f"{one.name} took up to {one.longest_update_s:.0f} s to load new weights")
-        others = [each.speed for each in servers if each is not one and each.speed is not None]
-        if others and one.speed is not None and one.speed < SLOW * median(others):
-            lines.append(
-                f"{one.name} is slow: {one.speed:.0f} tokens per second of a request, the others "
-                f"{median(others):.0f}"
-            )
     return lines

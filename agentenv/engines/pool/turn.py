@@ -394,7 +394,6 @@ class TurnEngine(Engine, Generic[S]):
         self.counts["prompt_tokens"] += len(request.prompt_ids)
         slot.num_requests += 1
         monitor = RequestMonitor(slot, heartbeat)
-        began_s = turn.loop.time()
         receive = partial(self._receive, slot, turn, monitor)
         task = turn.loop.create_task(slot.client.generate(request, receive))
         slot.run(task, monitor.wait)
@@ -418,7 +417,7 @@ class TurnEngine(Engine, Generic[S]):
         if task.cancelled() or error is not None:
             return self._failure(slot, turn, monitor, error)
         part = task.result()
-        slot.answer(part.num_tokens, turn.loop.time() - began_s)
+        slot.num_answered += 1
         turn.end_part(part)
         self.counts["cached_tokens"] += part.num_cached_tokens
         if part.finish_reason == "abort":
@@ -455,7 +454,7 @@ class TurnEngine(Engine, Generic[S]):
         num_tokens = len(chunk.token_ids)
         monitor.beat(num_tokens)
         self.counts["sampled_tokens"] += num_tokens
-        slot.receive(num_tokens)
+        slot.num_tokens += num_tokens
         turn.receive(chunk, slot.policy_version)
 
     def _watch(self) -> None:

@@ -165,9 +165,9 @@ class RemoteServer(ABC, Generic[F]):
     half-loaded weights resumes, since requests of other processes would crash it. `on_named` is
     called after a change of its version, before it resumes.
 
-    Entropies come from the `entropy_top_k` largest log-probs (-1: all). The default of `vocab_size`
-    is read from the server's original model directory. `load_s` is the deadline in seconds of a
-    load, and of a request that waits for one. `update_kv`: see weight_sync.py.
+    `vocab_size` is the model's number of token ids. Entropies come from the `entropy_top_k` largest
+    log-probs (-1: all). `load_s` is the deadline in seconds of a load, and of a request that waits
+    for one. `update_kv`: see weight_sync.py.
     """
 
     tried: ClassVar[str]  # prefix of the versions for which the contract tests ran
@@ -177,9 +177,9 @@ class RemoteServer(ABC, Generic[F]):
         self,
         url: str,
         *,
+        vocab_size: int,
         entropy_top_k: int = 20,
         load_s: float = 600.0,
-        vocab_size: int | None = None,
         api_key: str = "",
         update_kv: UpdateKV = "recompute",
     ) -> None:
@@ -189,7 +189,7 @@ class RemoteServer(ABC, Generic[F]):
         self._http = ServerClient(url, api_key=api_key, wait_s=load_s, fresh_posts=True)
         self.name = self._http.name
         self._load_s = load_s
-        self._top_k, self._given_vocab_size = entropy_top_k, vocab_size
+        self._top_k, self._vocab_size = entropy_top_k, vocab_size
         self._facts: F | None = None
         self._layout: Layout | None = None  # of the weights that it accepts, if known
         self.policy_version = 0

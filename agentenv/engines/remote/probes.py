@@ -115,7 +115,7 @@ class _ServerInfo(Struct):
     vllm_config: _Settings
 
 
-async def probe_vllm(http: ServerClient, vocab_size: int | None, entropy_top_k: int) -> VLLMFacts:
+async def probe_vllm(http: ServerClient, vocab_size: int, entropy_top_k: int) -> VLLMFacts:
     """Probe the server. Raises ConfigError for missing features, ServerLostError if it is lost."""
     routes = await http.routes()
     for route, cure in VLLM_NEEDED.items():
@@ -140,8 +140,7 @@ async def probe_vllm(http: ServerClient, vocab_size: int | None, entropy_top_k: 
         flag="--speculative-config",
         quantization=info.model_config.quantization,
     )
-    root = model.root or ""
-    layout = await in_thread(find_layout, [Path(root)])
+    layout = await in_thread(find_layout, [Path(model.root or "")])
     extension = str(info.parallel_config.get("worker_extension_cls") or "")
     if cpu and layout is not None and not extension:
         _check_packed(http.name, version, layout)
@@ -156,7 +155,7 @@ async def probe_vllm(http: ServerClient, vocab_size: int | None, entropy_top_k: 
     features = {name for name, wanted in VLLM_ROUTES.items() if able[name] and routes >= wanted}
     return VLLMFacts(
         ServerInfo("vllm", version, model.id, model.max_model_len or 0, frozenset(features)),
-        vocabulary(http.name, vocab_size, layout, root),
+        vocab_size,
         layout,
         _num_ranks(info.parallel_config),
         transfer,
@@ -294,9 +293,7 @@ class ModelInfo(Struct, frozen=True):
     is_generation: bool = True
 
 
-async def probe_sglang(
-    http: ServerClient, vocab_size: int | None, layout: Layout | None
-) -> SGLangFacts:
+async def probe_sglang(http: ServerClient, vocab_size: int, layout: Layout | None) -> SGLangFacts:
     """Read routes, version, settings and limits; `layout` is its model's, if known.
 
     Raises ConfigError for missing requirements.
@@ -321,7 +318,7 @@ async def probe_sglang(
     max_len = args.max_req_input_len + MODEL_SLACK
     return SGLangFacts(
         ServerInfo("sglang", args.version, model.served_model_name, max_len, frozenset(features)),
-        vocabulary(http.name, vocab_size, layout, str(folders[0])),
+        vocab_size,
         layout,
         args.dp_size,
         max_prompt=args.max_req_input_len - 1,
@@ -452,17 +449,6 @@ def check_settings(name: str, *, speculative: Any, flag: str, quantization: str 
             "or only evaluate it, with "
             'engine.name = "openai"'
         )
-
-
-def vocabulary(name: str, given: int | None, layout: Layout | None, model: str) -> int:
-    """Size of the served vocabulary. Raises ConfigError if it is unknown."""
-    size = given or (layout.vocab_size if layout is not None else None)
-    if size is None:
-        raise ConfigError(
-            f"{name} serves {model!r}, whose config.json cannot be read from this machine: set the "
-            "size of its vocabulary (vocab_size)"
-        )
-    return size
 
 
 def read_metrics(body: bytes, names: Mapping[str, object]) -> dict[str, list[float]]:

@@ -101,23 +101,7 @@ def request_body(
         params["stream_interval"] = request.stream_interval
     if sampling.seed is not None:
         params["seed"] = sampling.seed % 2**63  # -1 would mean none
-    if sampling.stop and not plugin:
-        # A stop string may contain special tokens, and is matched in the decoded text.
-        params |= {
-            "stop": sampling.stop,
-            "include_stop_str_in_output": True,
-            "skip_special_tokens": False,
-            "spaces_between_special_tokens": False,
-        }
-    else:
-        # Otherwise the API server decodes each token and its `logprobs` top alternatives.
-        params["detokenize"] = False
-        if sampling.stop:
-            params["extra_args"] = {STOP_STRINGS: sampling.stop}
-    if request.stop_token_ids:
-        # The engine itself stops at these. Without the plugin, the API server matches stop strings,
-        # and the engine samples useless tokens until its abort arrives.
-        params["stop_token_ids"] = request.stop_token_ids
+    params |= _stop_params(request, plugin=plugin)
     return {
         "request_id": request_id,
         **({"model": adapter} if adapter else {}),
@@ -127,6 +111,29 @@ def request_body(
         "stream_options": {"include_usage": True},
         "cache_salt": cache_salt,
     }
+
+
+def _stop_params(request: ServerRequest, *, plugin: bool) -> dict[str, Any]:
+    """The parameters by which the turn stops, or not at all."""
+    sampling = request.sampling
+    if sampling.stop and not plugin:
+        # A stop string may contain special tokens, and is matched in the decoded text.
+        params: dict[str, Any] = {
+            "stop": sampling.stop,
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+        }
+    else:
+        # Otherwise the API server decodes each token and its `logprobs` top alternatives.
+        params = {"detokenize": False}
+        if sampling.stop:
+            params["extra_args"] = {STOP_STRINGS: sampling.stop}
+    if request.stop_token_ids:
+        # The engine itself stops at these. Without the plugin, the API server matches stop strings,
+        # and the engine samples useless tokens until its abort arrives.
+        params["stop_token_ids"] = request.stop_token_ids
+    return params
 
 
 class NoPluginError(ServerLostError):

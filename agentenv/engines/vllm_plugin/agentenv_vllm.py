@@ -45,14 +45,15 @@ def register() -> None:
     try:
         scheduler = importlib.import_module("vllm.v1.core.sched.scheduler")
         sampler = importlib.import_module("vllm.v1.sample.sampler").Sampler
+        gather = _with_entropies(sampler.gather_logprobs, is_normalized=True)
         replaced: list[tuple[Any, str, Any]] = [
             (scheduler, "check_stop", _stopping(scheduler.check_stop)),
             (scheduler.Scheduler, "__init__", _knowing_the_model(scheduler.Scheduler.__init__)),
-            (sampler, "gather_logprobs", staticmethod(_gathering(sampler.gather_logprobs))),
+            (sampler, "gather_logprobs", staticmethod(gather)),
         ]
         with contextlib.suppress(ImportError):  # of triton, where there is no GPU
             second = importlib.import_module("vllm.v1.worker.gpu.sample.sampler")
-            score = _scoring(second.compute_topk_scores)
+            score = _with_entropies(second.compute_topk_scores, is_normalized=False)
             replaced.append((second, "compute_topk_scores", score))
     except (ImportError, AttributeError):
         logger.exception("agentenv's plugin does not support this version of vLLM")
@@ -114,28 +115,17 @@ def _wait_for_learner() -> None:
 # entropies
 
 
-def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
-    """For vLLM's first model runner: `logprobs` covers the whole vocabulary."""
+def _with_entropies(function: Callable[..., Any], *, is_normalized: bool) -> Callable[..., Any]:
+    """Of a model runner: its first argument are the log-probs of the whole vocabulary, or the
+    logits of sampling."""
 
-    @wraps(gather)
-    def gather_logprobs(logprobs: torch.Tensor, *arguments: Any, **keys: Any) -> Any:
-        found = gather(logprobs, *arguments, **keys)
-        ranks = ranks_of(logprobs, is_normalized=True)
+    @wraps(function)
+    def found_with_entropies(rows: torch.Tensor, *arguments: Any, **keys: Any) -> Any:
+        found = function(rows, *arguments, **keys)
+        ranks = ranks_of(rows, is_normalized=is_normalized)
         return found._replace(selected_token_ranks=ranks.to(found.selected_token_ranks.dtype))
 
-    return gather_logprobs
-
-
-def _scoring(score: Callable[..., Any]) -> Callable[..., Any]:
-    """For its second one: `logits` are those of sampling."""
-
-    @wraps(score)
-    def compute_topk_scores(logits: torch.Tensor, *arguments: Any, **keys: Any) -> Any:
-        found = score(logits, *arguments, **keys)
-        ranks = ranks_of(logits, is_normalized=False)
-        return found._replace(selected_token_ranks=ranks.to(found.selected_token_ranks.dtype))
-
-    return compute_topk_scores
+    return found_with_entropies
 
 
 def ranks_of(rows: torch.Tensor, *, is_normalized: bool) -> torch.Tensor:

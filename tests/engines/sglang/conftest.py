@@ -9,19 +9,10 @@ import pytest
 
 from agentenv.contract.http_client import ServerClient
 from agentenv.engines.sglang import SGLangServer
+from tests.engines.reference import VOCAB
 from tests.engines.sglang.replies import STEP_S, Clients
 from tests.engines.sglang_server import SGLangProcess, require_sglang
 from tests.engines.world import World
-
-
-@pytest.fixture(scope="package")
-def untied(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("untied"), tied=False)
-
-
-@pytest.fixture(scope="package")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("tied"), tied=True)
 
 
 @pytest.fixture(scope="package")
@@ -50,7 +41,7 @@ async def clients(processes: dict[str, SGLangProcess]) -> AsyncIterator[Clients]
     made: list[SGLangServer] = []
 
     def make(kind: str, **options: Any) -> SGLangServer:
-        made.append(SGLangServer(processes[kind].url, **options))
+        made.append(SGLangServer(processes[kind].url, vocab_size=VOCAB, **options))
         return made[-1]
 
     yield make

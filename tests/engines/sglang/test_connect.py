@@ -9,7 +9,7 @@ import pytest
 from agentenv.base.errors import ConfigError
 from agentenv.engines.sglang import SGLangServer
 from tests.engines.proxy import Change, changed, proxy, without
-from tests.engines.reference import MAX_LENGTH
+from tests.engines.reference import MAX_LENGTH, VOCAB
 from tests.engines.sglang.replies import PROMPT, Reply
 from tests.engines.sglang_server import SGLangProcess
 
@@ -75,7 +75,7 @@ async def test_a_server_with_log_probs_before_temperature_is_refused(
 
 
 async def refused(url: str, message: str) -> None:
-    client = SGLangServer(url)
+    client = SGLangServer(url, vocab_size=VOCAB)
     with pytest.raises(ConfigError, match=message):
         await client.connect(0)
     await client.close()
@@ -86,7 +86,7 @@ async def test_a_server_without_preemption_counts_is_warned_about(
 ) -> None:
     off = changed("enable_metrics", to=False)
     async with proxy([processes["untied"].url], answers={"/server_info": off}) as before:
-        client = SGLangServer(before.url)
+        client = SGLangServer(before.url, vocab_size=VOCAB)
         await client.connect(0)
         await client.close()
     assert "--enable-metrics" in caplog.text

@@ -21,8 +21,9 @@ import pytest
 from agentenv.base.errors import ConfigError, EnvError
 from agentenv.base.types import Message, Task, ToolCall
 from agentenv.contract.env import Grade, close_shared
+from agentenv.contract.tool_config import ToolConfig, load_tools
 from agentenv.contract.tool_env import ToolEnv
-from agentenv.contract.tools import ToolConfig, ToolLimits, load_tools
+from agentenv.contract.tools import ToolLimits
 from agentenv.envs.bridges.mcp_tools import MCPTools
 from tests.support.small_server import until
 from tests.support.warehouse import ROOT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import agentenv.contract.env
+import agentenv.contract.env_registry
 import agentenv.envs
 from agentenv.base.errors import ConfigError
 from agentenv.base.types import Message, Task
@@ -172,7 +172,7 @@ async def test_hostile_answers_are_graded_without_backtracking() -> None:
 
 async def test_an_episode_is_a_single_turn() -> None:
     task = Task("t", "agentenv/QAGrader-v0", "A third of 36?", ("12",))
-    env = agentenv.contract.env.make("agentenv/QAGrader-v0", task, grader={"math": False})
+    env = agentenv.contract.env_registry.make("agentenv/QAGrader-v0", task, grader={"math": False})
     prompt, info = await env.reset(seed=1)
     assert prompt == [Message("user", task.question)]
     assert info["tools"] == []
@@ -182,14 +182,14 @@ async def test_an_episode_is_a_single_turn() -> None:
     assert info["reason"] == "right: 'twelve' equals '12' by number"
     await env.close()
     with pytest.raises(ConfigError, match="mathh: unknown key; did you mean math"):
-        agentenv.contract.env.make("agentenv/QAGrader-v0", task, grader={"mathh": False})
+        agentenv.contract.env_registry.make("agentenv/QAGrader-v0", task, grader={"mathh": False})
 
 
 async def test_a_missing_math_verify_is_reported_with_its_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    env = agentenv.contract.env.make("agentenv/QAGrader-v0", Task("t", "e", "?", ("1",)))
+    env = agentenv.contract.env_registry.make("agentenv/QAGrader-v0", Task("t", "e", "?", ("1",)))
     with pytest.raises(ConfigError, match=r"\[math\]"):
         await env.reset()
     await env.close()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import agentenv.contract.env
+import agentenv.contract.env_registry
 import agentenv.envs
 from agentenv.base.errors import ConfigError, EnvError
 from agentenv.base.types import Message, Task, ToolCall
@@ -26,7 +26,7 @@ def run(code: str) -> Message:
 
 
 async def test_an_episode_uses_numpy_and_sympy() -> None:
-    env = agentenv.contract.env.make(ENV_ID, TASK, grader={"reward": "tools"})
+    env = agentenv.contract.env_registry.make(ENV_ID, TASK, grader={"reward": "tools"})
     prompt, info = await env.reset(seed=1)
     assert prompt == [Message("user", TASK.question)]
     assert [tool["name"] for tool in info["tools"]] == ["python"]
@@ -42,7 +42,9 @@ async def test_an_episode_uses_numpy_and_sympy() -> None:
 
 
 async def test_the_time_limit_of_a_call_is_a_key() -> None:
-    env = agentenv.contract.env.make(ENV_ID, TASK, python={"timeout_s": 0.3, "preload": []})
+    env = agentenv.contract.env_registry.make(
+        ENV_ID, TASK, python={"timeout_s": 0.3, "preload": []}
+    )
     await env.reset(seed=1)
     observation, _, _, _, info = await env.step(run("while True: pass"))
     assert observation[0].content == "TimeoutError: stopped after 0.3 s"
@@ -51,7 +53,7 @@ async def test_the_time_limit_of_a_call_is_a_key() -> None:
 
 
 async def test_a_missing_package_is_reported_before_the_first_question() -> None:
-    env = agentenv.contract.env.make(ENV_ID, TASK, python={"preload": ["no_such_package"]})
+    env = agentenv.contract.env_registry.make(ENV_ID, TASK, python={"preload": ["no_such_package"]})
     with pytest.raises(ConfigError, match=r"python\.preload: .*cannot import no_such_package"):
         await env.reset(seed=1)
     await env.close()
@@ -68,7 +70,7 @@ async def test_a_missing_package_is_reported_before_the_first_question() -> None
 )
 def test_a_wrong_key_is_refused(kwargs: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        agentenv.contract.env.make(ENV_ID, TASK, **kwargs)
+        agentenv.contract.env_registry.make(ENV_ID, TASK, **kwargs)
 
 
 async def test_episodes_with_equal_settings_share_one_sandbox() -> None:
@@ -81,7 +83,7 @@ async def test_episodes_with_equal_settings_share_one_sandbox() -> None:
 
 
 async def test_a_fork_is_a_copy_or_an_exact_replay() -> None:
-    env = agentenv.contract.env.make(ENV_ID, TASK)
+    env = agentenv.contract.env_registry.make(ENV_ID, TASK)
     await env.reset(seed=1)
     child = await env.fork()
     assert shared_stats()["sandbox/num_replays"] == 0  # nothing has run, nothing is to be replayed

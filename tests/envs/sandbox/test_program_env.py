@@ -17,7 +17,8 @@ import pytest
 from agentenv.base.errors import AgentEnvError, ConfigError
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Limits, SamplingParams, Task
-from agentenv.contract.env import close_shared, make
+from agentenv.contract.env import close_shared
+from agentenv.contract.env_registry import make
 from agentenv.contract.plan import Independent, RolloutPlan
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
 from agentenv.envs import program as environment

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-import agentenv.contract.env
+import agentenv.contract.env_registry
 from agentenv.base.errors import EnvError, ToolError
 from agentenv.base.types import Message, Task, ToolCall
 from agentenv.contract.env import close_shared
@@ -46,7 +46,7 @@ TASK = Task("t", "agentenv/WebSearch-v0", "How many points did the defense give 
 
 
 async def test_an_episode_searches_the_shipped_corpus() -> None:
-    env = agentenv.contract.env.make("agentenv/WebSearch-v0", TASK)
+    env = agentenv.contract.env_registry.make("agentenv/WebSearch-v0", TASK)
     _, info = await env.reset(seed=1)
     assert [tool["name"] for tool in info["tools"]] == ["search", "open_page"]
     found, *_ = await env.step(act("search", query="points the Panthers defense gave up"))

@@ -1,0 +1,143 @@
+"""The registry of environments.
+
+Registration is lazy: an id maps to "module:Class", and nothing is imported until an environment of
+that id is made. An installed package adds its environments by entry points, and needs no import to
+be listed:
+
+    [project.entry-points."agentenv.envs"]
+    "acme/Dice-v0" = "acme_envs.dice:DiceEnv"
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Any, NamedTuple
+
+from agentenv.base.errors import ConfigError, place_of
+from agentenv.base.registry import loaded
+from agentenv.base.types import Task
+from agentenv.contract.env import Env
+
+ENTRY_POINT_GROUP = "agentenv.envs"
+
+
+class EnvSpec(NamedTuple):
+    """A registered id: the path of its class, or the class or function itself, and its keyword
+    arguments. `source` names the registering package, for error messages.
+    """
+
+    entry_point: str | Callable[..., Env]
+    kwargs: dict[str, Any]
+    source: str = "agentenv.register"
+
+    def load(self) -> Any:
+        """The class. Raises ConfigError with the import error and the registering package."""
+        if not isinstance(self.entry_point, str):
+            return self.entry_point
+        try:
+            return loaded(self.entry_point)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{self.entry_point!r}, registered by {self.source}, cannot be loaded: {error}"
+            ) from error
+
+
+_registry: dict[str, EnvSpec] = {}
+
+_listeners: list[Callable[[str], None]] = []
+
+_installed: dict[str, list[EnvSpec]] | None = None
+
+
+def register(env_id: str, entry_point: str, **kwargs: Any) -> None:
+    """Register `env_id`, e.g. register("me/Dice-v0", "my_envs.dice:DiceEnv", sides=6).
+
+    The class is called as Class(task, **kwargs). Registering an id again replaces it.
+    """
+    if entry_point.count(":") != 1:
+        raise ConfigError(
+            f"register({env_id!r}): entry point {entry_point!r} is not of the form 'module:Class'"
+        )
+    _registry[env_id] = EnvSpec(entry_point, kwargs)
+    for listener in _listeners:
+        listener(env_id)
+
+
+@contextmanager
+def registered(env_id: str, maker: Callable[..., Env]) -> Iterator[None]:
+    """Within the block, register `env_id` for this class or function, which need not be importable:
+    the registration applies to this process only."""
+    before = _registry.get(env_id)
+    _registry[env_id] = EnvSpec(maker, {}, "the caller")
+    try:
+        yield
+    finally:
+        _registry.pop(env_id)
+        _registry.update({} if before is None else {env_id: before})
+
+
+def on_register(listener: Callable[[str], None]) -> None:
+    """Call `listener` with every known id now, and with each id registered later."""
+    _listeners.append(listener)
+    for env_id in env_ids():
+        listener(env_id)
+
+
+def env_ids() -> list[str]:
+    """All known ids, registered or installed, sorted. Imports none of the environments."""
+    return sorted({*_registry, *installed_envs()})
+
+
+def spec(env_id: str) -> EnvSpec:
+    """The registration of `env_id`, which takes precedence over installed packages; an id of the
+    form "module:Class" needs none. Raises ConfigError with the nearest ids if there is none, and
+    with both packages if two register the id.
+    """
+    if env_id in _registry:
+        return _registry[env_id]
+    if ":" in env_id:
+        return EnvSpec(env_id, {}, "the configuration")
+    claims = installed_envs().get(env_id)
+    if claims is None:
+        known = env_ids()
+        near = difflib.get_close_matches(env_id, known, n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known)}"
+        raise ConfigError(f"no environment is registered as {env_id!r}; {hint}")
+    if len(claims) > 1:
+        packages = " and ".join(claim.source for claim in claims)
+        raise ConfigError(
+            f"several packages register {env_id!r}: {packages}; uninstall one of them"
+        )
+    return claims[0]
+
+
+def installed_envs() -> dict[str, list[EnvSpec]]:
+    """Entry points of installed packages in the group "agentenv.envs"; read once per process."""
+    global _installed
+    if _installed is None:
+        _installed = {}
+        for point in metadata.entry_points(group=ENTRY_POINT_GROUP):
+            source = f"the package {point.dist.name}" if point.dist else "an installed package"
+            claims = _installed.setdefault(point.name, [])
+            if point.value not in [claim.entry_point for claim in claims]:
+                claims.append(EnvSpec(point.value, {}, source))
+    return _installed
+
+
+def make(env_id: str, task: Task, **kwargs: Any) -> Env:
+    """A new environment for one episode of `task`; `kwargs` override those of the registration."""
+    found = spec(env_id)
+    made = found.load()
+    try:
+        return made(task, **{**found.kwargs, **kwargs})  # type: ignore[no-any-return]
+    except TypeError as error:
+        where = place_of(error) or f" (in {made.__module__})"
+        hint = "'grader'" in str(error) and (
+            "; pass one to ToolEnv, such as grader=ExactMatch() of agentenv.envs.grading.reward"
+        )
+        raise ConfigError(
+            f"{env_id} cannot be made with {sorted(kwargs)}: {error}{where}{hint or ''}"
+        ) from error

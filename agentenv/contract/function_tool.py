@@ -1,0 +1,101 @@
+"""Tools from functions, and schemas and values of arguments.
+
+@tool
+async def weather(city: str, days: int = 1) -> str:
+    '''Forecast for a city.'''
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, get_type_hints
+
+import msgspec
+
+from agentenv.base.errors import ConfigError, ForeignError, ToolError, not_a_text
+from agentenv.base.types import ToolResult
+from agentenv.base.untrusted import convert
+from agentenv.contract.tools import StatelessTool
+
+T = TypeVar("T")
+
+
+class FunctionTool(StatelessTool):
+    """A tool from a function; arguments are checked and converted by their annotations."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.name = function.__name__
+        self.description = inspect.cleandoc(function.__doc__ or "")
+        self._function = function
+        self._arguments = _arguments_struct(function)
+        self.schema = argument_schema(self._arguments)
+
+    async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
+        checked = read_arguments(self.name, arguments, self._arguments, strict=False)
+        outcome = self._function(**msgspec.structs.asdict(checked))
+        if inspect.isawaitable(outcome):
+            outcome = await outcome
+        if isinstance(outcome, ToolResult):
+            return outcome
+        if not isinstance(outcome, str):
+            raise not_a_text(self.name, outcome, self._function)
+        return ToolResult(outcome)
+
+
+def tool(function: Callable[..., Any]) -> FunctionTool:
+    """A tool from a sync or async function, with its name, docstring and annotations.
+
+    Every parameter needs a type annotation. The function returns text (or a ToolResult) and
+    raises ToolError for invalid calls of the policy. A sync function must be fast: it runs on the
+    event loop.
+    """
+    return FunctionTool(function)
+
+
+def read_arguments(name: str, arguments: dict[str, Any], kind: type[T], strict: bool = True) -> T:
+    """The arguments of a call of the tool `name` as a struct. Raises ToolError."""
+    try:
+        return convert(arguments, kind, strict=strict)
+    except ForeignError as error:
+        raise ToolError(f"{name}: {error}") from error
+
+
+def argument_schema(arguments: type[msgspec.Struct]) -> dict[str, Any]:
+    """JSON schema of an arguments struct, without the references that msgspec adds."""
+    schema = msgspec.json.schema(arguments)
+    definitions = schema["$defs"]
+    definition: dict[str, Any] = inlined(definitions[arguments.__name__], definitions, ())
+    definition.pop("title", None)
+    return definition
+
+
+def inlined(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...]) -> Any:
+    """A schema with its references inlined; a recursive reference becomes an open schema."""
+    if isinstance(schema, list):
+        return [inlined(one, definitions, within) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    name = str(schema.get("$ref", "")).removeprefix("#/$defs/")
+    if name in definitions:
+        return {} if name in within else inlined(definitions[name], definitions, (*within, name))
+    return {key: inlined(value, definitions, within) for key, value in schema.items()}
+
+
+def _arguments_struct(function: Callable[..., Any]) -> type[msgspec.Struct]:
+    hints = get_type_hints(function, include_extras=True)
+    fields: list[Any] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name not in hints or parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+            raise ConfigError(
+                f"@tool {function.__name__}: parameter {parameter.name!r} must be an ordinary "
+                "parameter with a type annotation"
+            )
+        hint = hints[parameter.name]
+        if parameter.default is parameter.empty:
+            fields.append((parameter.name, hint))
+        else:
+            fields.append((parameter.name, hint, parameter.default))
+    return msgspec.defstruct(
+        f"{function.__name__}_arguments", fields, forbid_unknown_fields=True, kw_only=True
+    )
