@@ -34,7 +34,6 @@ from agentenv.assembly.parts.assembly import (
 )
 from agentenv.assembly.run.checkpoints import BEST, find_checkpoint
 from agentenv.assembly.run.rundir import CONFIG_FILE
-from agentenv.assembly.serving.server_command import vllm_hint
 from agentenv.assembly.serving.servers import ServerFactory, fill_roles
 from agentenv.base.config import (
     Reporter,
@@ -348,8 +347,6 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
             return endpoint
         model = await self.model()
         assert model is not None
-        if hint := await in_thread(vllm_hint, self.config.engine, len(self.servers.gpus.visible)):
-            self.report(hint)
         limits = max(
             (one.limits for one in self.sets.values()),
             key=lambda limits: limits.max_prompt_tokens + limits.max_response_tokens,

@@ -29,7 +29,6 @@ from agentenv.assembly.serving.server_command import (
     find_python,
     shared_cache,
 )
-from agentenv.assembly.serving.watch import ProcessorWatch
 from agentenv.base.deadline import Restarts
 from agentenv.base.errors import ConfigError, EngineError
 from agentenv.base.offload import in_thread
@@ -80,9 +79,6 @@ class ServerProcess:
         self._report(f"{self.spec.name}: starting on {self.spec.url}, log in {self.log}")
         await self._start()
         self._tasks.append(asyncio.create_task(self._keep()))
-        if gpus := self.spec.env.get("CUDA_VISIBLE_DEVICES"):
-            watch = ProcessorWatch(self.spec.name, lambda: self.pid, gpus.split(","))
-            self._tasks.append(asyncio.create_task(watch.run()))
 
     @property
     def pid(self) -> int:
