@@ -100,6 +100,8 @@ class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                     f"monitor.{key}: the package {key} is not installed; "
                     f"`{install_hint('monitor')}` installs it"
                 )
+        if self.wandb is not None:
+            self.wandb.check_login()
 
 
 class RolloutMonitorConfig(MonitorConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
