@@ -120,6 +120,7 @@ def add_subject(parser: KeysParser, config_type: type[msgspec.Struct], out: str)
         help="for a vLLM or SGLang server: its tokenizer, to send and receive token ids"
     )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="DIR", help=out)
+    parser.set_defaults(resume="")
     add_key_help(parser, config_type)
 
 
@@ -154,13 +155,10 @@ def run_command(
     `work` trains; `then` names the phase after the start-up, for the terminal. After a successful
     run, the terminal shows the commands that `suggest` returns for the arguments and the folder of
     the run."""
-    from agentenv.assembly.run.terminal import View, exit_code_of  # a late import: fast --help
+    from agentenv.assembly.run.terminal import exit_code_of  # a late import: fast --help
 
-    view = View()
     return exit_code_of(
-        lambda: _run(arguments, config_type, work, view, then, suggest),
-        view,
-        writing="writing the run",
+        lambda view: _run(arguments, config_type, work, view, then, suggest), "writing the run"
     )
 
 

@@ -9,6 +9,7 @@ import asyncio
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from agentenv.assembly.keys.help import KeysParser
@@ -21,9 +22,7 @@ from agentenv.evaluation.sweep import START, SWEEP_FILE, read_made, runs_of
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input."""
-    options = _parse(argv)
-    view = View()
-    return exit_code_of(lambda: _run(options, view), view, writing="writing the comparison")
+    return exit_code_of(partial(_run, _parse(argv)), "writing the comparison")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -12,10 +12,12 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import Struct, structs
 
 from agentenv.assembly.run import control
 from agentenv.assembly.run.arguments import EXIT_FAILED, Parser
@@ -43,11 +45,8 @@ not answer, 2 rejected or bad arguments, 130 interrupted"""
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 no answer, 2 rejected or bad arguments, 130 interrupted."""
     arguments = make_parser().parse_args(argv)
-    view = View()
     interrupted = "interrupted; the run continues and may still carry out the request"
-    return exit_code_of(
-        lambda: _run(arguments, view), view, writing=str(arguments.run), interrupted=interrupted
-    )
+    return exit_code_of(partial(_run, arguments), str(arguments.run), interrupted=interrupted)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -175,19 +174,33 @@ def _why(run: Path, error: UnreachableError) -> str:
 
 
 def show(reply: Reply, view: View) -> None:
-    """Print the reply on the terminal."""
-    match reply:
-        case control.Status():
-            _show_status(reply, view)
-        case control.WaitTable():
-            _show_waits(reply, view)
-        case control.Why():
-            _show_why(reply, view)
-        case control.RequestDone():
-            for line in reply.lines:
+    """Print the fields of the reply that are set: lines as they are, and rows as tables."""
+    for name, value in structs.asdict(reply).items():
+        title = _title(name)
+        if name == "lines":
+            for line in value:
                 view.log(line)
-        case control.ControlRefused():
-            view.fail(reply.why)
+        elif isinstance(value, list) and value:
+            rows = [[*map(_text, structs.astuple(row))] for row in value]
+            columns = [*map(_title, structs.asdict(value[0]))]
+            left = [*range(len(columns))]  # narrow columns wrap
+            view.show(Table(title=title, columns=columns, rows=rows, left=left))
+        elif name != "facts" and value not in ("", {}):
+            view.log(f"{title:<18} {_text(value) or 'none'}")
+
+
+def _title(name: str) -> str:
+    return name.removeprefix("num_").replace("_", " ")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Struct):
+        value = structs.asdict(value)
+    if isinstance(value, list):
+        return ", ".join(map(_text, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(one)}" for name, one in value.items())
+    return f"{round(value, 1):g}" if isinstance(value, float) else str(value)
 
 
 def _next(run: Path, request: Request, reply: Reply) -> dict[str, str]:
@@ -206,79 +219,6 @@ def _next(run: Path, request: Request, reply: Reply) -> dict[str, str]:
         case control.RequestDone() if isinstance(request, control.SaveCheckpoint):
             return page
     return {}
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
-
-
-def _show_status(one: control.Status, view: View) -> None:
-    paused = ", paused" if one.is_paused else ""
-    view.log(f"{one.run}: process {one.pid} on {one.host} since {one.since}")
-    total = f" of {one.num_steps}, policy version {one.policy_version}" if one.num_steps else ""
-    view.log(f"phase {one.phase}{paused}, step {one.step}{total}")
-    for title, text in (
-        ("doing", one.doing),
-        ("evaluation", one.evaluating),
-        ("trees", _figures(one.trees)),
-        ("queue", _figures(one.queue)),
-        ("open environments", str(one.num_open_envs)),
-        ("engine", _figures(one.engine)),
-        ("event loop", _figures(one.loop)),
-        ("workers", _figures(one.workers)),
-        ("longest wait", one.longest_wait),
-    ):
-        if text:
-            view.log(f"  {title:<18} {text}")
-
-
-def _figures(figures: dict[str, int] | dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in figures.items())
-
-
-def _show_waits(reply: control.WaitTable, view: View) -> None:
-    rows = []
-    for one in reply.waits:
-        first = f"tree {one.tree}" + (f", {one.branch}" if one.branch else "")
-        longest = _seconds(one.longest_s) + (" !" if one.is_long else "")
-        rows.append([one.what, str(one.num_branches), one.since, longest, first])
-    if rows:
-        columns = ["wait", "branches", "since", "for", "first"]
-        title = "waits of rollouts"
-        note = "!: longer than expected" if any(one.is_long for one in reply.waits) else ""
-        view.show(Table(title=title, columns=columns, rows=rows, left=[0, 4], note=note))
-    else:
-        view.log("no rollout of this process waits")
-    for line in reply.lines:
-        view.log(line)
-
-
-def _show_why(reply: control.Why, view: View) -> None:
-    one = reply.row
-    worker = f", in {one.worker}" if one.worker else ""
-    view.log(f"tree {one.tree}, task {one.task}: {one.state}{worker}, {_seconds(one.age_s)} old")
-    rows = [
-        [
-            branch.branch or "(tree)",
-            branch.what or "starting",
-            branch.since,
-            _seconds(branch.for_s),
-            f"{branch.worked_s:.1f} of {branch.limit_s:g} s",
-            str(branch.num_turns),
-            str(branch.num_response_tokens),
-            str(branch.num_tool_calls),
-        ]
-        for branch in reply.branches
-    ]
-    if rows:
-        columns = ["branch", "wait", "since", "for", "worked", "turns", "tokens", "calls"]
-        view.show(Table(title="live branches", columns=columns, rows=rows, left=[0, 1]))
-    if reply.ends:
-        view.log(f"ended: {_figures(reply.ends)}")
-    if reply.failures:
-        view.log(f"failed, and replaced where limits allow: {_figures(reply.failures)}")
-    for line in reply.lines:
-        view.log(line)
 
 
 if __name__ == "__main__":

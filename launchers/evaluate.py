@@ -15,6 +15,7 @@ import asyncio
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
@@ -40,7 +41,7 @@ from agentenv.evaluation.subject import (
     is_url,
 )
 from agentenv.launchers import compare
-from agentenv.launchers.command import add_dry_run, add_subject, check_arguments
+from agentenv.launchers.command import add_dry_run, add_subject, parse
 
 EPILOG = (
     "Stored evaluations: agentenv evaluate report DIR, compare A B, regrade DIR [grader.key=value]"
@@ -53,12 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in STORED:
         return STORED[argv[0]](argv[1:])
-    arguments = _parse(argv)
-    view = View()
     return exit_code_of(
-        lambda: _run(arguments, view),
-        view,
-        writing="writing the evaluation",
+        partial(_run, _parse(argv)),
+        "writing the evaluation",
         interrupted="interrupted; the same command continues with the missing trajectories",
     )
 
@@ -133,9 +131,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--checkpoint", choices=(LAST, BEST, START), default=LAST,
         help="checkpoint of the run; start: its initial model"
     )  # fmt: skip
-    arguments = parser.parse_intermixed_args(argv)
-    check_arguments(parser, arguments)
-    return arguments
+    return parse(parser, argv)
 
 
 # Commands over stored evaluations.
@@ -161,13 +157,12 @@ def _report(argv: Sequence[str]) -> int:
     ks = [int(k) if k.strip().isdecimal() else 0 for k in arguments.k.split(",") if k]
     if not all(ks):
         parser.error(f"--k {arguments.k}: expected numbers from 1, e.g. 1,3,5")
-    folder, compat, view = arguments.folder, arguments.compat, View()
 
-    def work() -> None:
-        write_report(folder, view, ks=ks, compat=compat)
-        view.suggest(next_commands(folder))
+    def work(view: View) -> None:
+        write_report(arguments.folder, view, ks=ks, compat=arguments.compat)
+        view.suggest(next_commands(arguments.folder))
 
-    return exit_code_of(work, view, writing="writing the report")
+    return exit_code_of(work, "writing the report")
 
 
 def _regrade(argv: Sequence[str]) -> int:
@@ -180,15 +175,15 @@ def _regrade(argv: Sequence[str]) -> int:
     )
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("overrides", nargs="*", default=[], metavar="grader.key=value")
-    given, view = parser.parse_args(argv), View()
+    given = parser.parse_args(argv)
 
-    def work() -> None:
+    def work(view: View) -> None:
         from agentenv.evaluation.regrade import regrade
 
         asyncio.run(regrade(given.folder, given.overrides, view))
         view.suggest(next_commands(given.folder))
 
-    return exit_code_of(work, view, writing="writing the grades")
+    return exit_code_of(work, "writing the grades")
 
 
 STORED = {"report": _report, "compare": compare.main, "regrade": _regrade}

@@ -28,9 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == [TRANSCRIPTS]:
         return _transcripts(argv[1:])
     arguments = _parse(argv)
-    view = View()
 
-    def work() -> None:
+    def work(view: View) -> None:
         checkpoint = find_checkpoint(arguments.checkpoint, best=arguments.best)
         from agentenv.learners.ranks.export import (
             export,  # slow to load: after the checks of the input
@@ -53,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             }
         )
 
-    return exit_code_of(work, view, writing=str(arguments.out))
+    return exit_code_of(work, str(arguments.out))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -92,9 +91,9 @@ def _transcripts(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--tokens", action="store_true", help="for a run: include token ids and their log-probs"
     )
-    arguments, view = parser.parse_args(argv), View()
+    arguments = parser.parse_args(argv)
 
-    def work() -> None:
+    def work(view: View) -> None:
         from agentenv.lab.viewing.transcripts import export  # slow to load
 
         view.wait_for(f"reading {arguments.source}", "writing")
@@ -103,7 +102,7 @@ def _transcripts(argv: Sequence[str]) -> int:
         path = shlex.quote(str(arguments.out))
         view.suggest({f"inspect view --log-dir {path}": "in the viewer of Inspect"})
 
-    return exit_code_of(work, view, writing=str(arguments.out))
+    return exit_code_of(work, str(arguments.out))
 
 
 if __name__ == "__main__":

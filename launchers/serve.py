@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             resumes=False,
         )
         return run_command(parse(parser, argv), ServeConfig, serve)
-    arguments = _parse(argv)
-    view = View()
-    return exit_code_of(lambda: _run(arguments, view), view, writing="stopping")
+    return exit_code_of(partial(_run, _parse(argv)), "stopping")
 
 
 async def serve(config: ServeConfig, run: RunDirectory, view: View, resume: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -69,12 +70,6 @@ class ServeEnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "this machine can connect"
         ),
     ] = ""
-    max_sessions: Annotated[
-        int, Meta(ge=1, description="maximum number of sessions; others are rejected")
-    ] = 4096
-    idle_s: Annotated[float, Meta(gt=0, description="time after which an idle session ends")] = (
-        3600.0
-    )
 
     def __post_init__(self) -> None:
         force_setattr(self, "eval", self.eval.with_sources_of(self.data))
@@ -95,9 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("subject", metavar="SUBJECT", help=subject)
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
     add_key_help(parser, ServeEnvConfig)
-    arguments = parser.parse_intermixed_args(argv)
-    view = View()
-    return exit_code_of(lambda: _run(arguments, view), view, writing="stopping")
+    return exit_code_of(partial(_run, parser.parse_intermixed_args(argv)), "stopping")
 
 
 def _run(arguments: argparse.Namespace, view: View) -> int:
@@ -175,8 +168,6 @@ async def env_server(config: ServeEnvConfig, resolve: Resolve, report: Reporter)
         make_env,
         splits,
         key=key,
-        max_sessions=config.max_sessions,
-        idle_s=config.idle_s,
         timeout_s=config.limits.max_seconds,
     )
 

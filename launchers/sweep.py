@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from agentenv.assembly.keys.help import KeysParser
@@ -35,12 +36,9 @@ FOLDER = Path("sweeps")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 a run failed, 2 bad input, 130 interrupted."""
-    options = _parse(argv)
-    view = View()
     return exit_code_of(
-        lambda: _run(options, view),
-        view,
-        writing="writing the sweep",
+        partial(_run, _parse(argv)),
+        "writing the sweep",
         interrupted="interrupted; the same command continues and keeps finished runs",
     )
 

@@ -17,6 +17,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -59,7 +60,7 @@ from agentenv.lab.recipes.sorting import (
     summarize,
     write_data,
 )
-from agentenv.launchers.command import add_dry_run, add_subject, check_arguments
+from agentenv.launchers.command import add_dry_run, add_subject, parse
 
 FOLDER = "synthesis"
 
@@ -67,12 +68,9 @@ FOLDER = "synthesis"
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 something is
     missing (dry run only), 130 interrupted."""
-    arguments = _parse(argv)
-    view = View()
     return exit_code_of(
-        lambda: _run(arguments, view),
-        view,
-        writing="writing the data",
+        partial(_run, _parse(argv)),
+        "writing the data",
         interrupted="interrupted; the same command continues with the missing trajectories",
     )
 
@@ -121,9 +119,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     out = f"folder of the data, from which the command also resumes; default {FOLDER}/NAME"
     add_dry_run(parser)
     add_subject(parser, SynthesisConfig, out)
-    arguments = parser.parse_intermixed_args(argv)
-    check_arguments(parser, arguments)
-    return arguments
+    return parse(parser, argv)
 
 
 async def synthesize(plan: SynthesisPlan, subject: Subject, out: Path, view: View) -> int:

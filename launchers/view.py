@@ -53,13 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from agentenv.assembly.run.terminal import View, exit_code_of  # after --help
 
-    view = View()
+    def work(view: View) -> int:
+        def report(text: str) -> None:
+            view.end()
+            view.log(text)
 
-    def report(text: str) -> None:
-        view.end()
-        view.log(text)
-
-    def work() -> int:
         from agentenv.assembly.run.terminal import run_until_done
         from agentenv.evaluation.sweep import SWEEP_FILE
         from agentenv.lab.viewing.folder import Folder
@@ -90,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0  # the usual end
         return 0
 
-    return exit_code_of(work, view, writing=str(arguments.export or arguments.run))
+    return exit_code_of(work, str(arguments.export or arguments.run))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,6 @@ from agentenv.base.registry import (
 REQUIRED = "required"
 TABLE = "table"
 SUFFIX = {mi.DictType: ".NAME", mi.ListType: "[n]", mi.VarTupleType: "[n]"}  # of entries
-HEADING = "configuration keys (in the file, or on the command line as key.sub=value):"
 
 
 class Key(NamedTuple):
@@ -263,11 +262,6 @@ def add_key_help(parser: KeysParser, config_type: type[msgspec.Struct]) -> None:
     )
 
 
-def key_table(config_type: type[msgspec.Struct]) -> str:
-    """All keys, for the --help of a small configuration."""
-    return f"{HEADING}\n\n{key_list(describe(config_type))}"
-
-
 def overview(config_type: type[msgspec.Struct]) -> str:
     """A line for each table of the configuration, and one for each of its essential keys."""
     info = type_info(config_type)
@@ -451,15 +445,7 @@ def find(key: str) -> tuple[str, str] | None:
 
 
 def _advice(key: str) -> str:
-    """The advice for a key of verl's, also a misspelled one; empty for other keys."""
-    table, _, leaf = key.rpartition(".")
-    alike = {
-        name.rpartition(".")[2]: name for name in verl_keys() if name.rpartition(".")[0] == table
-    }
-    near = difflib.get_close_matches(leaf, alike, n=1, cutoff=MISSPELLED) if table else []
-    meant = alike[near[0]] if near else key
-    if meant != key and key not in verl_keys():
-        return f"did you mean {meant}? {advice(*verl_keys()[meant])}"
+    """The advice for a key of verl's; empty for other keys."""
     root = key.partition(".")[0]
     # Tables that both have: only names that are not ours get a general answer.
     if root in BOTH and key not in verl_keys() and not key.startswith(_THEIR_TABLES):
@@ -469,7 +455,6 @@ def _advice(key: str) -> str:
     return advice(*entry) if entry else "no key with a counterpart here" if is_theirs else ""
 
 
-MISSPELLED = 0.85  # similarity of the last parts of two keys
 BOTH = ("data", "algorithm")  # tables that verl and agentenv both have
 _THEIR_TABLES = ("data.custom_cls.", "algorithm.kl_ctrl.", "algorithm.pf_ppo.")
 

@@ -102,10 +102,6 @@ class ChatDataConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         bool, Meta(description="skip and list invalid rows instead of rejecting the file")
     ] = False
     max_length: MaxLength = 15_000
-    overlong: Annotated[
-        Literal["cut", "skip", "error"],
-        Meta(description="a longer sequence is truncated, skipped, or rejected"),
-    ] = "cut"
     compat: Annotated[
         Literal["", "reference"],
         Meta(

@@ -405,7 +405,11 @@ class View:
 
 
 def exit_code_of(
-    work: Callable[[], int | None], view: View, *, writing: str, interrupted: str = ""
+    work: Callable[[View], int | None],
+    writing: str,
+    *,
+    interrupted: str = "",
+    view: View | None = None,
 ) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 something is
     missing (dry run only), 130 interrupted.
@@ -417,7 +421,7 @@ def exit_code_of(
     import_from_working_directory()
     try:
         with others_in_log():
-            code = _run(work, view, writing, interrupted)
+            code = _run(work, view or View(), writing, interrupted)
     except Exception:
         if not hanging():
             raise
@@ -432,10 +436,10 @@ def exit_code_of(
     return code
 
 
-def _run(work: Callable[[], int | None], view: View, writing: str, interrupted: str) -> int:
+def _run(work: Callable[[View], int | None], view: View, writing: str, interrupted: str) -> int:
     try:
         check_places()
-        return work() or 0
+        return work(view) or 0
     except KeyboardInterrupt:
         view.end()
         if interrupted:

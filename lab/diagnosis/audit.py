@@ -107,10 +107,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.max_trees < 1:
         parser.error("--max-trees must be at least 1")
-    view = View()
-    return exit_code_of(
-        lambda: run_until_done(_run(arguments, view), view), view, writing="the audit"
-    )
+    return exit_code_of(lambda view: run_until_done(_run(arguments, view), view), "the audit")
 
 
 async def _run(arguments: argparse.Namespace, view: View) -> int:

@@ -59,12 +59,12 @@ def test_warnings_of_other_packages_do_not_reach_the_terminal(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """DeepSpeed logs one to standard output as soon as transformers is imported."""
-    logger, view = logging.getLogger("DeepSpeed"), View()
+    logger = logging.getLogger("DeepSpeed")
     handler = logging.StreamHandler(sys.stdout)
     logger.addHandler(handler)
     shown = warnings.showwarning
 
-    def work() -> int:
+    def work(view: View) -> int:
         view.log_to(tmp_path / "run.log")
         with warnings.catch_warnings():
             warnings.simplefilter("always")
@@ -75,7 +75,7 @@ def test_warnings_of_other_packages_do_not_reach_the_terminal(
         return 0
 
     try:
-        assert exit_code_of(work, view, writing="it") == 0
+        assert exit_code_of(work, "it") == 0
     finally:
         logger.removeHandler(handler)
     found = capsys.readouterr()

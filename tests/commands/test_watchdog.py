@@ -223,8 +223,7 @@ async def work():
     print("ready", flush=True)
     await offload.in_thread(read)
 
-view = terminal.View()
-sys.exit(terminal.exit_code_of(lambda: terminal.run_until_done(work(), view), view, writing="it"))
+sys.exit(terminal.exit_code_of(lambda view: terminal.run_until_done(work(), view), "it"))
 """
 
 
