@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from agentenv.assembly.run.arguments import LATEST
 from agentenv.base.config import ESSENTIAL
 from agentenv.base.deadline import uncancelled, within
 from agentenv.base.disk import (
@@ -31,10 +30,9 @@ from agentenv.base.disk import (
     explain,
     make_folder,
     replace_folder,
-    sync,
     write_whole,
 )
-from agentenv.base.errors import AgentEnvError, ConfigError, DataError, LearnerError, StallError
+from agentenv.base.errors import AgentEnvError, DataError, LearnerError, StallError
 from agentenv.base.offload import in_thread
 
 if TYPE_CHECKING:
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
 STATE_FILE = "state.json"
 BEST = "best"
 CLEAN_S = 10.0  # to remove a partial checkpoint from a disk that may hang
-REMOVED, SET_ASIDE = ".removed", "set-aside"
+REMOVED = ".removed"
 STEP, COLD_START = "step", "sft"  # phase of a checkpoint
 
 
@@ -138,39 +136,6 @@ class Checkpoints:
             if (self.folder / name / STATE_FILE).is_file():
                 return self.folder / name
         return None
-
-    def to_resume(self, wanted: str) -> Path | None:
-        """The checkpoint to resume from: `wanted` is "latest", "best", or a path. None for "latest"
-        without a checkpoint. Raises ConfigError."""
-        if wanted == LATEST:
-            return next(iter(self.finished()[::-1]), None)
-        if wanted == BEST:
-            found = self.best()
-            if found is None:
-                raise ConfigError(f"--resume best: {self.folder} contains no best checkpoint")
-            return found
-        path = Path(wanted)
-        if not (path / STATE_FILE).is_file():
-            raise ConfigError(
-                f"--resume {wanted}: not a complete checkpoint ({STATE_FILE} is missing); expected "
-                f"latest, best, or one of {[p.name for p in self.finished()]} in {self.folder}"
-            )
-        return path
-
-    def set_aside_after(self, oldest: Path) -> list[Path]:
-        """Move the checkpoints after `oldest` to set-aside/; returns their new paths."""
-        moved = []
-        for path in reversed(self.finished()):
-            if path.name > oldest.name:
-                aside = self.folder / SET_ASIDE
-                aside.mkdir(exist_ok=True)
-                number = len(list(aside.glob(f"{path.name}*")))
-                name = f"{path.name}-{number}" if number else path.name
-                moved.append(path.rename(aside / name))
-        if moved:
-            sync(self.folder / SET_ASIDE)
-            sync(self.folder)
-        return moved
 
 
 def link_model(checkpoint: Path, folder: Path) -> Path:

@@ -34,9 +34,9 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from agentenv.assembly.run.checkpoints import COLD_START, Checkpoints
+from agentenv.assembly.run.checkpoints import Checkpoints
 from agentenv.assembly.run.monitors import MonitorConfig, Monitors
-from agentenv.base.config import changes, resolver, to_plain
+from agentenv.base.config import resolver, to_plain
 from agentenv.base.disk import (
     DIR_KEY,
     PARTIAL,
@@ -48,9 +48,6 @@ from agentenv.base.disk import (
 )
 from agentenv.base.errors import ConfigError
 from agentenv.rollout.archive import ARCHIVE
-
-RATES = ("learning_rate", "muon_learning_rate", "weight_decay")  # keys that go with an optimizer
-
 
 JOB_VARIABLE = "AGENTENV_JOB"  # a unique name of the process's job
 
@@ -230,48 +227,6 @@ class RunDirectory:
     def begin(self, config: Struct) -> None:
         """Mark the directory as a run, after all checks have passed."""
         self.write_json(CONFIG_FILE, to_plain(config))
-
-    def check_optimizer(self, name: str) -> None:
-        """Raises ConfigError if the run began with another optimizer: no optimizer can resume from
-        the state of another, which the checkpoints contain."""
-        path = self.path / CONFIG_FILE
-        if not path.is_file():
-            return
-        saved = json.loads(path.read_text(encoding="utf-8")).get("learner", {})
-        began = saved.get("optimizer", name)
-        if began != name:
-            rates = {key: saved[key] for key in RATES if saved.get(key) is not None}
-            keys = " ".join(f"learner.{key}={value}" for key, value in rates.items())
-            raise ConfigError(
-                f"{path}: the checkpoints contain the state of learner.optimizer = {began!r}, but "
-                f"the configuration has {name!r}; continue with learner.optimizer={began} {keys}, "
-                "or start anew with another run.name"
-            )
-
-    def resume_from(
-        self,
-        config: Struct,
-        step: int,
-        report: Callable[[str], None],
-        is_reported: Callable[[str], bool] = bool,
-        sft_step: int | None = None,
-    ) -> bool:
-        """Set aside the results of the run after the checkpoint of `step`, and report the keys that
-        have changed since its start. Returns whether there were newer checkpoints. The last two
-        parameters: see forget_metrics_after."""
-        self.forget_metrics_after(step, is_reported, sft_step)
-        place, checkpoint = f"step {step}", self.checkpoints.path(step)
-        if sft_step is not None:
-            place = f"step {sft_step} of the cold start"
-            checkpoint = self.checkpoints.path(sft_step, COLD_START)
-        report(f"resuming {self.path} after {place}")
-        newer = self.checkpoints.set_aside_after(checkpoint)
-        for path in newer:
-            report(f"moved a newer checkpoint to {path}")
-        saved = json.loads((self.path / CONFIG_FILE).read_text(encoding="utf-8"))
-        for change in changes(saved, json.loads(json.dumps(to_plain(config)))):
-            report(f"changed since the start: {change}")
-        return bool(newer)
 
     def forget_unless_begun(self) -> None:
         """Remove the folder of a run that failed its checks, including the output of its set-up and
