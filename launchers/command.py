@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -134,12 +134,16 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     return arguments
 
 
-def stop_event() -> asyncio.Event:
-    """An event that Ctrl-C or SIGTERM sets: a server runs until then."""
+async def until_stopped(view: View, lines: Iterable[str]) -> None:
+    """Print how to reach a server that is ready, and return at Ctrl-C or SIGTERM."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    return stop
+    view.end()
+    for line in lines:
+        view.log(line)
+    await stop.wait()
+    view.log("stopping")
 
 
 def run_command(

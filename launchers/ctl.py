@@ -181,10 +181,11 @@ def show(reply: Reply, view: View) -> None:
             for line in value:
                 view.log(line)
         elif isinstance(value, list) and value:
-            rows = [[*map(_text, structs.astuple(row))] for row in value]
-            columns = [*map(_title, structs.asdict(value[0]))]
-            left = [*range(len(columns))]  # narrow columns wrap
-            view.show(Table(title=title, columns=columns, rows=rows, left=left))
+            found = [structs.asdict(row) for row in value]
+            names = [key for key in found[0] if any(one[key] not in ("", False) for one in found)]
+            rows = [[_text(one[key]) for key in names] for one in found]
+            left = [place for place, key in enumerate(names) if isinstance(found[0][key], str)]
+            view.show(Table(title=title, columns=[*map(_title, names)], rows=rows, left=left))
         elif name != "facts" and value not in ("", {}):
             view.log(f"{title:<18} {_text(value) or 'none'}")
 

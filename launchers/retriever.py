@@ -34,7 +34,7 @@ from agentenv.envs.search.bm25 import BM25Config
 from agentenv.envs.search.corpus import Backend, Hit, Query, joined_contents
 from agentenv.envs.search.keys import AnyBackend, SearchConfig
 from agentenv.envs.search.service import build_backend
-from agentenv.launchers.command import stop_event
+from agentenv.launchers.command import until_stopped
 
 MAX_BODY_BYTES = 4_000_000
 MAX_QUERIES, MAX_QUERY_CHARS = 512, 10_000  # of a request; of a query
@@ -170,16 +170,15 @@ async def serve(config: RetrieverConfig, view: View) -> None:
         view.wait_for("loading the index", "the address")
         await backend.start()
         await listener.listen(Retriever(config, backend).app(), config.host, config.port)
-        stop = stop_event()
-        view.end()
         url = f"http://{config.host}:{listener.port}"
-        view.log(f"serving on {url} (POST /retrieve, /search, /batch_search)")
-        view.log("Ctrl-C stops the server; in another terminal:")
-        view.log(f"""  curl {url}/retrieve -d '{{"query": "a question", "topk": 3}}'""")
-        view.log("or in the configuration of a run:")
-        view.log(f"""  search.backend = {{ name = "remote", url = "{url}" }}""")
-        await stop.wait()
-        view.log("stopping")
+        lines = [
+            f"serving on {url} (POST /retrieve, /search, /batch_search)",
+            "Ctrl-C stops the server; in another terminal:",
+            f"""  curl {url}/retrieve -d '{{"query": "a question", "topk": 3}}'""",
+            "or in the configuration of a run:",
+            f"""  search.backend = {{ name = "remote", url = "{url}" }}""",
+        ]
+        await until_stopped(view, lines)
     finally:
         try:
             await listener.close()

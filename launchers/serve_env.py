@@ -46,7 +46,7 @@ from agentenv.contract.env import close_shared
 from agentenv.contract.server_config import read_key
 from agentenv.endpoint.openenv import EnvServer
 from agentenv.evaluation.subject import saved_config
-from agentenv.launchers.command import stop_event
+from agentenv.launchers.command import until_stopped
 from agentenv.text.prompt import PromptConfig
 
 
@@ -131,27 +131,26 @@ async def _until_stopped(config: ServeEnvConfig, resolve: Resolve, view: View) -
         server = await env_server(config, resolve, view.log)
         try:
             await server.start(config.host, config.port)
-            stop = stop_event()
-            view.end()
-            _print_address(server.name, f"http://{config.host}:{server.port}", config, view.log)
-            await stop.wait()
-            view.log("stopping")
+            url = f"http://{config.host}:{server.port}"
+            await until_stopped(view, _address(server.name, url, config.api_key_env))
         finally:
             await server.close()
     finally:
         await close_shared()
 
 
-def _print_address(name: str, url: str, config: ServeEnvConfig, report: Reporter) -> None:
-    """Print how to stop the server, query it, and train on it."""
-    key = f' -H "Authorization: Bearer ${config.api_key_env}"' if config.api_key_env else ""
-    report(f"{name} is at {url}")
-    report("Ctrl-C stops the server; in another terminal:")
-    report(f"  curl {url}/metadata{key}")
-    report("or in the configuration of a run (docs/openenv.md):")
-    report('  env.id = "agentenv/OpenEnv-v0"')
-    report(f'  env.kwargs.url = "{url}"')
-    report(f'  data.train = "openenv:{url}"')
+def _address(name: str, url: str, key_variable: str) -> list[str]:
+    """How to stop the server, query it, and train on it."""
+    key = f' -H "Authorization: Bearer ${key_variable}"' if key_variable else ""
+    return [
+        f"{name} is at {url}",
+        "Ctrl-C stops the server; in another terminal:",
+        f"  curl {url}/metadata{key}",
+        "or in the configuration of a run (docs/openenv.md):",
+        '  env.id = "agentenv/OpenEnv-v0"',
+        f'  env.kwargs.url = "{url}"',
+        f'  data.train = "openenv:{url}"',
+    ]
 
 
 async def env_server(config: ServeEnvConfig, resolve: Resolve, report: Reporter) -> EnvServer:

@@ -147,8 +147,8 @@ class BranchRow(Struct):
     for_s: float
     since: str
     num_turns: int
-    num_response_tokens: int
-    num_tool_calls: int
+    num_tokens: int
+    num_calls: int
     worked_s: float
     limit_s: float
 

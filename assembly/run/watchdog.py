@@ -45,9 +45,8 @@ GRACE_S = 5.0
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EXIT_INTERRUPTED = 130
 NUM_FRAMES = 12  # shown of a stack
-FREEZE_S, FULL_S, MOST_S = 1.0, 300.0, 3600.0  # between freezes; between full collections
+FREEZE_S, FULL_S = 1.0, 300.0  # between freezes; between full collections
 RARELY = 1000  # a full collection may take at most 1/RARELY of the time
-FEW = 10_000  # garbage objects; after fewer, the interval doubles
 MUCH_BYTES = 1 << 30
 SWITCH_S = 0.001
 LIBRARY = sysconfig.get_paths()["stdlib"]
@@ -107,8 +106,8 @@ def ended_when_held(seconds: float) -> Iterator[None]:
 
 async def _collect() -> None:
     """Freeze new objects every FREEZE_S, and run a full collection every FULL_S, or when the
-    process has grown by MUCH_BYTES. The interval grows after a collection that took long (RARELY)
-    or found little (FEW). Runs until cancelled.
+    process has grown by MUCH_BYTES. The interval grows after a collection that took long (RARELY).
+    Runs until cancelled.
 
     A collection costs time for each object that it visits, and 10,000 rollouts create many objects
     in a moment: five collections per second took 100 us of each env step, and Python's own
@@ -120,17 +119,10 @@ async def _collect() -> None:
         began = time.monotonic()
         if began - collected > pause_s or _peak_bytes() - peak > MUCH_BYTES:
             gc.unfreeze()
-            num_found = gc.collect()
+            gc.collect()
             collected, peak = time.monotonic(), _peak_bytes()
-            pause_s = pause_after(pause_s, collected - began, num_found)
+            pause_s = max(FULL_S, RARELY * (collected - began))
         gc.freeze()
-
-
-def pause_after(pause_s: float, took_s: float, num_found: int) -> float:
-    """Seconds until the next full collection; `pause_s` is the interval before this one, which
-    took `took_s` and freed `num_found` objects."""
-    later_s = min(2 * pause_s, MOST_S) if num_found < FEW else FULL_S
-    return max(FULL_S, RARELY * took_s, later_s)
 
 
 def _peak_bytes() -> int:

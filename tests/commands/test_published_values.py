@@ -12,8 +12,12 @@ from typing import Any
 
 import pytest
 
+from agentenv.assembly.keys.evaluation import resolve_sets
 from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.serving.servers import fill_roles
 from agentenv.base.config import build_config, load_config, to_plain
+from agentenv.envs.grading.reward import make_grader
+from agentenv.envs.search.providers import WebConfig
 from agentenv.reference.helpers import AssistConfig
 from tests.support.warehouse import ROOT
 
@@ -80,6 +84,39 @@ def test_rates_and_clips_are_the_published_ones(name: str) -> None:
         keys = ("beam_size", "base_probability", "entropy_weight")
         weight = 0.5 if name == "arpo_relative_7b" else 0.2
         assert [algorithm[key] for key in keys] == [2, 0.5, weight]
+
+
+def matcher(grader: Any) -> str:
+    """The class that compares an answer with the gold."""
+    made: Any = make_grader(grader, kind="layered", reward="tools")
+    return type(made.matcher).__name__
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_search_grader_and_prompt_are_the_published_ones(name: str) -> None:
+    config = load_config(TrainConfig, CONFIGS / f"{name}.toml")
+    assert config.search is not None
+    assert isinstance(config.search.backend, WebConfig)
+    found = config.search.backend.provider, config.search.sizes.mode, config.search.max_results
+    assert found == ("brightdata", "snippets", 10)
+    of_rows = "data/train_10k.parquet" if name == "tool_star_rl_3b" else ""
+    assert config.prompt.template == of_rows
+    assert matcher(config.grader) == "Layered"
+    assert config.grader is not None
+    assert config.grader.partial_credit
+
+
+@pytest.mark.parametrize("name", ["eval_reasoning", "eval_deep_search", "eval_tool_star"])
+def test_each_set_of_an_evaluation_has_the_judge_and_both_tools(name: str) -> None:
+    raw = table(name)
+    urls = dict.fromkeys(raw["roles"], "http://127.0.0.1:9")
+    for key, one in resolve_sets(raw, name).sets.items():
+        assert matcher(fill_roles(one, urls).grader) == "Judge"
+        assert one.env is not None
+        assert {tool.name for tool in one.env.tools} == {"search", "python"}
+        assert one.prompt.template.endswith(".parquet") or key == "xbench"
+        assert one.search is not None
+        assert one.search.max_results == 10 or name == "eval_tool_star"
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name.startswith("aepo")])

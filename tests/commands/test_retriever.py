@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import signal
 import socket
@@ -13,7 +12,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
@@ -28,7 +26,6 @@ from agentenv.envs.search.providers import HttpBackend, RemoteBackend, RemoteSea
 from agentenv.envs.web_search import WebSearchEnv
 from agentenv.launchers.retriever import Retriever, RetrieverConfig, main, read_config
 from tests.support.dense import TEXTS, make, save_encoder
-from tests.support.retriever import retriever
 from tests.support.warehouse import ROOT
 
 EVALUATION = tomllib.loads((ROOT / "configs" / "eval_tool_star.toml").read_text(encoding="utf-8"))
@@ -205,17 +202,6 @@ async def test_a_reply_without_a_batch_is_an_infrastructure_error(reply: str) ->
         with pytest.raises(InfraError, match="contents"):
             await backend.search(Query("a"))
         await backend.close()
-
-
-def test_the_command_serves_until_it_is_stopped(corpus: Path) -> None:
-    with retriever(f"backend.corpus={corpus}") as address:
-        found = asyncio.run(_post(f"{address}/retrieve", {"query": "norway"}))
-    assert found["result"][0][0]["document"]["id"] == "oslo"
-
-
-async def _post(address: str, body: Any) -> Any:
-    async with aiohttp.ClientSession() as session, session.post(address, json=body) as response:
-        return await response.json()
 
 
 def test_the_configuration_of_the_retriever(tmp_path: Path) -> None:
