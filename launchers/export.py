@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agentenv.assembly.run.arguments import Parser
-from agentenv.assembly.run.checkpoints import BEST, find_checkpoint
+from agentenv.assembly.run.checkpoints import find_checkpoint
 from agentenv.assembly.run.terminal import View, exit_code_of
 
 TRANSCRIPTS = "transcripts"
@@ -30,18 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
 
     def work(view: View) -> None:
-        checkpoint = find_checkpoint(arguments.checkpoint, best=arguments.best)
+        checkpoint = find_checkpoint(arguments.checkpoint)
         from agentenv.learners.ranks.export import (
             export,  # slow to load: after the checks of the input
         )
 
         view.wait_for(f"reading {checkpoint}", "writing")
-        export(
-            checkpoint,
-            arguments.out,
-            dtype=arguments.dtype,
-            max_shard_bytes=int(arguments.max_shard_gb * (1 << 30)),
-        )
+        export(checkpoint, arguments.out, dtype=arguments.dtype)
         view.end()
         view.log(f"exported {checkpoint} to {arguments.out} as {arguments.dtype}")
         path = shlex.quote(str(arguments.out))
@@ -65,8 +60,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--best", action="store_true", help=f"of a run: checkpoints/{BEST}")
-    parser.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB")
     return parser.parse_args(argv)
 
 
