@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,19 @@ def test_no_key_is_shown_twice_with_one_default() -> None:
     shown = [(key.shown, key.default) for key in describe(TrainConfig)]
     assert len(shown) == len(set(shown))
     assert len({key.name for key in describe(TrainConfig)}) < len(shown)
+
+
+MOST = 409  # keys of train.py; a key that nothing sets should be a constant next to its code
+
+
+def test_the_number_of_keys_does_not_grow() -> None:
+    """In a separate process: other tests register parts with keys."""
+    code = (
+        "from agentenv.assembly.keys.help import describe\n"
+        "from agentenv.assembly.keys.rl import TrainConfig\n"
+        "print(len(describe(TrainConfig, once=True)))"
+    )
+    assert int(subprocess.check_output([sys.executable, "-c", code], text=True)) <= MOST
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.assembly.keys.evaluation import resolve_sets
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.assembly.serving.servers import fill_roles
 from agentenv.base.config import build_config, load_config, to_plain
 from agentenv.envs.grading.reward import make_grader
 from agentenv.envs.search.providers import WebConfig
@@ -106,19 +104,6 @@ def test_search_grader_and_prompt_are_the_published_ones(name: str) -> None:
     assert config.grader.partial_credit
 
 
-@pytest.mark.parametrize("name", ["eval_reasoning", "eval_deep_search", "eval_tool_star"])
-def test_each_set_of_an_evaluation_has_the_judge_and_both_tools(name: str) -> None:
-    raw = table(name)
-    urls = dict.fromkeys(raw["roles"], "http://127.0.0.1:9")
-    for key, one in resolve_sets(raw, name).sets.items():
-        assert matcher(fill_roles(one, urls).grader) == "Judge"
-        assert one.env is not None
-        assert {tool.name for tool in one.env.tools} == {"search", "python"}
-        assert one.prompt.template.endswith(".parquet") or key == "xbench"
-        assert one.search is not None
-        assert one.search.max_results == 10 or name == "eval_tool_star"
-
-
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name.startswith("aepo")])
 def test_unpublished_values_of_aepo_are_marked(name: str) -> None:
     algorithm = resolved(name)["algorithm"]
@@ -173,15 +158,6 @@ def test_the_judge_is_that_of_the_released_evaluation(name: str) -> None:
     assert judge["tensor_parallel_size"] == 4
     assert judge["gpu_memory_share"] == 0.75
     assert judge["max_model_len"] == 32768
-
-
-@pytest.mark.parametrize("name", ["eval_reasoning", "eval_deep_search"])
-def test_evaluations_sample_as_published(name: str) -> None:
-    asked = table(name)
-    assert asked["sampling"] == {"temperature": 0.6, "top_p": 0.95, "repetition_penalty": 1.1}
-    assert asked["limits"]["max_turn_tokens"] == 4096
-    assert asked["limits"]["max_seconds"] == 1500
-    assert asked["concurrency"] == 50
 
 
 def test_tool_stars_evaluation_samples_and_helps_as_published() -> None:
