@@ -46,7 +46,7 @@ from agentenv.base.config import (
     resolver,
 )
 from agentenv.base.errors import ConfigError, DataError
-from agentenv.base.model_files import find_on_hub, place_on_hub, read_eos_ids
+from agentenv.base.model_files import fetch_from_hub, find_on_hub, read_eos_ids
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Task
 from agentenv.contract.engine import Engine, EngineStart
@@ -94,17 +94,32 @@ def find_subject(
     checkpoint: str = LAST,
     model: str = "",
     tokenizer: str = "",
+    report: Reporter | None = None,
 ) -> Subject:
     """The subject that `text` names. Of a run, `sets` chooses evaluation sets (default: the
     reported one), and `checkpoint` is LAST, BEST, or START (the initial model). `model` and
-    `tokenizer` are only for an endpoint. Raises ConfigError, and DataError for a run without that
-    checkpoint."""
+    `tokenizer` are only for an endpoint. `report` reports a download; without it, for a dry run,
+    nothing is fetched, and a directory may be missing. Raises ConfigError, and DataError for a run
+    without that checkpoint."""
     if is_url(text):
         engine = {"name": "openai", "url": text, "model": model, "tokenizer": tokenizer}
         return Subject(model or text.partition("://")[2], {"engine": engine}, Path(), None)
     if model or tokenizer:
         raise ConfigError(f"--model and --tokenizer require a URL; {text} is not one")
-    path = place_on_hub(text) or Path(text)
+    if report is None:
+        return _local_subject(text, find_on_hub(text, "model") or Path(text), sets, checkpoint)
+    path = fetch_from_hub(text, "model", report) or Path(text)
+    found = _local_subject(text, path, sets, checkpoint)
+    if found.model is not None and not found.model.is_dir():
+        raise ConfigError(
+            f"{text}: no such directory; expected a run, a checkpoint or a model directory, or "
+            "http(s)://HOST[:PORT]"
+        )
+    return found
+
+
+def _local_subject(text: str, path: Path, sets: Sequence[str], checkpoint: str) -> Subject:
+    """The run, checkpoint or model in the directory `path`."""
     for run in (path, *list(path.absolute().parents)[:2]):
         if (run / CONFIG_FILE).is_file() and (run / "checkpoints").is_dir():
             break
@@ -133,15 +148,6 @@ def find_subject(
             f"model: --checkpoint {START}"
         ) from error
     return Subject(f"{name}-{found.name}", raw, run, found)
-
-
-def check_directory(subject: Subject, text: str) -> None:
-    """Raises ConfigError if the subject that `text` names has weights, but no directory."""
-    if subject.model is not None and not subject.model.is_dir():
-        raise ConfigError(
-            f"{text}: no such directory; expected a run, a checkpoint or a model directory, or "
-            "http(s)://HOST[:PORT]"
-        )
 
 
 def saved_config(run: Path) -> Tree:

@@ -16,12 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from msgspec import Struct, structs
-
 from agentenv.assembly.run import control
 from agentenv.assembly.run.arguments import EXIT_FAILED, Parser
-from agentenv.assembly.run.control import Reply, Request, UnreachableError
+from agentenv.assembly.run.control import Request, RequestDone, UnreachableError
 from agentenv.assembly.run.rundir import LockHolder
 from agentenv.assembly.run.tables import Table
 from agentenv.assembly.run.terminal import View, exit_code_of
@@ -106,24 +103,21 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
         if num_steps is None:
             view.fail(why)
             return EXIT_FAILED
-        view.end()
         text = f"{run} has finished: {num_steps} of {num_steps} updates"
         if not isinstance(request, control.GetStatus):
             view.fail(f"{text}; view it with `agentenv view {run}`")
             return EXIT_FAILED
-        if arguments.json:
-            found = {"type": "finished", "step": num_steps, "num_steps": num_steps}
-            sys.stdout.write(json.dumps(found, indent=2) + "\n")
-        else:
-            view.log(text)
-            view.suggest({f"agentenv view {run}": "its curves and trees"})
-        return 0
+        facts = {"phase": "finished", "step": num_steps, "num_steps": num_steps}
+        reply = RequestDone([text], facts)
     view.end()
     if arguments.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(reply), indent=2).decode() + "\n")
+        sys.stdout.write(json.dumps({**reply.facts, "lines": reply.lines}, indent=2) + "\n")
     else:
-        show(reply, view)
-        if following := _next(run, request, reply):
+        if isinstance(request, control.GetStatus | control.GetWhy):
+            show_facts(reply.facts, view)
+        for line in reply.lines:
+            view.log(line)
+        if following := _next(run, request, reply.facts):
             view.suggest(following)
     return 0
 
@@ -173,21 +167,17 @@ def _why(run: Path, error: UnreachableError) -> str:
 # Output on the terminal.
 
 
-def show(reply: Reply, view: View) -> None:
-    """Print the fields of the reply that are set: lines as they are, and rows as tables."""
-    for name, value in structs.asdict(reply).items():
-        title = _title(name)
-        if name == "lines":
-            for line in value:
-                view.log(line)
-        elif isinstance(value, list) and value:
-            found = [structs.asdict(row) for row in value]
-            names = [key for key in found[0] if any(one[key] not in ("", False) for one in found)]
-            rows = [[_text(one[key]) for key in names] for one in found]
-            left = [place for place, key in enumerate(names) if isinstance(found[0][key], str)]
-            view.show(Table(title=title, columns=[*map(_title, names)], rows=rows, left=left))
-        elif name != "facts" and value not in ("", {}):
-            view.log(f"{title:<18} {_text(value) or 'none'}")
+def show_facts(facts: dict[str, Any], view: View) -> None:
+    """Print the facts that are set; lists are tables."""
+    for name, value in facts.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            names = [key for key in value[0] if any(one[key] not in ("", False) for one in value)]
+            rows = [[_text(one[key]) for key in names] for one in value]
+            left = [place for place, key in enumerate(names) if isinstance(value[0][key], str)]
+            columns = [*map(_title, names)]
+            view.show(Table(title=_title(name), columns=columns, rows=rows, left=left))
+        elif value not in ("", {}, []):
+            view.log(f"{_title(name):<18} {_text(value)}")
 
 
 def _title(name: str) -> str:
@@ -195,31 +185,21 @@ def _title(name: str) -> str:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, Struct):
-        value = structs.asdict(value)
-    if isinstance(value, list):
-        return ", ".join(map(_text, value))
     if isinstance(value, dict):
         return ", ".join(f"{name} {_text(one)}" for name, one in value.items())
     return f"{round(value, 1):g}" if isinstance(value, float) else str(value)
 
 
-def _next(run: Path, request: Request, reply: Reply) -> dict[str, str]:
+def _next(run: Path, request: Request, facts: dict[str, Any]) -> dict[str, str]:
     """Commands to suggest next, each with its use."""
     page = {f"agentenv view {run}": "its curves and trees"}
-    match reply:
-        case control.Status():
-            if reply.is_paused:
-                return {f"agentenv ctl {run} resume": "end the pause"}
-            return {f"agentenv ctl {run} why": "waits of its rollouts", **page}
-        case control.WaitTable():
-            trees = [one.tree for one in reply.waits]
-            return {f"agentenv ctl {run} why {tree}": "this tree in detail" for tree in trees[:1]}
-        case control.RequestDone() if isinstance(request, control.Pause):
-            return {f"agentenv ctl {run} resume": "end the pause"}
-        case control.RequestDone() if isinstance(request, control.SaveCheckpoint):
-            return page
-    return {}
+    if isinstance(request, control.Pause) or facts.get("is_paused"):
+        return {f"agentenv ctl {run} resume": "end the pause"}
+    if isinstance(request, control.GetStatus) and facts.get("phase") != "finished":
+        return {f"agentenv ctl {run} why": "waits of its rollouts", **page}
+    if waits := facts.get("waits"):
+        return {f"agentenv ctl {run} why {waits[0]['tree']}": "this tree in detail"}
+    return page if isinstance(request, control.GetStatus | control.SaveCheckpoint) else {}
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from agentenv.assembly.run.checkpoints import BEST
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 from agentenv.assembly.serving.gpus import gpus_for_others
 from agentenv.base.errors import require_train
-from agentenv.base.model_files import fetch_from_hub, find_on_hub
 from agentenv.evaluation.report import write_report
 from agentenv.evaluation.run import (
     FOLDER,
@@ -35,10 +34,8 @@ from agentenv.evaluation.run import (
 from agentenv.evaluation.subject import (
     LAST,
     START,
-    check_directory,
     configured,
     find_subject,
-    is_url,
 )
 from agentenv.launchers import compare
 from agentenv.launchers.command import add_dry_run, add_subject, parse
@@ -64,16 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace, view: View) -> int:
     """Evaluate the subject of the arguments; returns the exit code."""
     names = [name for name in arguments.set.split(",") if name]
-    _find_on_hub(arguments, view)
     subject = find_subject(
         arguments.subject,
         sets=[] if arguments.config else names,
         checkpoint=arguments.checkpoint,
         model=arguments.model,
         tokenizer=arguments.tokenizer,
+        report=None if arguments.dry_run else view.log,
     )
-    if not arguments.dry_run:
-        check_directory(subject, arguments.subject)
     config = configured(arguments, subject, EvaluateConfig, resolve_sets, view.log)
     config = chosen_sets(config, names, arguments.n)
     if arguments.dry_run:
@@ -99,16 +94,6 @@ def next_commands(out: Path) -> dict[str, str]:
         f"agentenv view {path}": "every trajectory, in the browser",
         f"agentenv evaluate compare {path} OTHER": "a paired comparison with another evaluation",
     }
-
-
-def _find_on_hub(arguments: argparse.Namespace, view: View) -> None:
-    """Fetch a subject that is the id of a model on the hub; a dry run only searches the cache."""
-    if is_url(arguments.subject):
-        return
-    if arguments.dry_run:
-        find_on_hub(arguments.subject, "model")
-    else:
-        fetch_from_hub(arguments.subject, "model", view.log)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -29,7 +29,6 @@ from agentenv.assembly.serving.gpus import gpus_for_others
 from agentenv.assembly.serving.servers import ServerFactory, start_servers
 from agentenv.base.config import Reporter, Tree, build_config
 from agentenv.base.errors import ConfigError, require_train
-from agentenv.base.model_files import fetch_from_hub
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Limits
 from agentenv.contract.server_config import read_key
@@ -90,13 +89,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _run(arguments: argparse.Namespace, view: View) -> int:
     """Serve the subject of the arguments; returns the exit code."""
     require_train("torch", "transformers")
-    fetch_from_hub(arguments.subject, "model", view.log)
-    subject = find_subject(arguments.subject, checkpoint=arguments.checkpoint)
-    if subject.model is None or not subject.model.is_dir():
-        raise ConfigError(
-            f"{arguments.subject}: no such directory; expected a run, a checkpoint or a model "
-            "directory"
-        )
+    subject = find_subject(arguments.subject, checkpoint=arguments.checkpoint, report=view.log)
+    if subject.model is None:
+        raise ConfigError(f"{arguments.subject} is an endpoint; expected a run or a model")
     known = {key: value for key, value in subject.raw.items() if key in _OF_RUN}
 
     def build(raw: Tree, source: str) -> PolicyConfig:

@@ -76,7 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace, view: View) -> int:
-    subject = find_subject(arguments.subject, model=arguments.model, tokenizer=arguments.tokenizer)
+    subject = find_subject(
+        arguments.subject,
+        model=arguments.model,
+        tokenizer=arguments.tokenizer,
+        report=None if arguments.dry_run else view.log,
+    )
     plan = _plan(arguments, subject, view)
     if arguments.dry_run:
         from agentenv.lab.diagnosis.dry_run import dry_run  # slow to load

@@ -53,7 +53,6 @@ from agentenv.assembly.run.watchdog import Watchdog
 from agentenv.assembly.serving.gpus import gpus_for_others
 from agentenv.base.config import Tree, read_toml, resolve_config
 from agentenv.base.errors import AgentEnvError, ConfigError, require_train
-from agentenv.base.model_files import fetch_from_hub
 from agentenv.base.offload import in_new_thread, result_of
 from agentenv.base.registry import loaded
 from agentenv.base.types import Task
@@ -66,9 +65,7 @@ from agentenv.evaluation.run import chosen_sets, default_folder, evaluate_and_re
 from agentenv.evaluation.store import read_rows
 from agentenv.evaluation.subject import (
     LAST,
-    check_directory,
     find_subject,
-    is_url,
     of_env,
     resolve,
 )
@@ -269,13 +266,14 @@ def evaluate(
             found = find_subject(str(memory / "model"))._replace(name=text)
         else:
             text = str(subject)
-            if not is_url(text):
-                fetch_from_hub(text, "model", view.log)
-            chosen, where = [] if raw else list(sets), str(tokenizer or "")
             found = find_subject(
-                text, sets=chosen, checkpoint=checkpoint, model=model, tokenizer=where
+                text,
+                sets=[] if raw else list(sets),
+                checkpoint=checkpoint,
+                model=model,
+                tokenizer=str(tokenizer or ""),
+                report=view.log,
             )
-            check_directory(found, text)
         texts = list(_texts(overrides))
         if data is not None:
             paths, is_rows = _files_or_rows(data, "data")

@@ -207,10 +207,6 @@ class KeysParser(arguments.Parser):
 class HelpKeys(argparse.Action):
     """--help-keys [PREFIX]: print the keys of a table and end."""
 
-    def __init__(self, *args: Any, config_type: type[msgspec.Struct], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.config_type = config_type
-
     def __call__(
         self,
         parser: argparse.ArgumentParser,
@@ -218,17 +214,18 @@ class HelpKeys(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        prefix = str(values or "")
+        assert isinstance(parser, KeysParser)
+        assert parser.config_type is not None
+        prefix, config_type = str(values or ""), parser.config_type
         arguments.import_from_working_directory()
         try:
-            given = parser.given if isinstance(parser, KeysParser) else []
-            for table, name in _named(" ".join([prefix, *given])):
-                registry = registry_at(self.config_type, table)
+            for table, name in _named(" ".join([prefix, *parser.given])):
+                registry = registry_at(config_type, table)
                 if registry is not None:
                     registry.find(name)
         except ConfigError as error:
             parser.error(f"--help-keys: {error}")
-        keys = describe(self.config_type, once=not prefix)
+        keys = describe(config_type, once=not prefix)
         found = select(keys, prefix)
         if not found:
             tables = sorted({key.name.partition(".")[0] for key in keys})
@@ -255,7 +252,6 @@ def add_key_help(parser: KeysParser, config_type: type[msgspec.Struct]) -> None:
         "--help-keys",
         nargs="?",
         action=HelpKeys,
-        config_type=config_type,
         metavar="PREFIX",
         help="show every configuration key, or those of a table or kind (algorithm, "
         "algorithm.arpo, learner.lora): type, default, meaning",
