@@ -278,38 +278,6 @@ async def count_requests(cluster: Cluster) -> float:
     return cluster.engine.stats()["requests"]
 
 
-@pytest.mark.parametrize("kills_after_s", [0.0, 5.0])
-@pytest.mark.parametrize("begins", [0.0, 25.0], ids=["anew", "goes on"])
-def test_only_a_tree_that_kills_its_workers_is_cancelled(
-    begins: float, kills_after_s: float
-) -> None:
-    """Each worker that gets it dies before any turn is finished there."""
-
-    async def work(cluster: Cluster) -> tuple[list[TrajectoryTree], int]:
-        rollouts = [asyncio.create_task(cluster.rollout(index)) for index in range(4)]
-        await asyncio.sleep(begins)
-        num_killed = 0
-        while not rollouts[2].done():
-            where = cluster.workers.places()[2].worker
-            await asyncio.sleep(kills_after_s)
-            if any("is abandoned" in text for text in cluster.told):
-                break
-            if where:
-                num_killed += 1
-                await cluster.kill(where)
-                cluster.add(where)
-            await asyncio.sleep(0.1)
-        return await asyncio.gather(*rollouts), num_killed
-
-    keys: dict[str, Any] = {"engine": {"latency_s": 10.0}}
-    found, num_killed = clustered(work, **keys)
-    # the first ones may have sent the beginning of the tree, which is progress
-    assert NUM_LOSSES + NUM_TRIALS <= num_killed <= NUM_LOSSES + NUM_TRIALS + 2
-    for index in (0, 1, 3):
-        assert grown(found[index]) == grown(alone(index, **keys))
-    assert "failed" in {node.end for node in found[2].nodes}
-
-
 def test_a_worker_without_heartbeats_is_lost() -> None:
     async def work(cluster: Cluster) -> tuple[str, TrajectoryTree]:
         serving, joined = cluster._serving["a"], cluster._joined["a"]

@@ -19,18 +19,10 @@ from rich.console import Console
 from agentenv.assembly.run import terminal
 from agentenv.assembly.run.tables import Table, as_rich
 from agentenv.assembly.run.terminal import View, exit_code_of
-from agentenv.launchers import new
 from agentenv.training.loop.report import PHASES, brief_line, final_table
 from agentenv.training.loop.state import BriefFigures, BriefReport, RunState
 
 WIDTH = 80
-
-
-def commands(text: str) -> list[str]:
-    """Those that the last lines name."""
-    lines = text.partition("next:\n")[2].splitlines()
-    assert all(len(line) <= WIDTH for line in lines)
-    return [line.partition("#")[0].strip() for line in lines]
 
 
 def test_a_run_ends_with_the_next_commands(finished: Path) -> None:
@@ -40,18 +32,6 @@ def test_a_run_ends_with_the_next_commands(finished: Path) -> None:
         ["agentenv", "view", str(finished)],
         ["agentenv", "evaluate", str(finished)],
         ["agentenv", "export", str(finished), "DIR"],
-    ]
-
-
-def test_a_new_environment_is_created_with_the_next_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert new.main(["firstly"]) == 0
-    assert commands(capsys.readouterr().out) == [
-        "python -m pytest firstly",
-        "agentenv train firstly/train.toml --dry-run",
-        "agentenv train firstly/train.toml",
     ]
 
 
