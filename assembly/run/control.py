@@ -86,8 +86,8 @@ class ControlRefused(Struct, tag="refused"):
 
 
 class RequestDone(Struct, tag="done"):
-    """The result, or what was asked for: lines of text, and facts as data, of which lists are rows
-    of a table."""
+    """The result of a request: lines of text, and facts as data, of which lists are rows of a
+    table."""
 
     lines: list[str]
     facts: dict[str, Any] = {}
