@@ -42,7 +42,6 @@ from msgspec.structs import asdict
 from rich.table import Table
 
 from agentenv.assembly.run.arguments import Parser
-from agentenv.assembly.run.tables import bare_table
 from agentenv.assembly.run.terminal import View
 from agentenv.base.errors import AgentEnvError, ConfigError
 
@@ -181,7 +180,7 @@ def report_figures(options: argparse.Namespace, figures: Any, show: Callable[[],
 
 def head(title: str, names: Iterable[str]) -> Table:
     """Return an empty table with these columns."""
-    table = bare_table(title)
+    table = Table(title=title, title_justify="left", box=None)
     for name in names:
         table.add_column(name.replace("_", " "), justify="right")  # names may wrap, figures may not
     return table
