@@ -146,7 +146,7 @@ class Control:
                 awaited += awaited_by(rollout)
                 if number % PIECE == PIECE - 1:
                     await asyncio.sleep(0)
-        waits = []
+        waits: list[dict[str, Any]] = []
         for what, group in by_what(awaited).items():
             first = min(group, key=lambda one: (one.since, one.tree, one.branch))
             for_s = now - first.since
