@@ -18,8 +18,8 @@ import msgspec
 from msgspec import Struct
 
 from agentenv.assembly.keys.cluster import WHERE
+from agentenv.assembly.run.lock import LockHolder
 from agentenv.assembly.run.records import FAILED, EvalRow, Key, Wanted
-from agentenv.assembly.run.rundir import LockHolder
 from agentenv.base.config import Tree, changes
 from agentenv.base.disk import PARTIAL, append_whole, explain, write_whole
 from agentenv.base.errors import ConfigError, DataError

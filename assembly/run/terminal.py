@@ -45,8 +45,9 @@ from agentenv.assembly.run.arguments import (
     check_places,
     import_from_working_directory,
 )
+from agentenv.assembly.run.garbage import share_heap
 from agentenv.assembly.run.tables import Table, as_rich
-from agentenv.assembly.run.watchdog import ENDING, GRACE_S, CommandLoop, Watchdog, share_heap
+from agentenv.assembly.run.watchdog import ENDING, GRACE_S, CommandLoop, Watchdog
 from agentenv.base.disk import DIR_KEY, explain, written
 from agentenv.base.errors import (
     TRAIN,

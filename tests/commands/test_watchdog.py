@@ -306,12 +306,12 @@ def test_new_objects_are_frozen_and_garbage_is_found_later(
             assert kept
             return gone() is None, gc.get_freeze_count() - before
 
-    monkeypatch.setattr("agentenv.assembly.run.watchdog.FREEZE_S", 0.02)
+    monkeypatch.setattr("agentenv.assembly.run.garbage.FREEZE_S", 0.02)
     is_gone, num_frozen = asyncio.run(main(0.2))
     assert (is_gone, looks) == (False, [])
     assert num_frozen > 900
 
-    monkeypatch.setattr("agentenv.assembly.run.watchdog.FULL_S", 0.05)
+    monkeypatch.setattr("agentenv.assembly.run.garbage.FULL_S", 0.05)
     is_gone, _ = asyncio.run(main(0.2))
     assert is_gone
     assert looks
