@@ -32,7 +32,7 @@ from agentenv.assembly.parts.assembly import (
     once,
     prefixed,
 )
-from agentenv.assembly.run.checkpoints import BEST, find_checkpoint
+from agentenv.assembly.run.kept import BEST, find_checkpoint
 from agentenv.assembly.run.rundir import CONFIG_FILE
 from agentenv.assembly.serving.servers import ServerFactory, fill_roles
 from agentenv.base.config import (

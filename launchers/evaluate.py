@@ -20,7 +20,7 @@ from pathlib import Path
 
 from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
 from agentenv.assembly.keys.help import KeysParser
-from agentenv.assembly.run.checkpoints import BEST
+from agentenv.assembly.run.kept import BEST
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 from agentenv.assembly.serving.gpus import gpus_for_others
 from agentenv.base.errors import require_train

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agentenv.assembly.run.arguments import Parser
-from agentenv.assembly.run.checkpoints import find_checkpoint
+from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.run.terminal import View, exit_code_of
 
 TRANSCRIPTS = "transcripts"

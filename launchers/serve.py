@@ -22,7 +22,7 @@ from agentenv.assembly.keys.cluster import ServeConfig
 from agentenv.assembly.keys.evaluation import PolicyConfig
 from agentenv.assembly.keys.help import KeysParser, add_key_help
 from agentenv.assembly.parts.assembly import Assembly
-from agentenv.assembly.run.checkpoints import BEST
+from agentenv.assembly.run.kept import BEST
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 from agentenv.assembly.serving.gpus import gpus_for_others

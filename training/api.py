@@ -39,7 +39,7 @@ from agentenv.assembly.keys.help import refuse_verl_keys
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.parts.session import run_session
 from agentenv.assembly.run.arguments import LATEST, check_places
-from agentenv.assembly.run.checkpoints import find_checkpoint
+from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.run.records import EvalRow
 from agentenv.assembly.run.rundir import INPUTS
 from agentenv.assembly.run.terminal import (

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
 
 STATE_FILE = "state.json"
-BEST = "best"
 CLEAN_S = 10.0  # to remove a partial checkpoint from a disk that may hang
 REMOVED = ".removed"
 STEP, COLD_START = "step", "sft"  # phase of a checkpoint
@@ -117,59 +115,6 @@ class Checkpoints:
         for suffix in (PARTIAL, OLD, REMOVED):
             for left in self.folder.glob(f"s[ft]*-*[0-9]{suffix}"):
                 shutil.rmtree(left)
-
-    def keep_best(self, step: int) -> None:
-        """Make checkpoints/best the checkpoint of `step`; a complete one exists at all times."""
-        partial = self.folder / f"{BEST}{PARTIAL}"
-        shutil.rmtree(partial, ignore_errors=True)
-        try:
-            shutil.copytree(self.path(step), partial, copy_function=_link_or_copy)
-            replace_folder(partial, self.folder / BEST)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-
-    def best(self) -> Path | None:
-        """checkpoints/best, or its predecessor if a crash interrupted the rename; None if there is
-        neither."""
-        for name in (BEST, BEST + OLD):
-            if (self.folder / name / STATE_FILE).is_file():
-                return self.folder / name
-        return None
-
-
-def link_model(checkpoint: Path, folder: Path) -> Path:
-    """Link the model of a checkpoint, without the learner's state, into `folder`, where it survives
-    the removal of the checkpoint. Weights are hard links and need no extra space until then."""
-    shutil.rmtree(folder, ignore_errors=True)
-    ignored = shutil.ignore_patterns("trainer", STATE_FILE)
-    return Path(shutil.copytree(checkpoint, folder, copy_function=_link_or_copy, ignore=ignored))
-
-
-def find_checkpoint(path: Path, *, best: bool = False) -> Path:
-    """`path` itself if it is a checkpoint or model directory; of a run, its last or best
-    checkpoint. Raises DataError if the run has none.
-    """
-    if not (path / "checkpoints").is_dir():
-        return path
-    checkpoints = Checkpoints(path / "checkpoints")
-    found = checkpoints.best() if best else next(iter(checkpoints.finished()[::-1]), None)
-    if found is None:
-        kind = "best" if best else "finished"
-        raise DataError(f"{path} contains no {kind} checkpoint yet")
-    return found
-
-
-WEIGHTS = (".safetensors", ".bin")
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    """Hard-link weights, which nothing modifies in place, if the file system can; copy other files.
-    Symbolic links are resolved: a hard link to a relative one would be broken."""
-    if source.endswith(WEIGHTS):
-        with suppress(OSError):  # another file system, or one without links
-            return os.link(os.path.realpath(source), target)
-    shutil.copyfile(source, target)
 
 
 def load_state(checkpoint: Path, kind: type[Any]) -> Any:

@@ -9,7 +9,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from agentenv.assembly.run.arguments import LATEST
-from agentenv.assembly.run.checkpoints import BEST, COLD_START, STATE_FILE, Checkpoints
+from agentenv.assembly.run.checkpoints import COLD_START, STATE_FILE, Checkpoints
+from agentenv.assembly.run.kept import BEST, best_checkpoint
 from agentenv.assembly.run.rundir import CONFIG_FILE, RunDirectory
 from agentenv.base.config import changes, to_plain
 from agentenv.base.disk import sync
@@ -25,7 +26,7 @@ def checkpoint_to_resume(checkpoints: Checkpoints, wanted: str) -> Path | None:
     if wanted == LATEST:
         return next(iter(checkpoints.finished()[::-1]), None)
     if wanted == BEST:
-        found = checkpoints.best()
+        found = best_checkpoint(checkpoints)
         if found is None:
             raise ConfigError(f"--resume best: {checkpoints.folder} contains no best checkpoint")
         return found

@@ -30,7 +30,7 @@ from agentenv.assembly.parts.assembly import TRAINED
 from agentenv.assembly.parts.checks import Check, CheckResult, CheckRunner, Skip
 from agentenv.assembly.parts.environments import EnvMaker
 from agentenv.assembly.run.arguments import EXIT_FAILED, Parser
-from agentenv.assembly.run.checkpoints import find_checkpoint
+from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.run.records import (
     EvalRow,
     calls_that_ran,

@@ -44,7 +44,7 @@ from agentenv.assembly.parts.start_checks import (
     paths_of,
 )
 from agentenv.assembly.run.arguments import EXIT_MISSING
-from agentenv.assembly.run.checkpoints import find_checkpoint
+from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.run.lock import JOB_VARIABLE
 from agentenv.assembly.run.rundir import CONFIG_FILE
 from agentenv.assembly.run.tables import Table

@@ -26,7 +26,7 @@ from agentenv.assembly.parts.memory import (
     passing_bytes,
     server_memory,
 )
-from agentenv.assembly.run.checkpoints import find_checkpoint
+from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.serving.gpus import GIB, GpuPlan, PlannedMachine, learner_gpus
 from agentenv.assembly.serving.server_command import CPU_CACHE_GIB, SERVER_BYTES
 from agentenv.base.config import RUN

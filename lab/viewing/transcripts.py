@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from agentenv.assembly.run.checkpoints import find_checkpoint
+from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.run.records import Decode
 from agentenv.assembly.run.rundir import CONFIG_FILE
 from agentenv.assembly.run.terminal import View

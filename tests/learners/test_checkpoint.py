@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from agentenv.assembly.run.checkpoints import Checkpoints
+from agentenv.assembly.run.kept import keep_best
 from agentenv.assembly.run.resuming import checkpoint_to_resume, set_aside_after
 from agentenv.base.disk import finished_folder
 from agentenv.base.errors import ConfigError, DataError, LearnerError
@@ -158,7 +159,7 @@ def test_the_latest_best_or_named_checkpoint_is_resumed(tmp_path: Path) -> None:
     for step in (1, 2, 10):
         make(checkpoints, step)
     checkpoints.begin(checkpoints.path(11))
-    checkpoints.keep_best(2)
+    keep_best(checkpoints, 2)
     assert checkpoint_to_resume(checkpoints, "latest") == checkpoints.path(10)
     best = checkpoint_to_resume(checkpoints, "best")
     assert best is not None
@@ -172,13 +173,14 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from agentenv.assembly.run.checkpoints import Checkpoints
+from agentenv.assembly.run.kept import keep_best
 
 rename = Path.rename
 def killing(path, target):
     rename(path, target)
     os.kill(os.getpid(), signal.SIGKILL)
 Path.rename = killing
-Checkpoints(Path(sys.argv[1])).keep_best(2)
+keep_best(Checkpoints(Path(sys.argv[1])), 2)
 """
 
 
@@ -188,14 +190,14 @@ def test_kill_9_during_the_renames_of_the_best_checkpoint_leaves_a_complete_one(
     checkpoints = Checkpoints(tmp_path)
     for step in (1, 2):
         make(checkpoints, step)
-    checkpoints.keep_best(1)
+    keep_best(checkpoints, 1)
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, check=False)
     assert done.returncode == -signal.SIGKILL
     assert not (tmp_path / "best").exists(), "the kill fell into the window"
     found = checkpoint_to_resume(checkpoints, "best")
     assert found is not None
     assert (found / "model.safetensors").read_text() == "1"
-    checkpoints.keep_best(2)
+    keep_best(checkpoints, 2)
     found = checkpoint_to_resume(checkpoints, "best")
     assert found == tmp_path / "best"
     assert (found / "model.safetensors").read_text() == "2"

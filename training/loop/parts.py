@@ -32,7 +32,8 @@ from agentenv.assembly.parts.assembly import (
 from agentenv.assembly.parts.checks import refuse
 from agentenv.assembly.parts.environments import try_env
 from agentenv.assembly.parts.memory import WeightPassage, find_passage, stored_bytes
-from agentenv.assembly.run.checkpoints import COLD_START, link_model
+from agentenv.assembly.run.checkpoints import COLD_START
+from agentenv.assembly.run.kept import link_model
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.serving.gpus import gpus_of_ranks, learner_gpus, trains_on_gpu
 from agentenv.base.config import Reporter

@@ -12,6 +12,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from agentenv.assembly.run.checkpoints import CheckpointConfig, Checkpoints, Saver, load_state
+from agentenv.assembly.run.kept import best_checkpoint, keep_best
 from agentenv.assembly.run.records import EvalRow
 from agentenv.assembly.run.terminal import View
 from agentenv.base.deadline import uncancelled, within
@@ -292,13 +293,13 @@ class RunSaver(Saver):
 
     def _best_step(self) -> int | None:
         """The step of the best checkpoint, which may be of an earlier process."""
-        best = self.checkpoints.best()
+        best = best_checkpoint(self.checkpoints)
         return None if best is None else load_state(best, RunState).step
 
     async def _keep_best(self, step: int, value: float) -> None:
         """Record a new best value, only with an existing checkpoint; see Evaluator.resume."""
         if await in_thread(self._has, step):
-            await in_thread(self.checkpoints.keep_best, step)
+            await in_thread(keep_best, self.checkpoints, step)
         elif await in_thread(self._best_step) != step:
             return
         self.state.best = value

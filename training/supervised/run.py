@@ -22,6 +22,7 @@ from agentenv.assembly.keys.supervised import SupervisedRunConfig
 from agentenv.assembly.parts.assembly import Assembly, once
 from agentenv.assembly.parts.checks import refuse
 from agentenv.assembly.run.checkpoints import Saver, load_state
+from agentenv.assembly.run.kept import keep_best
 from agentenv.assembly.run.pictures import panels, png
 from agentenv.assembly.run.resuming import checkpoint_to_resume, resume_from
 from agentenv.assembly.run.rundir import RunDirectory
@@ -281,7 +282,7 @@ class SupervisedTraining:
             state.best = metrics["loss"]
             if state.step:
                 await self.saver.save()
-                await in_thread(self.run.checkpoints.keep_best, state.step)
+                await in_thread(keep_best, self.run.checkpoints, state.step)
 
     def _finish(self) -> None:
         state = self.state
