@@ -86,6 +86,7 @@ ALLOWED = {
     # nothing on the loop waits for these
     "assembly/run/watchdog.py: threading.Thread": "the watchdog looks at the loop from outside",
     "assembly/run/watchdog.py: time.monotonic": "the same",
+    "assembly/run/garbage.py: time.monotonic": "how long a collection took",
     "assembly/run/monitors.py: threading.Thread": "they are handed rows, asked for nothing",
     "agentenv/adapters/gym.py: threading.Thread": "the loop of callers that have none",
     "agentenv/adapters/gym.py: new_event_loop": "the same",
