@@ -420,14 +420,17 @@ def exit_code_of(
     An error without a reason for the user is a bug and is raised.
     """
     import_from_working_directory()
+    logging.captureWarnings(True)  # those of other packages go to the log of the run
     try:
-        with others_in_log():
+        with without_deepspeed():
             code = _run(work, view or View(), writing, interrupted)
     except Exception:
         if not hanging():
             raise
         traceback.print_exc()
         code = EXIT_FAILED
+    finally:
+        logging.captureWarnings(False)
     if stuck := hanging():  # threads that the interpreter would wait for at its exit
         with suppress(OSError, ValueError):
             sys.stdout.flush()
@@ -454,17 +457,6 @@ def _run(work: Callable[[View], int | None], view: View, writing: str, interrupt
         return EXIT_BAD_INPUT if isinstance(reason, ConfigError | DataError) else EXIT_FAILED
     finally:
         view.close()
-
-
-@contextmanager
-def others_in_log() -> Iterator[None]:
-    """Inside, warnings of other packages go to the log of the run, not to the terminal."""
-    logging.captureWarnings(True)
-    try:
-        with without_deepspeed():
-            yield
-    finally:
-        logging.captureWarnings(False)
 
 
 @contextmanager
