@@ -181,7 +181,7 @@ def report_figures(options: argparse.Namespace, figures: Any, show: Callable[[],
 
 def head(title: str, names: Iterable[str]) -> Table:
     """Return an empty table with these columns."""
-    table = bare_table(title)
+    table = Table(title=title, title_justify="left", box=None)
     for name in names:
         table.add_column(name.replace("_", " "), justify="right")  # names may wrap, figures may not
     return table

@@ -32,13 +32,12 @@ from agentenv.assembly.parts.assembly import (
     once,
     prefixed,
 )
-from agentenv.assembly.run.checkpoints import BEST, find_checkpoint
+from agentenv.assembly.run.kept import BEST, find_checkpoint
 from agentenv.assembly.run.rundir import CONFIG_FILE
-from agentenv.assembly.serving.server_command import vllm_hint
 from agentenv.assembly.serving.servers import ServerFactory, fill_roles
 from agentenv.base.config import Reporter, Tree, keys_in, read_toml, resolver
 from agentenv.base.errors import ConfigError, DataError
-from agentenv.base.model_files import find_on_hub, place_on_hub, read_eos_ids
+from agentenv.base.model_files import fetch_from_hub, find_on_hub, read_eos_ids
 from agentenv.base.offload import in_thread
 from agentenv.base.overrides import blaming, leave_out_old_kinds, override_kinds
 from agentenv.base.types import Task
@@ -87,17 +86,32 @@ def find_subject(
     checkpoint: str = LAST,
     model: str = "",
     tokenizer: str = "",
+    report: Reporter | None = None,
 ) -> Subject:
     """The subject that `text` names. Of a run, `sets` chooses evaluation sets (default: the
     reported one), and `checkpoint` is LAST, BEST, or START (the initial model). `model` and
-    `tokenizer` are only for an endpoint. Raises ConfigError, and DataError for a run without that
-    checkpoint."""
+    `tokenizer` are only for an endpoint. `report` reports a download; without it, for a dry run,
+    nothing is fetched, and a directory may be missing. Raises ConfigError, and DataError for a run
+    without that checkpoint."""
     if is_url(text):
         engine = {"name": "openai", "url": text, "model": model, "tokenizer": tokenizer}
         return Subject(model or text.partition("://")[2], {"engine": engine}, Path(), None)
     if model or tokenizer:
         raise ConfigError(f"--model and --tokenizer require a URL; {text} is not one")
-    path = place_on_hub(text) or Path(text)
+    if report is None:
+        return _local_subject(text, find_on_hub(text, "model") or Path(text), sets, checkpoint)
+    path = fetch_from_hub(text, "model", report) or Path(text)
+    found = _local_subject(text, path, sets, checkpoint)
+    if found.model is not None and not found.model.is_dir():
+        raise ConfigError(
+            f"{text}: no such directory; expected a run, a checkpoint or a model directory, or "
+            "http(s)://HOST[:PORT]"
+        )
+    return found
+
+
+def _local_subject(text: str, path: Path, sets: Sequence[str], checkpoint: str) -> Subject:
+    """The run, checkpoint or model in the directory `path`."""
     for run in (path, *list(path.absolute().parents)[:2]):
         if (run / CONFIG_FILE).is_file() and (run / "checkpoints").is_dir():
             break
@@ -128,15 +142,6 @@ def find_subject(
     return Subject(f"{name}-{found.name}", raw, run, found)
 
 
-def check_directory(subject: Subject, text: str) -> None:
-    """Raises ConfigError if the subject that `text` names has weights, but no directory."""
-    if subject.model is not None and not subject.model.is_dir():
-        raise ConfigError(
-            f"{text}: no such directory; expected a run, a checkpoint or a model directory, or "
-            "http(s)://HOST[:PORT]"
-        )
-
-
 def saved_config(run: Path) -> Tree:
     """The stored configuration of a run."""
     return msgspec.json.decode((run / CONFIG_FILE).read_bytes(), type=dict[str, Any])
@@ -152,7 +157,7 @@ def of_run(run: Path, names: Sequence[str] = ()) -> Tree:
     for name in names:
         if name not in sets:
             raise ConfigError(f"--set {name}: {run} has the evaluation sets {sorted(sets)}")
-    chosen = names or [saved["eval"].get("report") or next(iter(sets), "")]  # a key of old runs
+    chosen = names or [next(iter(sets), "")]
     return evaluation_of(saved, [name for name in chosen if name in sets])
 
 
@@ -340,8 +345,6 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
             return endpoint
         model = await self.model()
         assert model is not None
-        if hint := await in_thread(vllm_hint, self.config.engine, len(self.servers.gpus.visible)):
-            self.report(hint)
         limits = max(
             (one.limits for one in self.sets.values()),
             key=lambda limits: limits.max_prompt_tokens + limits.max_response_tokens,

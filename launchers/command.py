@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -120,6 +120,7 @@ def add_subject(parser: KeysParser, config_type: type[msgspec.Struct], out: str)
         help="for a vLLM or SGLang server: its tokenizer, to send and receive token ids"
     )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="DIR", help=out)
+    parser.set_defaults(resume="")
     add_key_help(parser, config_type)
 
 
@@ -133,12 +134,16 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     return arguments
 
 
-def stop_event() -> asyncio.Event:
-    """An event that Ctrl-C or SIGTERM sets: a server runs until then."""
+async def until_stopped(view: View, lines: Iterable[str]) -> None:
+    """Print how to reach a server that is ready, and return at Ctrl-C or SIGTERM."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    return stop
+    view.end()
+    for line in lines:
+        view.log(line)
+    await stop.wait()
+    view.log("stopping")
 
 
 def run_command(
@@ -154,13 +159,10 @@ def run_command(
     `work` trains; `then` names the phase after the start-up, for the terminal. After a successful
     run, the terminal shows the commands that `suggest` returns for the arguments and the folder of
     the run."""
-    from agentenv.assembly.run.terminal import View, exit_code_of  # a late import: fast --help
+    from agentenv.assembly.run.terminal import exit_code_of  # a late import: fast --help
 
-    view = View()
     return exit_code_of(
-        lambda: _run(arguments, config_type, work, view, then, suggest),
-        view,
-        writing="writing the run",
+        lambda view: _run(arguments, config_type, work, view, then, suggest), "writing the run"
     )
 
 

@@ -9,6 +9,7 @@ import asyncio
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from agentenv.assembly.keys.help import KeysParser
@@ -21,9 +22,7 @@ from agentenv.evaluation.sweep import START, SWEEP_FILE, read_made, runs_of
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input."""
-    options = _parse(argv)
-    view = View()
-    return exit_code_of(lambda: _run(options, view), view, writing="writing the comparison")
+    return exit_code_of(partial(_run, _parse(argv)), "writing the comparison")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -40,12 +39,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--set", default="", metavar="NAME", help="evaluation set; default: reported"
     )
     parser.add_argument(
-        "--levels",
-        default="0.5,0.7,0.8,0.9",
-        metavar="LIST",
-        help="of success; default %(default)s",
-    )
-    parser.add_argument(
         "--out", type=Path, metavar="PATH",
         help="of runs: a folder, default the sweep or here; of evaluations: a Markdown file of all "
         "changed questions",
@@ -53,22 +46,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _levels(text: str) -> list[float]:
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or not all(0 < level <= 1 for level in found):
-        raise ConfigError(f"--levels {text}: expected numbers above 0 and at most 1, as 0.5,0.9")
-    return found
-
-
 def _run(options: argparse.Namespace, view: View) -> int:
     if all((one / ROWS_FILE).is_file() for one in options.runs):
         return _compare_evaluations(options.runs, options.out, view)
     from agentenv.evaluation import sets as comparison
 
-    levels = _levels(options.levels)
     baseline, unfinished = options.baseline, list[Path]()
     runs: dict[str, dict[int, Path]] = {}
     if len(options.runs) == 1 and (options.runs[0] / SWEEP_FILE).exists():
@@ -85,7 +67,7 @@ def _run(options: argparse.Namespace, view: View) -> int:
         out = options.out or Path()
         runs = comparison.arms_by_keys(options.runs)
         baseline = baseline or next(iter(runs))
-    found, curves = comparison.compare(runs, baseline, levels, options.set)
+    found, curves = comparison.compare(runs, baseline, dataset=options.set)
     for table in comparison.tables(found):
         view.show(table)
     if unfinished:

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ from agentenv.assembly.run import control
 from agentenv.assembly.run.arguments import EXIT_FAILED, Parser
 from agentenv.assembly.run.control import Reply, Request, UnreachableError
 from agentenv.assembly.run.rundir import LockHolder
+from agentenv.assembly.run import control
+from agentenv.assembly.run.arguments import EXIT_FAILED, Parser
+from agentenv.assembly.run.control import Request, RequestDone, UnreachableError
+from agentenv.assembly.run.lock import LockHolder
+from agentenv.assembly.run.tables import Table
 from agentenv.assembly.run.terminal import View, exit_code_of
 from agentenv.base.errors import ConfigError, ForeignError
 from agentenv.base.untrusted import decode, decode_loose
@@ -43,11 +49,8 @@ not answer, 2 rejected or bad arguments, 130 interrupted"""
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 no answer, 2 rejected or bad arguments, 130 interrupted."""
     arguments = make_parser().parse_args(argv)
-    view = View()
     interrupted = "interrupted; the run continues and may still carry out the request"
-    return exit_code_of(
-        lambda: _run(arguments, view), view, writing=str(arguments.run), interrupted=interrupted
-    )
+    return exit_code_of(partial(_run, arguments), str(arguments.run), interrupted=interrupted)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -107,24 +110,21 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
         if num_steps is None:
             view.fail(why)
             return EXIT_FAILED
-        view.end()
         text = f"{run} has finished: {num_steps} of {num_steps} updates"
         if not isinstance(request, control.GetStatus):
             view.fail(f"{text}; view it with `agentenv view {run}`")
             return EXIT_FAILED
-        if arguments.json:
-            found = {"type": "finished", "step": num_steps, "num_steps": num_steps}
-            sys.stdout.write(json.dumps(found, indent=2) + "\n")
-        else:
-            view.log(text)
-            view.suggest({f"agentenv view {run}": "its curves and trees"})
-        return 0
+        facts = {"phase": "finished", "step": num_steps, "num_steps": num_steps}
+        reply = RequestDone([text], facts)
     view.end()
     if arguments.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(reply), indent=2).decode() + "\n")
+        sys.stdout.write(json.dumps({**reply.facts, "lines": reply.lines}, indent=2) + "\n")
     else:
-        show(reply, view)
-        if following := _next(run, request, reply):
+        if isinstance(request, control.GetStatus | control.GetWhy):
+            show_facts(reply.facts, view)
+        for line in reply.lines:
+            view.log(line)
+        if following := _next(run, request, reply.facts):
             view.suggest(following)
     return 0
 
@@ -174,111 +174,39 @@ def _why(run: Path, error: UnreachableError) -> str:
 # Output on the terminal.
 
 
-def show(reply: Reply, view: View) -> None:
-    """Print the reply on the terminal."""
-    match reply:
-        case control.Status():
-            _show_status(reply, view)
-        case control.WaitTable():
-            _show_waits(reply, view)
-        case control.Why():
-            _show_why(reply, view)
-        case control.RequestDone():
-            for line in reply.lines:
-                view.log(line)
-        case control.ControlRefused():
-            view.fail(reply.why)
+def show_facts(facts: dict[str, Any], view: View) -> None:
+    """Print the facts that are set; lists are tables."""
+    for name, value in facts.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            names = [key for key in value[0] if any(one[key] not in ("", False) for one in value)]
+            rows = [[_text(one[key]) for key in names] for one in value]
+            left = [place for place, key in enumerate(names) if isinstance(value[0][key], str)]
+            columns = [*map(_title, names)]
+            view.show(Table(title=_title(name), columns=columns, rows=rows, left=left))
+        elif value not in ("", {}, []):
+            view.log(f"{_title(name):<18} {_text(value)}")
 
 
-def _next(run: Path, request: Request, reply: Reply) -> dict[str, str]:
+def _title(name: str) -> str:
+    return name.removeprefix("num_").replace("_", " ")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(one)}" for name, one in value.items())
+    return f"{round(value, 1):g}" if isinstance(value, float) else str(value)
+
+
+def _next(run: Path, request: Request, facts: dict[str, Any]) -> dict[str, str]:
     """Commands to suggest next, each with its use."""
     page = {f"agentenv view {run}": "its curves and trees"}
-    match reply:
-        case control.Status():
-            if reply.is_paused:
-                return {f"agentenv ctl {run} resume": "end the pause"}
-            return {f"agentenv ctl {run} why": "waits of its rollouts", **page}
-        case control.WaitTable():
-            trees = [one.tree for one in reply.waits]
-            return {f"agentenv ctl {run} why {tree}": "this tree in detail" for tree in trees[:1]}
-        case control.RequestDone() if isinstance(request, control.Pause):
-            return {f"agentenv ctl {run} resume": "end the pause"}
-        case control.RequestDone() if isinstance(request, control.SaveCheckpoint):
-            return page
-    return {}
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
-
-
-def _show_status(one: control.Status, view: View) -> None:
-    paused = ", paused" if one.is_paused else ""
-    view.log(f"{one.run}: process {one.pid} on {one.host} since {one.since}")
-    total = f" of {one.num_steps}, policy version {one.policy_version}" if one.num_steps else ""
-    view.log(f"phase {one.phase}{paused}, step {one.step}{total}")
-    for title, text in (
-        ("doing", one.doing),
-        ("evaluation", one.evaluating),
-        ("trees", _figures(one.trees)),
-        ("queue", _figures(one.queue)),
-        ("open environments", str(one.num_open_envs)),
-        ("engine", _figures(one.engine)),
-        ("event loop", _figures(one.loop)),
-        ("workers", _figures(one.workers)),
-        ("longest wait", one.longest_wait),
-    ):
-        if text:
-            view.log(f"  {title:<18} {text}")
-
-
-def _figures(figures: dict[str, int] | dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in figures.items())
-
-
-def _show_waits(reply: control.WaitTable, view: View) -> None:
-    rows = []
-    for one in reply.waits:
-        first = f"tree {one.tree}" + (f", {one.branch}" if one.branch else "")
-        longest = _seconds(one.longest_s) + (" !" if one.is_long else "")
-        rows.append([one.what, str(one.num_branches), one.since, longest, first])
-    if rows:
-        columns = ["wait", "branches", "since", "for", "first"]
-        title = "waits of rollouts"
-        note = "!: longer than expected" if any(one.is_long for one in reply.waits) else ""
-        view.show(Table(title=title, columns=columns, rows=rows, left=[0, 4], note=note))
-    else:
-        view.log("no rollout of this process waits")
-    for line in reply.lines:
-        view.log(line)
-
-
-def _show_why(reply: control.Why, view: View) -> None:
-    one = reply.row
-    worker = f", in {one.worker}" if one.worker else ""
-    view.log(f"tree {one.tree}, task {one.task}: {one.state}{worker}, {_seconds(one.age_s)} old")
-    rows = [
-        [
-            branch.branch or "(tree)",
-            branch.what or "starting",
-            branch.since,
-            _seconds(branch.for_s),
-            f"{branch.worked_s:.1f} of {branch.limit_s:g} s",
-            str(branch.num_turns),
-            str(branch.num_response_tokens),
-            str(branch.num_tool_calls),
-        ]
-        for branch in reply.branches
-    ]
-    if rows:
-        columns = ["branch", "wait", "since", "for", "worked", "turns", "tokens", "calls"]
-        view.show(Table(title="live branches", columns=columns, rows=rows, left=[0, 1]))
-    if reply.ends:
-        view.log(f"ended: {_figures(reply.ends)}")
-    if reply.failures:
-        view.log(f"failed, and replaced where limits allow: {_figures(reply.failures)}")
-    for line in reply.lines:
-        view.log(line)
+    if isinstance(request, control.Pause) or facts.get("is_paused"):
+        return {f"agentenv ctl {run} resume": "end the pause"}
+    if isinstance(request, control.GetStatus) and facts.get("phase") != "finished":
+        return {f"agentenv ctl {run} why": "waits of its rollouts", **page}
+    if waits := facts.get("waits"):
+        return {f"agentenv ctl {run} why {waits[0]['tree']}": "this tree in detail"}
+    return page if isinstance(request, control.GetStatus | control.SaveCheckpoint) else {}
 
 
 if __name__ == "__main__":

@@ -37,10 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return audit(given[1:])
     arguments = make_parser().parse_intermixed_args(given)
-    view = View()
-    return exit_code_of(
-        lambda: run_until_done(_run(arguments, view), view), view, writing="the checks"
-    )
+    return exit_code_of(lambda view: run_until_done(_run(arguments, view), view), "the checks")
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -13,7 +13,6 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
 
 import sys
-from argparse import ArgumentTypeError
 from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any
@@ -35,23 +34,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("agentenv dpo", "Train a policy on preferences.", DPORunConfig)
     parser.add_argument(
         "--self-critic",
-        type=_rounds,
+        type=int,
         metavar="N",
         help="N rounds on the policy's own answers; CONFIG is a configuration of agentenv train",
     )
     arguments = parse(parser, argv)
+    if arguments.self_critic is not None and arguments.self_critic < 1:
+        parser.error(f"--self-critic {arguments.self_critic}: expected at least one round")
     if arguments.self_critic is None:
         work = partial(train_supervised, PreferenceObjective.of)
         return run_command(arguments, DPORunConfig, work, "the first step", next_commands)
     rounds = self_critic(arguments.self_critic)
     return run_command(arguments, SelfCriticRunConfig, rounds, "the first round", next_commands)
-
-
-def _rounds(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ArgumentTypeError(f"expected a number of rounds, at least 1, got {text}")
-    return number
 
 
 class SelfCriticRunConfig(TrainConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,15 +15,17 @@ import asyncio
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
 from agentenv.assembly.keys.help import KeysParser
-from agentenv.assembly.run.checkpoints import BEST
+from agentenv.assembly.run.kept import BEST
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 from agentenv.assembly.serving.gpus import gpus_for_others
 from agentenv.base.installation import require_train
 from agentenv.base.model_files import fetch_from_hub, find_on_hub
+from agentenv.base.errors import require_train
 from agentenv.evaluation.report import write_report
 from agentenv.evaluation.run import (
     FOLDER,
@@ -34,13 +36,11 @@ from agentenv.evaluation.run import (
 from agentenv.evaluation.subject import (
     LAST,
     START,
-    check_directory,
     configured,
     find_subject,
-    is_url,
 )
 from agentenv.launchers import compare
-from agentenv.launchers.command import add_dry_run, add_subject, check_arguments
+from agentenv.launchers.command import add_dry_run, add_subject, parse
 
 EPILOG = (
     "Stored evaluations: agentenv evaluate report DIR, compare A B, regrade DIR [grader.key=value]"
@@ -53,12 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in STORED:
         return STORED[argv[0]](argv[1:])
-    arguments = _parse(argv)
-    view = View()
     return exit_code_of(
-        lambda: _run(arguments, view),
-        view,
-        writing="writing the evaluation",
+        partial(_run, _parse(argv)),
+        "writing the evaluation",
         interrupted="interrupted; the same command continues with the missing trajectories",
     )
 
@@ -66,16 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace, view: View) -> int:
     """Evaluate the subject of the arguments; returns the exit code."""
     names = [name for name in arguments.set.split(",") if name]
-    _find_on_hub(arguments, view)
     subject = find_subject(
         arguments.subject,
         sets=[] if arguments.config else names,
         checkpoint=arguments.checkpoint,
         model=arguments.model,
         tokenizer=arguments.tokenizer,
+        report=None if arguments.dry_run else view.log,
     )
-    if not arguments.dry_run:
-        check_directory(subject, arguments.subject)
     config = configured(arguments, subject, EvaluateConfig, resolve_sets, view.log)
     config = chosen_sets(config, names, arguments.n)
     if arguments.dry_run:
@@ -103,16 +98,6 @@ def next_commands(out: Path) -> dict[str, str]:
     }
 
 
-def _find_on_hub(arguments: argparse.Namespace, view: View) -> None:
-    """Fetch a subject that is the id of a model on the hub; a dry run only searches the cache."""
-    if is_url(arguments.subject):
-        return
-    if arguments.dry_run:
-        find_on_hub(arguments.subject, "model")
-    else:
-        fetch_from_hub(arguments.subject, "model", view.log)
-
-
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = KeysParser(
         prog="agentenv evaluate",
@@ -133,9 +118,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--checkpoint", choices=(LAST, BEST, START), default=LAST,
         help="checkpoint of the run; start: its initial model"
     )  # fmt: skip
-    arguments = parser.parse_intermixed_args(argv)
-    check_arguments(parser, arguments)
-    return arguments
+    return parse(parser, argv)
 
 
 # Commands over stored evaluations.
@@ -161,13 +144,12 @@ def _report(argv: Sequence[str]) -> int:
     ks = [int(k) if k.strip().isdecimal() else 0 for k in arguments.k.split(",") if k]
     if not all(ks):
         parser.error(f"--k {arguments.k}: expected numbers from 1, e.g. 1,3,5")
-    folder, compat, view = arguments.folder, arguments.compat, View()
 
-    def work() -> None:
-        write_report(folder, view, ks=ks, compat=compat)
-        view.suggest(next_commands(folder))
+    def work(view: View) -> None:
+        write_report(arguments.folder, view, ks=ks, compat=arguments.compat)
+        view.suggest(next_commands(arguments.folder))
 
-    return exit_code_of(work, view, writing="writing the report")
+    return exit_code_of(work, "writing the report")
 
 
 def _regrade(argv: Sequence[str]) -> int:
@@ -180,15 +162,15 @@ def _regrade(argv: Sequence[str]) -> int:
     )
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("overrides", nargs="*", default=[], metavar="grader.key=value")
-    given, view = parser.parse_args(argv), View()
+    given = parser.parse_args(argv)
 
-    def work() -> None:
+    def work(view: View) -> None:
         from agentenv.evaluation.regrade import regrade
 
         asyncio.run(regrade(given.folder, given.overrides, view))
         view.suggest(next_commands(given.folder))
 
-    return exit_code_of(work, view, writing="writing the grades")
+    return exit_code_of(work, "writing the grades")
 
 
 STORED = {"report": _report, "compare": compare.main, "regrade": _regrade}

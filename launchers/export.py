@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agentenv.assembly.run.arguments import Parser
-from agentenv.assembly.run.checkpoints import BEST, find_checkpoint
+from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.run.terminal import View, exit_code_of
 
 TRANSCRIPTS = "transcripts"
@@ -28,19 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == [TRANSCRIPTS]:
         return _transcripts(argv[1:])
     arguments = _parse(argv)
-    view = View()
 
-    def work() -> None:
-        checkpoint = find_checkpoint(arguments.checkpoint, best=arguments.best)
+    def work(view: View) -> None:
+        checkpoint = find_checkpoint(arguments.checkpoint)
         from agentenv.learners.ranks.offline_export import export
 
         view.wait_for(f"reading {checkpoint}", "writing")
-        export(
-            checkpoint,
-            arguments.out,
-            dtype=arguments.dtype,
-            max_shard_bytes=int(arguments.max_shard_gb * (1 << 30)),
-        )
+        export(checkpoint, arguments.out, dtype=arguments.dtype)
         view.end()
         view.log(f"exported {checkpoint} to {arguments.out} as {arguments.dtype}")
         path = shlex.quote(str(arguments.out))
@@ -51,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             }
         )
 
-    return exit_code_of(work, view, writing=str(arguments.out))
+    return exit_code_of(work, str(arguments.out))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -64,8 +58,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--best", action="store_true", help=f"of a run: checkpoints/{BEST}")
-    parser.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB")
     return parser.parse_args(argv)
 
 
@@ -90,9 +82,9 @@ def _transcripts(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--tokens", action="store_true", help="for a run: include token ids and their log-probs"
     )
-    arguments, view = parser.parse_args(argv), View()
+    arguments = parser.parse_args(argv)
 
-    def work() -> None:
+    def work(view: View) -> None:
         from agentenv.lab.viewing.transcripts import export  # slow to load
 
         view.wait_for(f"reading {arguments.source}", "writing")
@@ -101,7 +93,7 @@ def _transcripts(argv: Sequence[str]) -> int:
         path = shlex.quote(str(arguments.out))
         view.suggest({f"inspect view --log-dir {path}": "in the viewer of Inspect"})
 
-    return exit_code_of(work, view, writing=str(arguments.out))
+    return exit_code_of(work, str(arguments.out))
 
 
 if __name__ == "__main__":

@@ -36,8 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     where = "parent of NAME; default: the current folder"
     parser.add_argument("--folder", type=Path, default=Path(), metavar="DIR", help=where)
     arguments = parser.parse_args(argv)
-    view = View()
-    return exit_code_of(lambda: _make(arguments.name, arguments.folder, view), view, writing="NAME")
+    return exit_code_of(lambda view: _make(arguments.name, arguments.folder, view), "NAME")
 
 
 def _make(name: str, parent: Path, view: View) -> int:

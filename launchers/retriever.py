@@ -23,8 +23,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from agentenv.assembly.keys.help import key_table
-from agentenv.assembly.run.arguments import check_arguments
+from agentenv.assembly.keys.help import KeysParser, add_key_help
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 from agentenv.base.config import build_config, load_config
 from agentenv.base.errors import ForeignError, InfraError, ToolError
@@ -36,10 +35,10 @@ from agentenv.envs.search.bm25 import BM25Config
 from agentenv.envs.search.corpus import Backend, Hit, Query, joined_contents
 from agentenv.envs.search.keys import AnyBackend, SearchConfig
 from agentenv.envs.search.service import build_backend
-from agentenv.launchers.command import stop_event
+from agentenv.launchers.command import until_stopped
 
 MAX_BODY_BYTES = 4_000_000
-MAX_QUERY_CHARS = 10_000
+MAX_QUERIES, MAX_QUERY_CHARS = 512, 10_000  # of a request; of a query
 
 
 class RetrieverConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,9 +50,6 @@ class RetrieverConfig(Struct, frozen=True, forbid_unknown_fields=True):
     )
     port: Annotated[int, Meta(ge=0, le=65535, description="0: any free port")] = 8000
     topk: Annotated[int, Meta(ge=1, le=100, description="default number of results")] = 5
-    max_queries: Annotated[int, Meta(ge=1, description="maximum number of queries per request")] = (
-        512
-    )
 
 
 class _Request(Struct):
@@ -137,8 +133,8 @@ class Retriever:
         return self._cut([body.query] if body.query is not None else body.queries or [])
 
     def _cut(self, queries: list[str]) -> list[str]:
-        if len(queries) > self.config.max_queries:
-            raise ValueError(f"{len(queries)} queries, at most {self.config.max_queries}")
+        if len(queries) > MAX_QUERIES:
+            raise ValueError(f"{len(queries)} queries, at most {MAX_QUERIES}")
         return [query[:MAX_QUERY_CHARS] for query in queries]
 
 
@@ -175,16 +171,15 @@ async def serve(config: RetrieverConfig, view: View) -> None:
         view.wait_for("loading the index", "the address")
         await backend.start()
         await listener.listen(Retriever(config, backend).app(), config.host, config.port)
-        stop = stop_event()
-        view.end()
         url = f"http://{config.host}:{listener.port}"
-        view.log(f"serving on {url} (POST /retrieve, /search, /batch_search)")
-        view.log("Ctrl-C stops the server; in another terminal:")
-        view.log(f"""  curl {url}/retrieve -d '{{"query": "a question", "topk": 3}}'""")
-        view.log("or in the configuration of a run:")
-        view.log(f"""  search.backend = {{ name = "remote", url = "{url}" }}""")
-        await stop.wait()
-        view.log("stopping")
+        lines = [
+            f"serving on {url} (POST /retrieve, /search, /batch_search)",
+            "Ctrl-C stops the server; in another terminal:",
+            f"""  curl {url}/retrieve -d '{{"query": "a question", "topk": 3}}'""",
+            "or in the configuration of a run:",
+            f"""  search.backend = {{ name = "remote", url = "{url}" }}""",
+        ]
+        await until_stopped(view, lines)
     finally:
         try:
             await listener.close()
@@ -210,17 +205,14 @@ def read_config(arguments: list[str]) -> RetrieverConfig:
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 stopped, 1 failed with a reason, 2 bad input, 130 interrupted during
     the start-up."""
-    if {"-h", "--help"} & set(arguments):
-        usage = "usage: agentenv retriever [CONFIG] [key.sub=value ...]"
-        sys.stdout.write(f"{usage}\n\n{__doc__}\n{key_table(RetrieverConfig)}\n")
-        return 0
-    view = View()
-
-    def work() -> None:
-        check_arguments(arguments)
-        run_until_done(serve(read_config(arguments), view), view)
-
-    return exit_code_of(work, view, writing="the index")
+    usage = "agentenv retriever [CONFIG] [key.sub=value ...]"
+    parser = KeysParser(prog="agentenv retriever", usage=usage, description=__doc__)
+    parser.add_argument("keys", nargs="*", metavar="key.sub=value")
+    add_key_help(parser, RetrieverConfig)
+    given = parser.parse_args(arguments).keys
+    return exit_code_of(
+        lambda view: run_until_done(serve(read_config(given), view), view), "the index"
+    )
 
 
 if __name__ == "__main__":

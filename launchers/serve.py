@@ -8,13 +8,13 @@ such as a judge or a summarizer, that several runs and evaluations share.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from agentenv.assembly.keys.cluster import ServeConfig
 from agentenv.assembly.keys.evaluation import PolicyConfig
 from agentenv.assembly.keys.help import KeysParser, add_key_help
 from agentenv.assembly.parts.assembly import Assembly
-from agentenv.assembly.run.checkpoints import BEST
+from agentenv.assembly.run.kept import BEST
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 from agentenv.assembly.serving.gpus import gpus_for_others
@@ -31,11 +31,12 @@ from agentenv.base.config import Reporter, Tree, build_config
 from agentenv.base.errors import ConfigError
 from agentenv.base.installation import require_train
 from agentenv.base.model_files import fetch_from_hub
+from agentenv.base.errors import ConfigError, require_train
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Limits
 from agentenv.contract.server_config import read_key
 from agentenv.evaluation.subject import LAST, START, Subject, configured, find_subject
-from agentenv.launchers.command import make_parser, parse, run_command, stop_event
+from agentenv.launchers.command import make_parser, parse, run_command, until_stopped
 
 if TYPE_CHECKING:
     from agentenv.endpoint.policy import PolicyHandler
@@ -55,22 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             resumes=False,
         )
         return run_command(parse(parser, argv), ServeConfig, serve)
-    arguments = _parse(argv)
-    view = View()
-    return exit_code_of(lambda: _run(arguments, view), view, writing="stopping")
+    return exit_code_of(partial(_run, _parse(argv)), "stopping")
 
 
 async def serve(config: ServeConfig, run: RunDirectory, view: View, resume: str) -> None:
     """Start all servers, print their addresses, and wait for a signal."""
-    stop = stop_event()
     async with AsyncExitStack() as stack:
         factory = ServerFactory(run.path, stack, view.log)
         urls = await start_servers(config.roles, run.resolve, factory)
-        view.end()
-        for name, url in urls.items():
-            view.log(f"{name} is at {url}: 'roles.{name}={{url=\"{url}\"}}'")
-        await stop.wait()
-        view.log("stopping")
+        shown = "{0} is at {1}: 'roles.{0}={{url=\"{1}\"}}'".format
+        await until_stopped(view, [shown(*one) for one in urls.items()])
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -97,13 +92,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _run(arguments: argparse.Namespace, view: View) -> int:
     """Serve the subject of the arguments; returns the exit code."""
     require_train("torch", "transformers")
-    fetch_from_hub(arguments.subject, "model", view.log)
-    subject = find_subject(arguments.subject, checkpoint=arguments.checkpoint)
-    if subject.model is None or not subject.model.is_dir():
-        raise ConfigError(
-            f"{arguments.subject}: no such directory; expected a run, a checkpoint or a model "
-            "directory"
-        )
+    subject = find_subject(arguments.subject, checkpoint=arguments.checkpoint, report=view.log)
+    if subject.model is None:
+        raise ConfigError(f"{arguments.subject} is an endpoint; expected a run or a model")
     known = {key: value for key, value in subject.raw.items() if key in _OF_RUN}
 
     def build(raw: Tree, source: str) -> PolicyConfig:
@@ -112,28 +103,22 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     config = configured(arguments, subject._replace(raw=known), PolicyConfig, build, view.log)
     view.wait_for("starting the engine", "the address")
     with gpus_for_others(config):
-        run_until_done(_until_stopped(config, subject, view), view)
+        served = serve_policy(config, subject, view.log, partial(until_stopped, view))
+        run_until_done(served, view)
     return 0
-
-
-async def _until_stopped(config: PolicyConfig, subject: Subject, view: View) -> None:
-    stop = stop_event()
-
-    def report(text: str) -> None:
-        view.end()
-        view.log(text)
-
-    await serve_policy(config, subject, report, stop)
-    view.log("stopping")
 
 
 _OF_RUN = ("prompt", "renderer", "sampling", "engine")
 
 
 async def serve_policy(
-    config: PolicyConfig, subject: Subject, report: Reporter, stop: asyncio.Event
+    config: PolicyConfig,
+    subject: Subject,
+    report: Reporter,
+    until: Callable[[Sequence[str]], Awaitable[None]],
 ) -> None:
-    """Start the engine, listen, print how to reach the model, and serve until `stop`."""
+    """Start the engine, listen, and serve until `until` returns, which gets lines about how to
+    reach the model."""
     from agentenv.endpoint.server import ApiServer, only
 
     key = read_key(config.api_key_env, "api_key_env") or secrets.token_urlsafe(NUM_KEY_BYTES)
@@ -151,12 +136,14 @@ async def serve_policy(
         await server.start(config.host, config.port)
         url = f"http://{config.host}:{server.port}"
         shown = f"${config.api_key_env}" if config.api_key_env else key
-        report(f"{name} is at {url}")
-        report(f"OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={shown}")
-        report(f"ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={shown}")
-        report("Ctrl-C stops the server; in another terminal, with the variables above:")
-        report(f'  curl {url}/v1/models -H "Authorization: Bearer $OPENAI_API_KEY"')
-        await stop.wait()
+        lines = [
+            f"{name} is at {url}",
+            f"OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={shown}",
+            f"ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={shown}",
+            "Ctrl-C stops the server; in another terminal, with the variables above:",
+            f'  curl {url}/v1/models -H "Authorization: Bearer $OPENAI_API_KEY"',
+        ]
+        await until(lines)
 
 
 class PolicyAssembly(Assembly[PolicyConfig]):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -38,7 +39,7 @@ from agentenv.contract.env import close_shared
 from agentenv.contract.server_config import read_key
 from agentenv.endpoint.openenv import EnvServer
 from agentenv.evaluation.subject import saved_config
-from agentenv.launchers.command import stop_event
+from agentenv.launchers.command import until_stopped
 from agentenv.text.prompt import PromptConfig
 
 
@@ -62,12 +63,6 @@ class ServeEnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "this machine can connect"
         ),
     ] = ""
-    max_sessions: Annotated[
-        int, Meta(ge=1, description="maximum number of sessions; others are rejected")
-    ] = 4096
-    idle_s: Annotated[float, Meta(gt=0, description="time after which an idle session ends")] = (
-        3600.0
-    )
 
     def __post_init__(self) -> None:
         force_setattr(self, "eval", self.eval.with_sources_of(self.data))
@@ -88,9 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("subject", metavar="SUBJECT", help=subject)
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
     add_key_help(parser, ServeEnvConfig)
-    arguments = parser.parse_intermixed_args(argv)
-    view = View()
-    return exit_code_of(lambda: _run(arguments, view), view, writing="stopping")
+    return exit_code_of(partial(_run, parser.parse_intermixed_args(argv)), "stopping")
 
 
 def _run(arguments: argparse.Namespace, view: View) -> int:
@@ -131,27 +124,26 @@ async def _until_stopped(config: ServeEnvConfig, resolve: Resolve, view: View) -
         server = await env_server(config, resolve, view.log)
         try:
             await server.start(config.host, config.port)
-            stop = stop_event()
-            view.end()
-            _print_address(server.name, f"http://{config.host}:{server.port}", config, view.log)
-            await stop.wait()
-            view.log("stopping")
+            url = f"http://{config.host}:{server.port}"
+            await until_stopped(view, _address(server.name, url, config.api_key_env))
         finally:
             await server.close()
     finally:
         await close_shared()
 
 
-def _print_address(name: str, url: str, config: ServeEnvConfig, report: Reporter) -> None:
-    """Print how to stop the server, query it, and train on it."""
-    key = f' -H "Authorization: Bearer ${config.api_key_env}"' if config.api_key_env else ""
-    report(f"{name} is at {url}")
-    report("Ctrl-C stops the server; in another terminal:")
-    report(f"  curl {url}/metadata{key}")
-    report("or in the configuration of a run (docs/openenv.md):")
-    report('  env.id = "agentenv/OpenEnv-v0"')
-    report(f'  env.kwargs.url = "{url}"')
-    report(f'  data.train = "openenv:{url}"')
+def _address(name: str, url: str, key_variable: str) -> list[str]:
+    """How to stop the server, query it, and train on it."""
+    key = f' -H "Authorization: Bearer ${key_variable}"' if key_variable else ""
+    return [
+        f"{name} is at {url}",
+        "Ctrl-C stops the server; in another terminal:",
+        f"  curl {url}/metadata{key}",
+        "or in the configuration of a run (docs/openenv.md):",
+        '  env.id = "agentenv/OpenEnv-v0"',
+        f'  env.kwargs.url = "{url}"',
+        f'  data.train = "openenv:{url}"',
+    ]
 
 
 async def env_server(config: ServeEnvConfig, resolve: Resolve, report: Reporter) -> EnvServer:
@@ -168,8 +160,6 @@ async def env_server(config: ServeEnvConfig, resolve: Resolve, report: Reporter)
         make_env,
         splits,
         key=key,
-        max_sessions=config.max_sessions,
-        idle_s=config.idle_s,
         timeout_s=config.limits.max_seconds,
     )
 

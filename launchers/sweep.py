@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from agentenv.assembly.keys.help import KeysParser
@@ -35,12 +36,9 @@ FOLDER = Path("sweeps")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 a run failed, 2 bad input, 130 interrupted."""
-    options = _parse(argv)
-    view = View()
     return exit_code_of(
-        lambda: _run(options, view),
-        view,
-        writing="writing the sweep",
+        partial(_run, _parse(argv)),
+        "writing the sweep",
         interrupted="interrupted; the same command continues and keeps finished runs",
     )
 
@@ -56,7 +54,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--vary", action="append", default=[], metavar="key.sub=V,V",
         help="one arm per value; if repeated, per combination",
     )  # fmt: skip
-    parser.add_argument("--arms", nargs="+", metavar="NAME", help="only these arms of the file")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: sweeps/NAME of SUBJECT")
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="concurrent runs; default 1"
@@ -81,17 +78,7 @@ def _config(options: argparse.Namespace) -> SweepConfig:
                 "expected none on the command line"
             )
         config = read_sweep(options.subject)
-        unknown = set(options.arms or ()) - set(config.arms)
-        if unknown:
-            raise ConfigError(
-                f"--arms: no {', '.join(sorted(unknown))}; arms: {', '.join(config.arms)}"
-            )
-        if options.arms:
-            config.arms = {name: config.arms[name] for name in options.arms}
-            config.baseline = config.baseline if config.baseline in config.arms else ""
     else:
-        if options.arms:
-            raise ConfigError("--arms requires a sweep file; for a configuration, pass --vary")
         arms = grid(options.vary) if options.vary else {"all": []}
         config = SweepConfig(
             config=str(options.subject.resolve()),

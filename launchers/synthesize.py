@@ -17,6 +17,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -59,7 +60,7 @@ from agentenv.lab.recipes.sorting import (
     summarize,
     write_data,
 )
-from agentenv.launchers.command import add_dry_run, add_subject, check_arguments
+from agentenv.launchers.command import add_dry_run, add_subject, parse
 
 FOLDER = "synthesis"
 
@@ -67,18 +68,20 @@ FOLDER = "synthesis"
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 something is
     missing (dry run only), 130 interrupted."""
-    arguments = _parse(argv)
-    view = View()
     return exit_code_of(
-        lambda: _run(arguments, view),
-        view,
-        writing="writing the data",
+        partial(_run, _parse(argv)),
+        "writing the data",
         interrupted="interrupted; the same command continues with the missing trajectories",
     )
 
 
 def _run(arguments: argparse.Namespace, view: View) -> int:
-    subject = find_subject(arguments.subject, model=arguments.model, tokenizer=arguments.tokenizer)
+    subject = find_subject(
+        arguments.subject,
+        model=arguments.model,
+        tokenizer=arguments.tokenizer,
+        report=None if arguments.dry_run else view.log,
+    )
     plan = _plan(arguments, subject, view)
     if arguments.dry_run:
         from agentenv.lab.diagnosis.dry_run import dry_run  # slow to load
@@ -121,9 +124,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     out = f"folder of the data, from which the command also resumes; default {FOLDER}/NAME"
     add_dry_run(parser)
     add_subject(parser, SynthesisConfig, out)
-    arguments = parser.parse_intermixed_args(argv)
-    check_arguments(parser, arguments)
-    return arguments
+    return parse(parser, argv)
 
 
 async def synthesize(plan: SynthesisPlan, subject: Subject, out: Path, view: View) -> int:

@@ -30,9 +30,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--port", type=int, default=0, help="port on 127.0.0.1; default: a free one"
     )
     parser.add_argument(
-        "--open", action="store_true", help="open the page in this machine's browser"
-    )
-    parser.add_argument(
         "--export",
         type=Path,
         metavar="OUT",
@@ -53,13 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from agentenv.assembly.run.terminal import View, exit_code_of  # after --help
 
-    view = View()
+    def work(view: View) -> int:
+        def report(text: str) -> None:
+            view.end()
+            view.log(text)
 
-    def report(text: str) -> None:
-        view.end()
-        view.log(text)
-
-    def work() -> int:
         from agentenv.assembly.run.terminal import run_until_done
         from agentenv.evaluation.sweep import SWEEP_FILE
         from agentenv.lab.viewing.folder import Folder
@@ -85,12 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 0
             server = FolderServer(folder, arguments.port)
         try:
-            run_until_done(serve(server, report, opens=arguments.open), view)
+            run_until_done(serve(server, report), view)
         except KeyboardInterrupt:
             return 0  # the usual end
         return 0
 
-    return exit_code_of(work, view, writing=str(arguments.export or arguments.run))
+    return exit_code_of(work, str(arguments.export or arguments.run))
 
 
 if __name__ == "__main__":

@@ -67,6 +67,8 @@ OURS = {
     "assembly/reports/pictures.py": "a run directory",
     "assembly/run/checkpoints.py": "a run directory",
     "assembly/run/rundir.py": "a run directory",
+    "assembly/run/lock.py": "the holder of a run directory",
+    "assembly/run/resuming.py": "a run directory",
     "assembly/serving/servers.py": "configuration",
     "training/supervised/run.py": "a run directory",
     "lab/recipes/sorting.py": "a result directory of ours",

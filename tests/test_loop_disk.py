@@ -79,10 +79,10 @@ ALLOWED = {
     "training/loop/training.py _announce: loop.recorder.archive.forget_after": BEFORE,
     "training/loop/training.py _announce: self.run.forget_metrics_after": BEFORE,
     "training/supervised/rounds.py run_rounds: run.forget_metrics_after": BEFORE,
-    "training/supervised/rounds.py run_rounds: run.resume_from": BEFORE,
-    "training/loop/training.py _announce: self.run.resume_from": BEFORE,
+    "training/supervised/rounds.py run_rounds: resume_from": BEFORE,
+    "training/loop/training.py _announce: resume_from": BEFORE,
     "training/supervised/run.py encoder: load_instruction": BEFORE,
-    "training/supervised/run.py train_supervised: run.checkpoints.to_resume": BEFORE,
+    "training/supervised/run.py train_supervised: checkpoint_to_resume": BEFORE,
     "training/workers/rollout_worker.py make_engine: read_eos_ids": BEFORE,
 }
 

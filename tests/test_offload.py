@@ -83,6 +83,7 @@ ALLOWED = {
     "assembly/run/watchdog.py: threading.Thread": "the watchdog looks at the loop from outside",
     "assembly/run/watchdog.py: time.monotonic": "the same",
     "assembly/reports/monitors.py: threading.Thread": "they are handed rows, asked for nothing",
+    "assembly/run/garbage.py: time.monotonic": "how long a collection took",
     "agentenv/adapters/gym.py: threading.Thread": "the loop of callers that have none",
     "agentenv/adapters/gym.py: new_event_loop": "the same",
     "lab/viewing/page.py: subprocess.Popen": "the viewer, which ends with the run",

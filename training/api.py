@@ -41,6 +41,8 @@ from agentenv.assembly.parts.session import run_session
 from agentenv.assembly.reports.records import EvalRow
 from agentenv.assembly.run.arguments import LATEST, check_places
 from agentenv.assembly.run.checkpoints import find_checkpoint
+from agentenv.assembly.run.kept import find_checkpoint
+from agentenv.assembly.run.records import EvalRow
 from agentenv.assembly.run.rundir import INPUTS
 from agentenv.assembly.run.terminal import (
     View,
@@ -55,6 +57,7 @@ from agentenv.base.config import Tree, read_toml, resolve_config
 from agentenv.base.errors import AgentEnvError, ConfigError
 from agentenv.base.installation import require_train
 from agentenv.base.model_files import fetch_from_hub
+from agentenv.base.errors import AgentEnvError, ConfigError, require_train
 from agentenv.base.offload import in_new_thread, result_of
 from agentenv.base.registry import loaded
 from agentenv.base.types import Task
@@ -68,9 +71,7 @@ from agentenv.evaluation.run import chosen_sets, default_folder, evaluate_and_re
 from agentenv.evaluation.store import read_rows
 from agentenv.evaluation.subject import (
     LAST,
-    check_directory,
     find_subject,
-    is_url,
     of_env,
     resolve,
 )
@@ -271,13 +272,14 @@ def evaluate(
             found = find_subject(str(memory / "model"))._replace(name=text)
         else:
             text = str(subject)
-            if not is_url(text):
-                fetch_from_hub(text, "model", view.log)
-            chosen, where = [] if raw else list(sets), str(tokenizer or "")
             found = find_subject(
-                text, sets=chosen, checkpoint=checkpoint, model=model, tokenizer=where
+                text,
+                sets=[] if raw else list(sets),
+                checkpoint=checkpoint,
+                model=model,
+                tokenizer=str(tokenizer or ""),
+                report=view.log,
             )
-            check_directory(found, text)
         texts = list(_texts(overrides))
         if data is not None:
             paths, is_rows = _files_or_rows(data, "data")

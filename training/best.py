@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from agentenv.assembly.run.checkpoints import load_state
+from agentenv.assembly.run.kept import best_checkpoint, keep_best
 from agentenv.base.deadline import uncancelled
 from agentenv.base.offload import in_thread
 from agentenv.training.loop.brief_reports import BriefReport
@@ -33,14 +34,14 @@ async def consider_best(saver: RunSaver, step: int, report: BriefReport) -> None
 
 def _best_step(saver: RunSaver) -> int | None:
     """The step of the best checkpoint, which may be of an earlier process."""
-    best = saver.checkpoints.best()
+    best = best_checkpoint(saver.checkpoints)
     return None if best is None else load_state(best, RunState).step
 
 
 async def _keep_best(saver: RunSaver, step: int, value: float) -> None:
     """Record a new best value, only with an existing checkpoint; see Evaluator.resume."""
     if await in_thread(saver.has, step):
-        await in_thread(saver.checkpoints.keep_best, step)
+        await in_thread(keep_best, saver.checkpoints, step)
     elif await in_thread(_best_step, saver) != step:
         return
     saver.state.best = value

@@ -355,11 +355,10 @@ def load_benchmark(
         raise DataError(f"{spec.name}: no file given; {spec.how_to_get}")
     try:
         files = find_files([path] if isinstance(path, str | Path) else path)
-        absent = [str(file) for file in files if not file.exists()]
+        if absent := [str(file) for file in files if not file.exists()]:
+            raise DataError(f"missing files: {', '.join(absent)}")
     except DataError as error:
         raise DataError(f"{spec.name}: {error}; {spec.how_to_get}") from None
-    if absent:
-        raise DataError(f"{spec.name}: missing files: {', '.join(absent)}; {spec.how_to_get}")
     adapt = BenchmarkRows(spec, config.columns, key)
     tasks = load_tasks(
         files,

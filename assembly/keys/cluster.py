@@ -221,18 +221,24 @@ class ExternalCluster(WideCluster, frozen=True, kw_only=True, tag="external"):
 MIN_TOKEN = 16
 
 
-class SlurmCluster(ExternalCluster, frozen=True, kw_only=True, tag="slurm"):
+class JobCluster(ExternalCluster, frozen=True, kw_only=True, tag="-job"):
+    """A job that --dry-run writes for `submit`."""
+
+    submit: ClassVar[str]
+    port: Annotated[int, Meta(ge=1, le=65535, description="port of the controller")] = 29700
+    gpus: Annotated[int, Meta(ge=0, description="GPUs of the controller's node; 0: none")] = 0
+    script: Annotated[str, Meta(description="file that --dry-run writes; empty: print it")] = ""
+
+
+class SlurmCluster(JobCluster, frozen=True, kw_only=True, tag="slurm"):
     """A Slurm job: the controller with its engine and learner on the first node, rollout workers on
     all nodes. --dry-run prints the script for sbatch."""
 
     submit: ClassVar[str] = "sbatch"
-    port: Annotated[int, Meta(ge=1, le=65535, description="port of the controller")] = 29700
     nodes: Annotated[int, Meta(ge=1, description="nodes of the job")] = 2
-    gpus: Annotated[int, Meta(ge=0, description="GPUs of each node; 0: none")] = 0
     time: Annotated[
         str, Meta(description="time limit of the job in sbatch's format, 1-12:00:00")
     ] = "24:00:00"
-    script: Annotated[str, Meta(description="file that --dry-run writes; empty: print it")] = ""
     options: Annotated[
         list[str], Meta(description="extra sbatch options, such as --partition=long")
     ] = field(default_factory=list)
@@ -249,13 +255,11 @@ class SlurmCluster(ExternalCluster, frozen=True, kw_only=True, tag="slurm"):
             )
 
 
-class KubernetesCluster(ExternalCluster, frozen=True, kw_only=True, tag="kubernetes"):
+class KubernetesCluster(JobCluster, frozen=True, kw_only=True, tag="kubernetes"):
     """Two Kubernetes jobs: one for the controller with its engine and learner, one for rollout
     workers. --dry-run prints the manifests for kubectl apply."""
 
     submit: ClassVar[str] = "kubectl apply -f"
-    port: Annotated[int, Meta(ge=1, le=65535, description="port of the controller")] = 29700
-    script: Annotated[str, Meta(description="file that --dry-run writes; empty: print it")] = ""
     image: Annotated[str, Meta(description="image in which agentenv is installed")] = ""
     claim: Annotated[
         str,
@@ -265,7 +269,6 @@ class KubernetesCluster(ExternalCluster, frozen=True, kw_only=True, tag="kuberne
         ),
     ] = ""
     mount: Annotated[str, Meta(description="mount point of the claim")] = "/shared"
-    gpus: Annotated[int, Meta(ge=0, description="GPUs of the controller; 0: none")] = 0
     memory: Annotated[str, Meta(description="memory of the controller and of each worker")] = "8Gi"
     secret: Annotated[
         str,

@@ -214,7 +214,7 @@ def _hint_texts(key: str) -> list[str]:
 Way = Literal["direct", "tools", "hints"]
 WAYS: tuple[Way, ...] = ("direct", "tools", "hints")
 WITH_TOOLS: tuple[Way, ...] = ("tools", "hints")
-SYNTHESIS_KEYS = ("direct", "hints", "filter", "exclude", "skip_easy")
+SYNTHESIS_KEYS = ("direct", "hints", "filter", "exclude")
 
 _Count = Annotated[int, Meta(ge=1)]
 
@@ -292,12 +292,6 @@ class SynthesisConfig(EvaluateConfig, frozen=True, kw_only=True, forbid_unknown_
         list[str],
         Meta(description="files of questions to exclude from the data, such as test sets"),
     ] = field(default_factory=list)
-    skip_easy: Annotated[
-        bool,
-        Meta(
-            description="do not ask directly answered questions again with tools, which saves half"
-        ),
-    ] = False
 
     def __post_init__(self) -> None:
         if self.assist is not None:

@@ -38,7 +38,6 @@ from agentenv.base.registry import (
 REQUIRED = "required"
 TABLE = "table"
 SUFFIX = {mi.DictType: ".NAME", mi.ListType: "[n]", mi.VarTupleType: "[n]"}  # of entries
-HEADING = "configuration keys (in the file, or on the command line as key.sub=value):"
 
 
 class Key(NamedTuple):
@@ -208,10 +207,6 @@ class KeysParser(arguments.Parser):
 class HelpKeys(argparse.Action):
     """--help-keys [PREFIX]: print the keys of a table and end."""
 
-    def __init__(self, *args: Any, config_type: type[msgspec.Struct], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.config_type = config_type
-
     def __call__(
         self,
         parser: argparse.ArgumentParser,
@@ -219,17 +214,18 @@ class HelpKeys(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        prefix = str(values or "")
+        assert isinstance(parser, KeysParser)
+        assert parser.config_type is not None
+        prefix, config_type = str(values or ""), parser.config_type
         arguments.import_from_working_directory()
         try:
-            given = parser.given if isinstance(parser, KeysParser) else []
-            for table, name in _named(" ".join([prefix, *given])):
-                registry = registry_at(self.config_type, table)
+            for table, name in _named(" ".join([prefix, *parser.given])):
+                registry = registry_at(config_type, table)
                 if registry is not None:
                     registry.find(name)
         except ConfigError as error:
             parser.error(f"--help-keys: {error}")
-        keys = describe(self.config_type, once=not prefix)
+        keys = describe(config_type, once=not prefix)
         found = select(keys, prefix)
         if not found:
             tables = sorted({key.name.partition(".")[0] for key in keys})
@@ -256,16 +252,10 @@ def add_key_help(parser: KeysParser, config_type: type[msgspec.Struct]) -> None:
         "--help-keys",
         nargs="?",
         action=HelpKeys,
-        config_type=config_type,
         metavar="PREFIX",
         help="show every configuration key, or those of a table or kind (algorithm, "
         "algorithm.arpo, learner.lora): type, default, meaning",
     )
-
-
-def key_table(config_type: type[msgspec.Struct]) -> str:
-    """All keys, for the --help of a small configuration."""
-    return f"{HEADING}\n\n{key_list(describe(config_type))}"
 
 
 def overview(config_type: type[msgspec.Struct]) -> str:
@@ -451,15 +441,7 @@ def find(key: str) -> tuple[str, str] | None:
 
 
 def _advice(key: str) -> str:
-    """The advice for a key of verl's, also a misspelled one; empty for other keys."""
-    table, _, leaf = key.rpartition(".")
-    alike = {
-        name.rpartition(".")[2]: name for name in verl_keys() if name.rpartition(".")[0] == table
-    }
-    near = difflib.get_close_matches(leaf, alike, n=1, cutoff=MISSPELLED) if table else []
-    meant = alike[near[0]] if near else key
-    if meant != key and key not in verl_keys():
-        return f"did you mean {meant}? {advice(*verl_keys()[meant])}"
+    """The advice for a key of verl's; empty for other keys."""
     root = key.partition(".")[0]
     # Tables that both have: only names that are not ours get a general answer.
     if root in BOTH and key not in verl_keys() and not key.startswith(_THEIR_TABLES):
@@ -469,7 +451,6 @@ def _advice(key: str) -> str:
     return advice(*entry) if entry else "no key with a counterpart here" if is_theirs else ""
 
 
-MISSPELLED = 0.85  # similarity of the last parts of two keys
 BOTH = ("data", "algorithm")  # tables that verl and agentenv both have
 _THEIR_TABLES = ("data.custom_cls.", "algorithm.kl_ctrl.", "algorithm.pf_ppo.")
 

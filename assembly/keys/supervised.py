@@ -102,10 +102,6 @@ class ChatDataConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         bool, Meta(description="skip and list invalid rows instead of rejecting the file")
     ] = False
     max_length: MaxLength = 15_000
-    overlong: Annotated[
-        Literal["cut", "skip", "error"],
-        Meta(description="a longer sequence is truncated, skipped, or rejected"),
-    ] = "cut"
     compat: Annotated[
         Literal["", "reference"],
         Meta(
@@ -145,7 +141,7 @@ class LoopConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(
             ge=1,
-            description="rows of a batch, over all ranks: sequences, pairs, or see packing",
+            description="rows of a batch, over all ranks: sequences or pairs",
             extra=ESSENTIAL,
         ),
     ] = 8
@@ -187,18 +183,6 @@ class LoopConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.batch_size * self.gradient_accumulation
 
 
-class SFTLoopConfig(LoopConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Supervised fine-tuning."""
-
-    packing: Annotated[
-        bool,
-        Meta(
-            description="pack sequences into a batch row up to data.max_length, without attention "
-            "between them; false: one sequence per row (neither way is padded)"
-        ),
-    ] = False
-
-
 class KeepingConfig(SavingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Checkpoints of a supervised run."""
 
@@ -234,7 +218,7 @@ class SupervisedRunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class SFTRunConfig(SupervisedRunConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All keys of `agentenv sft`."""
 
-    sft: SFTLoopConfig = SFTLoopConfig()
+    sft: LoopConfig = LoopConfig()
 
     @property
     def loop(self) -> LoopConfig:

@@ -40,7 +40,7 @@ from agentenv.assembly.parts.environments import (
     try_env,
 )
 from agentenv.assembly.run.arguments import RunConfig
-from agentenv.assembly.run.checkpoints import find_checkpoint
+from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.serving.servers import ServerFactory, fill_roles, start_servers
 from agentenv.base.config import RUN, Reporter, resolver
 from agentenv.base.errors import ConfigError, DataError

@@ -102,6 +102,8 @@ class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                     f"monitor.{key}: the package {key} is not installed; "
                     f"`{install_hint('monitor')}` installs it"
                 )
+        if self.wandb is not None:
+            self.wandb.check_login()
 
     def start(self, run: Path, settings: dict[str, Any]) -> Monitors:
         """The monitors of the run in the folder `run`; `settings`: its whole configuration."""

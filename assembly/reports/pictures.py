@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -260,7 +261,9 @@ def training_figures(rows: Sequence[Row], name: str) -> Any:
     """A figure of all other metrics by step: trees, lengths, tools, learner, seconds. Metrics that
     are always 0 have no curve and are listed below; a panel without curves is omitted."""
     steps = _steps(rows)
-    calls = sorted({key for row in steps for key in row if _is_tool(key, ("calls", "errors"))})
+    calls = sorted(
+        {key for row in steps for key in row if re.match("tool/.*/(calls|errors)$", key)}
+    )
     drawn, zero = [], []
     for title, keys in (*PANELS, ("tool calls per step", calls)):
         present = [key for key in keys if any(key in row for row in steps)]
@@ -311,10 +314,6 @@ def _seconds(axes: Any, steps: Sequence[Row]) -> None:
         axes.stackplot([row["step"] for row in steps], values, labels=labels)
     axes.set_title("seconds per step, by part", fontsize="medium")
     axes.locator_params(axis="x", integer=True)
-
-
-def _is_tool(key: str, figures: Sequence[str]) -> bool:
-    return key.startswith("tool/") and key.rpartition("/")[2] in figures
 
 
 def _steps(rows: Sequence[Row]) -> list[Row]:

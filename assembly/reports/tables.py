@@ -47,13 +47,6 @@ def as_rich(table: Table) -> rich.table.Table:
     return found
 
 
-def bare_table(title: str) -> rich.table.Table:
-    """A table of figures for the terminal, without lines and still without columns."""
-    return rich.table.Table(
-        title=title, title_justify="left", min_width=76, box=None, padding=(0, 2, 0, 0)
-    )
-
-
 def as_markdown(table: Table) -> str:
     """The table with a heading and its note."""
     numbers = range(len(table.columns))

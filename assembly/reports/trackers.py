@@ -9,13 +9,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from configparser import ConfigParser
-from configparser import Error as ConfigParserError
-from contextlib import suppress
-from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
-from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct, field
 
@@ -26,9 +21,7 @@ from agentenv.base.errors import ConfigError, ForeignError
 from agentenv.base.untrusted import decode
 from agentenv.data.data_files import Row
 
-API_KEY, MODE = "WANDB_API_KEY", "WANDB_MODE"
-KEY_FILES = ("WANDB_API_KEY_FILE", "WANDB_IDENTITY_TOKEN_FILE")  # variables with a file's path
-MODES = {"run": "online", "dryrun": "offline"}  # earlier names
+MODE = "WANDB_MODE"
 INIT_TIMEOUT_S = 90.0
 COLUMNS = ("step", "kind", "question", "answers", "trajectory", "reward", "success", "tool calls")
 
@@ -43,39 +36,10 @@ class Axis(NamedTuple):
 def wandb_mode(chosen: str) -> Literal["online", "offline", "disabled"]:
     """The mode: that of WANDB_MODE if it is set, else `chosen`, that of the configuration."""
     named = os.environ.get(MODE, "").strip().lower() or chosen
-    match MODES.get(named, named):
+    match named:
         case "online" | "offline" | "disabled" as mode:
             return mode
     raise ConfigError(f"{MODE} = {named!r}: expected online, offline or disabled")
-
-
-def is_logged_in() -> bool:
-    """Whether Weights & Biases finds a key: in the environment, or in the file of `wandb login`."""
-    if any(os.environ.get(name) for name in (API_KEY, *KEY_FILES)):
-        return True
-    own = os.environ.get("NETRC")
-    paths = [Path(one).expanduser() for one in (own, "~/.netrc", "~/_netrc") if one]
-    path = next((one for one in paths if one.is_file()), None)
-    if path is None:
-        return False
-    try:
-        found = netrc(path).authenticators(urlsplit(_wandb_url()).netloc)
-    except (NetrcParseError, OSError) as error:
-        raise ConfigError(
-            f"monitor.wandb: {path} cannot be read: {error}; set {API_KEY}"
-        ) from error
-    return found is not None and bool(found[2])
-
-
-def _wandb_url() -> str:
-    """The server's URL: from the environment, or from the last `wandb login --host`."""
-    if url := os.environ.get("WANDB_BASE_URL"):
-        return url
-    folder = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
-    parser = ConfigParser(interpolation=None)
-    with suppress(ConfigParserError, OSError, UnicodeDecodeError):
-        parser.read(Path(folder).expanduser() / "settings")
-    return parser.get("default", "base_url", fallback="https://api.wandb.ai")
 
 
 class WandbConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,12 +59,16 @@ class WandbConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         ),
     ] = "online"
 
-    def __post_init__(self) -> None:
-        if wandb_mode(self.mode) == "online" and not is_logged_in():
+    def check_login(self) -> None:
+        """Raises ConfigError if the package finds no key of an online run."""
+        if wandb_mode(self.mode) != "online":
+            return
+        import wandb
+
+        if not wandb.login(prompt=False, verify=False):
             raise ConfigError(
-                f"monitor.wandb: the environment variable {API_KEY} is not set, and no netrc file "
-                f"has a key for {urlsplit(_wandb_url()).netloc}; set it or run `wandb login`, or "
-                'write to the run\'s folder with monitor.wandb.mode = "offline"'
+                "monitor.wandb: Weights & Biases has no key; set WANDB_API_KEY, run `wandb login`, "
+                'or write to the run\'s folder with monitor.wandb.mode = "offline"'
             )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
@@ -21,12 +20,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from agentenv.assembly.run.arguments import LATEST
 from agentenv.base.config import ESSENTIAL
 from agentenv.base.deadline import uncancelled, within
 from agentenv.base.disk import OLD, PARTIAL, make_folder, replace_folder, sync, write_whole
 from agentenv.base.disk_errors import DIR_KEY, explain
 from agentenv.base.errors import AgentEnvError, ConfigError, DataError, LearnerError, StallError
+from agentenv.base.disk import (
+    DIR_KEY,
+    OLD,
+    PARTIAL,
+    explain,
+    make_folder,
+    replace_folder,
+    write_whole,
+)
+from agentenv.base.errors import AgentEnvError, DataError, LearnerError, StallError
 from agentenv.base.offload import in_thread
 
 if TYPE_CHECKING:
@@ -34,9 +42,8 @@ if TYPE_CHECKING:
     from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
 
 STATE_FILE = "state.json"
-BEST = "best"
 CLEAN_S = 10.0  # to remove a partial checkpoint from a disk that may hang
-REMOVED, SET_ASIDE = ".removed", "set-aside"
+REMOVED = ".removed"
 STEP, COLD_START = "step", "sft"  # phase of a checkpoint
 
 
@@ -111,92 +118,6 @@ class Checkpoints:
         for suffix in (PARTIAL, OLD, REMOVED):
             for left in self.folder.glob(f"s[ft]*-*[0-9]{suffix}"):
                 shutil.rmtree(left)
-
-    def keep_best(self, step: int) -> None:
-        """Make checkpoints/best the checkpoint of `step`; a complete one exists at all times."""
-        partial = self.folder / f"{BEST}{PARTIAL}"
-        shutil.rmtree(partial, ignore_errors=True)
-        try:
-            shutil.copytree(self.path(step), partial, copy_function=_link_or_copy)
-            replace_folder(partial, self.folder / BEST)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-
-    def best(self) -> Path | None:
-        """checkpoints/best, or its predecessor if a crash interrupted the rename; None if there is
-        neither."""
-        for name in (BEST, BEST + OLD):
-            if (self.folder / name / STATE_FILE).is_file():
-                return self.folder / name
-        return None
-
-    def to_resume(self, wanted: str) -> Path | None:
-        """The checkpoint to resume from: `wanted` is "latest", "best", or a path. None for "latest"
-        without a checkpoint. Raises ConfigError."""
-        if wanted == LATEST:
-            return next(iter(self.finished()[::-1]), None)
-        if wanted == BEST:
-            found = self.best()
-            if found is None:
-                raise ConfigError(f"--resume best: {self.folder} contains no best checkpoint")
-            return found
-        path = Path(wanted)
-        if not (path / STATE_FILE).is_file():
-            raise ConfigError(
-                f"--resume {wanted}: not a complete checkpoint ({STATE_FILE} is missing); expected "
-                f"latest, best, or one of {[p.name for p in self.finished()]} in {self.folder}"
-            )
-        return path
-
-    def set_aside_after(self, oldest: Path) -> list[Path]:
-        """Move the checkpoints after `oldest` to set-aside/; returns their new paths."""
-        moved = []
-        for path in reversed(self.finished()):
-            if path.name > oldest.name:
-                aside = self.folder / SET_ASIDE
-                aside.mkdir(exist_ok=True)
-                number = len(list(aside.glob(f"{path.name}*")))
-                name = f"{path.name}-{number}" if number else path.name
-                moved.append(path.rename(aside / name))
-        if moved:
-            sync(self.folder / SET_ASIDE)
-            sync(self.folder)
-        return moved
-
-
-def link_model(checkpoint: Path, folder: Path) -> Path:
-    """Link the model of a checkpoint, without the learner's state, into `folder`, where it survives
-    the removal of the checkpoint. Weights are hard links and need no extra space until then."""
-    shutil.rmtree(folder, ignore_errors=True)
-    ignored = shutil.ignore_patterns("trainer", STATE_FILE)
-    return Path(shutil.copytree(checkpoint, folder, copy_function=_link_or_copy, ignore=ignored))
-
-
-def find_checkpoint(path: Path, *, best: bool = False) -> Path:
-    """`path` itself if it is a checkpoint or model directory; of a run, its last or best
-    checkpoint. Raises DataError if the run has none.
-    """
-    if not (path / "checkpoints").is_dir():
-        return path
-    checkpoints = Checkpoints(path / "checkpoints")
-    found = checkpoints.best() if best else next(iter(checkpoints.finished()[::-1]), None)
-    if found is None:
-        kind = "best" if best else "finished"
-        raise DataError(f"{path} contains no {kind} checkpoint yet")
-    return found
-
-
-WEIGHTS = (".safetensors", ".bin")
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    """Hard-link weights, which nothing modifies in place, if the file system can; copy other files.
-    Symbolic links are resolved: a hard link to a relative one would be broken."""
-    if source.endswith(WEIGHTS):
-        with suppress(OSError):  # another file system, or one without links
-            return os.link(os.path.realpath(source), target)
-    shutil.copyfile(source, target)
 
 
 def load_state(checkpoint: Path, kind: type[Any]) -> Any:

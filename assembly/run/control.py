@@ -85,93 +85,15 @@ class ControlRefused(Struct, tag="refused"):
     why: str
 
 
-class Status(Struct, tag="status"):
-    """The status of a run. `phase`: set-up, cold start, RL, end. `doing`: the work that an
-    interruption waits for. `trees`: number of trees by outcome."""
-
-    run: str
-    pid: int
-    host: str
-    since: str
-    phase: str
-    is_paused: bool
-    step: int
-    num_steps: int
-    policy_version: int
-    doing: str = ""
-    evaluating: str = ""
-    trees: dict[str, int] = {}
-    queue: dict[str, int] = {}
-    num_open_envs: int = 0
-    loop: dict[str, float] = {}
-    engine: dict[str, float] = {}
-    workers: dict[str, float] = {}
-    longest_wait: str = ""
-
-
-class TreeRow(Struct):
-    """An in-flight tree. `state`: begins, grows, ended (it waits for the learner)."""
-
-    tree: int
-    task: str
-    state: str
-    age_s: float
-    worker: str = ""
-
-
-class WaitRow(Struct):
-    """A wait that several branches share. `is_long`: longer than expected."""
-
-    what: str
-    num_branches: int
-    longest_s: float
-    since: str
-    tree: int
-    branch: str
-    task: str
-    is_long: bool
-
-
-class WaitTable(Struct, tag="waits"):
-    """The waits of all rollouts, the longest first; `lines`: other delays of the run."""
-
-    waits: list[WaitRow]
-    lines: list[str]
-
-
-class BranchRow(Struct):
-    """A live branch of a tree. `limit_s`: limit of `worked_s`, the seconds without waits."""
-
-    branch: str
-    what: str
-    for_s: float
-    since: str
-    num_turns: int
-    num_response_tokens: int
-    num_tool_calls: int
-    worked_s: float
-    limit_s: float
-
-
-class Why(Struct, tag="why"):
-    """One tree. `ends`: number of ended branches by outcome; `failures`: number of failed and
-    replaced branches by kind."""
-
-    row: TreeRow
-    branches: list[BranchRow]
-    ends: dict[str, int]
-    failures: dict[str, int]
-    lines: list[str]
-
-
 class RequestDone(Struct, tag="done"):
-    """The result: lines of text, and the same facts as data."""
+    """The result of a request: lines of text, and facts as data, of which lists are rows of a
+    table."""
 
     lines: list[str]
     facts: dict[str, Any] = {}
 
 
-Reply = ControlRefused | Status | WaitTable | Why | RequestDone
+Reply = ControlRefused | RequestDone
 Answer = Callable[[Request], Awaitable[Reply]]
 
 
@@ -285,7 +207,7 @@ class UnreachableError(AgentEnvError):
     """No process answers for this run; the message has the reason."""
 
 
-def send(run: Path, request: Request, timeout_s: float | None = None) -> Reply:
+def send(run: Path, request: Request, timeout_s: float | None = None) -> RequestDone:
     """The reply of the process that trains in `run`. `timeout_s` defaults to the limit of the
     request. Raises UnreachableError, and ConfigError if the run rejects the request."""
     if timeout_s is None:

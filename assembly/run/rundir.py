@@ -19,107 +19,34 @@ runs/NAME/config.json  run.log  servers/*.log  metrics.jsonl  summary.json  curv
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
-import socket
-import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import psutil
 from msgspec import Struct
 
 from agentenv.assembly.run.checkpoints import COLD_START, Checkpoints
 from agentenv.base.config import changes, resolver, to_plain
 from agentenv.base.disk import PARTIAL, append_whole, make_folder, write_whole
 from agentenv.base.disk_errors import DIR_KEY, WEIGHTS_PREFIX, explain
+from agentenv.assembly.run.checkpoints import Checkpoints
+from agentenv.assembly.run.lock import Lock
+from agentenv.assembly.run.monitors import MonitorConfig, Monitors
+from agentenv.base.config import resolver, to_plain
+from agentenv.base.disk import (
+    DIR_KEY,
+    PARTIAL,
+    WEIGHTS_PREFIX,
+    append_whole,
+    explain,
+    make_folder,
+    write_whole,
+)
 from agentenv.base.errors import ConfigError
 from agentenv.contract.monitoring import Monitoring
 from agentenv.rollout.archive import ARCHIVE
-
-RATES = ("learning_rate", "muon_learning_rate", "weight_decay")  # keys that go with an optimizer
-
-
-JOB_VARIABLE = "AGENTENV_JOB"  # a unique name of the process's job
-
-
-class LockHolder(Struct, frozen=True):
-    """The process that holds the lock of a run, `since` a local time. A job has one process at a
-    time, and may restart it on another host."""
-
-    pid: int
-    host: str
-    since: str = ""
-    job: str = ""
-
-    @classmethod
-    def me(cls) -> LockHolder:
-        job, since = os.environ.get(JOB_VARIABLE, ""), time.strftime("%Y-%m-%d %H:%M:%S")
-        return cls(os.getpid(), socket.gethostname(), since, job)
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host} since {self.since}"
-
-
-class Lock:
-    """The lock of a run's directory: one process at a time trains in it. `close` releases it.
-
-    The system releases the lock when the process dies. The file's content names the holder; it
-    alone counts on file systems without locks, or without locks across machines.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        """Raises ConfigError if another process holds the lock."""
-        self.path = folder / "lock"
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        self._release = weakref.finalize(self, os.close, self._file)
-        try:
-            self._take(folder)
-        except BaseException:
-            self._release()
-            raise
-
-    def _take(self, folder: Path) -> None:
-        """Lock the folder. Raises ConfigError with the holder if another process has the lock."""
-        is_held, is_known = False, True
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            is_held = True
-        except OSError:
-            is_known = False
-        try:
-            before = msgspec.json.decode(os.pread(self._file, 4096, 0), type=LockHolder)
-        except msgspec.DecodeError:  # an empty or truncated file
-            before = None
-        me = LockHolder.me()
-        if before is not None and before.host == me.host and not is_known:
-            is_held = before.pid != me.pid and psutil.pid_exists(before.pid)
-        if is_held:
-            raise ConfigError(
-                f"{folder} is in use by {before or 'another process'}; wait until it ends, stop "
-                "it, or choose another name with run.name=NAME"
-            )
-        is_same_job = before is not None and bool(me.job) and before.job == me.job
-        if before is not None and before.host != me.host and not is_same_job:
-            raise ConfigError(
-                f"{folder} is in use by {before}, which {me.host} cannot check; if it no longer "
-                f"runs there, remove {self.path}"
-            )
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, msgspec.json.encode(me), 0)
-
-    def close(self) -> None:
-        """Release the lock; idempotent."""
-        if self._release.alive:
-            os.ftruncate(self._file, 0)
-            self._release()
-
 
 LOG_FILE = "run.log"
 STARTS = "starts"
@@ -216,48 +143,6 @@ class RunDirectory:
     def begin(self, config: Struct) -> None:
         """Mark the directory as a run, after all checks have passed."""
         self.write_json(CONFIG_FILE, to_plain(config))
-
-    def check_optimizer(self, name: str) -> None:
-        """Raises ConfigError if the run began with another optimizer: no optimizer can resume from
-        the state of another, which the checkpoints contain."""
-        path = self.path / CONFIG_FILE
-        if not path.is_file():
-            return
-        saved = json.loads(path.read_text(encoding="utf-8")).get("learner", {})
-        began = saved.get("optimizer", name)
-        if began != name:
-            rates = {key: saved[key] for key in RATES if saved.get(key) is not None}
-            keys = " ".join(f"learner.{key}={value}" for key, value in rates.items())
-            raise ConfigError(
-                f"{path}: the checkpoints contain the state of learner.optimizer = {began!r}, but "
-                f"the configuration has {name!r}; continue with learner.optimizer={began} {keys}, "
-                "or start anew with another run.name"
-            )
-
-    def resume_from(
-        self,
-        config: Struct,
-        step: int,
-        report: Callable[[str], None],
-        is_reported: Callable[[str], bool] = bool,
-        sft_step: int | None = None,
-    ) -> bool:
-        """Set aside the results of the run after the checkpoint of `step`, and report the keys that
-        have changed since its start. Returns whether there were newer checkpoints. The last two
-        parameters: see forget_metrics_after."""
-        self.forget_metrics_after(step, is_reported, sft_step)
-        place, checkpoint = f"step {step}", self.checkpoints.path(step)
-        if sft_step is not None:
-            place = f"step {sft_step} of the cold start"
-            checkpoint = self.checkpoints.path(sft_step, COLD_START)
-        report(f"resuming {self.path} after {place}")
-        newer = self.checkpoints.set_aside_after(checkpoint)
-        for path in newer:
-            report(f"moved a newer checkpoint to {path}")
-        saved = json.loads((self.path / CONFIG_FILE).read_text(encoding="utf-8"))
-        for change in changes(saved, json.loads(json.dumps(to_plain(config)))):
-            report(f"changed since the start: {change}")
-        return bool(newer)
 
     def forget_unless_begun(self) -> None:
         """Remove the folder of a run that failed its checks, including the output of its set-up and

@@ -50,6 +50,18 @@ from agentenv.assembly.run.watchdog import ENDING, GRACE_S, CommandLoop, Watchdo
 from agentenv.base.disk_errors import DIR_KEY, explain, written
 from agentenv.base.errors import AgentEnvError, ConfigError, DataError, MissingError
 from agentenv.base.installation import TRAIN, needs_train
+from agentenv.assembly.run.garbage import share_heap
+from agentenv.assembly.run.tables import Table, as_rich
+from agentenv.assembly.run.watchdog import ENDING, GRACE_S, CommandLoop, Watchdog
+from agentenv.base.disk import DIR_KEY, explain, written
+from agentenv.base.errors import (
+    TRAIN,
+    AgentEnvError,
+    ConfigError,
+    DataError,
+    MissingError,
+    needs_train,
+)
 from agentenv.base.offload import hanging, running, start_thread
 
 T = TypeVar("T")
@@ -399,7 +411,11 @@ class View:
 
 
 def exit_code_of(
-    work: Callable[[], int | None], view: View, *, writing: str, interrupted: str = ""
+    work: Callable[[View], int | None],
+    writing: str,
+    *,
+    interrupted: str = "",
+    view: View | None = None,
 ) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 something is
     missing (dry run only), 130 interrupted.
@@ -409,14 +425,17 @@ def exit_code_of(
     An error without a reason for the user is a bug and is raised.
     """
     import_from_working_directory()
+    logging.captureWarnings(True)  # those of other packages go to the log of the run
     try:
-        with others_in_log():
-            code = _run(work, view, writing, interrupted)
+        with without_deepspeed():
+            code = _run(work, view or View(), writing, interrupted)
     except Exception:
         if not hanging():
             raise
         traceback.print_exc()
         code = EXIT_FAILED
+    finally:
+        logging.captureWarnings(False)
     if stuck := hanging():  # threads that the interpreter would wait for at its exit
         with suppress(OSError, ValueError):
             sys.stdout.flush()
@@ -426,10 +445,10 @@ def exit_code_of(
     return code
 
 
-def _run(work: Callable[[], int | None], view: View, writing: str, interrupted: str) -> int:
+def _run(work: Callable[[View], int | None], view: View, writing: str, interrupted: str) -> int:
     try:
         check_places()
-        return work() or 0
+        return work(view) or 0
     except KeyboardInterrupt:
         view.end()
         if interrupted:
@@ -443,17 +462,6 @@ def _run(work: Callable[[], int | None], view: View, writing: str, interrupted: 
         return EXIT_BAD_INPUT if isinstance(reason, ConfigError | DataError) else EXIT_FAILED
     finally:
         view.close()
-
-
-@contextmanager
-def others_in_log() -> Iterator[None]:
-    """Inside, warnings of other packages go to the log of the run, not to the terminal."""
-    logging.captureWarnings(True)
-    try:
-        with without_deepspeed():
-            yield
-    finally:
-        logging.captureWarnings(False)
 
 
 @contextmanager

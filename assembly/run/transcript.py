@@ -19,14 +19,12 @@ from agentenv.rollout.redactor import Redactor
 
 class TranscriptTurn(Struct, kw_only=True):
     """A turn. `key` identifies it within its question. `calls`: records of tool calls, with name,
-    arguments, ok, error, duration_s. `answer`: the observation after them; `of_user`: whether it is
-    a user's message. `token_ids` and `logprobs` (nats): the sampled tokens; empty if only the text
-    is known."""
+    arguments, ok, error, duration_s. `answer`: the observation after them. `token_ids` and
+    `logprobs` (nats): the sampled tokens; empty if only the text is known."""
 
     key: str
     text: str
     answer: str = ""
-    of_user: bool = False
     calls: list[dict[str, Any]] = field(default_factory=list)
     num_context: int | None = None  # tokens before the turn
     num_tokens: int | None = None  # sampled tokens
@@ -155,7 +153,6 @@ class _Reader:
             key=f"node-{node.index}",
             text=self._decode(node.action_ids),
             answer=self._decode(node.observation_ids),
-            of_user=node.is_of_user,
             calls=msgspec.to_builtins(node.info.get("tool_calls", []), enc_hook=str),
             num_context=sum(len(one.action_ids) + len(one.observation_ids) for one in before),
             num_tokens=len(node.action_ids),
@@ -241,7 +238,6 @@ def turns_of(
             prompt += segment.get("env", "")
         else:
             turns[-1].answer += segment.get("env", "")
-            turns[-1].of_user = not is_result(segment)
             if is_result(segment) and turns[-1] not in answered:
                 answered.append(turns[-1])
     left = list(calls)

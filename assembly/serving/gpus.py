@@ -152,7 +152,8 @@ def find_machine(num_gpus: int | None, gpu_memory_gib: float | None) -> PlannedM
     """The machine with the requested GPUs, else this machine."""
     here = visible_gpus()
     number = len(here) if num_gpus is None else num_gpus
-    main = _main_memory() if num_gpus is None else 0.0
+    here_bytes = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    main = here_bytes if num_gpus is None else 0.0
     if not number:
         return PlannedMachine(0, 0.0, main, "this machine, which has no GPU" if main else "no GPU")
     name = f"the {number} GPUs of this machine" if num_gpus is None else f"{number} GPUs"
@@ -174,11 +175,6 @@ def memory_of(gpu: str) -> float:
         return float(answer.stdout.strip()) * 2**20
     except (OSError, subprocess.SubprocessError, ValueError):
         return 0.0
-
-
-def _main_memory() -> float:
-    """Bytes of this machine's main memory."""
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def learner_gpus(

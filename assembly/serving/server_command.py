@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import agentenv
-from agentenv.assembly.serving.gpus import COLOCATED, GIB, SERVERS, memory_of
+from agentenv.assembly.serving.gpus import GIB, memory_of
 from agentenv.base.errors import ConfigError
 from agentenv.base.model_files import num_experts, read_model_config
-from agentenv.contract.engine import EngineConfig
 from agentenv.contract.server_config import (
     SGLANG_RESERVED,
     VLLM_IPC,
     LaunchConfig,
     Served,
-    ServersConfig,
 )
 from agentenv.processes.supervisor import GPUS
 
@@ -55,24 +53,6 @@ def find_python(engine: str, config: LaunchConfig, key: str) -> str:
     raise ConfigError(
         f"{key}: {engine} is neither installed for {sys.executable} nor in {path} of this folder: "
         f"{HOW_TO_MAKE[engine]}; or set an interpreter with {key}.python"
-    )
-
-
-def vllm_hint(engine: EngineConfig, num_gpus: int) -> str:
-    """A hint to use vLLM if the embedded engine has a GPU and vLLM is installed; else "". On an
-    H200, the embedded engine is as fast at 135 million weights with turns of 32 to 90 tokens; at
-    half a billion, vLLM sampled three times as many tokens per second (tests/gpu/RESULTS.md)."""
-    local = engine.local_model
-    if local is None or local.device == "cpu" or not num_gpus:
-        return ""
-    try:
-        find_python("vllm", ServersConfig(), SERVERS)
-    except ConfigError:
-        return ""
-    return (
-        "vLLM is installed and, except for small models with short turns, faster on a GPU than "
-        'the embedded engine: engine.name = "vllm"; with one GPU for engine and learner also '
-        f"{COLOCATED} = true"
     )
 
 

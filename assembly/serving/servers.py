@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +30,7 @@ from agentenv.assembly.serving.server_command import (
     shared_cache,
 )
 from agentenv.assembly.serving.watch import ProcessorWatch
+from agentenv.base.deadline import Restarts
 from agentenv.base.errors import ConfigError, EngineError
 from agentenv.base.offload import in_thread
 from agentenv.base.registry import decode_part
@@ -80,9 +81,6 @@ class ServerProcess:
         self._report(f"{self.spec.name}: starting on {self.spec.url}, log in {self.log}")
         await self._start()
         self._tasks.append(asyncio.create_task(self._keep()))
-        if gpus := self.spec.env.get("CUDA_VISIBLE_DEVICES"):
-            watch = ProcessorWatch(self.spec.name, lambda: self.pid, gpus.split(","))
-            self._tasks.append(asyncio.create_task(watch.run()))
 
     @property
     def pid(self) -> int:
@@ -333,7 +331,7 @@ def check_roles(config: msgspec.Struct) -> None:
         name: key
         for key in READERS
         for table in _tables(config, key)
-        for name in _named(_plain(table))
+        for name in PLACE.findall(_text(table))
     }
     for name, key in read.items():
         if name not in roles:
@@ -369,39 +367,19 @@ def fill_roles(config: C, urls: Mapping[str, str]) -> C:
     changed: dict[str, Any] = {}
     for key in READERS:
         table = getattr(config, key, None)
-        plain = _plain(table)
-        if table is not None and any(True for _ in _named(plain)):
-            filled = _filled(plain, urls)
-            changed[key] = msgspec.convert(filled, type(table), dec_hook=decode_part)
+        filled = PLACE.sub(lambda match: urls[match[1]], text := _text(table))
+        if filled != text:
+            raw = msgspec.json.decode(filled)
+            changed[key] = msgspec.convert(raw, type(table), dec_hook=decode_part)
     return msgspec.structs.replace(config, **changed) if changed else config
 
 
-def _plain(table: Any) -> Any:
-    return None if table is None else msgspec.to_builtins(table)
+def _text(table: Any) -> str:
+    """A table as JSON."""
+    return msgspec.json.encode(table).decode()
 
 
 def _tables(config: msgspec.Struct, key: str) -> list[Any]:
     """The tables with the name `key`: of all sets of an evaluation, else of the configuration."""
     sets = [one for one in getattr(config, "sets", {}).values() if hasattr(one, key)]
     return [getattr(one, key, None) for one in sets or [config]]
-
-
-def _named(value: Any) -> Iterable[str]:
-    if isinstance(value, str):
-        yield from PLACE.findall(value)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _named(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _named(item)
-
-
-def _filled(value: Any, urls: Mapping[str, str]) -> Any:
-    if isinstance(value, str):
-        return PLACE.sub(lambda match: urls[match[1]], value)
-    if isinstance(value, dict):
-        return {key: _filled(item, urls) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_filled(item, urls) for item in value]
-    return value

@@ -269,10 +269,13 @@ def in_own_process(layout: str, trees: list[Nodes]) -> float:
 def tables(found: dict[str, Figures]) -> tuple[Table, Table]:
     """Return two tables with one row per shape: speed with counted ratios, and memory."""
     layouts = list(next(iter(found.values())).cpu_s)
-    speed = bare_table(
-        "CPU seconds; ratios are flat over tree, share is measured over counted FLOPs"
+    speed, memory = (
+        Table(title=title, title_justify="left", box=None)
+        for title in (
+            "CPU seconds; ratios are flat over tree, share is measured over counted FLOPs",
+            "peak memory of a step beyond the model, MB; ratios as above",
+        )
     )
-    memory = bare_table("peak memory of a step beyond the model, MB; ratios as above")
     for table, columns in ((speed, SPEED), (memory, MEMORY)):
         table.add_column("shape")
         for name in (*layouts, *columns):

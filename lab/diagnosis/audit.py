@@ -30,6 +30,9 @@ from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.parts.assembly import TRAINED
 from agentenv.assembly.parts.environments import EnvMaker
 from agentenv.assembly.reports.records import (
+from agentenv.assembly.run.arguments import EXIT_FAILED, Parser
+from agentenv.assembly.run.kept import find_checkpoint
+from agentenv.assembly.run.records import (
     EvalRow,
     calls_that_ran,
     readable,
@@ -108,10 +111,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.max_trees < 1:
         parser.error("--max-trees must be at least 1")
-    view = View()
-    return exit_code_of(
-        lambda: run_until_done(_run(arguments, view), view), view, writing="the audit"
-    )
+    return exit_code_of(lambda view: run_until_done(_run(arguments, view), view), "the audit")
 
 
 async def _run(arguments: argparse.Namespace, view: View) -> int:

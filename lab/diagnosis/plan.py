@@ -27,8 +27,9 @@ from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import MAX_TRAJECTORY_BYTES, TrainConfig
 from agentenv.assembly.keys.supervised import SFTConfig, SupervisedRunConfig
 from agentenv.assembly.run.checkpoints import find_checkpoint
+from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.serving.gpus import GIB, GpuPlan, PlannedMachine, learner_gpus
-from agentenv.assembly.serving.server_command import CPU_CACHE_GIB, SERVER_BYTES, vllm_hint
+from agentenv.assembly.serving.server_command import CPU_CACHE_GIB, SERVER_BYTES
 from agentenv.base.config import RUN
 from agentenv.base.errors import AgentEnvError, ConfigError
 from agentenv.base.types import Limits
@@ -329,9 +330,6 @@ class _Planner:
         note = "in the controller; its cache grows with use"
         place = ["0"] if on_gpu else []
         process = Process("embedded engine", 1, place, self.path, memory, note=note)
-        assert self.engine is not None
-        if hint := vllm_hint(self.engine, self.machine.num_gpus):
-            self.plan.advice.append(hint)
         cache = memory.gpu.get("engine cache", 0.0) if self.colocated else 0.0
         self.plan.add(process, serving=memory.gpu_bytes, training=memory.gpu_bytes - cache)
 

@@ -154,10 +154,8 @@ class SynthesisSampling:
             yield Wanted(name, task, sample)
 
     def _with_tools(self, pair: TaskPair) -> Iterator[Wanted]:
-        is_easy = self._is_easy(pair)
-        if not (is_easy and self.plan.config.skip_easy):
-            yield from self._samples(pair, "tools")
-        if self.plan.config.hints is not None and not is_easy:
+        yield from self._samples(pair, "tools")
+        if self.plan.config.hints is not None and not self._is_easy(pair):
             yield from self._hinted(pair)
 
     def _is_easy(self, pair: TaskPair) -> bool:

@@ -27,7 +27,8 @@ from typing import Any
 import psutil
 
 from agentenv.assembly.run.checkpoints import Checkpoints
-from agentenv.assembly.run.rundir import CONFIG_FILE, LOG_FILE, LockHolder
+from agentenv.assembly.run.lock import LockHolder
+from agentenv.assembly.run.rundir import CONFIG_FILE, LOG_FILE
 from agentenv.base.config import resolver
 from agentenv.base.errors import DataError, ForeignError
 from agentenv.base.untrusted import decode_loose

@@ -17,6 +17,8 @@ import msgspec
 
 from agentenv.assembly.reports.records import Decode
 from agentenv.assembly.run.checkpoints import find_checkpoint
+from agentenv.assembly.run.kept import find_checkpoint
+from agentenv.assembly.run.records import Decode
 from agentenv.assembly.run.rundir import CONFIG_FILE
 from agentenv.assembly.run.terminal import View
 from agentenv.assembly.run.transcript import TranscriptQuestion, of_row, of_tree, redacted

@@ -171,15 +171,6 @@ def test_a_local_class_is_an_environment_of_this_process_only(
         evaluate(path, ASKED, elsewhere, env=Inner, data=ROWS[:3], out=tmp_path / "other")
 
 
-def test_a_repeated_evaluation_runs_only_the_missing_trajectories(
-    warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = warehouse.parent / "model"
-    for number in (2, 4):
-        evaluate(path, ASKED, env=Warehouse, data=ROWS, max_tasks=number, out=tmp_path / "e")
-    assert "contains 2 of 4 trajectories" in capsys.readouterr().out
-
-
 def test_mistakes_are_errors_with_the_text_of_the_command(
     warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

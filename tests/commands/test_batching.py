@@ -29,7 +29,6 @@ from agentenv.training.loop.batching import BatchBuilder, StepBatch
 from agentenv.training.loop.publishing import is_exact
 from agentenv.training.loop.refusals import RefusedStepError
 from agentenv.training.loop.state import RunState
-from agentenv.training.supervised.course import LossCourse
 from tests.learners.trees import credited, random_tree
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
@@ -182,42 +181,6 @@ def test_many_groups_without_a_signal_are_reported_with_a_remedy(
     assert told in caplog.text
     if steps[0][0] == 52:
         assert not told or "algorithm.group_size" in caplog.text
-
-
-def course(*means: float) -> list[float]:
-    """Losses of 240 steps whose means go through these, with the noise of small batches."""
-    rng, number = Random(0), 240
-    places = [i * (len(means) - 1) / (number - 1) for i in range(number)]
-    inner = [min(int(place), len(means) - 2) for place in places]
-    lines = [
-        means[i] + (means[i + 1] - means[i]) * (place - i)
-        for place, i in zip(places, inner, strict=True)
-    ]
-    return [line * rng.uniform(0.85, 1.15) for line in lines]
-
-
-@pytest.mark.parametrize(
-    ("losses", "exact", "told"),
-    [
-        (course(1.2, 0.49, 0.45, 0.44, 0.44, 0.44), 0.02, "stays at 0.4"),
-        (course(1.2, 0.60, 0.46, 0.38, 0.33, 0.3), 0.02, ""),
-        (course(1.2, 0.3, 0.29, 0.29, 0.29, 0.29), 0.8, ""),  # it can learn no more
-        (course(1.2, 0.06, 0.05, 0.05, 0.05, 0.05), 0.4, ""),
-        (course(1.2, 0.5, 0.6, 0.8, 1.1, 1.4), 0.0, "too high"),
-        ([*course(1.2, 0.5), math.nan], 0.0, "not finite"),
-        (course(1.2, 0.5, 0.44, 0.44, 0.44)[:30], 0.02, ""),  # too short
-    ],
-)
-def test_an_unsuitable_rate_of_the_cold_start_shows_in_its_loss(
-    losses: list[float], exact: float, told: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    ours = LossCourse(0.01)
-    ours.losses = losses
-    ours.check({"sums": exact, "roots": 1.0}, is_last=True)
-    assert len(caplog.messages) == bool(told)
-    assert told in caplog.text
-    if told:
-        assert "sft.optimizer.learning_rate, 0.01" in caplog.text
 
 
 def test_credit_of_a_tree_is_computed_once_an_update() -> None:

@@ -16,7 +16,6 @@ from agentenv.text.prompt import PromptConfig
 from agentenv.text.renderer import Renderer, TagRenderer
 from agentenv.training.supervised.dialogues import Dialogue, RowFormat, read_conversation
 from agentenv.training.supervised.encoding import ChatEncoder, Example
-from agentenv.training.supervised.objectives import fill_rows
 from tests.support.chat_models import QWEN25, QWQ, make_tokenizer
 
 THINK, CALL = "<think>I need python.</think>", "<python>52 * 57</python>"
@@ -188,12 +187,3 @@ def test_a_thought_that_the_prompt_opens_is_not_opened_twice() -> None:
     prompt, answer = runs(renderer, example)
     assert prompt[1].endswith("<think>\n")
     assert answer == (True, "hm\n</think>\n\none<|im_end|>")
-
-
-def test_packed_rows_contain_every_sequence_once() -> None:
-    lengths = [30, 70, 50, 20, 90, 10, 60, 120]
-    rows = fill_rows(lengths, 100, seed=0)
-    assert sorted(place for row in rows for place in row) == list(range(8))
-    sums = sorted(sum(lengths[place] for place in row) for row in rows)
-    assert sums == [50, 80, 100, 100, 120], "the longer one has a row of its own"
-    assert rows == fill_rows(lengths, 100, seed=0)

@@ -221,17 +221,6 @@ def test_a_command_on_an_ended_run_reports_that_it_ended(
     assert expected in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_the_error_for_an_ended_run_names_it_and_a_remedy(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (run / "config.json").write_text("{}")
-    assert ctl.main([str(run)]) == 1
-    assert capsys.readouterr().err == (
-        f"error: no process trains in {run} now; view it with `agentenv view {run}`, or repeat the "
-        "command that started it with --resume\n"
-    )
-
-
 def test_a_finished_run_is_distinguished_from_a_stopped_run(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

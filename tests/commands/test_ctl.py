@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.assembly.run.control import GetStatus, Status, UnreachableError, send
+from agentenv.assembly.run.control import GetStatus, UnreachableError, send
 from agentenv.launchers import ctl
 from tests.support.forks import Command
 from tests.support.runs import rows_of
@@ -43,7 +43,7 @@ def has_begun(run: Path) -> bool:
         status = send(run, GetStatus()) if run.exists() else None
     except UnreachableError:
         return False
-    return isinstance(status, Status) and status.phase == "RL" and status.step > 0
+    return status is not None and status.facts["phase"] == "RL" and status.facts["step"] > 0
 
 
 @contextmanager
@@ -114,13 +114,13 @@ def test_every_command_works_on_a_live_run(slow: Path, capsys: pytest.CaptureFix
         assert wait["longest_s"] >= 0
         assert wait["since"]
         why = client("why", wait["tree"])
-        assert why["row"]["tree"] == wait["tree"]
+        assert why["tree"] == wait["tree"]
         assert "the tool 'stock'" in " ".join(client.shown("why").split())
 
         # pause: nothing starts; meanwhile a checkpoint works
         client("pause")
         assert client("pause")["lines"] == ["the run is already paused"]
-        path = Path(client("checkpoint")["facts"]["path"])  # after the update in progress
+        path = Path(client("checkpoint")["path"])  # after the update in progress
         before = client("status")
         assert before["is_paused"]
         assert (path / "state.json").is_file()
@@ -169,7 +169,7 @@ def test_trees_in_workers_are_reachable_too(slow: Path, capsys: pytest.CaptureFi
             return capsys.readouterr() and None
 
         tree, why = client.until("status", holds=tree_at_the_tool)
-        assert why["row"]["worker"] == "worker-0"
+        assert why["worker"] == "worker-0"
         assert any("are not accessible" in line for line in why["lines"])
         client("pause")
         assert client("status")["is_paused"]

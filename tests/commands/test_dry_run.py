@@ -144,28 +144,6 @@ def test_one_gpu_for_learner_and_embedded_engine(tmp_path: Path) -> None:
     assert plan.problems == []
 
 
-def test_a_gpu_suited_to_vllm_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        "agentenv.assembly.serving.server_command.importlib.util.find_spec", lambda name: None
-    )
-    build_model(tmp_path / "model", seed=0)
-    config = str(ROOT / "configs" / "quickstart.toml")
-
-    def hints(*arguments: str) -> int:
-        train.main([config, f"model.path={tmp_path}/model", "--dry-run", *arguments])
-        return capsys.readouterr().out.count("faster on a GPU than the embedded engine")
-
-    assert hints("--gpus", "1") == 0  # vLLM is not installed
-    python = tmp_path / ".venv-vllm" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.touch()
-    assert hints("--gpus", "1") == 1
-    assert hints("--gpus", "0") == hints("--gpus", "1", "engine.device=cpu") == 0
-
-
 def test_a_cold_start_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     config = str(ROOT / "configs" / "sft_cold_start.toml")
     more = ("--gpus", "8", "model.path=models/Qwen2.5-72B-Instruct", "learner.offload=none")

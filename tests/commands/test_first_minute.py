@@ -23,15 +23,10 @@ from agentenv.launchers import new
 from agentenv.training.loop.brief_reports import PHASES, BriefFigures, BriefReport
 from agentenv.training.loop.state import RunState
 from agentenv.training.reports.texts import brief_line, final_table
+from agentenv.training.loop.report import PHASES, brief_line, final_table
+from agentenv.training.loop.state import BriefFigures, BriefReport, RunState
 
 WIDTH = 80
-
-
-def commands(text: str) -> list[str]:
-    """Those that the last lines name."""
-    lines = text.partition("next:\n")[2].splitlines()
-    assert all(len(line) <= WIDTH for line in lines)
-    return [line.partition("#")[0].strip() for line in lines]
 
 
 def test_a_run_ends_with_the_next_commands(finished: Path) -> None:
@@ -44,28 +39,16 @@ def test_a_run_ends_with_the_next_commands(finished: Path) -> None:
     ]
 
 
-def test_a_new_environment_is_created_with_the_next_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert new.main(["firstly"]) == 0
-    assert commands(capsys.readouterr().out) == [
-        "python -m pytest firstly",
-        "agentenv train firstly/train.toml --dry-run",
-        "agentenv train firstly/train.toml",
-    ]
-
-
 def test_warnings_of_other_packages_do_not_reach_the_terminal(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """DeepSpeed logs one to standard output as soon as transformers is imported."""
-    logger, view = logging.getLogger("DeepSpeed"), View()
+    logger = logging.getLogger("DeepSpeed")
     handler = logging.StreamHandler(sys.stdout)
     logger.addHandler(handler)
     shown = warnings.showwarning
 
-    def work() -> int:
+    def work(view: View) -> int:
         view.log_to(tmp_path / "run.log")
         with warnings.catch_warnings():
             warnings.simplefilter("always")
@@ -76,7 +59,7 @@ def test_warnings_of_other_packages_do_not_reach_the_terminal(
         return 0
 
     try:
-        assert exit_code_of(work, view, writing="it") == 0
+        assert exit_code_of(work, "it") == 0
     finally:
         logger.removeHandler(handler)
     found = capsys.readouterr()

@@ -107,8 +107,3 @@ def test_a_generated_environment_trains(
     run = tmp_path / "runs" / "dice_trained"
     assert json.loads((run / "summary.json").read_text())["algorithm"] == "grpo"
     assert (run / "checkpoints" / "step-000002").is_dir()
-
-
-def test_the_templates_are_installed() -> None:
-    listed = (ROOT / "pyproject.toml").read_text()
-    assert "templates/*/*.txt" in listed

@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentenv import Message, Task
-from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.run.terminal import View
-from agentenv.base.config import load_config
-from agentenv.base.errors import ConfigError
 from agentenv.contract.env import close_shared
 from agentenv.envs.quickstart.world import QuickstartEnv
 from agentenv.evaluation.figures import agreement_of
@@ -22,25 +19,6 @@ from agentenv.launchers import evaluate, train
 from tests.support.golden import Golden
 from tests.support.stored_evaluation import row, write_evaluation
 from tests.support.warehouse import ROOT
-
-CONFIG = ROOT / "configs" / "quickstart.toml"
-
-
-@pytest.mark.parametrize(
-    ("override", "told"),
-    [
-        (
-            "data.overlong_prompt=cutt",
-            "data.overlong_prompt: expected one of ['cut', 'error', 'skip'], got 'cutt'; "
-            "did you mean 'cut'?",
-        ),
-        ("learner.schedule=5", "learner.schedule: "),
-    ],
-)
-def test_an_invalid_choice_is_refused_with_the_choices(override: str, told: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        load_config(TrainConfig, CONFIG, [override])
-    assert told in str(refused.value)
 
 
 def test_the_configuration_of_the_readme_is_enough(

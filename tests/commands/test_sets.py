@@ -264,7 +264,6 @@ def test_a_comparison_is_printed_in_80_columns_and_written(
     assert json.loads((tmp_path / "comparison.json").read_bytes())["baseline"] == "base"
     for arguments, error in (
         (["--baseline", "none"], "there is no finished run of 'none'"),
-        (["--levels", "5"], "expected numbers above 0 and at most 1"),
         (["--set", "other"], "needs evaluations of set 'other'"),
     ):
         assert compare_command.main([str(tmp_path), *arguments]) == 2

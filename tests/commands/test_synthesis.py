@@ -126,13 +126,6 @@ def test_a_dialogue_is_trained_on_the_tokens_of_its_rollout(
         assert renderer.decode(example.token_ids) == "".join(whole)
 
 
-def test_questions_answered_directly_may_skip_the_tools(run: Run, tmp_path: Path) -> None:
-    assert run("out", "skip_easy=true") == 0
-    rows = read_rows(tmp_path / "out" / "trajectories")
-    assert {row.kind for row in rows if row.dataset == "ask.tools"} == {*KINDS} - {"easy"}
-    assert {row.dataset for row in rows} == {"ask.direct", "ask.tools"}, "no [hints], no hints"
-
-
 def test_questions_of_other_files_can_be_kept_out(
     run: Run, tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,18 +16,16 @@ from agentenv.assembly.run.terminal import LogFile, View
 TELLING = """
 import sys
 from pathlib import Path
-from agentenv.assembly.run.terminal import View, exit_code_of
+from agentenv.assembly.run.terminal import exit_code_of
 
-view = View()
-
-def work():
+def work(view):
     if len(sys.argv) > 1:
         view.log_to(Path(sys.argv[1]))
     for number in range(3):
         view.log(f"line {number}")
         view.warn(f"warning {number}")
 
-sys.exit(exit_code_of(work, view, writing="it"))
+sys.exit(exit_code_of(work, "it"))
 """
 
 
@@ -78,17 +76,17 @@ def test_warnings_of_parts_for_people_and_their_errors_are_on_the_terminal(
 import logging, sys
 from pathlib import Path
 from agentenv.base.errors import SHOWN
-from agentenv.assembly.run.terminal import View, exit_code_of
+from agentenv.assembly.run.terminal import exit_code_of
 
-view, part = View(), logging.getLogger("agentenv.part")
+part = logging.getLogger("agentenv.part")
 
-def work():
+def work(view):
     view.log_to(Path(sys.argv[1]))
     part.warning("for the log")
     part.warning("for people\\nwith more in the log", extra=SHOWN)
     part.error("an error")
 
-exit_code_of(work, view, writing="it")
+exit_code_of(work, "it")
 """
     log = tmp_path / "run.log"
     command = [sys.executable, "-c", code, str(log)]
@@ -100,18 +98,16 @@ exit_code_of(work, view, writing="it")
 HANGING = """
 import sys, time
 from pathlib import Path
-from agentenv.assembly.run.terminal import View, exit_code_of
+from agentenv.assembly.run.terminal import exit_code_of
 
-view = View()
-
-def work():
+def work(view):
     view.log_to(Path(sys.argv[1]))
     began = time.monotonic()
     for number in range(int(sys.argv[2])):
         view.log(f"line {number} " + 90 * ".")
     sys.stderr.write(f"said in {time.monotonic() - began:.3f} s\\n")
 
-sys.exit(exit_code_of(work, view, writing="it"))
+sys.exit(exit_code_of(work, "it"))
 """
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentenv.assembly.run.arguments import check_places
-from agentenv.assembly.run.terminal import View, exit_code_of
+from agentenv.assembly.run.terminal import exit_code_of
 from agentenv.base.disk import undecodable
 from agentenv.base.errors import DataError
 from agentenv.data.data_files import find_files
@@ -67,12 +67,12 @@ def test_a_working_directory_and_folders_of_the_environment_are_named(
 ) -> None:
     check_places({"HOME": "/home/\u00e4"})
     monkeypatch.setenv("HF_HOME", BAD)
-    assert exit_code_of(lambda: 0, View(), writing="nothing") == 2
+    assert exit_code_of(lambda _: 0, "nothing") == 2
     assert "the environment variable HF_HOME: " in capsys.readouterr().err
     monkeypatch.delenv("HF_HOME")
     (tmp_path / BAD).mkdir(parents=True)
     monkeypatch.chdir(tmp_path / BAD)
-    assert exit_code_of(lambda: 0, View(), writing="nothing") == 2
+    assert exit_code_of(lambda _: 0, "nothing") == 2
     assert "the working directory: " in capsys.readouterr().err
 
 

@@ -130,7 +130,7 @@ async def test_unknown_paths_and_writes_are_refused(server: FolderServer) -> Non
 
 async def test_a_port_in_use_is_reported(server: FolderServer) -> None:
     with pytest.raises(ConfigError, match=f"port {server.port} .* --port 0"):
-        await serve(FolderServer(server.folder, server.port), print, opens=False)
+        await serve(FolderServer(server.folder, server.port), print)
 
 
 # replies

@@ -264,9 +264,7 @@ def test_rows_record_the_speaker_and_the_calls_of_each_turn() -> None:
     (row,) = trajectory_rows(tree, tags().decode)
     assert [segment.get("role", "") for segment in row["segments"]] == ["", "", "user", "", "", ""]
     _, turns = turns_of(row["segments"], row["tool_calls"])
-    assert [(turn.of_user, [one["name"] for one in turn.calls]) for turn in turns] == [
-        (True, []), (False, ["price"]), (False, []),
-    ]  # fmt: skip
+    assert [[one["name"] for one in turn.calls] for turn in turns] == [[], ["price"], []]
     stored = EvalRow(dataset="d", task="t", sample=0, segments=row["segments"],
                      tool_calls=row["tool_calls"])  # fmt: skip
     assert [len(message.tool_calls) for message in written(stored)] == [0, 1, 0]

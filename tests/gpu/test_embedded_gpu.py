@@ -5,6 +5,7 @@ and its figures are meaningless."""
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,6 @@ import torch
 from msgspec import Struct
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from agentenv.assembly.serving.watch import gpu_use
 from agentenv.base.types import SamplingParams
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
@@ -25,6 +25,12 @@ from tests.gpu.test_tree_gpu import random_policy
 
 pytestmark = pytest.mark.gpu
 KINDS = ["qwen3-tied", "qwen3-untied", "qwen2", "llama"]
+DRIVER = "nvidia-smi -i 0 --query-gpu=utilization.gpu --format=csv,noheader,nounits"
+
+
+def gpu_use() -> float:
+    """The utilization of the first GPU, in [0, 1]."""
+    return float(subprocess.run(DRIVER.split(), capture_output=True, check=True).stdout) / 100
 
 
 @pytest.mark.parametrize("kind", KINDS if HAS_GPU else KINDS[:1])
@@ -138,7 +144,7 @@ async def test_speed_of_ragged_turns(name: str, number: int, smollm2: Path) -> N
             before, start = engine.stats(), time.perf_counter()
             while time.perf_counter() - start < MEASURED_S:
                 await asyncio.sleep(MEASURED_S / 10)
-                used.append(await asyncio.to_thread(gpu_use, ["0"]) or 0.0)
+                used.append(await asyncio.to_thread(gpu_use) if HAS_GPU else 0.0)
             after, wall_s = engine.stats(), time.perf_counter() - start
     finally:
         await engine.close()

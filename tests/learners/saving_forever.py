@@ -23,6 +23,9 @@ import torch.distributed as dist
 
 from agentenv.assembly.run.checkpoints import Checkpoints, find_checkpoint, load_state, save_state
 from agentenv.learners.keys import SavedLearner
+from agentenv.assembly.run.checkpoints import Checkpoints, load_state, save_state
+from agentenv.assembly.run.kept import best_checkpoint, find_checkpoint, keep_best
+from agentenv.learners.learner import SavedLearner
 from agentenv.learners.ranks import checkpoint, export
 from agentenv.learners.ranks.backend import RankBackend, empty_batch
 from agentenv.learners.ranks.checkpoint import fragments, moments
@@ -86,7 +89,7 @@ def save_forever(folder: Path, backend: RankBackend, step: int, report_fd: int) 
             os.write(report_fd, b".")
             checkpoints.prune(2)
             if step % 2:
-                checkpoints.keep_best(step)
+                keep_best(checkpoints, step)
         step += 1
 
 
@@ -144,8 +147,8 @@ def main(folder: Path, kills: int, stage: int | None = None) -> None:
         found = [check(path) for path in checkpoints.finished()]
         assert max(found) > last, (found, last)
         last = max(found)
-        if checkpoints.best() is not None or best:
-            path = checkpoints.best()
+        if best_checkpoint(checkpoints) is not None or best:
+            path = best_checkpoint(checkpoints)
             assert path is not None, "there was a best one, and it is lost"
             assert check(path) >= best
             best = check(path)

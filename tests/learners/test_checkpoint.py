@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from agentenv.assembly.run.checkpoints import Checkpoints
+from agentenv.assembly.run.kept import keep_best
+from agentenv.assembly.run.resuming import checkpoint_to_resume, set_aside_after
 from agentenv.base.disk import finished_folder
 from agentenv.base.errors import ConfigError, DataError, LearnerError
 from agentenv.learners.keys import SAVED_FILE, SavedLearner
@@ -152,33 +154,34 @@ def make(checkpoints: Checkpoints, step: int) -> None:
 
 def test_the_latest_best_or_named_checkpoint_is_resumed(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
-    assert checkpoints.to_resume("latest") is None
+    assert checkpoint_to_resume(checkpoints, "latest") is None
     with pytest.raises(ConfigError, match="contains no best checkpoint"):
-        checkpoints.to_resume("best")
+        checkpoint_to_resume(checkpoints, "best")
     for step in (1, 2, 10):
         make(checkpoints, step)
     checkpoints.begin(checkpoints.path(11))
-    checkpoints.keep_best(2)
-    assert checkpoints.to_resume("latest") == checkpoints.path(10)
-    best = checkpoints.to_resume("best")
+    keep_best(checkpoints, 2)
+    assert checkpoint_to_resume(checkpoints, "latest") == checkpoints.path(10)
+    best = checkpoint_to_resume(checkpoints, "best")
     assert best is not None
     assert (best / "model.safetensors").read_text() == "2"
-    assert checkpoints.to_resume(str(checkpoints.path(1))) == checkpoints.path(1)
+    assert checkpoint_to_resume(checkpoints, str(checkpoints.path(1))) == checkpoints.path(1)
     with pytest.raises(ConfigError, match=r"step-000011\.partial: not a complete checkpoint"):
-        checkpoints.to_resume(str(tmp_path / "step-000011.partial"))
+        checkpoint_to_resume(checkpoints, str(tmp_path / "step-000011.partial"))
 
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
 from agentenv.assembly.run.checkpoints import Checkpoints
+from agentenv.assembly.run.kept import keep_best
 
 rename = Path.rename
 def killing(path, target):
     rename(path, target)
     os.kill(os.getpid(), signal.SIGKILL)
 Path.rename = killing
-Checkpoints(Path(sys.argv[1])).keep_best(2)
+keep_best(Checkpoints(Path(sys.argv[1])), 2)
 """
 
 
@@ -188,15 +191,15 @@ def test_kill_9_during_the_renames_of_the_best_checkpoint_leaves_a_complete_one(
     checkpoints = Checkpoints(tmp_path)
     for step in (1, 2):
         make(checkpoints, step)
-    checkpoints.keep_best(1)
+    keep_best(checkpoints, 1)
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, check=False)
     assert done.returncode == -signal.SIGKILL
     assert not (tmp_path / "best").exists(), "the kill fell into the window"
-    found = checkpoints.to_resume("best")
+    found = checkpoint_to_resume(checkpoints, "best")
     assert found is not None
     assert (found / "model.safetensors").read_text() == "1"
-    checkpoints.keep_best(2)
-    found = checkpoints.to_resume("best")
+    keep_best(checkpoints, 2)
+    found = checkpoint_to_resume(checkpoints, "best")
     assert found == tmp_path / "best"
     assert (found / "model.safetensors").read_text() == "2"
 
@@ -209,10 +212,10 @@ def test_checkpoints_are_rotated_and_newer_ones_set_aside(tmp_path: Path) -> Non
     checkpoints.prune(3)
     assert [p.name for p in checkpoints.finished()] == ["step-000002", "step-000003", "step-000004"]
     assert not list(tmp_path.glob("*.partial"))
-    moved = checkpoints.set_aside_after(checkpoints.path(2))
+    moved = set_aside_after(checkpoints, checkpoints.path(2))
     assert [path.name for path in moved] == ["step-000004", "step-000003"]
     make(checkpoints, 3)
-    assert [path.name for path in checkpoints.set_aside_after(checkpoints.path(2))] == [
+    assert [path.name for path in set_aside_after(checkpoints, checkpoints.path(2))] == [
         "step-000003-1"
     ]
     assert [path.name for path in checkpoints.finished()] == ["step-000002"]

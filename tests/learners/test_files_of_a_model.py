@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from agentenv.assembly.run.checkpoints import Checkpoints, link_model
+from agentenv.assembly.run.checkpoints import Checkpoints
+from agentenv.assembly.run.kept import keep_best, link_model
 from agentenv.base.errors import DataError
 from agentenv.base.model_files import check_model_directory
 from agentenv.envs.quickstart.setup import build_model
@@ -127,7 +128,7 @@ def test_only_weights_of_a_checkpoint_are_linked_within_the_run(
     (partial / "trainer" / "learner.json").write_text("{}")
     (partial / "state.json").write_text("{}")
     checkpoints.complete(partial)
-    checkpoints.keep_best(1)
+    keep_best(checkpoints, 1)
     resumed = link_model(checkpoints.path(1), tmp_path / "resumed")
     for folder in (checkpoints.folder / "best", resumed):
         for path in folder.rglob("*"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,7 +25,6 @@ class ServedPolicy:
         )
         self.subject = Subject(model.name, {}, model, model)
         self.url = ""
-        self.reports: list[str] = []
         self._ready, self._error = threading.Event(), BaseException()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
 
@@ -41,16 +41,14 @@ class ServedPolicy:
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         try:
-            await serve_policy(self.config, self.subject, self._report, self._stop)
+            await serve_policy(self.config, self.subject, lambda _: None, self._until)
         except BaseException as error:
             self._error = error
             raise
         finally:
             self._ready.set()
 
-    def _report(self, text: str) -> None:
-        self.reports.append(text)
-        if " is at " in text:
-            self.url = text.rpartition(" is at ")[2]
-        if len(self.reports) >= 3:
-            self._ready.set()
+    async def _until(self, lines: Sequence[str]) -> None:
+        self.url = lines[0].rpartition(" is at ")[2]
+        self._ready.set()
+        await self._stop.wait()

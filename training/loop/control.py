@@ -16,7 +16,6 @@ from typing import Any
 
 from agentenv.assembly.reports.records import FAILED
 from agentenv.assembly.run.control import (
-    BranchRow,
     CancelTrees,
     GetStatus,
     GetWhy,
@@ -26,11 +25,6 @@ from agentenv.assembly.run.control import (
     RequestDone,
     Resume,
     SaveCheckpoint,
-    Status,
-    TreeRow,
-    WaitRow,
-    WaitTable,
-    Why,
     listening,
 )
 from agentenv.assembly.run.waits import by_what, expected_s
@@ -89,47 +83,48 @@ class Control:
 
     # Requests that only read.
 
-    def _status(self) -> Status:
+    def _status(self) -> RequestDone:
         """Phase, step, queue, engine and waits of the run."""
         training = self.training
         state, queue = training.state, training.queue
-        found = Status(
-            run=str(training.run.path),
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            since=self._since,
-            phase=training.phase,
-            is_paused=training.phase == "RL" and self._feeder.is_paused,
-            step=state.step,
-            num_steps=0,
-            policy_version=0,
-            doing=training.view.activity,
-            evaluating="" if state.evaluating is None else state.evaluating.phase,
-            queue={
+        counters = state.counters
+        facts = {
+            "run": str(training.run.path),
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": self._since,
+            "phase": training.phase,
+            "is_paused": training.phase == "RL" and self._feeder.is_paused,
+            "step": state.step,
+            "doing": training.view.activity,
+            "evaluating": "" if state.evaluating is None else state.evaluating.phase,
+            "trees": counters.counts(in_flight=counters.offered - counters.num_delivered),
+            "queue": {
                 "growing": queue.num_waiting - queue.num_ready,
                 "ended": queue.num_ready,
                 "slots": queue.num_reserved,
                 "capacity": queue.capacity,
             },
-            loop=training.lag.figures(),
-            longest_wait=training.view.longest_wait(),
-        )
-        counters = state.counters
-        found.trees = counters.counts(in_flight=counters.offered - counters.num_delivered)
-        if training.phase == "set-up":
-            return found
-        parts = training.loop.parts
-        found.num_steps, found.policy_version = parts.num_steps, parts.learner.policy_version
-        found.num_open_envs = self._feeder.num_open_envs()
-        found.engine = dict(parts.engine.stats())
-        if self._feeder.workers is not None:
-            found.workers = self._feeder.workers.stats()
-        return found
+            "event_loop": training.lag.figures(),
+            "longest_wait": training.view.longest_wait(),
+        }
+        if training.phase != "set-up":
+            parts = training.loop.parts
+            facts |= {
+                "num_steps": parts.num_steps,
+                "policy_version": parts.learner.policy_version,
+                "num_open_envs": self._feeder.num_open_envs(),
+                "engine": dict(parts.engine.stats()),
+            }
+            if self._feeder.workers is not None:
+                facts["workers"] = self._feeder.workers.stats()
+        return RequestDone([], facts)
 
-    def _row(self, index: int, one: InflightRollout, *, is_growing: bool) -> TreeRow:
+    def _row(self, index: int, one: InflightRollout, *, is_growing: bool) -> dict[str, Any]:
+        """A tree in flight; an ended one waits for the learner."""
         age_s = asyncio.get_running_loop().time() - one.began_s
         state = "ended" if one.has_ended else "grows" if is_growing else "begins"
-        return TreeRow(index, one.task.id, state, age_s)
+        return {"tree": index, "task": one.task.id, "state": state, "age_s": age_s}
 
     def _actors(self) -> list[Actor]:
         """The actors of this process, one per table of rollouts."""
@@ -139,13 +134,11 @@ class Control:
             found.setdefault(id(parts.overlapping.rollouts), parts.overlapping)
         return list(found.values())
 
-    async def _waits(self) -> WaitTable:
+    async def _waits(self) -> RequestDone:
         """The waits of rollouts, the longest first, and other delays of the run."""
         training = self.training
         if training.phase == "set-up":
-            return WaitTable(
-                [], [f"training has not started: {training.view.activity or 'set-up'}"]
-            )
+            return RequestDone([f"training has not started: {training.view.activity or 'set-up'}"])
         now = asyncio.get_running_loop().time()
         awaited: list[Awaited] = []
         for actor in self._actors():
@@ -153,24 +146,25 @@ class Control:
                 awaited += awaited_by(rollout)
                 if number % PIECE == PIECE - 1:
                     await asyncio.sleep(0)
-        waits = []
+        waits: list[dict[str, Any]] = []
         for what, group in by_what(awaited).items():
             first = min(group, key=lambda one: (one.since, one.tree, one.branch))
             for_s = now - first.since
             waits.append(
-                WaitRow(
-                    what,
-                    len(group),
-                    for_s,
-                    clock_text(for_s),
-                    first.tree,
-                    first.branch,
-                    first.task_id,
-                    for_s >= expected_s(what),
-                )
+                {
+                    "what": what,
+                    "branches": len(group),
+                    "longest_s": for_s,
+                    "since": clock_text(for_s),
+                    "tree": first.tree,
+                    "branch": first.branch,
+                    "task": first.task_id,
+                    "is_long": for_s >= expected_s(what),
+                }
             )
-        waits.sort(key=lambda one: -one.longest_s)
-        return WaitTable(waits, self._lines())
+        waits.sort(key=lambda one: -one["longest_s"])
+        lines = self._lines() if waits else ["no rollout of this process waits", *self._lines()]
+        return RequestDone(lines, {"waits": waits})
 
     def _lines(self) -> list[str]:
         """Other reasons why the run waits, or will wait."""
@@ -194,7 +188,7 @@ class Control:
             lines.append(f"the event loop lags by {lag_ms:.0f} ms or more in 1 % of the time")
         return lines
 
-    async def _why(self, index: int) -> Why:
+    async def _why(self, index: int) -> RequestDone:
         """The waits of a tree and of each of its branches."""
         training = self.training
         one = self._inflight(index)
@@ -205,7 +199,7 @@ class Control:
         if self._feeder.workers is not None and not one.has_ended:
             place = self._feeder.workers.places().get(index)
             if place is not None:
-                row.worker, row.state = place.worker or "none yet", "grows"
+                row |= {"worker": place.worker or "none yet", "state": "grows"}
             found = await self._feeder.workers.wait_info(index)
             if found is None:
                 lines.append("its worker has not reported its waits")
@@ -225,7 +219,8 @@ class Control:
             worked_s, allowed_s = rollout.clock(), rollout.limits.seconds_of_tree
             lines.append(f"used {worked_s:.1f} s of {allowed_s:g} s (limits.max_tree_seconds)")
         lines += self._lines_of(index, one)
-        return Why(row, branches, dict(ends), dict(failures), lines)
+        facts = {**row, "branches": branches, "ends": ends, "failures": failures}
+        return RequestDone(lines, facts)
 
     def _lines_of(self, index: int, one: InflightRollout) -> list[str]:
         lines = ["it is finished and waits for the learner"] if one.has_ended else []
@@ -318,15 +313,16 @@ class Control:
         return RequestDone(lines, facts or {})
 
 
-def _branch_row(now: BranchNow, limit_s: float) -> BranchRow:
-    return BranchRow(
-        now.branch,
-        now.what,
-        now.for_s,
-        clock_text(now.for_s),
-        now.num_turns,
-        now.num_response_tokens,
-        now.num_tool_calls,
-        now.worked_s,
-        limit_s,
-    )
+def _branch_row(now: BranchNow, limit_s: float) -> dict[str, Any]:
+    """A live branch. `worked_s`: seconds without waits, `limit_s` their limit."""
+    return {
+        "branch": now.branch,
+        "what": now.what,
+        "for_s": now.for_s,
+        "since": clock_text(now.for_s),
+        "turns": now.num_turns,
+        "tokens": now.num_response_tokens,
+        "calls": now.num_tool_calls,
+        "worked_s": now.worked_s,
+        "limit_s": limit_s,
+    }

@@ -33,6 +33,11 @@ from agentenv.assembly.run.checkpoints import link_model
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.serving.gpus import gpus_of_ranks, learner_gpus
 from agentenv.assembly.serving.server_command import vllm_hint
+from agentenv.assembly.parts.memory import WeightPassage, find_passage, stored_bytes
+from agentenv.assembly.run.checkpoints import COLD_START
+from agentenv.assembly.run.kept import link_model
+from agentenv.assembly.run.rundir import RunDirectory
+from agentenv.assembly.serving.gpus import gpus_of_ranks, learner_gpus, trains_on_gpu
 from agentenv.base.config import Reporter
 from agentenv.base.deadline import retrieve_exception, uncancelled
 from agentenv.base.disk import (
@@ -279,8 +284,6 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
         config, checkpoint, model = self.config, self.checkpoint, await self.model()
         rank = adapter_rank(config)
         await self.gpus()
-        if hint := await in_thread(vllm_hint, config.engine, len(self.servers.gpus.visible)):
-            self.report(hint)
         return await config.engine.start(
             EngineStart(
                 model=(frozen_model(checkpoint) or model) if rank else model,

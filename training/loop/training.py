@@ -24,6 +24,7 @@ from typing import Any
 from agentenv.assembly.keys.cluster import WHERE
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.run.checkpoints import load_state
+from agentenv.assembly.run.resuming import check_optimizer, checkpoint_to_resume, resume_from
 from agentenv.assembly.run.rundir import JOURNAL, RunDirectory
 from agentenv.assembly.run.terminal import View
 from agentenv.assembly.run.waits import watched
@@ -97,9 +98,9 @@ class Training:
         self._make_recorder, self._make_evaluator = make_recorder, make_evaluator
         self._make_critic = make_critic
         self.state = RunState()
-        self.checkpoint = run.checkpoints.to_resume(resume) if resume else None
+        self.checkpoint = checkpoint_to_resume(run.checkpoints, resume) if resume else None
         if self.checkpoint is not None:
-            run.check_optimizer(config.learner.optimizer)
+            check_optimizer(run, config.learner.optimizer)
             self.state = load_state(self.checkpoint, RunState)
         self.state.incarnation = run.count_start(self.state.incarnation)
         self.clock = PhaseClock(self.state.wall_s, self.state.cpu_s)
@@ -234,8 +235,8 @@ class Training:
             imitating = self.state.imitating
             loop.recorder.archive.forget_after(self.state.step)
             done = imitating.step if imitating else None
-            has_newer = self.run.resume_from(
-                config, self.state.step, self.view.log, is_recorded, done
+            has_newer = resume_from(
+                self.run, config, self.state.step, self.view.log, is_recorded, done
             )
             if has_newer and journal is not None:
                 await journal.rotate(sys.maxsize)  # trees of abandoned weights

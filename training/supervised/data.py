@@ -187,19 +187,14 @@ class RowLoader:
         return pairs
 
     def _cut(self, *examples: Example) -> list[Example] | None:
-        """The sequences of one row, cut; None if the row is skipped."""
+        """The sequences of one row, cut; None for a row without a trained token before the cut."""
         limit = self.config.max_length
         longest = max(len(example.token_ids) for example in examples)
         if longest <= limit:
             self._longest = max(self._longest, longest)
             return list(examples)
-        if self.config.overlong == "error":
-            raise DataError(
-                f"has {longest} tokens, data.max_length is {limit}; data.overlong = 'cut' or "
-                "'skip' drops the end or the row"
-            )
         cut = [example.cut(limit) for example in examples]
-        if self.config.overlong == "skip" or not all(part.mask.any() for part in cut):
+        if not all(part.mask.any() for part in cut):
             self._num_left_out += 1
             return None
         self._num_cut += 1

@@ -3,17 +3,17 @@ dpo)."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from random import Random
 from typing import ClassVar
 
 import numpy as np
 
 from agentenv.assembly.keys.supervised import DPOLoopConfig, SFTLoopConfig
 from agentenv.learners.keys import Metrics, Score
+from agentenv.assembly.keys.supervised import DPOLoopConfig
+from agentenv.learners.learner import Metrics, Score
 from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.ranks.dpo import (
     PairTokens,
@@ -30,33 +30,27 @@ SCORED_AT_ONCE = 64  # sequences
 
 @dataclass(frozen=True)
 class ImitationObjective:
-    """Supervised fine-tuning. A row holds one sequence, or several with packing."""
+    """Supervised fine-tuning. A row holds one sequence; none is padded."""
 
     learner: DeepSpeedLearner
     examples: Sequence[Example]
-    rows: Sequence[Sequence[int]]
     held_out: Sequence[Example]
     name: ClassVar[str] = "sft"
     plotted: ClassVar[tuple[str, ...]] = ("loss",)
 
     @property
     def num_rows(self) -> int:
-        return len(self.rows)
+        return len(self.examples)
 
     @classmethod
     async def of(cls, assembly: SupervisedAssembly) -> ImitationObjective:
         """The training and held-out rows of the configuration."""
-        config, loaded = assembly.config, await assembly.rows()
-        rows = [[place] for place in range(len(loaded.train))]
-        if isinstance(config.loop, SFTLoopConfig) and config.loop.packing:
-            lengths = [len(example.token_ids) for example in loaded.train]
-            rows = fill_rows(lengths, config.data.max_length, config.run.seed)
-        return cls(await assembly.learner(), loaded.train, rows, loaded.eval)
+        loaded = await assembly.rows()
+        return cls(await assembly.learner(), loaded.train, loaded.eval)
 
     async def step(self, rows: Sequence[int], lr_scale: float) -> Metrics:
         """One optimizer step on the mean loss over all policy tokens of the rows."""
-        chosen = [self.examples[place] for row in rows for place in self.rows[row]]
-        return await self.learner.imitate([example.encoded() for example in chosen], lr_scale)
+        return await self.learner.imitate([self.examples[row].encoded() for row in rows], lr_scale)
 
     async def measure(self) -> Metrics:
         """On the held-out rows: mean negative log-likelihood per token (nats), share of tokens that
@@ -113,33 +107,6 @@ class PreferenceObjective:
             return {}
         found = await preference_figures(self.learner, self.held_out, self.beta)
         return {name: value for name, value in found.items() if not name.startswith("num_")}
-
-
-def fill_rows(lengths: Sequence[int], size: int, seed: int) -> list[list[int]]:
-    """Indices of the sequences of each packed row of at most `size` tokens; a longer sequence is a
-    row by itself.
-
-    With packing, every step has about the same number of tokens. The learner's attention separates
-    sequences and needs no padding, so packing changes only which sequences share an optimizer step.
-    The method is best fit by decreasing length, with ties in an order drawn by `seed`.
-    """
-    order = list(range(len(lengths)))
-    Random(f"{seed}/packing").shuffle(order)
-    order.sort(key=lambda place: -lengths[place])
-    rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # tokens left in each row, sorted, and its number
-    for place in order:
-        length = lengths[place]
-        found = bisect_left(room, (length, -1))
-        if found < len(room):
-            left, number = room.pop(found)
-        else:
-            left, number = size, len(rows)
-            rows.append([])
-        rows[number].append(place)
-        if left > length:
-            insort(room, (left - length, number))
-    return rows
 
 
 async def score_all(learner: DeepSpeedLearner, sequences: Iterable[EncodedTree]) -> list[Score]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 
+from agentenv.assembly.run.resuming import resume_from
 from agentenv.assembly.run.waits import watched
 from agentenv.assembly.run.watchdog import rolling_out
 from agentenv.base.deadline import uncancelled
@@ -29,7 +30,7 @@ async def run_rounds(training: Training, num_rounds: int) -> None:
             run.begin(config)
             await loop.evaluator.evaluate(list(config.eval.sets), "before_rl")
         else:
-            run.resume_from(config, state.step, view.log)
+            resume_from(run, config, state.step, view.log)
         try:
             while state.step < num_rounds:
                 trees = await critic.sample(state.step)

@@ -23,6 +23,9 @@ from agentenv.assembly.keys.supervised import SupervisedRunConfig
 from agentenv.assembly.parts.assembly import Assembly, once
 from agentenv.assembly.reports.pictures import panels, png
 from agentenv.assembly.run.checkpoints import Saver, load_state
+from agentenv.assembly.run.kept import keep_best
+from agentenv.assembly.run.pictures import panels, png
+from agentenv.assembly.run.resuming import checkpoint_to_resume, resume_from
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View
 from agentenv.base.deadline import uncancelled
@@ -165,7 +168,7 @@ async def train_supervised(
     resume: str,
 ) -> None:
     """A whole run of agentenv sft or agentenv dpo, with the objective of `make_objective`."""
-    checkpoint = run.checkpoints.to_resume(resume) if resume else None
+    checkpoint = checkpoint_to_resume(run.checkpoints, resume) if resume else None
     async with AsyncExitStack() as stack:
         assembly = SupervisedAssembly(config, run.path, stack, view.log, checkpoint)
         await refuse(assembly)
@@ -228,7 +231,7 @@ class SupervisedTraining:
             self.run.forget_metrics_after(-1)  # rows of an interrupted start
             self.run.begin(self.config)
         else:
-            self.run.resume_from(self.config, self.state.step, self.view.log)
+            resume_from(self.run, self.config, self.state.step, self.view.log)
         self.view.log(
             f"{name}: {self.rows.num_rows} rows, {self.num_steps} steps, "
             f"{self.num_steps / self.rows.steps_per_epoch:.2f} epochs; a step takes "
@@ -280,7 +283,7 @@ class SupervisedTraining:
             state.best = metrics["loss"]
             if state.step:
                 await self.saver.save()
-                await in_thread(self.run.checkpoints.keep_best, state.step)
+                await in_thread(keep_best, self.run.checkpoints, state.step)
 
     def _finish(self) -> None:
         state = self.state

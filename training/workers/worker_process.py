@@ -164,4 +164,4 @@ def main(build: Build) -> int:
         hello = Hello(token, int(number), os.getpid(), own_code())
         return work(address, hello, view, build, *seconds)
 
-    return exit_code_of(lambda: run_until_done(begin(), view), view, writing="its log")
+    return exit_code_of(lambda _: run_until_done(begin(), view), "its log", view=view)
