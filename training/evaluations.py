@@ -24,9 +24,10 @@ from typing import Any
 from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.reports.records import FAILED, EvalRow, Wanted
-from agentenv.assembly.run.checkpoints import REMOVED
+from agentenv.assembly.run.checkpoints import REMOVED, load_state
 from agentenv.assembly.run.terminal import Pulse, View, first_reason
 from agentenv.base.config import to_plain
+from agentenv.assembly.run.kept import best_checkpoint, keep_best
 from agentenv.base.deadline import uncancelled
 from agentenv.base.disk import PARTIAL, replace_folder
 from agentenv.base.errors import SHOWN, AgentEnvError, DataError, EnvError, TooManyFailuresError
@@ -39,7 +40,6 @@ from agentenv.evaluation.store import Saved, Store, identity, load_saved, read_r
 from agentenv.evaluation.subject import evaluation_of
 from agentenv.rollout.actor import Actor, Answer
 from agentenv.rollout.failures import Redactor
-from agentenv.training.best import consider_best
 from agentenv.training.loop.brief_reports import EVALUATIONS, PHASES, BriefFigures, BriefReport
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.questions import Answer
@@ -48,7 +48,7 @@ from agentenv.training.loop.clocks import PhaseClock
 from agentenv.training.loop.loop import Evaluator
 from agentenv.training.loop.parts import Parts
 from agentenv.training.loop.recorder import Recorder
-from agentenv.training.loop.state import Evaluating, RunSaver
+from agentenv.training.loop.state import Evaluating, RunSaver, RunState
 
 logger = logging.getLogger(__name__)
 
@@ -280,6 +280,42 @@ def _figures(rows: Sequence[EvalRow]) -> BriefFigures:
         tool_calls=fmean(len(row.tool_calls) for row in done) if done else None,
         action_tokens=fmean(row.action_tokens for row in done) if done else None,
     )
+
+
+async def consider_best(saver: RunSaver, step: int, report: BriefReport) -> None:
+    """Make the checkpoint of `step` the best one if `report` has the best value so far of
+    checkpoint.best_metric."""
+    name, _, figure = saver.best_metric.partition("/")
+    if report.name != name:
+        return
+    value: float | None = getattr(report.overall, figure)
+    if value is None or (saver.state.best is not None and value <= saver.state.best):
+        return
+    cancelled = None
+    if step == saver.state.step and not await in_thread(saver.has, step):
+        try:
+            await saver.save()
+        except asyncio.CancelledError as error:  # the checkpoint is saved nevertheless
+            cancelled = error
+    await uncancelled(_keep_best(saver, step, value))
+    if cancelled is not None:
+        raise cancelled
+
+
+def _best_step(saver: RunSaver) -> int | None:
+    """The step of the best checkpoint, which may be of an earlier process."""
+    best = best_checkpoint(saver.checkpoints)
+    return None if best is None else load_state(best, RunState).step
+
+
+async def _keep_best(saver: RunSaver, step: int, value: float) -> None:
+    """Record a new best value, only with an existing checkpoint; see Evaluator.resume."""
+    if await in_thread(saver.has, step):
+        await in_thread(keep_best, saver.checkpoints, step)
+    elif await in_thread(_best_step, saver) != step:
+        return
+    saver.state.best = value
+    await saver.amend()
 
 
 def refuse_failed(name: str, rows: Sequence[EvalRow], *, is_before: bool = False) -> None:

@@ -22,8 +22,7 @@ from agentenv.training.reports.recorder import RunRecorder
 from agentenv.training.supervised.assembly import TrainingAssembly
 from agentenv.training.supervised.cold_start import cold_start
 from agentenv.training.supervised.self_critic import SelfCritic
-from agentenv.training.workers.placement import node_servers, open_ray, ray_ranks
-from agentenv.training.workers.worker_start import start_workers
+from agentenv.training.workers.placement import node_servers, open_ray, ray_ranks, start_workers
 
 MEMORY = SHARED_MEMORY
 

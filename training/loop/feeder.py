@@ -8,6 +8,7 @@ started; all others grow in this process or in a rollout worker.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -77,7 +78,11 @@ class Feeder:
     def __post_init__(self) -> None:
         self.workers: Workers | None = None  # None: rollouts grow in this process
         self.inflight: dict[int, InflightRollout] = {}  # by place in start order
-        self.curriculum = self._curriculum()
+        config, seed = self.config.data.curriculum, self.config.run.seed
+        self.curriculum: Curriculum | None = None
+        if config is not None:
+            parts = parts_of(self.parts.tasks)
+            self.curriculum = Curriculum(config, parts, seed, self.state.outcomes)
         self.held_back = {"s": 0.0}  # seconds for which new trees had to wait
         self._resumed = asyncio.Event()  # cleared during a pause
         self._resumed.set()
@@ -108,12 +113,6 @@ class Feeder:
         """Write an event to the journal, if there is one."""
         if self.journal is not None:
             self.journal.append(frame)
-
-    def _curriculum(self) -> Curriculum | None:
-        config, seed = self.config.data.curriculum, self.config.run.seed
-        if config is None:
-            return None
-        return Curriculum(config, parts_of(self.parts.tasks), seed, self.state.outcomes)
 
     def learned(self, trees: Sequence[TrajectoryTree]) -> dict[str, float]:
         """Update the curriculum with delivered trees; returns metrics."""
@@ -159,12 +158,9 @@ class Feeder:
 
     async def _until_allowed(self) -> None:
         """Delay the next tree while the run is paused, or queue.max_rollouts trees grow."""
-        while self.is_paused or self._is_full():  # noqa: ASYNC110 (many things change it)
+        allowed, queue = self.config.queue.max_rollouts or math.inf, self.queue
+        while self.is_paused or queue.num_waiting - queue.num_ready >= allowed:  # noqa: ASYNC110
             await asyncio.sleep(ROOM_S)
-
-    def _is_full(self) -> bool:
-        allowed = self.config.queue.max_rollouts
-        return bool(allowed) and self.queue.num_waiting - self.queue.num_ready >= allowed
 
     async def _until_room(self) -> None:
         """Delay the next tree while the engine or its caches are overloaded: growing trees then end

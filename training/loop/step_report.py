@@ -83,6 +83,7 @@ class StepReport:
     def _row(self, metrics: Metrics, hits: Metrics) -> dict[str, float]:
         state, queue = self.state, self.queue
         engine = self.parts.engine.stats()
+        workers = {} if self.feeder.workers is None else self.feeder.workers.stats()
         trees_by_fate = state.counters.counts(in_flight=queue.num_waiting)
         return {
             "step": state.step,
@@ -98,7 +99,7 @@ class StepReport:
             **self.parts.actor.probes.take(),
             "env/num_open": self.feeder.num_open_envs(),
             **self._env_figures(),
-            **self._worker_figures(),
+            **{f"workers/{name}": value for name, value in workers.items()},
             "time/sampled_tokens_per_s": self._throughput.rate(engine),
             "time/run_tokens_per_s": state.sampling_rate(
                 asyncio.get_running_loop().time() - self._began_s
@@ -118,8 +119,3 @@ class StepReport:
             num_cut += figures.num_cut
         counted = {f"env/{name}": value for name, value in total.items()}
         return {"env/num_results_cut": num_cut, **counted}
-
-    def _worker_figures(self) -> Metrics:
-        workers = self.feeder.workers
-        stats = {} if workers is None else workers.stats()
-        return {f"workers/{name}": value for name, value in stats.items()}

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 from agentenv.assembly.keys.cluster import FOLDER, Setup, SpreadCluster, read_setup
 from agentenv.assembly.keys.rl import TrainConfig
@@ -97,16 +96,6 @@ class ReportedFailures(Failures):
         self._link.send(pack(messages.RolloutEnded(failure)))
 
 
-class WorkerEngine(Protocol):
-    """The engine of a worker: LinkedEngine or LeasedEngine."""
-
-    policy_version: int
-
-    def handle(self, message: Any) -> None:
-        """Handle a message of the controller about turns, or their slots."""
-        ...
-
-
 class RolloutWorker:
     """Grows trees on `actor` with `plan` for the controller at the other end of the link.
 
@@ -119,7 +108,7 @@ class RolloutWorker:
         actor: Actor,
         plan: RolloutPlan,
         link: Link,
-        engine: WorkerEngine,
+        engine: LinkedEngine | LeasedEngine,
         *,
         settings: str = "",
         incarnation: int = 0,
