@@ -56,20 +56,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--vary", action="append", default=[], metavar="key.sub=V,V",
         help="one arm per value; if repeated, per combination",
     )  # fmt: skip
-    parser.add_argument("--arms", nargs="+", metavar="NAME", help="only these arms of the file")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: sweeps/NAME of SUBJECT")
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="concurrent runs; default 1"
     )
-    parser.add_argument("--nice", type=int, default=0, metavar="N", help="priority of the runs")
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything, list the runs, start none"
     )
     options = parser.parse_intermixed_args(argv)
     if options.jobs < 1:
         parser.error("--jobs must be at least 1")
-    if not 0 <= options.nice <= 19:
-        parser.error("--nice must be from 0 to 19")
     return options
 
 
@@ -81,17 +77,7 @@ def _config(options: argparse.Namespace) -> SweepConfig:
                 "expected none on the command line"
             )
         config = read_sweep(options.subject)
-        unknown = set(options.arms or ()) - set(config.arms)
-        if unknown:
-            raise ConfigError(
-                f"--arms: no {', '.join(sorted(unknown))}; arms: {', '.join(config.arms)}"
-            )
-        if options.arms:
-            config.arms = {name: config.arms[name] for name in options.arms}
-            config.baseline = config.baseline if config.baseline in config.arms else ""
     else:
-        if options.arms:
-            raise ConfigError("--arms requires a sweep file; for a configuration, pass --vary")
         arms = grid(options.vary) if options.vary else {"all": []}
         config = SweepConfig(
             config=str(options.subject.resolve()),
@@ -124,7 +110,7 @@ def _run(options: argparse.Namespace, view: View) -> int:
         done += outcome == "finished"
         view.log(f"{run}: {outcome} ({done} of {len(runs)})" + (f": {why}" if why else ""))
 
-    runner = SweepRunner(made.config, jobs=options.jobs, nice=options.nice, report=report)
+    runner = SweepRunner(made.config, jobs=options.jobs, report=report)
     asyncio.run(runner.run_all(runs))
     for run in runner.failed:
         view.warn(f"{run} failed: see {run.log}")

@@ -5,7 +5,6 @@ SOURCE is a run, for its archived trees, or the directory of an evaluation.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import logging
 from collections.abc import Iterator
@@ -42,12 +41,11 @@ class LogPart(NamedTuple):
     facts: dict[str, Any]
 
 
-def export(arguments: argparse.Namespace, view: View) -> None:
-    """Write the requested transcripts; `arguments` are those of `agentenv export transcripts`.
-    Raises ConfigError, DataError."""
-    source, out = arguments.source, arguments.out
+def export(source: Path, out: Path, step: int | None, view: View) -> None:
+    """Write the transcripts of a run, or only of one step, or of an evaluation. Raises ConfigError,
+    DataError."""
     is_evaluation = (source / ROWS_FILE).is_file()
-    model, parts = (_of_evaluation if is_evaluation else _of_run)(arguments)
+    model, parts = (_of_evaluation if is_evaluation else _of_run)(source, step)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty; choose another directory")
     if importlib.util.find_spec("inspect_ai") is None:
@@ -59,11 +57,8 @@ def export(arguments: argparse.Namespace, view: View) -> None:
     for part in parts:
         with naming(out):
             out.mkdir(parents=True, exist_ok=True)
-            samples = part.questions
-            if arguments.per == "trajectory":
-                samples = inspect_log.by_trajectory(samples)
             path = out / f"{part.name}.eval"
-            inspect_log.write_log(path, samples, part.name, model, part.at, part.facts)
+            inspect_log.write_log(path, part.questions, part.name, model, part.at, part.facts)
         num_logs += 1
         dataset = part.name if is_evaluation else ""
         distinct |= {(dataset, one.task, one.question) for one in part.questions}
@@ -72,40 +67,34 @@ def export(arguments: argparse.Namespace, view: View) -> None:
     view.log(f"{num_trajectories} trajectories of {questions} written to {out}, logs: {num_logs}")
 
 
-def _of_run(arguments: argparse.Namespace) -> tuple[str, Iterator[LogPart]]:
-    run = arguments.source
+def _of_run(run: Path, only: int | None) -> tuple[str, Iterator[LogPart]]:
     settings = _settings(run)
     steps = steps_of(run / ARCHIVE)
     if not steps:
         raise DataError(
             f"{run / ARCHIVE} contains no trees: the run has finished no step yet, or "
-            "archive.max_gb "
-            "is 0" + _evaluations(run)
+            "archive.max_gb is 0" + _evaluations(run)
         )
-    if arguments.step is not None and arguments.step not in steps:
+    if only is not None and only not in steps:
         known = f"available: {min(steps)} to {max(steps)}"
-        raise DataError(f"{run / ARCHIVE} contains no step {arguments.step}; {known}")
-    chosen = [path for step, path in steps.items() if arguments.step in (None, step)]
+        raise DataError(f"{run / ARCHIVE} contains no step {only}; {known}")
+    chosen = [path for step, path in steps.items() if only in (None, step)]
     decode = _decoder(run, settings)
     redactor = Redactor(settings)
     model = f"agentenv/{run.resolve().name}"
 
     def parts() -> Iterator[LogPart]:
-        num_found = 0
         for path in chosen:
             try:
                 step = read_step(path)
             except DataError as error:
-                if arguments.step is not None:
+                if only is not None:
                     raise
                 logger.warning("%s; it is skipped", error)
                 continue
-            found = list(_questions(step, arguments, decode, redactor))
-            num_found += len(found)
-            if found or arguments.tree is None:
-                yield _step_part(run, path, step, found)
-        if arguments.tree is not None and not num_found:
-            raise DataError(f"{run / ARCHIVE}: no tree {arguments.tree} in these steps")
+            trees = (step.tree(entry) for entry in step.entries)
+            found = [redacted(of_tree(kept, decode), redactor) for kept in trees]
+            yield _step_part(run, path, step, found)
 
     return model, parts()
 
@@ -118,20 +107,9 @@ def _step_part(run: Path, path: Path, step: Step, questions: list[TranscriptQues
     return LogPart(name, questions, at, {"run": run.resolve().name, **facts})
 
 
-def _questions(
-    step: Step, arguments: argparse.Namespace, decode: Decode, redactor: Redactor
-) -> Iterator[TranscriptQuestion]:
-    for entry in step.entries:
-        if arguments.tree in (None, entry.tree):
-            kept = step.tree(entry)
-            yield redacted(of_tree(kept, decode, with_tokens=arguments.tokens), redactor)
-
-
-def _of_evaluation(arguments: argparse.Namespace) -> tuple[str, Iterator[LogPart]]:
-    folder = arguments.source
-    for name in ("step", "tree", "tokens"):
-        if getattr(arguments, name):
-            raise ConfigError(f"--{name} is for the trees of a run; {folder} is an evaluation")
+def _of_evaluation(folder: Path, step: int | None) -> tuple[str, Iterator[LogPart]]:
+    if step is not None:
+        raise ConfigError(f"--step is for the trees of a run; {folder} is an evaluation")
     saved = load_saved(folder)
     rows = load_rows(folder)
     redactor = Redactor(saved.config)

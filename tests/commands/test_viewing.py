@@ -23,7 +23,7 @@ from agentenv.evaluation.figures import figures_of, questions_of
 from agentenv.evaluation.store import read_rows
 from agentenv.evaluation.sweep import Made
 from agentenv.lab.viewing.folder import Folder
-from agentenv.lab.viewing.page import HEADERS, FolderServer, encode, export, serve, static
+from agentenv.lab.viewing.page import HEADERS, FolderServer, encode, export, serve
 from agentenv.lab.viewing.sets import COLUMNS, SetServer
 from agentenv.launchers import view
 from agentenv.rollout.archive import read_step, steps_of
@@ -304,20 +304,6 @@ def test_the_state_changes_with_every_change_of_the_run(run: ViewedRun) -> None:
     assert seen[-1]["status"] == "elsewhere"
 
 
-def test_a_run_of_an_older_version_shows_its_files(run: ViewedRun, tmp_path: Path) -> None:
-    older = tmp_path / "older"
-    older.mkdir()
-    for name in ("config.json", "metrics.jsonl"):
-        (older / name).write_bytes((run.folder / name).read_bytes())
-    folder = Folder(older)
-    found = folder.run()
-    assert (found["steps"], found["evaluations"], found["checkpoints"]) == ([], [], [])
-    assert found["status"]["is"] == "stopped"
-    assert folder.answer("steps")["rows"] == []
-    with pytest.raises(DataError, match="no step 1"):
-        folder.answer("steps/1")
-
-
 # evaluations
 
 
@@ -401,14 +387,12 @@ def test_a_single_evaluation_and_others_to_compare(run: ViewedRun, tmp_path: Pat
         (["nowhere"], "nowhere: no such folder"),
         (["{folder}"], r"neither a run .*run contains one"),
         (["{folder}/run", "{folder}"], "neither an evaluation nor a run with evaluations"),
-        (["{folder}/run", "--export", "{folder}/run"], "is not empty and not an export"),
-        (["{folder}/run", "--export", "{folder}/is.html"], "exists and is not a file"),
+        (["{folder}/run", "--export", "{folder}/run"], "is a folder; --export takes"),
     ],
 )
 def test_mistakes_are_one_line(
     run: ViewedRun, tmp_path: Path, arguments: list[str], says: str, capsys: Any
 ) -> None:
-    (tmp_path / "is.html").mkdir()
     assert view.main([one.format(folder=tmp_path) for one in arguments]) == 2
     error = capsys.readouterr().err.replace("\n", " ")
     assert re.search(says, error)
@@ -446,16 +430,6 @@ def test_trees_beyond_the_size_limit_are_omitted_and_reported(
         f"left out: {9 - len(kept)} trees of earlier steps; raise --max-mb to include more" in lines
     )
     assert answers["run"]["exported"]["left_out"]
-
-
-def test_a_folder_for_any_web_server(run: ViewedRun, tmp_path: Path) -> None:
-    out = tmp_path / "site"
-    for _ in range(2):  # again in its place
-        list(export(Folder(run.folder), out, 30))
-    assert 'data-source="folder"' in (out / "index.html").read_text()
-    found = json.loads((out / "data" / "steps" / "1" / "trees" / "0.json").read_text())
-    assert found["fate"] == "trained"
-    assert (out / "static" / "viewer.js").read_bytes() == static("viewer.js")
 
 
 def test_the_help_of_the_command_loads_no_heavy_module() -> None:
