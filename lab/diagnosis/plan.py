@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from agentenv.assembly.keys.cluster import ResourcesConfig, ServeConfig, WideCluster
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import MAX_TRAJECTORY_BYTES, TrainConfig
-from agentenv.assembly.keys.supervised import SFTConfig, SupervisedRunConfig
+from agentenv.assembly.keys.supervised import SupervisedRunConfig
 from agentenv.assembly.parts.memory import (
     KNOWN,
     RESERVE_BYTES,
@@ -35,7 +35,6 @@ from agentenv.base.types import Limits
 from agentenv.contract.engine import EngineConfig, LocalModel
 from agentenv.contract.server_config import LaunchConfig, RoleConfig
 from agentenv.learners.learner import LearnerConfig, check_heads
-from agentenv.learners.optimizer import OptimizerConfig
 
 # A plan: a machine, its processes, and problems.
 
@@ -168,13 +167,6 @@ def microbatch_tokens(learner: LearnerConfig, longest: int) -> int:
     return max(learner.max_tokens_per_microbatch, -(-longest // learner.context_parallel))
 
 
-SMALL = 5e8  # weights; sharing gave 2.7 times the tokens/s at 135 M and 1,000 streams on an H200
-SHARE_GPUS = (
-    "with a model of this size one vLLM server leaves most of a GPU idle: let three share each GPU "
-    "(engine.servers.num_servers, servers_per_gpu, a lower gpu_memory_share)"
-)
-
-
 class _Planner:
     def __init__(self, config: Any, machine: PlannedMachine, resolve: Resolve, model: str) -> None:
         self.config, self.machine, self.resolve = config, machine, resolve
@@ -189,7 +181,6 @@ class _Planner:
         self.path: str = model if self.learner is None else config.model.path
         self.num_tokens, self.num_paths = rollouts_of(config)
         self.shape = self._policy_shape() if self.path else None
-        self.learner_bytes = 0.0  # of a rank on its GPU
 
     def add_all(self) -> None:
         """Add all processes, in the order in which a run assigns its GPUs."""
@@ -280,10 +271,6 @@ class _Planner:
                     f"{self.machine.num_gpus}"
                 )
             ranks = [str(number) for number in range(learner.num_ranks)]
-        sft = getattr(config, "sft", None)
-        if self.shape is not None and isinstance(sft, SFTConfig) and learner.lora is None:
-            advice = rate_advice(sft.optimizer, self.shape.num_params)
-            self.plan.advice += [advice] if advice else []
         note = f"ZeRO {learner.zero_stage}, {learner.dtype}, {tokens} tokens at once"
         if learner.context_parallel > 1:
             note += f", paths over {learner.context_parallel} ranks"
@@ -291,7 +278,6 @@ class _Planner:
         process = Process("learner rank", learner.num_ranks, ranks, self.path, memory, note=note)
         serving = min(RESERVE_BYTES, memory.gpu_bytes) if self.colocated else memory.gpu_bytes
         self.plan.add(process, serving=serving, training=memory.gpu_bytes)
-        self.learner_bytes = memory.gpu_bytes
 
     def _add_engine(self) -> None:
         """Add the processes of the engine."""
@@ -393,28 +379,8 @@ class _Planner:
         process = Process(name, number, gpus, path, memory, note)
         self.plan.add(process, serving=serving, training=awake)
         if policy:
-            servers = number * config.data_parallel_size
-            room = tokens * servers
+            room = tokens * number * config.data_parallel_size
             self.plan.made.append(in_flight(self.num_paths, self.num_tokens, room))
-            is_vllm = self.engine is not None and self.engine.kind == "vllm"
-            if is_vllm and config.per_gpu == 1 and shape.num_params < SMALL:
-                self.plan.advice.append(SHARE_GPUS)
-            if self.resources.colocated and self.learner_bytes:
-                fits = self.learner_bytes <= size - serving
-                self.plan.advice += self._colocation(fits=fits)
-
-    def _colocation(self, *, fits: bool) -> Iterator[str]:
-        """Advice on GPUs that engine and learner share; `fits`: both at once."""
-        assert self.engine is not None
-        if self.colocated and fits:
-            yield (
-                "engine and learner would fit on a GPU together: resources.colocated = 'at_once' "
-                "saves each step the time of sleeping and waking"
-            )
-        if self.engine.capabilities.can_map and self.engine.new_weights == "directory":
-            yield (
-                'new weights are transferred as files; engine.weights = "ipc" keeps them on the GPU'
-            )
 
 
 SAVED_PER_S = 1e9  # bytes per second of an NVMe disk, or a cluster's network file system
@@ -439,22 +405,6 @@ def disk_line(checkpoint: float, num_checkpoints: int, files: dict[str, float]) 
     sizes = {f"{num_checkpoints} checkpoints": num_checkpoints * checkpoint, **files}
     parts = [f"{size / GIB:.1f} GiB ({name})" for name, size in sizes.items() if size]
     return f"on the disk: up to {sum(sizes.values()) / GIB:.1f} GiB = {' + '.join(parts)}"
-
-
-IMITATION_RATE = 8e4  # divided by the number of weights: usual learning rate of AdamW for SFT
-
-
-def rate_advice(optimizer: OptimizerConfig, num_params: int) -> str:
-    """A line if the learning rate of a cold start differs much from the usual one for a pretrained
-    model, else "". Usual: 6e-4 at 135 million weights (SmolLM2, GSM8K), 1e-5 at 7 billion."""
-    usual, rate = IMITATION_RATE / num_params, optimizer.learning_rate
-    if optimizer.optimizer != "adamw" or not rate or 1 / 5 < rate / usual < 5:
-        return ""
-    return (
-        f"sft.optimizer.learning_rate = {rate:g} is {'low' if rate < usual else 'high'} for a "
-        f"pretrained model of {num_params / 1e9:.2g} billion weights: a usual value is about "
-        f"{usual:.0e}; watch sft/loss"
-    )
 
 
 def in_flight(num_paths: int, path_tokens: int, room: int) -> str:

@@ -107,35 +107,6 @@ def test_colocated_engine_and_learner_alternate_on_the_gpus(
     assert "(learner rank and policy server); lower" in told
 
 
-def test_alternation_is_advised_against_if_both_fit_at_the_same_time(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    recipe = [str(ROOT / "configs" / "gsm8k_135m.toml"), "--dry-run", "--gpus", "1"]
-    recipe += ["engine.servers.num_servers=1", "engine.servers.servers_per_gpu=1"]
-    recipe += ["engine.servers.gpu_memory_share=0.3", "engine.weights=directory"]
-    for how, is_advised in (("true", True), ("at_once", False)):
-        assert train.main([*recipe, f"resources.colocated={how}"]) == EXIT_MISSING
-        told = " ".join(capsys.readouterr().out.split())
-        assert ("would fit on a GPU together" in told) == is_advised
-        assert 'engine.weights = "ipc" keeps them on the GPU' in told
-
-
-@pytest.mark.parametrize(
-    ("keys", "is_advised"),
-    [
-        ((), False),
-        (("engine.servers.num_servers=1", "engine.servers.servers_per_gpu=1"), True),
-    ],
-)
-def test_servers_of_a_small_model_are_advised_to_share_a_gpu(
-    keys: tuple[str, ...], is_advised: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = [str(ROOT / "configs" / "gsm8k_135m.toml"), "--dry-run", "--gpus", "1"]
-    assert train.main([*recipe, *keys]) == EXIT_MISSING
-    told = " ".join(capsys.readouterr().out.split())
-    assert ("let three share each GPU" in told) == is_advised
-
-
 def test_one_gpu_for_learner_and_embedded_engine(tmp_path: Path) -> None:
     build_model(tmp_path / "model", seed=0)
     path = ROOT / "configs" / "quickstart.toml"

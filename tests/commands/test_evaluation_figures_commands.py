@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
 import json
 import re
-from html.parser import HTMLParser
-from typing import Any
 
 import msgspec
 import pytest
 
 from agentenv.assembly.run.records import EvalRow
-from agentenv.launchers import evaluate, view
+from agentenv.launchers import evaluate
 from tests.support.stored_evaluation import (
     QUICK,
     failed,
@@ -24,38 +20,6 @@ from tests.support.stored_evaluation import (
 )
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m|`*"
-
-
-class Page(HTMLParser):
-    """The tags of a page and the scripts that a browser would run."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self._answers: dict[str, str] = {}
-        self._path = ""
-        self.feed(text)
-
-    @property
-    def handlers(self) -> list[str]:
-        return [name for name, _ in self.attributes if name.startswith("on")]
-
-    def answer(self, path: str) -> Any:
-        """The replies to the page, from its embedded data."""
-        return json.loads(gzip.decompress(base64.b64decode(self._answers[path])))
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-        self._path = dict(attrs).get("data-path") or ""
-
-    def handle_data(self, data):
-        if self._path:
-            self._answers[self._path] = self._answers.get(self._path, "") + data
-
-    def handle_endtag(self, tag):
-        self._path = ""
 
 
 # report
@@ -75,21 +39,6 @@ def test_a_report_is_written_to_the_terminal_as_json_and_as_markdown(tmp_path, c
     assert not (folder / "report.html").exists()
 
 
-def test_a_page_of_the_viewer_holds_the_figures_of_the_report(tmp_path):
-    folder = write_evaluation(tmp_path / "e", mixed_rows(8, 4), QUICK)
-    assert evaluate.main(["report", str(folder)]) == 0
-    assert view.main([str(folder), "--export", str(tmp_path / "page.html")]) == 0
-    page = Page((tmp_path / "page.html").read_text())
-    assert page.answer("run")["exported"]["left_out"] == []
-    summary = json.loads((folder / "summary.json").read_text())
-    assert page.answer("evaluations/e/figures") == summary
-    assert len(page.answer("evaluations/e")["rows"]) == 32
-    (first, *_) = page.answer("evaluations/e/rows/0")
-    assert first["segments"]
-    links = {value for name, value in page.attributes if name in ("src", "href")}
-    assert links == {"data:,"}  # all is inside
-
-
 def test_text_of_the_policy_is_escaped_in_a_report(tmp_path, capsys):
     rows = rows_of({EVIL: [EVIL]}, dataset="d" + EVIL, kind=EVIL, reason=EVIL)
     rows[0].tool_calls[0] |= {"name": EVIL, "arguments": {"q": EVIL}, "ok": False, "error": EVIL}
@@ -98,14 +47,6 @@ def test_text_of_the_policy_is_escaped_in_a_report(tmp_path, capsys):
     folder = write_evaluation(tmp_path / "e", rows, QUICK)
     assert evaluate.main(["report", str(folder)]) == 0
     assert "\x1b[31m" not in capsys.readouterr().out
-    assert view.main([str(folder), "--export", str(tmp_path / "page.html")]) == 0
-    html = (tmp_path / "page.html").read_text()
-    page = Page(html)
-    assert not {"img", "iframe", "object", "embed"} & set(page.tags)
-    assert page.handlers == []
-    assert "alert(1)" not in html  # it is data, packed
-    assert "script-src 'sha256-" in html  # and no other script runs
-    assert EVIL in page.answer("evaluations/e/rows/0")[0]["segments"][-1]["policy"]
     text = (folder / "report.md").read_text()
     assert "<script>" not in text
     assert "<img" not in text
