@@ -35,7 +35,6 @@ class Spread(Struct, kw_only=True):
     mean: float
     median: float
     p95: float
-    total: float
 
 
 class ToolUse(Struct, kw_only=True):
@@ -103,7 +102,6 @@ class Summary(Struct, kw_only=True):
     name: str
     compat: str
     num_samples: int
-    policy_versions: list[int]
     average: float | None
     overall: Figures
     groups: dict[str, dict[str, Figures]]
@@ -292,14 +290,9 @@ def _mean(values: Sequence[float]) -> tuple[float, float]:
 
 def _spread(values: Sequence[float]) -> Spread:
     if not values:
-        return Spread(mean=0.0, median=0.0, p95=0.0, total=0.0)
-    found = np.array(values, dtype=np.float64)
-    return Spread(
-        mean=float(found.mean()),
-        median=float(np.median(found)),
-        p95=float(np.percentile(found, 95)),
-        total=float(found.sum()),
-    )
+        return Spread(mean=0.0, median=0.0, p95=0.0)
+    median, p95 = np.percentile(values, (50, 95))
+    return Spread(mean=float(np.mean(values)), median=float(median), p95=float(p95))
 
 
 def _tools(rows: Iterable[EvalRow]) -> dict[str, ToolUse]:
@@ -324,8 +317,7 @@ def _counted(names: Iterable[str]) -> dict[str, int]:
     return dict(Counter(names).most_common())
 
 
-FALLBACK_FIELDS = ("level", "type", "category")  # of metadata, without a known benchmark
-MAX_GROUPS = 40  # values of a fallback field; with more, it is rather a number or a name
+MAX_GROUPS = 40  # values of a field
 
 
 async def summarize(
@@ -361,13 +353,10 @@ def summary_of(
         field: {value: figures_of(own, ks, known) for value, own in values.items()}
         for field, values in _by_group(questions).items()
     }
-    rows = [row for question in questions for row in question.rows]
-    versions = [version for row in rows for version in row.policy_versions]
     return Summary(
         name=name,
         compat=compat,
         num_samples=max((len(question.rows) for question in questions), default=0),
-        policy_versions=[min(versions), max(versions)] if versions else [],
         average=_average(groups),
         overall=figures_of(questions, ks, known),
         groups=groups,
@@ -388,18 +377,10 @@ async def _vote(questions: Sequence[QuestionRows], scorer: Scorer) -> None:
 
 
 def _groups_of(row: EvalRow) -> Iterator[tuple[str, str]]:
-    """(field, value) of a question; a field of a dataset starts with the dataset's name."""
+    """(field, value) of a question; a field of a benchmark starts with the dataset's name."""
     yield "dataset", row.dataset
     yield "kind", row.kind
-    own = benchmark_groups(row.metadata)
-    if not own:
-        metadata = {key.lower(): value for key, value in row.metadata.items()}
-        own = [
-            (name, str(metadata[name]))
-            for name in FALLBACK_FIELDS
-            if isinstance(metadata.get(name), str | int)
-        ]
-    for name, value in own:
+    for name, value in benchmark_groups(row.metadata):
         yield f"{row.dataset} {name}", value
 
 

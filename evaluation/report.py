@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,13 +27,6 @@ from agentenv.evaluation.store import load_saved
 from agentenv.reference.helpers import HELPERS
 
 SUMMARY_FILE, MARKDOWN_FILE = "summary.json", "report.md"
-
-
-def write_report(
-    folder: Path, view: View, *, ks: Sequence[int] = (), compat: Compat = ""
-) -> Summary:
-    """See `report_of`. Must not be called in an event loop."""
-    return asyncio.run(report_of(folder, view, ks=ks, compat=compat))
 
 
 async def report_of(

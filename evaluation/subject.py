@@ -160,8 +160,7 @@ def of_run(run: Path, names: Sequence[str] = ()) -> Tree:
     for name in names:
         if name not in sets:
             raise ConfigError(f"--set {name}: {run} has the evaluation sets {sorted(sets)}")
-    chosen = names or [saved["eval"].get("report") or next(iter(sets), "")]  # a key of old runs
-    return evaluation_of(saved, [name for name in chosen if name in sets])
+    return evaluation_of(saved, names or list(sets)[:1])
 
 
 def evaluation_of(saved: Tree, names: Sequence[str], more_keys: Collection[str] = ()) -> Tree:

@@ -24,7 +24,7 @@ from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 from agentenv.assembly.serving.gpus import gpus_for_others
 from agentenv.base.errors import require_train
 from agentenv.base.model_files import fetch_from_hub, find_on_hub
-from agentenv.evaluation.report import write_report
+from agentenv.evaluation.report import report_of
 from agentenv.evaluation.run import (
     FOLDER,
     chosen_sets,
@@ -164,7 +164,7 @@ def _report(argv: Sequence[str]) -> int:
     folder, compat, view = arguments.folder, arguments.compat, View()
 
     def work() -> None:
-        write_report(folder, view, ks=ks, compat=compat)
+        asyncio.run(report_of(folder, view, ks=ks, compat=compat))
         view.suggest(next_commands(folder))
 
     return exit_code_of(work, view, writing="writing the report")

@@ -30,9 +30,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--port", type=int, default=0, help="port on 127.0.0.1; default: a free one"
     )
     parser.add_argument(
-        "--open", action="store_true", help="open the page in this machine's browser"
-    )
-    parser.add_argument(
         "--export",
         type=Path,
         metavar="OUT",
@@ -85,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 0
             server = FolderServer(folder, arguments.port)
         try:
-            run_until_done(serve(server, report, opens=arguments.open), view)
+            run_until_done(serve(server, report), view)
         except KeyboardInterrupt:
             return 0  # the usual end
         return 0

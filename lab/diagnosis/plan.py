@@ -66,6 +66,7 @@ class Plan(Struct):
     missing: list[str] = field(default_factory=list)
     made: list[str] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
+    checkpoint_bytes: float = 0.0  # of one; 0: unknown
     serving: dict[str, float] = field(default_factory=dict)  # bytes by GPU, while rollouts run
     training: dict[str, float] = field(default_factory=dict)  # and while the learner trains
 
@@ -259,6 +260,7 @@ class _Planner:
             check_heads(self.shape.heads, learner.context_parallel)
             memory = learner_memory(self.shape, learner, tokens, has_reference=reference)
             size = checkpoint_bytes(self.shape, learner, has_reference=reference)
+            self.plan.checkpoint_bytes = size
             self.plan.made.append(saving_line(size, config.checkpoint.finish_s))
             self.plan.made.append(disk_line(size, *files_of(config)))
             if self.colocated:

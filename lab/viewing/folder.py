@@ -49,15 +49,15 @@ class Folder:
     def __init__(
         self, path: Path, others: Sequence[Path] = (), *, is_awaited: bool = False
     ) -> None:
-        """`others`: evaluations, or runs with evaluations, to compare with. `is_awaited`: a run
-        that has just started, whose folder may still be empty. Raises DataError."""
+        """`others`: evaluations to compare with. `is_awaited`: a run that has just started, whose
+        folder may still be empty. Raises DataError."""
         self.path = path
         self.is_run = is_awaited or not (path / ROWS).is_file()
         if self.is_run and not is_awaited:
             _check_run(path)
         for other in others:
-            if not (other / ROWS).is_file() and not (other / EVALUATIONS).is_dir():
-                raise DataError(f"{other}: neither an evaluation nor a run with evaluations")
+            if not (other / ROWS).is_file():
+                raise DataError(f"{other} contains no evaluation")
         self.others = list(others)
         self.trees = Trees(path, self._tokenizers)
         self._lock = threading.Lock()
@@ -198,12 +198,7 @@ class Folder:
             yield self.path, self.path.resolve().name
         else:
             yield from _within(self.path)
-        for other in self.others:
-            name = other.resolve().name
-            if (other / ROWS).is_file():
-                yield other, name
-            else:
-                yield from ((path, f"{name} {when}") for path, when in _within(other))
+        yield from ((other, other.resolve().name) for other in self.others)
 
     def _tokenizers(self) -> Iterator[Path]:
         own = [*reversed(Checkpoints(self.path / "checkpoints").finished())]

@@ -21,7 +21,6 @@ import secrets
 import subprocess
 import sys
 import time
-import webbrowser
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import resources
@@ -190,7 +189,7 @@ def encode(answer: Any) -> bytes:
     return msgspec.json.encode(answer, enc_hook=str)
 
 
-async def serve(server: PageServer, report: Callable[[str], None], *, opens: bool) -> None:
+async def serve(server: PageServer, report: Callable[[str], None]) -> None:
     """Serve until cancelled. Raises ConfigError if the port is taken."""
     gc.freeze()  # there are many rows, without reference cycles: collect seldom
     gc.set_threshold(200_000, 20, 100)
@@ -207,8 +206,6 @@ async def serve(server: PageServer, report: Callable[[str], None], *, opens: boo
         report(
             f"Ctrl-C stops the server; from another machine: {tunnel}, then open the same address"
         )
-        if opens:
-            await in_thread(webbrowser.open, server.address)
         await asyncio.Event().wait()
     finally:
         await server.close()

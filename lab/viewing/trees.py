@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from agentenv.base.errors import DataError
 from agentenv.base.tree import Node, Scored, TrajectoryTree
+from agentenv.lab.viewing.evaluations import search
 from agentenv.rollout.archive import (
     ARCHIVE,
     Entry,
@@ -29,7 +30,6 @@ COLUMNS = (
     *("roots", "forks", "tokens", "sampled", "version", "staleness", "changed"),
 )
 MAX_QUESTION_CHARS = 400
-SEARCH_S = 20.0  # CPU limit of a search in the trees of a step
 NUM_STEPS_KEPT = 32  # number of steps with cached details
 Texts = Callable[[Sequence[int]], list[str]]
 Figures = dict[str, Any]
@@ -106,20 +106,15 @@ class Trees:
         """The trees of a step that contain a text (ignoring case) in question, answers, or texts of
         policy and environment."""
         step = self._step(self._path(number))
-        texts, wanted = self.texts(), text.casefold()
-        until = time.thread_time() + SEARCH_S
-        found, num_searched = [], 0
-        for entry in step.entries:
-            if time.thread_time() > until:
-                break
-            num_searched += 1
-            try:
-                tree = step.tree(entry).tree
-            except DataError:
-                continue
-            if any(wanted in one.casefold() for one in _all_texts(tree, texts)):
-                found.append(entry.tree)
-        return {"trees": found, "num_searched": num_searched, "num_trees": len(step.entries)}
+        decode = self.texts()
+
+        def texts(entry: Entry) -> Iterator[str]:
+            with suppress(DataError):
+                yield from _all_texts(step.tree(entry).tree, decode)
+
+        found, num_searched = search(step.entries, texts, text)
+        trees = [entry.tree for entry in found]
+        return {"trees": trees, "num_searched": num_searched, "num_trees": len(step.entries)}
 
     def texts(self) -> Texts | None:
         """The decoder of single tokens; None without a tokenizer."""

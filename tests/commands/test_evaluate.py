@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from agentenv.assembly.run.records import EvalRow
 from agentenv.base.types import ToolResult
 from agentenv.contract.http import status_error
 from agentenv.contract.tools import FunctionTool
@@ -20,8 +19,8 @@ from tests.commands.evaluating import Run, first_prompts, refused, runner, texts
 
 
 @pytest.fixture
-def run(warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    return runner(warehouse, tmp_path, monkeypatch)
+def run(warehouse: Path, tmp_path: Path) -> Run:
+    return runner(warehouse, tmp_path)
 
 
 @pytest.fixture
@@ -59,7 +58,7 @@ def test_a_missing_checkpoint_is_refused_with_the_existing_ones(
 
 
 def test_a_row_holds_the_whole_trajectory(run: Run, tmp_path: Path) -> None:
-    assert run("out", "--n", "3", report=True) == 0
+    assert run("out", "--n", "3") == 0
     rows = read_rows(tmp_path / "out")
     assert sorted(row.key for row in rows) == [("a", f"a-{n}", 0) for n in (1, 2, 3)]
     row = rows[0]
@@ -230,16 +229,6 @@ def test_without_out_each_configuration_has_its_own_directory(
         assert evaluate.main([*base, *keys]) == 0
     counts = sorted(len(read_rows(path)) for path in (tmp_path / "evals").iterdir())
     assert counts == [2, 4], "more samples of one, another seed in another"
-
-
-def test_each_row_is_one_line_for_any_content(tmp_path: Path) -> None:
-    import msgspec
-
-    row = EvalRow(dataset="a", task="t", sample=0, question="line\nbreak \u2028 \ud800".encode(
-        "utf-8", "replace").decode())  # fmt: skip
-    line = msgspec.json.encode(row)
-    assert b"\n" not in line
-    assert msgspec.json.decode(line, type=EvalRow) == row
 
 
 def test_a_log_folder_is_created_only_for_servers_and_kept_if_one_fails(

@@ -23,7 +23,6 @@ QUICK = ("engine.num_retries=1", "limits.max_failures=0")
 
 @pytest.fixture
 def run(warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Evaluate:
-    monkeypatch.setattr(evaluate, "write_report", lambda *_: None)
     monkeypatch.setattr("agentenv.text.endpoint.FIRST_DELAY_S", 0.01)
 
     def evaluated(endpoint: ScriptedEndpoint, *more: str, n: int = 2) -> int:

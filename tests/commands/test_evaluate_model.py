@@ -38,14 +38,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def evaluated(
-    subject: str, out: Path, *keys: str, num: int = NUM, report: bool = False
-) -> dict[Key, EvalRow]:
-    """The rows; the report, which takes seconds, is written only on request."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not report:
-            patch.setattr(evaluate, "write_report", lambda *_: None)
-        assert evaluate.main([subject, "--n", str(num), "--out", str(out), *keys]) == 0
+def evaluated(subject: str, out: Path, *keys: str, num: int = NUM) -> dict[Key, EvalRow]:
+    """The rows."""
+    assert evaluate.main([subject, "--n", str(num), "--out", str(out), *keys]) == 0
     rows = {row.key: row for row in read_rows(out)}
     assert len(rows) == num * (2 if "num_samples=2" in keys else 1)
     assert not any(row.error for row in rows.values())
@@ -58,7 +53,7 @@ def outcome(rows: dict[Key, EvalRow]) -> dict[Key, tuple[Any, ...]]:
 
 def test_equal_seeds_give_equal_scores_on_the_embedded_engine(run: Path, tmp_path: Path) -> None:
     found = [
-        evaluated(str(run), tmp_path / name, "num_samples=2", *keys, report=True)
+        evaluated(str(run), tmp_path / name, "num_samples=2", *keys)
         for name, keys in (("a", []), ("b", ["concurrency=3"]))
     ]
     assert outcome(found[0]) == outcome(found[1])

@@ -82,17 +82,6 @@ def test_right_answers_in_a_wrong_format_are_reported_with_a_remedy(tmp_path, ca
     assert text in (folder / "report.md").read_text()
 
 
-def test_a_report_includes_the_last_requested_number_of_samples(tmp_path, capsys):
-    folder = write_evaluation(tmp_path / "e", mixed_rows(4, 5), QUICK)
-    config = json.loads((folder / "config.json").read_text())
-    for one in config["config"]["sets"].values():
-        one["num_samples"] = 3
-    (folder / "config.json").write_text(json.dumps(config))
-    assert evaluate.main(["report", str(folder)]) == 0
-    overall = json.loads((folder / "summary.json").read_text())["overall"]
-    assert list(overall["pass_at"]) == ["1", "2", "3", "4", "5"]
-
-
 def test_a_report_does_not_change_the_rows(tmp_path):
     folder = write_evaluation(tmp_path / "e", mixed_rows(4, 2), QUICK)
     before = (folder / "rows.jsonl").read_bytes()
@@ -194,16 +183,6 @@ def test_failures_have_a_table_only_if_any_and_failed_evaluations_no_success(tmp
     text = (fine / "report.md").read_text()
     assert "failed trajectories" not in text
     assert "Truncated and failed" not in text
-
-
-def test_equal_evaluations_show_the_interval_of_their_difference(tmp_path, capsys):
-    rows = rows_of({str(i): ["Paris"] for i in range(40)})
-    folders = [write_evaluation(tmp_path / name, rows, QUICK) for name in "ab"]
-    assert evaluate.main(["compare", *map(str, folders)]) == 0
-    said = capsys.readouterr().out
-    found = re.search(r"all +40 +[\d.]+ +[\d.]+ +\+0.000 \[-0.077, \+0.077\] +1.000", said)
-    assert found, said
-    assert re.search(r"tool tokens +40 +\S+ +\S+ +\+0.000 +1.000", said), said
 
 
 def test_evaluations_without_a_common_question_are_refused(tmp_path, capsys):

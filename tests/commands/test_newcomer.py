@@ -10,13 +10,12 @@ import pytest
 
 from agentenv import Message, Task
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.assembly.run.terminal import View
 from agentenv.base.config import load_config
 from agentenv.base.errors import ConfigError
 from agentenv.contract.env import close_shared
 from agentenv.envs.quickstart import QuickstartEnv
 from agentenv.evaluation.figures import agreement_of
-from agentenv.evaluation.report import MAX_UNREADABLE_SHARE, write_report
+from agentenv.evaluation.report import MAX_UNREADABLE_SHARE
 from agentenv.evaluation.subject import of_env
 from agentenv.launchers import evaluate, train
 from tests.support.golden import Golden
@@ -118,7 +117,7 @@ def test_replies_of_a_judge_without_a_verdict_are_reported(tmp_path: Path) -> No
     assert (alone.num_unparsed, alone.kappa) == (1, None)
     assert agreement_of(rows[2:]) is None
     folder = write_evaluation(tmp_path / "e", rows)
-    write_report(folder, View())
+    assert evaluate.main(["report", str(folder)]) == 0
     text = (folder / "report.md").read_text()
     assert "1 replies of the judge (50.0%) contained no verdict" in text
     assert "More than 5% are unreadable: these scores are too low" in text
@@ -135,7 +134,7 @@ def test_only_a_share_of_unreadable_verdicts_above_the_bound_is_a_warning(
     folder = write_evaluation(
         tmp_path / "e", [row(str(n), success=False, parts=one) for n, one in enumerate(parts)]
     )
-    write_report(folder, View())
+    assert evaluate.main(["report", str(folder)]) == 0
     text = (folder / "report.md").read_text()
     assert f"{num_unreadable} replies of the judge ({share}) contained no verdict" in text
     is_above = num_unreadable / len(parts) > MAX_UNREADABLE_SHARE

@@ -21,7 +21,6 @@ from agentenv.evaluation.sets import (
     Ratio,
     _holm,
     arms_by_keys,
-    as_json,
     calls_to,
     compare,
     compare_curves,
@@ -176,7 +175,7 @@ def test_an_arm_that_needs_half_the_calls_has_a_ratio_of_one_half(
     assert 1.0 < slow.low < slow.value < (slow.high or 0.0)
     assert found.arms["base"].calls_ratio == {}
     assert curves["half"][0].calls.tolist() == [0, 50, 100, 150, 200, 250]
-    assert json.loads(as_json(found))["arms"]["slow"]["seeds"] == [0, 1, 2, 3]
+    assert found.arms["slow"].seeds == [0, 1, 2, 3]
     low, high = found.arms["slow"].after_interval
     assert low < found.arms["slow"].after < high
     assert all(len(table.rows) > 2 for table in tables(found))

@@ -73,7 +73,6 @@ def test_questions_are_sorted_by_how_they_were_answered(
     summary = json.loads((out / "summary.json").read_text())
     assert summary["classes"] == {"direct": 2, "tools": 4, "hard": 4, "unfinished": 0}
     assert summary["by_kind"]["doubted"] == {"direct": 0, "tools": 2, "hard": 0, "unfinished": 0}
-    assert summary["right"] == {"neither": 4, "tools_only": 4, "direct_only": 0, "both": 2}
     assert (summary["num_questions"], summary["not_asked"]) == (11, {"duplicate": 1})
     assert (summary["num_sft"], summary["num_rl"]) == (6, 4)
     assert summary["trajectories"]["tools"]["rejected"]["repeated_call"] == 4

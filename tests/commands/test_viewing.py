@@ -129,7 +129,7 @@ async def test_unknown_paths_and_writes_are_refused(server: FolderServer) -> Non
 
 async def test_a_port_in_use_is_reported(server: FolderServer) -> None:
     with pytest.raises(ConfigError, match=f"port {server.port} .* --port 0"):
-        await serve(FolderServer(server.folder, server.port), print, opens=False)
+        await serve(FolderServer(server.folder, server.port), print)
 
 
 # replies
@@ -180,14 +180,6 @@ def test_characters_of_several_tokens_stay_whole(run: ViewedRun) -> None:
     assert "".join(found) == text
     assert texts(run.ids("é")[:1]) == ["\ufffd"]  # cut off
     assert texts([]) == []
-
-
-def test_tokenizers_that_join_words_show_the_text_added_by_each_token() -> None:
-    from tokenizers import Tokenizer, decoders, models
-
-    tokenizer = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "s": 2}, unk_token="s"))
-    tokenizer.decoder = decoders.Metaspace()
-    assert token_texts(tokenizer)([0, 1, 2]) == ["one", " two", "s"]
 
 
 def test_why_a_tree_was_not_trained(run: ViewedRun) -> None:
@@ -368,11 +360,9 @@ def test_two_evaluations_are_compared_by_question(run: ViewedRun) -> None:
 def test_a_single_evaluation_and_others_to_compare(run: ViewedRun, tmp_path: Path) -> None:
     other = make_run(tmp_path / "other")
     own = run.folder / "eval" / "after_rl"
-    folder = Folder(own, [other.folder, other.folder / "eval" / "before_sft"])
+    folder = Folder(own, [other.folder / "eval" / name for name in ("after_rl", "before_sft")])
     assert not folder.run()["is_run"]
-    assert list(folder.evaluations()) == [
-        *("after_rl", "other-before_sft", "other-after_rl", "before_sft")
-    ]
+    assert list(folder.evaluations()) == ["after_rl", "after_rl-2", "before_sft"]
     assert folder.answer("compare/after_rl/before_sft")["num_questions"] == 4
     with pytest.raises(DataError, match="unknown evaluation 'x'"):
         folder.answer("evaluations/x")
@@ -386,7 +376,7 @@ def test_a_single_evaluation_and_others_to_compare(run: ViewedRun, tmp_path: Pat
     [
         (["nowhere"], "nowhere: no such folder"),
         (["{folder}"], r"neither a run .*run contains one"),
-        (["{folder}/run", "{folder}"], "neither an evaluation nor a run with evaluations"),
+        (["{folder}/run", "{folder}"], "contains no evaluation"),
         (["{folder}/run", "--export", "{folder}/run"], "is a folder; --export takes"),
     ],
 )
@@ -443,15 +433,6 @@ def test_the_help_of_the_command_loads_no_heavy_module() -> None:
     assert done.stdout.rstrip().endswith("[]")
 
 
-def test_the_server_loads_no_torch(run: ViewedRun) -> None:
-    code = "import sys\nfrom agentenv.lab.viewing import page\n"
-    code += "print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert done.stdout.strip() == "False"
-
-
 # a set of runs
 
 
@@ -479,7 +460,7 @@ async def test_a_sweep_lists_its_runs_and_each_has_its_page(run: ViewedRun, tmp_
             assert (await get(server, f"/runs/a/0/{path}", **known))[0] == 200, path
         assert json.loads((await get(server, "/runs/a/0/api/run", **known))[2])["is_run"]
         assert (await get(server, "/runs/a/0/api/run"))[0] == 403
-        for missing in ("/runs/b/0/api/run", "/runs/c/0/api/run", "/comparison.png"):
+        for missing in ("/runs/b/0/api/run", "/runs/c/0/api/run"):
             assert (await get(server, missing, **known))[0] == 404, missing
     finally:
         await server.close()

@@ -220,7 +220,7 @@ export function TreesPage(props: { run: Run; index: Answer<Index>; step: number 
   const columns = step === null ? [...BASE, TASK] : [...BASE.slice(1), ...DETAILS];
 
   if (run.steps.length === 0)
-    return <Absent>{run.status.is === "running" ? "No finished step yet: trees appear after the first step." : "No archived trees: the run is older than RUN/trees, or archive.max_gb is 0."}</Absent>;
+    return <Absent>{run.status.is === "running" ? "No finished step yet: trees appear after the first step." : "No archived trees: archive.max_gb is 0."}</Absent>;
   const metrics = details.value?.metrics ?? {};
   const steps = [...run.steps].reverse();
   return (
