@@ -43,7 +43,6 @@ from agentenv.base.config import build_config, resolver
 from agentenv.base.errors import ConfigError, CrashError, DataError, ForeignError, GraderError
 from agentenv.base.model_files import load_tokenizer, read_eos_ids
 from agentenv.base.offload import in_thread
-from agentenv.base.tree import Trajectory
 from agentenv.base.types import Task
 from agentenv.base.untrusted import decode
 from agentenv.contract.env import Grade, close_shared, graded
@@ -55,7 +54,7 @@ from agentenv.evaluation.regrade import Graders
 from agentenv.evaluation.run import segments_of
 from agentenv.lab.diagnosis.contract import Guess, guess_twice, remedy
 from agentenv.lab.diagnosis.doctor import show
-from agentenv.rollout.archive import ARCHIVE, Entry, KeptTree, Step, readable_steps
+from agentenv.rollout.archive import ARCHIVE, Entry, Step, readable_steps
 from agentenv.text.renderer import TextCodec
 
 logger = logging.getLogger(__name__)
@@ -71,16 +70,18 @@ TOLERANCE = 1e-6
 
 
 class Graded(NamedTuple):
-    """A regraded trajectory; `again` is None if the grader failed, with the `problem`."""
+    """A regraded trajectory, whose row has the former reward; `again` is None if the grader failed,
+    with the `problem`."""
 
-    step: int
-    tree: int
-    branch: str
+    place: str
     task: Task
-    reward: float
+    row: EvalRow
     again: Grade | None
     problem: str
-    row: EvalRow
+
+    @property
+    def is_right(self) -> bool:
+        return self.again is not None and self.again.success
 
 
 class Jump(NamedTuple):
@@ -203,25 +204,20 @@ class Regrader:
 
     async def grade(self, step: Step, entry: Entry) -> list[Graded]:
         """Regrade every trajectory of a tree that did not fail."""
-        kept = await in_thread(step.tree, entry)
-        return [
-            await self._grade(step.header.step, kept, path) for path in kept.tree.trajectories()
-        ]
-
-    async def _grade(self, step: int, kept: KeptTree, path: Trajectory) -> Graded:
-        task = kept.tree.task
-        calls = [call for node in path.path for call in node.info.get("tool_calls", ())]
-        row = EvalRow(
-            dataset=TRAINED,
-            task=task.id,
-            sample=0,
-            segments=segments_of(path.path, self.codec),
-            tool_calls=calls,
-            limit=None if path.leaf.limit is None else str(path.leaf.limit),
-        )
-        again, problem = await self.verdict(task, row)
-        leaf = path.leaf
-        return Graded(step, kept.tree.index, leaf.branch, task, path.reward, again, problem, row)
+        tree, found = (await in_thread(step.tree, entry)).tree, []
+        for path in tree.trajectories():
+            row = EvalRow(
+                dataset=TRAINED,
+                task=tree.task.id,
+                sample=0,
+                segments=segments_of(path.path, self.codec),
+                tool_calls=[call for node in path.path for call in node.info.get("tool_calls", ())],
+                limit=None if path.leaf.limit is None else str(path.leaf.limit),
+                reward=path.reward,
+            )
+            place = f"step {step.header.step}, tree {tree.index}, branch {path.leaf.branch}"
+            found.append(Graded(place, tree.task, row, *await self.verdict(tree.task, row)))
+        return found
 
     async def verdict(self, task: Task, row: EvalRow) -> tuple[Grade | None, str]:
         """(grade, "") of a row against the answers of `task`, or (None, error)."""
@@ -232,15 +228,14 @@ class Regrader:
 
     async def second_guess(self, again: Sequence[Graded]) -> str:
         """A correct answer becomes wrong next to another answer, in either order."""
-        right = [one for one in again if one.again is not None and one.again.success]
+        right = [one for one in again if one.is_right]
         golds = list(dict.fromkeys(one.task.answers[0] for one in again if one.task.answers))
         tried: list[Guess] = []
         paid = []
         for one in right[:NUM_GUESSED]:
             guesses = await self._guesses(one, golds)
             tried += guesses
-            place = f"tree {one.tree}, branch {one.branch}"
-            paid += [f"{place}: {guess.text!r}" for guess in guesses if guess.is_paid]
+            paid += [f"{one.place}: {guess.text!r}" for guess in guesses if guess.is_paid]
         if not tried:
             raise Skip(
                 "no correct trajectory has an answer to which a second, wrong one could be added"
@@ -275,7 +270,7 @@ class Regrader:
 
     async def changed_golds(self, again: Sequence[Graded]) -> str:
         """A correct answer becomes wrong against another gold."""
-        right = [one for one in again if one.again is not None and one.again.success]
+        right = [one for one in again if one.is_right]
         if not right:
             raise Skip("no trajectory is correct")
         tasks = list({one.task.id: one.task for one in again if one.task.answers}.values())
@@ -287,7 +282,7 @@ class Regrader:
             num_tried += 1
             grade, _ = await self.verdict(task, one.row)
             if grade is not None and grade.success:
-                still.append(f"tree {one.tree}, branch {one.branch}: {task.answers[0]!r}")
+                still.append(f"{one.place}: {task.answers[0]!r}")
         if not num_tried:
             raise Skip("no correct trajectory has a gold answer that could be changed")
         if still:
@@ -334,11 +329,11 @@ async def equal_rewards(again: Sequence[Graded]) -> str:
         raise Skip("no trajectory was graded")
     wrong = []
     for one in again:
-        place = f"step {one.step}, tree {one.tree}, branch {one.branch}"
+        then = one.row.reward
         if one.again is None:
-            wrong.append(f"{place}: {one.problem}")
-        elif abs(one.again.reward - one.reward) > TOLERANCE and one.row.limit is None:
-            wrong.append(f"{place}: {one.reward:g} then, {one.again.reward:g} now")
+            wrong.append(f"{one.place}: {one.problem}")
+        elif abs(one.again.reward - then) > TOLERANCE and one.row.limit is None:
+            wrong.append(f"{one.place}: {then:g} then, {one.again.reward:g} now")
     if wrong:
         fail(
             f"{len(wrong)} of {len(again)} rewards differ ({', '.join(wrong[:NUM_SHOWN])})",

@@ -226,15 +226,8 @@ def evaluate_small(name: str, sets: str, small: Path, *more: str) -> list[EvalRo
 
 
 @pytest.mark.usefixtures("here")
-def test_a_step_of_each_stage_of_the_quick_start(tmp_path: Path) -> None:
-    """Its three configurations, in the order of the README, on few rows."""
-    few = ("eval.sets.heldout.max_tasks=2", "eval.sets.dev.max_tasks=2", "eval.sets.dev.every=0")
-    stages = "sft.stages=[{rows='mixed', num_steps=40}]"
-    more = (*few, stages, "train.num_steps=1", "queue.groups_per_step=8")
+def test_a_step_of_the_quick_starts_of_supervised_training(tmp_path: Path) -> None:
     rows = "data.max_samples=64"
-    assert train.main(arguments("quickstart", tmp_path, (), *more)) == 0
-    (step,) = [row for row in rows_of(tmp_path / "runs/quickstart") if "trees/offered" in row]
-    assert step["learner/num_steps"] >= 1
     assert sft.main(arguments("sft_quickstart", tmp_path, (), "sft.num_steps=1", rows)) == 0
     run = tmp_path / "runs" / "sft_quickstart"
     pairs = [f"model.path={run}", f"data.train={run}/data/pairs.jsonl"]

@@ -1,4 +1,4 @@
-"""--dry-run reads available rows, a prompt and a gold; and a refused run leaves no files."""
+"""--dry-run reads available rows, a prompt and a gold."""
 
 from __future__ import annotations
 
@@ -299,35 +299,3 @@ def test_an_evaluations_file_is_read_and_a_missing_one_is_fetched(
     assert "sets.hle.path = hle.jsonl: HLE is published at huggingface.co" in told.replace(
         "Humanity's Last Exam", "HLE"
     )
-
-
-@pytest.mark.parametrize(
-    ("main", "name", "override"),
-    [
-        (train.main, "train", "data.train=nowhere.jsonl"),
-        (train.main, "train", "model.path=nowhere"),
-        (sft.main, "sft", "data.train=nowhere.jsonl"),
-        (dpo.main, "dpo", "model.path=nowhere"),
-    ],
-)
-def test_a_refused_run_leaves_no_folder(
-    here: Path, capsys: pytest.CaptureFixture[str], main: Any, name: str, override: str
-) -> None:
-    before = {path.name for path in here.iterdir()}
-    assert main([f"{name}.toml", override]) == 2
-    assert "nowhere" in capsys.readouterr().err
-    assert {path.name for path in here.iterdir()} == before
-
-
-def test_an_answer_that_no_rollout_renders_is_refused(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without the model, too."""
-    given = ["train.toml", "env.id=outcomes/Talk-v0", "env.module=tests.test_outcomes"]
-    given += ["python=none", "search=none"]
-    for more in ([], ["model.path=nowhere"]):
-        assert dry(train.main, *given, *more) == 2
-        err = capsys.readouterr().err
-        assert (
-            "outcomes/Talk-v0, task test-1: an observation consists of tool results or user" in err
-        )

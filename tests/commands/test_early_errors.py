@@ -11,11 +11,9 @@ import pytest
 
 from agentenv.base.errors import ConfigError
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
-from agentenv.engines.pool.pooled_engine import PooledEngineConfig
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.engines.vllm import VLLMConfig
 from agentenv.launchers import evaluate, sft, train
-from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
 from tests.support.warehouse import ROOT
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
@@ -24,19 +22,6 @@ QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
 def refused(capsys: pytest.CaptureFixture[str], code: int) -> str:
     assert code == 2
     return capsys.readouterr().err.replace("\n", " ")
-
-
-@pytest.fixture
-def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A learner, an engine or a set-up that starts fails the test."""
-
-    def started(*_: object, **__: object) -> None:
-        raise AssertionError("it was started")
-
-    monkeypatch.setattr(DeepSpeedLearner, "start", started)
-    for engine in (EmbeddedConfig, ScriptedConfig, PooledEngineConfig):
-        monkeypatch.setattr(engine, "start", started)
-    monkeypatch.setattr("agentenv.envs.quickstart_setup.prepare", started)
 
 
 def test_a_context_beyond_that_of_an_evaluated_model(
@@ -60,26 +45,6 @@ def test_servers_apply_the_rope_scaling_of_a_model(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="max_model_len"):
             too_long.max_context(tmp_path)
     assert ScriptedConfig(max_model_len=9999).max_context(tmp_path) == 1024
-
-
-@pytest.mark.usefixtures("nothing_starts")
-@pytest.mark.parametrize("more", [[], ["--dry-run"]])
-@pytest.mark.parametrize(
-    ("override", "told"),
-    [
-        ("env.id=agentenv/Quikstart-v0", "env.id: no environment is registered as"),
-        ("data.train={folder}/rows.jsonl", "rows.jsonl, row 1: key 'question'"),
-    ],
-)
-def test_a_mistake_is_refused_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, told: str, more: list[str]
-) -> None:
-    """By a run and by a dry run; every check: test_checks.py."""
-    (tmp_path / "rows.jsonl").write_text('{"answer": 1}\n')
-    runs = tmp_path / "runs"
-    override = override.replace("{folder}", str(tmp_path))
-    assert told in refused(capsys, train.main([QUICKSTART, f"run.dir={runs}", override, *more]))
-    assert not runs.exists()
 
 
 def test_mistakes_found_only_after_the_setup_leave_no_folder(

@@ -73,14 +73,6 @@ def test_the_error_for_a_run_names_its_evaluation(
     assert f"{finished}/eval/after_rl contains one" in told
 
 
-def test_the_first_and_the_last_are_compared(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, last = finished / "eval" / "before_sft", finished / "eval" / "after_rl"
-    assert evaluate.main(["compare", str(first), str(last)]) == 0
-    assert "3 questions are in both; none is left out" in capsys.readouterr().out
-
-
 def test_regrading_yields_the_stored_grades(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run / "eval" / "step-000003"
     before = read_rows(folder)
