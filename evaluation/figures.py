@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
+from typing import TypeVar
 
 import numpy as np
 from msgspec import Struct
@@ -107,6 +108,7 @@ class Summary(Struct, kw_only=True):
     groups: dict[str, dict[str, Figures]]
 
 
+T = TypeVar("T")
 Floats = NDArray[np.float64]
 Ratios = dict[str, tuple[float, float]]  # figure -> numerator and denominator, of a question
 
@@ -351,7 +353,7 @@ def summary_of(
     known = {id(question): ratios(question, ks) for question in questions}
     groups = {
         field: {value: figures_of(own, ks, known) for value, own in values.items()}
-        for field, values in _by_group(questions).items()
+        for field, values in by_group(questions, lambda one: one.rows[0]).items()
     }
     return Summary(
         name=name,
@@ -384,13 +386,14 @@ def _groups_of(row: EvalRow) -> Iterator[tuple[str, str]]:
         yield f"{row.dataset} {name}", value
 
 
-def _by_group(questions: Sequence[QuestionRows]) -> dict[str, dict[str, list[QuestionRows]]]:
-    """Questions by field and value; without kinds if these coincide with the datasets."""
-    found: dict[str, dict[str, list[QuestionRows]]] = {}
-    for question in questions:
-        for name, value in _groups_of(question.rows[0]):
-            found.setdefault(name, {}).setdefault(value, []).append(question)
-    pairs = {(question.rows[0].dataset, question.rows[0].kind) for question in questions}
+def by_group(items: Sequence[T], row: Callable[[T], EvalRow]) -> dict[str, dict[str, list[T]]]:
+    """Items, each with a row of its question, by field and value; without kinds if these coincide
+    with the datasets."""
+    found: dict[str, dict[str, list[T]]] = {}
+    for item in items:
+        for name, value in _groups_of(row(item)):
+            found.setdefault(name, {}).setdefault(value, []).append(item)
+    pairs = {(row(item).dataset, row(item).kind) for item in items}
     if len(pairs) == len(found.get("dataset", {})) == len(found.get("kind", {})):
         found.pop("kind", None)
     return {

@@ -26,7 +26,7 @@ from agentenv.assembly.run.pictures import panels, png
 from agentenv.assembly.run.tables import Table
 from agentenv.base.errors import DataError
 from agentenv.evaluation.figures import questions_of
-from agentenv.evaluation.store import read_rows
+from agentenv.evaluation.store import load_run_config, read_rows
 
 LEVELS = (0.5, 0.7, 0.8, 0.9)
 NUM_DRAWS = 2_000
@@ -161,12 +161,7 @@ def _right(folder: Path, names: Sequence[str], dataset: str) -> list[float] | No
 def arms_by_keys(runs: Sequence[Path]) -> dict[str, dict[int, Path]]:
     """Runs by arm and seed; the name of an arm consists of the keys that differ between
     configurations. Raises DataError."""
-    plain = {}
-    for run in runs:
-        try:
-            plain[run] = json.loads((run / "config.json").read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
-            raise DataError(f"{run} is not a run: {error}") from error
+    plain = {run: load_run_config(run) for run in runs}
     flat = {
         run: dict(_flat({k: v for k, v in raw.items() if k not in OF_RUN}))
         for run, raw in plain.items()

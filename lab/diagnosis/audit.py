@@ -40,11 +40,10 @@ from agentenv.assembly.run.records import (
 )
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 from agentenv.base.config import build_config, resolver
-from agentenv.base.errors import ConfigError, CrashError, DataError, ForeignError, GraderError
+from agentenv.base.errors import ConfigError, CrashError, DataError, GraderError
 from agentenv.base.model_files import load_tokenizer, read_eos_ids
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Task
-from agentenv.base.untrusted import decode
 from agentenv.contract.env import Grade, close_shared, graded
 from agentenv.data.rows import GOLD_KEY
 from agentenv.envs.grading.custom import ground_truth
@@ -52,6 +51,7 @@ from agentenv.envs.grading.numbers import as_number
 from agentenv.envs.grading.verdict import final_answer
 from agentenv.evaluation.regrade import Graders
 from agentenv.evaluation.run import segments_of
+from agentenv.evaluation.store import load_run_config
 from agentenv.lab.diagnosis.contract import Guess, guess_twice, remedy
 from agentenv.lab.diagnosis.doctor import show
 from agentenv.rollout.archive import ARCHIVE, Entry, Step, readable_steps
@@ -131,7 +131,8 @@ async def _run(arguments: argparse.Namespace, view: View) -> int:
 async def audit(run: Path, max_trees: int) -> tuple[list[CheckResult], list[str]]:
     """The results, and sample trajectories of jumps as text. Raises DataError for a folder without
     a run or trees."""
-    config, steps = read_config(run), readable_steps(run / ARCHIVE, logger.warning)
+    config = build_config(TrainConfig, load_run_config(run), str(run))
+    steps = readable_steps(run / ARCHIVE, logger.warning)
     if not any(step.entries for step in steps):
         raise DataError(f"{run / ARCHIVE} contains no trees; archive.max_gb = 0 keeps none")
     async with AsyncExitStack() as stack:
@@ -162,16 +163,6 @@ async def audit(run: Path, max_trees: int) -> tuple[list[CheckResult], list[str]
 def fail(problem: str, remedy: str) -> NoReturn:
     """Raises ConfigError for a failed check; "; " separates problem and remedy."""
     raise ConfigError(f"{problem.replace('; ', ', ')}; {remedy}")
-
-
-def read_config(run: Path) -> TrainConfig:
-    """The stored configuration of the run. Raises DataError."""
-    path = run / "config.json"
-    try:
-        plain = decode(path.read_bytes())
-    except (OSError, ForeignError) as error:
-        raise DataError(f"{path} cannot be read: {error}; expected the folder of a run") from error
-    return build_config(TrainConfig, plain, str(path))
 
 
 def spread(steps: Sequence[Step], max_trees: int) -> Iterator[tuple[Step, Entry]]:

@@ -170,9 +170,9 @@ def compare(first: Evaluation, second: Evaluation) -> Figures:
             "num_questions": len(pairing.pairs),
             "only_first": pairing.only_first,
             "only_second": pairing.only_second,
-            "failed": pairing.failed,
+            "failed": len(pairing.lost),
             "sides": [paired.failed_of(side) for side in sides],
-            "success": paired.by_group(pairing),
+            "success": paired.success_by_group(pairing),
             "others": paired.other_differences(pairing),
             "num_changed": len(pairs),
             "changed": [

@@ -16,13 +16,12 @@ import msgspec
 
 from agentenv.assembly.run.checkpoints import find_checkpoint
 from agentenv.assembly.run.records import Decode
-from agentenv.assembly.run.rundir import CONFIG_FILE
 from agentenv.assembly.run.terminal import View
 from agentenv.assembly.run.transcript import TranscriptQuestion, of_row, of_tree, redacted
 from agentenv.base.disk import naming
 from agentenv.base.errors import ConfigError, DataError, MissingError, install_hint
 from agentenv.evaluation.store import CONFIG_FILE as EVALUATION_FILE
-from agentenv.evaluation.store import ROWS_FILE, load_rows, load_saved
+from agentenv.evaluation.store import ROWS_FILE, load_rows, load_run_config, load_saved
 from agentenv.rollout.archive import ARCHIVE, Step, read_step, steps_of
 from agentenv.rollout.failures import Redactor
 
@@ -68,7 +67,7 @@ def export(source: Path, out: Path, step: int | None, view: View) -> None:
 
 
 def _of_run(run: Path, only: int | None) -> tuple[str, Iterator[LogPart]]:
-    settings = _settings(run)
+    settings = load_run_config(run)
     steps = steps_of(run / ARCHIVE)
     if not steps:
         raise DataError(
@@ -125,20 +124,6 @@ def _of_evaluation(folder: Path, step: int | None) -> tuple[str, Iterator[LogPar
             yield LogPart(name, questions, at, {**facts, "set": name})
 
     return f"agentenv/{Path(subject).name}", parts()
-
-
-def _settings(run: Path) -> dict[str, Any]:
-    path = run / CONFIG_FILE
-    try:
-        found = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
-        raise DataError(
-            f"{run} is neither the folder of a run nor of an evaluation: {CONFIG_FILE} cannot be "
-            f"read: {getattr(error, 'strerror', None) or error}" + _evaluations(run)
-        ) from None
-    if not isinstance(found, dict):
-        raise DataError(f"{path} is not the configuration of a run")
-    return found
 
 
 def _evaluations(run: Path) -> str:
