@@ -141,14 +141,10 @@ def questions_of(rows: Iterable[EvalRow]) -> list[QuestionRows]:
     return list(found.values())
 
 
-def default_ks(
-    questions: Iterable[QuestionRows], num_samples: Iterable[int] = ()
-) -> tuple[int, ...]:
-    """1, 2, 4, ..., the largest number of samples of a question, and the configured ones
-    (`num_samples`)."""
+def default_ks(questions: Iterable[QuestionRows]) -> tuple[int, ...]:
+    """1, 2, 4, ..., and the largest number of samples of a question."""
     most = max((len(question.rows) for question in questions), default=1)
-    powers = [2**power for power in range(most.bit_length())]
-    return tuple(sorted({k for k in (*powers, *num_samples) if k < most} | {most}))
+    return tuple(sorted({*(2**power for power in range(most.bit_length())), most}))
 
 
 def figures_of(
@@ -328,16 +324,13 @@ async def summarize(
     scorer: Scorer,
     *,
     ks: Sequence[int] = (),
-    num_samples: Iterable[int] = (),
     again: bool = False,
 ) -> Summary:
-    """The summary of an evaluation. `ks`: values of k for pass@k and maj@k, by default powers of
-    two and `num_samples`, the configured numbers of samples. `again`: compute existing scores
-    again."""
+    """The summary of an evaluation. `ks`: values of k for pass@k and maj@k, by default
+    `default_ks`. `again`: compute existing scores again."""
     await score_rows(rows, scorer, again=again)
     questions = questions_of(rows)
     await _vote(questions, scorer)
-    ks = ks or default_ks(questions, num_samples)
     return summary_of(name, questions, ks, compat=scorer.compat)
 
 

@@ -51,8 +51,7 @@ async def figures(
     saved = load_saved(folder)
     name = f"{folder.name}: {saved.subject.get('name', '')}".rstrip(": ")
     again = bool(scorer.compat)  # stored scores are without compat
-    configured = [one.get("num_samples", 1) for one in saved.config.get("sets", {}).values()]
-    return await summarize(name, rows, scorer, ks=ks, num_samples=configured, again=again)
+    return await summarize(name, rows, scorer, ks=ks, again=again)
 
 
 async def show_report(folder: Path, summary: Summary, view: View) -> Summary:

@@ -34,6 +34,8 @@ SWEEP_FILE = "sweep.json"
 START = "start"  # the arm from which the others start
 GRACE_S = 60.0  # for a run to save a checkpoint
 NAME = re.compile(r"[\w.+=-]+")
+# a value of --vary: up to a comma outside brackets and quotes
+VALUE = re.compile(r"""(?:\[[^\]]*\]|\{[^}]*\}|"[^"]*"|'[^']*'|[^,])+""")
 State = Literal["finished", "interrupted", "new"]
 
 
@@ -98,8 +100,10 @@ def grid(varied: Sequence[str]) -> dict[str, list[str]]:
     axes = []
     for one in varied:
         key, equals, values = one.partition("=")
-        choices = [value.strip() for value in _split(values)]
-        if not (key.strip() and equals and all(choices)):
+        found = VALUE.findall(values)
+        choices = [value.strip() for value in found]
+        is_whole = bool(found) and ",".join(found) == values
+        if not (key.strip() and equals and all(choices) and is_whole):
             raise ConfigError(f"--vary {one}: expected key.sub=value,value,...")
         axes.append([f"{key.strip()}={choice}" for choice in choices])
     arms = {}
@@ -108,23 +112,6 @@ def grid(varied: Sequence[str]) -> dict[str, list[str]]:
         name = "+".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in parts)
         arms[re.sub(r"[^\w.+=-]+", "_", name)] = list(chosen)
     return arms
-
-
-def _split(text: str) -> Iterator[str]:
-    """The parts between commas outside brackets and quotes."""
-    depth, quote, part = 0, "", ""
-    for char in text:
-        if quote:
-            quote = "" if char == quote else quote
-        elif char in "\"'":
-            quote = char
-        depth += (char in "[{(") - (char in "]})")
-        if char == "," and not depth and not quote:
-            yield part
-            part = ""
-        else:
-            part += char
-    yield part
 
 
 def read_sweep(path: Path) -> SweepConfig:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class Folder:
             if not (other / ROWS).is_file():
                 raise DataError(f"{other} contains no evaluation")
         self.others = list(others)
-        self.trees = Trees(path, self._tokenizers)
+        self.trees = Trees(path, partial(tokenizers_of, path))
         self._lock = threading.Lock()
         self._metrics = JsonLines(path / METRICS)
         self._rows: list[Any] = []
@@ -112,7 +113,7 @@ class Folder:
             "health": self.health(),
             "checkpoints": [path.name for path in checkpoints],
             "steps": self.trees.steps(),
-            "has_texts": any(path.is_file() for path in self._tokenizers()),
+            "has_texts": any(path.is_file() for path in tokenizers_of(self.path)),
             "has_metrics": size_of(self.path / METRICS) > 0,
             "evaluations": [
                 {"id": key, **one.about(), "bytes": one.state()}
@@ -200,16 +201,18 @@ class Folder:
             yield from _within(self.path)
         yield from ((other, other.resolve().name) for other in self.others)
 
-    def _tokenizers(self) -> Iterator[Path]:
-        own = [*reversed(Checkpoints(self.path / "checkpoints").finished())]
-        own += [self.path / "model", self.path / "resumed"]
-        config = _json(self.path / CONFIG_FILE)
-        model = config.get("model") if isinstance(config, dict) else None
-        named = model if isinstance(model, dict) else {}
-        for key in ("tokenizer", "path"):
-            if isinstance(found := named.get(key), str) and found:
-                own.append(resolver(self.path)(found))
-        yield from (path / "tokenizer.json" for path in own)
+
+def tokenizers_of(run: Path) -> Iterator[Path]:
+    """The files that may have the tokenizer of a run, the best first."""
+    folders = [*reversed(Checkpoints(run / "checkpoints").finished())]
+    folders += [run / "model", run / "resumed"]
+    config = _json(run / CONFIG_FILE)
+    model = config.get("model") if isinstance(config, dict) else None
+    named = model if isinstance(model, dict) else {}
+    for key in ("tokenizer", "path"):
+        if isinstance(found := named.get(key), str) and found:
+            folders.append(resolver(run)(found))
+    yield from (folder / "tokenizer.json" for folder in folders)
 
 
 def _check_run(path: Path) -> None:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from agentenv.assembly.run.checkpoints import find_checkpoint
 from agentenv.assembly.run.records import Decode
 from agentenv.assembly.run.terminal import View
 from agentenv.assembly.run.transcript import TranscriptQuestion, of_row, of_tree, redacted
@@ -22,13 +21,13 @@ from agentenv.base.disk import naming
 from agentenv.base.errors import ConfigError, DataError, MissingError, install_hint
 from agentenv.evaluation.store import CONFIG_FILE as EVALUATION_FILE
 from agentenv.evaluation.store import ROWS_FILE, load_rows, load_run_config, load_saved
+from agentenv.lab.viewing.folder import tokenizers_of
 from agentenv.rollout.archive import ARCHIVE, Step, read_step, steps_of
 from agentenv.rollout.failures import Redactor
 
 logger = logging.getLogger(__name__)
 
 EVALUATIONS = "eval"  # folder of a run
-TOKENIZER = "tokenizer.json"
 
 
 class LogPart(NamedTuple):
@@ -52,18 +51,14 @@ def export(source: Path, out: Path, step: int | None, view: View) -> None:
     from agentenv.lab.viewing import inspect_log
 
     num_logs = num_trajectories = 0
-    distinct: set[tuple[str, str, str]] = set()  # steps of a run share questions
     for part in parts:
         with naming(out):
             out.mkdir(parents=True, exist_ok=True)
             path = out / f"{part.name}.eval"
             inspect_log.write_log(path, part.questions, part.name, model, part.at, part.facts)
         num_logs += 1
-        dataset = part.name if is_evaluation else ""
-        distinct |= {(dataset, one.task, one.question) for one in part.questions}
         num_trajectories += sum(len(one.branches) for one in part.questions)
-    questions = "1 question" if len(distinct) == 1 else f"{len(distinct)} questions"
-    view.log(f"{num_trajectories} trajectories of {questions} written to {out}, logs: {num_logs}")
+    view.log(f"{num_trajectories} trajectories written to {out}, logs: {num_logs}")
 
 
 def _of_run(run: Path, only: int | None) -> tuple[str, Iterator[LogPart]]:
@@ -78,7 +73,7 @@ def _of_run(run: Path, only: int | None) -> tuple[str, Iterator[LogPart]]:
         known = f"available: {min(steps)} to {max(steps)}"
         raise DataError(f"{run / ARCHIVE} contains no step {only}; {known}")
     chosen = [path for step, path in steps.items() if only in (None, step)]
-    decode = _decoder(run, settings)
+    decode = _decoder(run)
     redactor = Redactor(settings)
     model = f"agentenv/{run.resolve().name}"
 
@@ -131,21 +126,16 @@ def _evaluations(run: Path) -> str:
     return f"; evaluations are in {run / EVALUATIONS}: {', '.join(within)}" if within else ""
 
 
-def _decoder(run: Path, settings: dict[str, Any]) -> Decode:
-    """The decoder of the tokenizer in the last checkpoint, or in the initial model."""
+def _decoder(run: Path) -> Decode:
+    """The decoder of the run's tokenizer."""
     from tokenizers import Tokenizer
 
     from agentenv.text.encoder import fast_decoder
 
-    model = str(settings.get("model", {}).get("path", "")).replace("{run}", str(run))
-    try:
-        folders = [find_checkpoint(run)]
-    except DataError:
-        folders = []
-    for folder in (*folders, Path(model)):
-        if (folder / TOKENIZER).is_file():
-            return fast_decoder(Tokenizer.from_file(str(folder / TOKENIZER)))
-    raise DataError(
-        f"{run}: no {TOKENIZER} in a checkpoint of the run or in {model or 'its model'}; copy the "
-        "model's there"
-    )
+    file = next(filter(Path.is_file, tokenizers_of(run)), None)
+    if file is None:
+        raise DataError(
+            f"{run}: no tokenizer.json in a checkpoint of the run or in its model; copy the "
+            "model's there"
+        )
+    return fast_decoder(Tokenizer.from_file(str(file)))

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from agentenv.assembly.keys.help import values_of
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.run.arguments import EXIT_MISSING
 from agentenv.assembly.serving.gpus import PlannedMachine
@@ -16,8 +15,6 @@ from agentenv.base.config import load_config
 from agentenv.envs.quickstart_setup import build_model
 from agentenv.lab.diagnosis.plan import make_plan
 from agentenv.launchers import sft, train
-from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.lora import LoRAConfig
 from tests.support.warehouse import ROOT
 
 REASONING = ROOT / "configs" / "arpo_reasoning_7b.toml"
@@ -177,17 +174,6 @@ def test_defaults_are_shown_on_request(
 ) -> None:
     assert train.main([str(REASONING), "--dry-run", "--defaults", "--gpus", "8"]) == EXIT_MISSING
     assert "algorithm.beam_size = 2" in capsys.readouterr().out.partition("the defaults:")[2]
-
-
-def test_chosen_values_are_those_that_differ_from_the_default() -> None:
-    config = LearnerConfig(learning_rate=1e-5, num_ranks=2, lora=LoRAConfig(r=4))
-    chosen = {value.key: value.text for value in values_of(config) if value.chosen}
-    assert chosen["learning_rate"] == "1e-05"
-    assert "optimizer" not in chosen
-    assert chosen["num_ranks"] == "2"
-    assert chosen["lora.r"] == "4"
-    assert "lora.alpha" not in chosen
-    assert len(list(values_of(config))) > 20
 
 
 @pytest.mark.parametrize("option", [("--gpus", "8"), ("--gpu-memory", "80"), ("--defaults",)])

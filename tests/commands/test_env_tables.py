@@ -21,7 +21,6 @@ from agentenv.contract.env import close_shared
 from agentenv.envs.code_interpreter import PythonTool
 from agentenv.envs.search.service import SearchPagesTool
 from agentenv.evaluation.subject import of_run
-from agentenv.launchers import evaluate, train
 from agentenv.text.prompt import PromptConfig
 
 INTERPRETER = {"timeout_s": 3.0, "preload": []}
@@ -195,12 +194,3 @@ def test_an_evaluation_inherits_the_tables_of_its_run(tmp_path: Path) -> None:
     assert tables_of(again) == tables_of(config)
     assert again.search is not None
     assert again.grader is None
-
-
-def test_help_names_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    for launcher in (train, evaluate):
-        with pytest.raises(SystemExit):
-            launcher.main(["--help-keys"])
-        text = "".join(capsys.readouterr())
-        for key in ("python.interpreter", "search.mode", "grader.path", "search.summarizer.url"):
-            assert f"\n{key}  (" in text

@@ -24,11 +24,6 @@ def test_ks_are_powers_of_two_and_the_number_of_samples():
     assert default_ks(questions_of([row()])) == (1,)
 
 
-def test_requested_numbers_of_samples_are_ks_too():
-    questions = questions_of([row(sample=i) for i in range(5)])
-    assert default_ks(questions, num_samples=[3, 9]) == (1, 2, 3, 4, 5)
-
-
 async def figures(rows: list[EvalRow], ks: tuple[int, ...] = ()):
     summary = await summarize("test", rows, Scorer(math=False), ks=ks)
     return summary
