@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from agentenv.assembly.keys.cluster import ResourcesConfig, ServeConfig, WideCluster
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import MAX_TRAJECTORY_BYTES, TrainConfig
-from agentenv.assembly.keys.supervised import SupervisedRunConfig
+from agentenv.assembly.keys.supervised import SFTConfig, SupervisedRunConfig
 from agentenv.assembly.parts.memory import (
     KNOWN,
     RESERVE_BYTES,
@@ -35,6 +35,7 @@ from agentenv.base.types import Limits
 from agentenv.contract.engine import EngineConfig, LocalModel
 from agentenv.contract.server_config import LaunchConfig, RoleConfig
 from agentenv.learners.learner import LearnerConfig, check_heads
+from agentenv.learners.optimizer import OptimizerConfig
 
 # A plan: a machine, its processes, and problems.
 
@@ -273,6 +274,10 @@ class _Planner:
                     f"{self.machine.num_gpus}"
                 )
             ranks = [str(number) for number in range(learner.num_ranks)]
+        sft = getattr(config, "sft", None)
+        if self.shape is not None and isinstance(sft, SFTConfig) and learner.lora is None:
+            advice = rate_advice(sft.optimizer, self.shape.num_params)
+            self.plan.advice += [advice] if advice else []
         note = f"ZeRO {learner.zero_stage}, {learner.dtype}, {tokens} tokens at once"
         if learner.context_parallel > 1:
             note += f", paths over {learner.context_parallel} ranks"
@@ -407,6 +412,22 @@ def disk_line(checkpoint: float, num_checkpoints: int, files: dict[str, float]) 
     sizes = {f"{num_checkpoints} checkpoints": num_checkpoints * checkpoint, **files}
     parts = [f"{size / GIB:.1f} GiB ({name})" for name, size in sizes.items() if size]
     return f"on the disk: up to {sum(sizes.values()) / GIB:.1f} GiB = {' + '.join(parts)}"
+
+
+IMITATION_RATE = 8e4  # divided by the number of weights: usual learning rate of AdamW for SFT
+
+
+def rate_advice(optimizer: OptimizerConfig, num_params: int) -> str:
+    """A line if the learning rate of a cold start differs much from the usual one for a pretrained
+    model, else "". Usual: 6e-4 at 135 million weights (SmolLM2, GSM8K), 1e-5 at 7 billion."""
+    usual, rate = IMITATION_RATE / num_params, optimizer.learning_rate
+    if optimizer.optimizer != "adamw" or not rate or 1 / 5 < rate / usual < 5:
+        return ""
+    return (
+        f"sft.optimizer.learning_rate = {rate:g} is {'low' if rate < usual else 'high'} for a "
+        f"pretrained model of {num_params / 1e9:.2g} billion weights: a usual value is about "
+        f"{usual:.0e}; watch sft/loss"
+    )
 
 
 def in_flight(num_paths: int, path_tokens: int, room: int) -> str:

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.keys.supervised import ColdStartOptimizer
 from agentenv.assembly.parts.memory import (
     HEAD_CHUNK_BYTES,
     HEAD_TILE_BYTES,
@@ -44,6 +45,7 @@ from agentenv.lab.diagnosis.plan import (
     disk_line,
     files_of,
     microbatch_tokens,
+    rate_advice,
     saving_line,
 )
 from agentenv.learners.learner import LearnerConfig
@@ -321,3 +323,24 @@ def test_room_for_keys_and_values() -> None:
     two, more = server_memory(shape, LaunchConfig(tensor_parallel_size=2), 80e9)
     assert two.gpu["weights"] == shape.num_params, "half of them, two bytes each"
     assert more > 2 * tokens
+
+
+@pytest.mark.parametrize(
+    ("rate", "billions", "word"),
+    [
+        (7e-6, 0.135, "is low"),  # the default
+        (1e-4, 0.135, "is low"),
+        (6e-4, 0.135, ""),
+        (1e-5, 0.135, "about 6e-04"),
+        (7e-6, 7.6, ""),
+        (6e-4, 7.6, "is high"),
+        (2e-5, 3.1, ""),
+    ],
+)
+def test_an_unusual_rate_of_the_cold_start_is_reported(
+    rate: float, billions: float, word: str
+) -> None:
+    advice = rate_advice(ColdStartOptimizer(learning_rate=rate), int(billions * 1e9))
+    assert word in advice
+    assert bool(advice) == bool(word)
+    assert not rate_advice(ColdStartOptimizer(optimizer="muon_adamw"), 500_000)
