@@ -17,10 +17,10 @@ from agentenv.base.errors import DataError
 from agentenv.contract.env import close_shared
 from agentenv.evaluation import statistics
 from agentenv.evaluation.figures import (
-    MAX_GROUPS,
     SCORES,
     Floats,
     QuestionRows,
+    by_group,
     is_share,
     questions_of,
     ratios,
@@ -56,11 +56,6 @@ class Pairing(Struct, kw_only=True):
     only_first: int
     only_second: int
     lost: list[QuestionPair]
-
-    @property
-    def failed(self) -> int:
-        """Number of lost questions."""
-        return len(self.lost)
 
 
 class Difference(Struct, kw_only=True):
@@ -119,18 +114,12 @@ def success(question: QuestionRows) -> float:
 
 def groups_of(pairs: Sequence[QuestionPair]) -> list[tuple[str, list[QuestionPair]]]:
     """(name, pairs) of each dataset and of each kind of question, as in reports; all pairs last."""
-    datasets: dict[str, list[QuestionPair]] = {}
-    kinds: dict[str, list[QuestionPair]] = {}
-    for pair in pairs:
-        datasets.setdefault(pair.dataset, []).append(pair)
-        kinds.setdefault(pair.kind, []).append(pair)
-    groups = list(datasets.items()) if len(datasets) > 1 else []
-    if 1 < len(kinds) <= MAX_GROUPS and list(kinds.values()) != list(datasets.values()):
-        groups += sorted(kinds.items())
-    return [*groups, ("all", list(pairs))]
+    found = by_group(pairs, lambda pair: pair.first.rows[0])
+    datasets = found["dataset"].items() if len(found["dataset"]) > 1 else ()
+    return [*datasets, *found.get("kind", {}).items(), ("all", list(pairs))]
 
 
-def by_group(pairing: Pairing) -> list[tuple[str, Difference]]:
+def success_by_group(pairing: Pairing) -> list[tuple[str, Difference]]:
     """The difference in success of each group."""
     return [(name, _in_success(own)) for name, own in groups_of(pairing.pairs)]
 
@@ -248,7 +237,7 @@ async def compare(first: Path, second: Path, out: Path | None, view: View) -> No
 def paired_line(pairing: Pairing) -> str:
     """The numbers of compared and of excluded questions."""
     counts = {"only in A": pairing.only_first, "only in B": pairing.only_second}
-    counts["failed in one of them"] = pairing.failed
+    counts["failed in one of them"] = len(pairing.lost)
     missing = [f"{count} {where}" for where, count in counts.items() if count]
     rest = f"; left out: {', '.join(missing)}" if missing else "; none is left out"
     return f"{len(pairing.pairs)} questions are in both{rest}"
@@ -257,7 +246,7 @@ def paired_line(pairing: Pairing) -> str:
 def tables_of(pairing: Pairing, max_listed: int) -> tuple[list[Table], int]:
     """Tables of success, other figures, and changed questions; and the number of changed questions
     that are not listed."""
-    success = [_row(name, one) for name, one in by_group(pairing)]
+    success = [_row(name, one) for name, one in success_by_group(pairing)]
     other = [_row(one.name, one) for one in other_differences(pairing)]
     columns = ["questions", "n", "A", "B", "B - A [95 %]", "p", "test"]
     note = "95 % intervals are over questions; p-values are two-sided and paired."

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
+from typing import TypeVar
 
 import numpy as np
 from msgspec import Struct
@@ -35,7 +36,6 @@ class Spread(Struct, kw_only=True):
     mean: float
     median: float
     p95: float
-    total: float
 
 
 class ToolUse(Struct, kw_only=True):
@@ -103,12 +103,12 @@ class Summary(Struct, kw_only=True):
     name: str
     compat: str
     num_samples: int
-    policy_versions: list[int]
     average: float | None
     overall: Figures
     groups: dict[str, dict[str, Figures]]
 
 
+T = TypeVar("T")
 Floats = NDArray[np.float64]
 Ratios = dict[str, tuple[float, float]]  # figure -> numerator and denominator, of a question
 
@@ -141,14 +141,10 @@ def questions_of(rows: Iterable[EvalRow]) -> list[QuestionRows]:
     return list(found.values())
 
 
-def default_ks(
-    questions: Iterable[QuestionRows], num_samples: Iterable[int] = ()
-) -> tuple[int, ...]:
-    """1, 2, 4, ..., the largest number of samples of a question, and the configured ones
-    (`num_samples`)."""
+def default_ks(questions: Iterable[QuestionRows]) -> tuple[int, ...]:
+    """1, 2, 4, ..., and the largest number of samples of a question."""
     most = max((len(question.rows) for question in questions), default=1)
-    powers = [2**power for power in range(most.bit_length())]
-    return tuple(sorted({k for k in (*powers, *num_samples) if k < most} | {most}))
+    return tuple(sorted({*(2**power for power in range(most.bit_length())), most}))
 
 
 def figures_of(
@@ -292,14 +288,9 @@ def _mean(values: Sequence[float]) -> tuple[float, float]:
 
 def _spread(values: Sequence[float]) -> Spread:
     if not values:
-        return Spread(mean=0.0, median=0.0, p95=0.0, total=0.0)
-    found = np.array(values, dtype=np.float64)
-    return Spread(
-        mean=float(found.mean()),
-        median=float(np.median(found)),
-        p95=float(np.percentile(found, 95)),
-        total=float(found.sum()),
-    )
+        return Spread(mean=0.0, median=0.0, p95=0.0)
+    median, p95 = np.percentile(values, (50, 95))
+    return Spread(mean=float(np.mean(values)), median=float(median), p95=float(p95))
 
 
 def _tools(rows: Iterable[EvalRow]) -> dict[str, ToolUse]:
@@ -324,8 +315,7 @@ def _counted(names: Iterable[str]) -> dict[str, int]:
     return dict(Counter(names).most_common())
 
 
-FALLBACK_FIELDS = ("level", "type", "category")  # of metadata, without a known benchmark
-MAX_GROUPS = 40  # values of a fallback field; with more, it is rather a number or a name
+MAX_GROUPS = 40  # values of a field
 
 
 async def summarize(
@@ -334,16 +324,13 @@ async def summarize(
     scorer: Scorer,
     *,
     ks: Sequence[int] = (),
-    num_samples: Iterable[int] = (),
     again: bool = False,
 ) -> Summary:
-    """The summary of an evaluation. `ks`: values of k for pass@k and maj@k, by default powers of
-    two and `num_samples`, the configured numbers of samples. `again`: compute existing scores
-    again."""
+    """The summary of an evaluation. `ks`: values of k for pass@k and maj@k, by default
+    `default_ks`. `again`: compute existing scores again."""
     await score_rows(rows, scorer, again=again)
     questions = questions_of(rows)
     await _vote(questions, scorer)
-    ks = ks or default_ks(questions, num_samples)
     return summary_of(name, questions, ks, compat=scorer.compat)
 
 
@@ -359,15 +346,12 @@ def summary_of(
     known = {id(question): ratios(question, ks) for question in questions}
     groups = {
         field: {value: figures_of(own, ks, known) for value, own in values.items()}
-        for field, values in _by_group(questions).items()
+        for field, values in by_group(questions, lambda one: one.rows[0]).items()
     }
-    rows = [row for question in questions for row in question.rows]
-    versions = [version for row in rows for version in row.policy_versions]
     return Summary(
         name=name,
         compat=compat,
         num_samples=max((len(question.rows) for question in questions), default=0),
-        policy_versions=[min(versions), max(versions)] if versions else [],
         average=_average(groups),
         overall=figures_of(questions, ks, known),
         groups=groups,
@@ -388,28 +372,21 @@ async def _vote(questions: Sequence[QuestionRows], scorer: Scorer) -> None:
 
 
 def _groups_of(row: EvalRow) -> Iterator[tuple[str, str]]:
-    """(field, value) of a question; a field of a dataset starts with the dataset's name."""
+    """(field, value) of a question; a field of a benchmark starts with the dataset's name."""
     yield "dataset", row.dataset
     yield "kind", row.kind
-    own = benchmark_groups(row.metadata)
-    if not own:
-        metadata = {key.lower(): value for key, value in row.metadata.items()}
-        own = [
-            (name, str(metadata[name]))
-            for name in FALLBACK_FIELDS
-            if isinstance(metadata.get(name), str | int)
-        ]
-    for name, value in own:
+    for name, value in benchmark_groups(row.metadata):
         yield f"{row.dataset} {name}", value
 
 
-def _by_group(questions: Sequence[QuestionRows]) -> dict[str, dict[str, list[QuestionRows]]]:
-    """Questions by field and value; without kinds if these coincide with the datasets."""
-    found: dict[str, dict[str, list[QuestionRows]]] = {}
-    for question in questions:
-        for name, value in _groups_of(question.rows[0]):
-            found.setdefault(name, {}).setdefault(value, []).append(question)
-    pairs = {(question.rows[0].dataset, question.rows[0].kind) for question in questions}
+def by_group(items: Sequence[T], row: Callable[[T], EvalRow]) -> dict[str, dict[str, list[T]]]:
+    """Items, each with a row of its question, by field and value; without kinds if these coincide
+    with the datasets."""
+    found: dict[str, dict[str, list[T]]] = {}
+    for item in items:
+        for name, value in _groups_of(row(item)):
+            found.setdefault(name, {}).setdefault(value, []).append(item)
+    pairs = {(row(item).dataset, row(item).kind) for item in items}
     if len(pairs) == len(found.get("dataset", {})) == len(found.get("kind", {})):
         found.pop("kind", None)
     return {

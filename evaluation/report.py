@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,13 +29,6 @@ from agentenv.reference.helpers import HELPERS
 SUMMARY_FILE, MARKDOWN_FILE = "summary.json", "report.md"
 
 
-def write_report(
-    folder: Path, view: View, *, ks: Sequence[int] = (), compat: Compat = ""
-) -> Summary:
-    """See `report_of`. Must not be called in an event loop."""
-    return asyncio.run(report_of(folder, view, ks=ks, compat=compat))
-
-
 async def report_of(
     folder: Path, view: View, *, ks: Sequence[int] = (), compat: Compat = ""
 ) -> Summary:
@@ -59,8 +51,7 @@ async def figures(
     saved = load_saved(folder)
     name = f"{folder.name}: {saved.subject.get('name', '')}".rstrip(": ")
     again = bool(scorer.compat)  # stored scores are without compat
-    configured = [one.get("num_samples", 1) for one in saved.config.get("sets", {}).values()]
-    return await summarize(name, rows, scorer, ks=ks, num_samples=configured, again=again)
+    return await summarize(name, rows, scorer, ks=ks, again=again)
 
 
 async def show_report(folder: Path, summary: Summary, view: View) -> Summary:

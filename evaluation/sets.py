@@ -17,7 +17,6 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
@@ -27,7 +26,7 @@ from agentenv.assembly.reports.pictures import panels, png
 from agentenv.assembly.reports.tables import Table
 from agentenv.base.errors import DataError
 from agentenv.evaluation.figures import questions_of
-from agentenv.evaluation.store import read_rows
+from agentenv.evaluation.store import load_run_config, read_rows
 
 LEVELS = (0.5, 0.7, 0.8, 0.9)
 NUM_DRAWS = 2_000
@@ -43,7 +42,7 @@ class Curve:
 
     calls: Floats
     right: Floats
-    tokens: Floats | None = None  # [E], sampled so far
+    tokens: Floats  # [E], sampled so far
 
     def success(self) -> Floats:
         """[E], the share of questions answered right."""
@@ -162,12 +161,7 @@ def _right(folder: Path, names: Sequence[str], dataset: str) -> list[float] | No
 def arms_by_keys(runs: Sequence[Path]) -> dict[str, dict[int, Path]]:
     """Runs by arm and seed; the name of an arm consists of the keys that differ between
     configurations. Raises DataError."""
-    plain = {}
-    for run in runs:
-        try:
-            plain[run] = json.loads((run / "config.json").read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
-            raise DataError(f"{run} is not a run: {error}") from error
+    plain = {run: load_run_config(run) for run in runs}
     flat = {
         run: dict(_flat({k: v for k, v in raw.items() if k not in OF_RUN}))
         for run, raw in plain.items()
@@ -225,7 +219,9 @@ def compare_curves(
     """The comparison of curves, by arm and seed; `summaries`: of the runs, for CPU seconds."""
     found = Comparison(baseline, {})
     every = [curve for by_seed in curves.values() for curve in by_seed.values()]
-    most = {unit: max(float(_used(one, unit)[-1]) for one in every) for unit in ("calls", "tokens")}
+    most = {
+        unit: max(float(getattr(one, unit)[-1]) for one in every) for unit in ("calls", "tokens")
+    }
     for arm, curve_of in curves.items():
         found.arms[arm] = _arm(
             list(curve_of), list(curve_of.values()), summaries.get(arm, ()), levels, most["calls"]
@@ -264,18 +260,13 @@ def _arm(
         after=fmean(float(one.success()[-1]) for one in curves),
         after_interval=_interval(last),
         calls=fmean(float(one.calls[-1]) for one in curves),
-        tokens=fmean(float(_used(one, "tokens")[-1]) for one in curves),
+        tokens=fmean(float(one.tokens[-1]) for one in curves),
         cpu_s=fmean([float(one.get("cpu_s", {}).get("total", 0.0)) for one in summaries] or [0.0]),
         calls_to={level: fmean(calls for calls, _ in found) for level, found in reached.items()},
         missed={level: sum(not met for _, met in found) for level, found in reached.items()},
         calls_ratio={},
         tokens_ratio={},
     )
-
-
-def _used(curve: Curve, unit: str) -> Floats:
-    found: Floats = getattr(curve, unit)
-    return found
 
 
 def _drawn(curve: Curve, seed: int) -> Floats:
@@ -300,7 +291,7 @@ def _ratio(pairs: Mapping[int, tuple[Curve, Curve]], level: float, unit: str, mo
     """The ratio of the first curve of each pair to the second; `pairs` by seed."""
 
     def met(curve: Curve, success: Floats) -> tuple[float, bool]:
-        return calls_to(_used(curve, unit), success, level, most)
+        return calls_to(getattr(curve, unit), success, level, most)
 
     points = [[met(one, one.success()) for one in pair] for pair in pairs.values()]
     logs = np.array([log(max(a, 1.0) / max(b, 1.0)) for (a, _), (b, _) in points])
@@ -316,7 +307,7 @@ def _ratio(pairs: Mapping[int, tuple[Curve, Curve]], level: float, unit: str, mo
     drawn = np.empty((NUM_DRAWS, len(pairs)))
     for place, (seed, pair) in enumerate(pairs.items()):
         first, second = (
-            np.maximum(crossings(_used(one, unit), _drawn(one, seed), level), 1.0)
+            np.maximum(crossings(getattr(one, unit), _drawn(one, seed), level), 1.0)
             if points[place][side][1]
             else np.full(NUM_DRAWS, max(points[place][side][0], 1.0))
             for side, one in enumerate(pair)
@@ -422,8 +413,3 @@ def _band(axes: Any, places: Floats, drawn: Sequence[Floats], color: str, arm: s
     axes.fill_between(places, spans[:, 0], spans[:, 1], color=color, alpha=0.15, lw=0)
     label = f"{arm}, {len(drawn)} seed{'s' if len(drawn) > 1 else ''}"
     axes.plot(places, stacked.mean((0, 1)), color=color, lw=2, label=label)
-
-
-def as_json(found: Comparison) -> bytes:
-    """The comparison as formatted JSON."""
-    return msgspec.json.format(msgspec.json.encode(found))

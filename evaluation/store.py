@@ -220,6 +220,16 @@ def load_saved(folder: Path) -> Saved:
         raise DataError(f"{folder} contains no evaluation: {why}{hint}") from error
 
 
+def load_run_config(run: Path) -> Tree:
+    """Read config.json of a training run. Raises DataError."""
+    path = run / CONFIG_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        why = f"{_reason(error)}; expected the folder of a run"
+        raise DataError(f"{path} cannot be read: {why}") from error
+
+
 def _reason(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error)
 

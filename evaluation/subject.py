@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import re
 import shutil
 import tempfile
 from collections import Counter
@@ -14,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -46,6 +45,7 @@ from agentenv.data.rows import RowsConfig
 from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces
 from agentenv.engines.openai import OpenAIConfig
 from agentenv.engines.token_routes import TokensEngine
+from agentenv.evaluation.store import load_run_config
 from agentenv.reference.helpers import Assist, assist_actor
 from agentenv.rollout.actor import Actor
 from agentenv.text.native import NativeConfig
@@ -55,9 +55,6 @@ from agentenv.text.renderer import Renderer
 C = TypeVar("C")
 
 LAST, START = "last", "start"  # choices of --checkpoint, besides BEST
-ADDRESS = re.compile(
-    r"((localhost|\d+(\.\d+){3}|\[[0-9a-fA-F:]+\])(:\d+)?|[\w.-]+:\d+|[\w-]+(\.[\w-]+)+(?=/v1))(/|$)"
-)
 SAMPLE_BYTES = 1 << 20  # of each end of a file of weights; training changes all weights
 
 
@@ -72,10 +69,7 @@ class Subject(NamedTuple):
 
 
 def is_url(text: str) -> bool:
-    """Whether a subject is the URL of an endpoint. Raises ConfigError for an address without
-    http://."""
-    if ADDRESS.match(text) and not Path(text).exists():
-        raise ConfigError(f"{text}: no such directory; did you mean the endpoint http://{text}?")
+    """Whether a subject is the URL of an endpoint."""
     return text.startswith(("http://", "https://"))
 
 
@@ -128,7 +122,7 @@ def _local_subject(text: str, path: Path, sets: Sequence[str], checkpoint: str) 
     if path != run and raw:
         return Subject(f"{name}-{path.name}", raw, run, path)
     if checkpoint == START:
-        began = saved_config(run)["model"]["path"]
+        began = load_run_config(run)["model"]["path"]
         return Subject(
             f"{name}-{START}", raw, run, find_on_hub(began, "model") or resolver(run)(began)
         )
@@ -142,23 +136,19 @@ def _local_subject(text: str, path: Path, sets: Sequence[str], checkpoint: str) 
     return Subject(f"{name}-{found.name}", raw, run, found)
 
 
-def saved_config(run: Path) -> Tree:
-    """The stored configuration of a run."""
-    return msgspec.json.decode((run / CONFIG_FILE).read_bytes(), type=dict[str, Any])
 
 
 def of_run(run: Path, names: Sequence[str] = ()) -> Tree:
     """The keys of an evaluation from those of a run; empty for a run of agentenv sft or dpo.
     Raises ConfigError for unknown sets."""
-    saved = saved_config(run)
+    saved = load_run_config(run)
     if "eval" not in saved:
         return {}
     sets = saved["eval"]["sets"]
     for name in names:
         if name not in sets:
             raise ConfigError(f"--set {name}: {run} has the evaluation sets {sorted(sets)}")
-    chosen = names or [next(iter(sets), "")]
-    return evaluation_of(saved, [name for name in chosen if name in sets])
+    return evaluation_of(saved, names or list(sets)[:1])
 
 
 def evaluation_of(saved: Tree, names: Sequence[str], more_keys: Collection[str] = ()) -> Tree:

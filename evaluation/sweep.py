@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct, field
+from msgspec.structs import asdict, replace
 
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.base.config import load_config, read_toml
@@ -33,6 +34,8 @@ SWEEP_FILE = "sweep.json"
 START = "start"  # the arm from which the others start
 GRACE_S = 60.0  # for a run to save a checkpoint
 NAME = re.compile(r"[\w.+=-]+")
+# a value of --vary: up to a comma outside brackets and quotes
+VALUE = re.compile(r"""(?:\[[^\]]*\]|\{[^}]*\}|"[^"]*"|'[^']*'|[^,])+""")
 State = Literal["finished", "interrupted", "new"]
 
 
@@ -49,17 +52,11 @@ class SweepConfig(Struct, forbid_unknown_fields=True, kw_only=True):
     baseline: str = ""  # the baseline of `agentenv compare`; default: the first arm
 
 
-class Made(Struct):
-    """The content of sweep.json: the resolved sweep."""
+class Made(SweepConfig, kw_only=True):
+    """The content of sweep.json: the resolved sweep, with the digest of its configuration."""
 
-    config: str
-    config_digest: str
-    overrides: list[str]
-    arms: dict[str, list[str]]
     seeds: list[int]
-    start: list[str] | None = None
-    after_start: list[str] = field(default_factory=list)
-    baseline: str = ""
+    config_digest: str
 
 
 class SweepRun(NamedTuple):
@@ -103,8 +100,10 @@ def grid(varied: Sequence[str]) -> dict[str, list[str]]:
     axes = []
     for one in varied:
         key, equals, values = one.partition("=")
-        choices = [value.strip() for value in _split(values)]
-        if not (key.strip() and equals and all(choices)):
+        found = VALUE.findall(values)
+        choices = [value.strip() for value in found]
+        is_whole = bool(found) and ",".join(found) == values
+        if not (key.strip() and equals and all(choices) and is_whole):
             raise ConfigError(f"--vary {one}: expected key.sub=value,value,...")
         axes.append([f"{key.strip()}={choice}" for choice in choices])
     arms = {}
@@ -115,34 +114,14 @@ def grid(varied: Sequence[str]) -> dict[str, list[str]]:
     return arms
 
 
-def _split(text: str) -> Iterator[str]:
-    """The parts between commas outside brackets and quotes."""
-    depth, quote, part = 0, "", ""
-    for char in text:
-        if quote:
-            quote = "" if char == quote else quote
-        elif char in "\"'":
-            quote = char
-        depth += (char in "[{(") - (char in "]})")
-        if char == "," and not depth and not quote:
-            yield part
-            part = ""
-        else:
-            part += char
-    yield part
-
-
 def read_sweep(path: Path) -> SweepConfig:
     """The sweep in a file. Raises ConfigError with the file's name."""
     try:
         found = msgspec.convert(read_toml(path), SweepConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}; a sweep file has {_keys()}") from error
-    return msgspec.structs.replace(found, config=str((path.parent / found.config).resolve()))
-
-
-def _keys() -> str:
-    return ", ".join(SweepConfig.__struct_fields__)
+        keys = ", ".join(SweepConfig.__struct_fields__)
+        raise ConfigError(f"{path}: {error}; a sweep file has {keys}") from error
+    return replace(found, config=str((path.parent / found.config).resolve()))
 
 
 def is_sweep_file(path: Path) -> bool:
@@ -169,17 +148,10 @@ def check(config: SweepConfig) -> Made:
         for one in [*config.after_start, *(one for arm in config.arms.values() for one in arm)]:
             if "{start}" in one:
                 raise ConfigError(f"{one}: {{start}} requires the key `start`")
-    made = Made(
-        config=str(path),
-        config_digest=hashlib.sha256(path.read_bytes()).hexdigest(),
-        overrides=config.overrides,
-        arms=config.arms,
-        seeds=seeds,
-        start=config.start,
-        after_start=config.after_start,
-        baseline=config.baseline or next(iter(config.arms)),
-    )
-    for run in runs_of(path.parent, msgspec.structs.replace(made, seeds=seeds[:1])):
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    resolved = {"seeds": seeds, "baseline": config.baseline or next(iter(config.arms))}
+    made = Made(**asdict(config) | resolved, config_digest=digest)
+    for run in runs_of(path.parent, replace(made, seeds=seeds[:1])):
         load_config(TrainConfig, path, run.overrides, report=lambda _: None)
     return made
 
@@ -209,9 +181,8 @@ def remember(folder: Path, made: Made) -> Made:
         problem = next(_differences(old, made), "")
         if problem:
             raise ConfigError(f"{folder} contains another sweep: {problem}; choose another --out")
-        made = msgspec.structs.replace(
-            made, arms=old.arms | made.arms, seeds=list(dict.fromkeys([*old.seeds, *made.seeds]))
-        )
+        seeds = list(dict.fromkeys([*old.seeds, *made.seeds]))
+        made = replace(made, arms=old.arms | made.arms, seeds=seeds)
     make_folder(folder)
     write_whole(folder / SWEEP_FILE, msgspec.json.format(msgspec.json.encode(made)))
     return made
@@ -246,9 +217,8 @@ Report = Callable[[SweepRun, str, str], None]  # run, outcome, its log's last li
 class SweepRunner:
     """Trains the runs, `jobs` at a time."""
 
-    def __init__(self, config: str, *, jobs: int, nice: int, report: Report) -> None:
+    def __init__(self, config: str, *, jobs: int, report: Report) -> None:
         self.config = config
-        self.nice = nice
         self.report = report
         self.failed: list[SweepRun] = []
         self._slots = asyncio.Semaphore(jobs)
@@ -296,8 +266,6 @@ class SweepRunner:
         command += [f"run.seed={run.seed}", f"run.dir={run.path.parent.resolve()}"]
         command += [f"run.name={run.path.name}"]
         command += ["--resume"] if run.state() == "interrupted" else []
-        if self.nice:
-            command = ["nice", "-n", str(self.nice), *command]
         with await in_thread(run.log.open, "ab") as log:
             process = await start_process(
                 *command,

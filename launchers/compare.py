@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from agentenv.assembly.keys.help import KeysParser
 from agentenv.assembly.run.terminal import View, exit_code_of
 from agentenv.base.disk import write_whole
@@ -73,7 +75,7 @@ def _run(options: argparse.Namespace, view: View) -> int:
     if unfinished:
         view.warn(f"skipped, since unfinished: {', '.join(map(str, unfinished))}")
     out.mkdir(parents=True, exist_ok=True)
-    write_whole(out / "comparison.json", comparison.as_json(found))
+    write_whole(out / "comparison.json", msgspec.json.format(msgspec.json.encode(found)))
     comparison.plot(curves, out / "comparison.png")
     view.log(f"wrote comparison.json and comparison.png to {out}")
     return 0

@@ -27,6 +27,7 @@ from agentenv.base.installation import require_train
 from agentenv.base.model_files import fetch_from_hub, find_on_hub
 from agentenv.base.errors import require_train
 from agentenv.evaluation.report import write_report
+from agentenv.evaluation.report import report_of
 from agentenv.evaluation.run import (
     FOLDER,
     chosen_sets,
@@ -146,7 +147,7 @@ def _report(argv: Sequence[str]) -> int:
         parser.error(f"--k {arguments.k}: expected numbers from 1, e.g. 1,3,5")
 
     def work(view: View) -> None:
-        write_report(arguments.folder, view, ks=ks, compat=arguments.compat)
+        asyncio.run(report_of(arguments.folder, view, ks=ks, compat=arguments.compat))
         view.suggest(next_commands(arguments.folder))
 
     return exit_code_of(work, "writing the report")

@@ -72,23 +72,13 @@ def _transcripts(argv: Sequence[str]) -> int:
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="directory, empty or new")
     parser.add_argument("--step", type=int, metavar="N", help="for a run: only this step, from 1")
-    parser.add_argument("--tree", type=int, metavar="I", help="for a run: only this tree")
-    parser.add_argument(
-        "--per",
-        choices=("tree", "trajectory"),
-        default="tree",
-        help="a sample is a tree with its forks as branches, or one trajectory",
-    )
-    parser.add_argument(
-        "--tokens", action="store_true", help="for a run: include token ids and their log-probs"
-    )
     arguments = parser.parse_args(argv)
 
     def work(view: View) -> None:
         from agentenv.lab.viewing.transcripts import export  # slow to load
 
         view.wait_for(f"reading {arguments.source}", "writing")
-        export(arguments, view)
+        export(arguments.source, arguments.out, arguments.step, view)
         view.end()
         path = shlex.quote(str(arguments.out))
         view.suggest({f"inspect view --log-dir {path}": "in the viewer of Inspect"})

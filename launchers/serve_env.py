@@ -38,8 +38,9 @@ from agentenv.base.types import Limits
 from agentenv.contract.env import close_shared
 from agentenv.contract.server_config import read_key
 from agentenv.endpoint.openenv import EnvServer
-from agentenv.evaluation.subject import saved_config
 from agentenv.launchers.command import until_stopped
+from agentenv.evaluation.store import load_run_config
+from agentenv.launchers.command import stop_event
 from agentenv.text.prompt import PromptConfig
 
 
@@ -104,7 +105,7 @@ def _settings_of(subject: str) -> tuple[Tree, Path]:
     """The settings of the subject, and the folder that {run} expands to."""
     path = Path(subject)
     if (path / CONFIG_FILE).is_file():
-        raw, folder = saved_config(path), path
+        raw, folder = load_run_config(path), path
     elif path.suffix == ".toml":
         raw = read_toml(path)
         run = raw.get("run", {})

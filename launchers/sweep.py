@@ -58,15 +58,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="concurrent runs; default 1"
     )
-    parser.add_argument("--nice", type=int, default=0, metavar="N", help="priority of the runs")
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything, list the runs, start none"
     )
     options = parser.parse_intermixed_args(argv)
     if options.jobs < 1:
         parser.error("--jobs must be at least 1")
-    if not 0 <= options.nice <= 19:
-        parser.error("--nice must be from 0 to 19")
     return options
 
 
@@ -111,7 +108,7 @@ def _run(options: argparse.Namespace, view: View) -> int:
         done += outcome == "finished"
         view.log(f"{run}: {outcome} ({done} of {len(runs)})" + (f": {why}" if why else ""))
 
-    runner = SweepRunner(made.config, jobs=options.jobs, nice=options.nice, report=report)
+    runner = SweepRunner(made.config, jobs=options.jobs, report=report)
     asyncio.run(runner.run_all(runs))
     for run in runner.failed:
         view.warn(f"{run} failed: see {run.log}")

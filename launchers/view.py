@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--export",
         type=Path,
         metavar="OUT",
-        help="export instead: OUT.html is one self-contained file, OUT a folder for any web server",
+        help="export instead: OUT.html is one self-contained file",
     )
     parser.add_argument(
         "--max-mb",

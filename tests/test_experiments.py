@@ -53,7 +53,7 @@ CALLS = np.array([0.0, 100.0, 300.0])
 def curve(calls: list[float], shares: list[float], num_questions: int = 40) -> Curve:
     """Success as given; which questions are right grows from the first on."""
     right = [[float(i < share * num_questions) for i in range(num_questions)] for share in shares]
-    return Curve(np.array(calls, float), np.array(right))
+    return Curve(np.array(calls, float), np.array(right), np.array(calls, float))
 
 
 def test_calls_to_a_level_are_interpolated() -> None:

@@ -72,7 +72,7 @@ class Entry(Struct, frozen=True):
     policy_version: int  # the engine's at the start of the tree
     oldest_version: int  # the oldest version that sampled a token
     place: int = -1  # offset of the tree's frame in the file, bytes
-    num_changed: int = -1  # forks with another outcome than their parent branch; -1: not counted
+    num_changed: int = 0  # forks with another outcome than their parent branch
 
     @classmethod
     def of(cls, kept: KeptTree) -> Entry:

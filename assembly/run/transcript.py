@@ -19,8 +19,7 @@ from agentenv.rollout.redactor import Redactor
 
 class TranscriptTurn(Struct, kw_only=True):
     """A turn. `key` identifies it within its question. `calls`: records of tool calls, with name,
-    arguments, ok, error, duration_s. `answer`: the observation after them. `token_ids` and
-    `logprobs` (nats): the sampled tokens; empty if only the text is known."""
+    arguments, ok, error, duration_s. `answer`: the observation after them."""
 
     key: str
     text: str
@@ -29,8 +28,6 @@ class TranscriptTurn(Struct, kw_only=True):
     num_context: int | None = None  # tokens before the turn
     num_tokens: int | None = None  # sampled tokens
     facts: dict[str, Any] = field(default_factory=dict)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
 
 
 class TranscriptBranch(Struct, kw_only=True):
@@ -78,15 +75,14 @@ class TranscriptQuestion(Struct, kw_only=True):
         return before + [(branch, turn) for turn in branch.turns]
 
 
-def of_tree(kept: KeptTree, decode: Decode, *, with_tokens: bool = False) -> TranscriptQuestion:
+def of_tree(kept: KeptTree, decode: Decode) -> TranscriptQuestion:
     """The question of an archived tree. Each turn appears once, in the branch that sampled it."""
-    return _Reader(kept, decode, with_tokens).question()
+    return _Reader(kept, decode).question()
 
 
 class _Reader:
-    def __init__(self, kept: KeptTree, decode: Decode, with_tokens: bool) -> None:
+    def __init__(self, kept: KeptTree, decode: Decode) -> None:
         self._kept, self._tree, self._decode = kept, kept.tree, decode
-        self._with_tokens = with_tokens
         self._owner: dict[int, str] = {}  # node -> its branch
         self._names: set[str] = set()
 
@@ -149,7 +145,7 @@ class _Reader:
 
     def _turn(self, node: Node) -> TranscriptTurn:
         before = [one for one in self._tree.path(node) if one is not node]
-        turn = TranscriptTurn(
+        return TranscriptTurn(
             key=f"node-{node.index}",
             text=self._decode(node.action_ids),
             answer=self._decode(node.observation_ids),
@@ -158,9 +154,6 @@ class _Reader:
             num_tokens=len(node.action_ids),
             facts=self._facts(node),
         )
-        if self._with_tokens:
-            turn.token_ids, turn.logprobs = list(node.action_ids), list(node.logprobs)
-        return turn
 
     def _facts(self, node: Node) -> dict[str, Any]:
         credit, scored = self._kept.credit, self._tree.scored
@@ -250,14 +243,6 @@ def turns_of(
 
 
 def redacted(question: TranscriptQuestion, redactor: Redactor) -> TranscriptQuestion:
-    """The question without secrets. If its text contained one, all tokens are removed too."""
-    clean = msgspec.convert(
-        redactor.tree(msgspec.to_builtins(question, enc_hook=str)), TranscriptQuestion
-    )
-    turns = [turn for branch in clean.branches for turn in branch.turns]
-    before = [turn for branch in question.branches for turn in branch.turns]
-    texts, old = ([(turn.text, turn.answer) for turn in both] for both in (turns, before))
-    if clean.prompt != question.prompt or texts != old:
-        for turn in turns:
-            turn.token_ids, turn.logprobs = [], []
-    return clean
+    """The question without secrets."""
+    plain = msgspec.to_builtins(question, enc_hook=str)
+    return msgspec.convert(redactor.tree(plain), TranscriptQuestion)

@@ -17,7 +17,7 @@ from agentenv.evaluation.sets import Curve, Floats, calls_to
 def curve_of(points: Sequence[Mapping[str, Any]]) -> Curve:
     """The curve of stored points: calls so far, and a text of 0 and 1 for the questions."""
     calls = np.array([point["calls"] for point in points], float)
-    return Curve(calls, np.array([[int(bit) for bit in p["right"]] for p in points], float))
+    return Curve(calls, np.array([[int(bit) for bit in p["right"]] for p in points], float), calls)
 
 
 def success_at(calls: Floats, success: Floats, budget: float) -> float:

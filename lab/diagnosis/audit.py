@@ -43,12 +43,10 @@ from agentenv.assembly.run.arguments import EXIT_FAILED, Parser
 from agentenv.assembly.run.checkpoints import find_checkpoint
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 from agentenv.base.config import build_config, resolver
-from agentenv.base.errors import ConfigError, CrashError, DataError, ForeignError, GraderError
+from agentenv.base.errors import ConfigError, CrashError, DataError, GraderError
 from agentenv.base.model_files import load_tokenizer, read_eos_ids
 from agentenv.base.offload import in_thread
-from agentenv.base.tree import Trajectory
 from agentenv.base.types import Task
-from agentenv.base.untrusted import decode
 from agentenv.contract.env import Grade, close_shared, graded
 from agentenv.data.rows import GOLD_KEY
 from agentenv.envs.grading.custom import ground_truth
@@ -56,10 +54,12 @@ from agentenv.envs.grading.numbers import as_number
 from agentenv.envs.grading.verdict import final_answer
 from agentenv.evaluation.regrade import Graders
 from agentenv.evaluation.run import segments_of
+from agentenv.evaluation.store import load_run_config
 from agentenv.lab.diagnosis.contract import Guess, guess_twice, remedy
 from agentenv.lab.diagnosis.doctor import show
 from agentenv.rollout.archive import ARCHIVE, Entry, KeptTree
 from agentenv.rollout.archive_reader import Step, readable_steps
+from agentenv.rollout.archive import ARCHIVE, Entry, Step, readable_steps
 from agentenv.text.renderer import TextCodec
 
 logger = logging.getLogger(__name__)
@@ -75,16 +75,18 @@ TOLERANCE = 1e-6
 
 
 class Graded(NamedTuple):
-    """A regraded trajectory; `again` is None if the grader failed, with the `problem`."""
+    """A regraded trajectory, whose row has the former reward; `again` is None if the grader failed,
+    with the `problem`."""
 
-    step: int
-    tree: int
-    branch: str
+    place: str
     task: Task
-    reward: float
+    row: EvalRow
     again: Grade | None
     problem: str
-    row: EvalRow
+
+    @property
+    def is_right(self) -> bool:
+        return self.again is not None and self.again.success
 
 
 class Jump(NamedTuple):
@@ -131,7 +133,8 @@ async def _run(arguments: argparse.Namespace, view: View) -> int:
 async def audit(run: Path, max_trees: int) -> tuple[list[CheckResult], list[str]]:
     """The results, and sample trajectories of jumps as text. Raises DataError for a folder without
     a run or trees."""
-    config, steps = read_config(run), readable_steps(run / ARCHIVE, logger.warning)
+    config = build_config(TrainConfig, load_run_config(run), str(run))
+    steps = readable_steps(run / ARCHIVE, logger.warning)
     if not any(step.entries for step in steps):
         raise DataError(f"{run / ARCHIVE} contains no trees; archive.max_gb = 0 keeps none")
     async with AsyncExitStack() as stack:
@@ -164,16 +167,6 @@ def fail(problem: str, remedy: str) -> NoReturn:
     raise ConfigError(f"{problem.replace('; ', ', ')}; {remedy}")
 
 
-def read_config(run: Path) -> TrainConfig:
-    """The stored configuration of the run. Raises DataError."""
-    path = run / "config.json"
-    try:
-        plain = decode(path.read_bytes())
-    except (OSError, ForeignError) as error:
-        raise DataError(f"{path} cannot be read: {error}; expected the folder of a run") from error
-    return build_config(TrainConfig, plain, str(path))
-
-
 def spread(steps: Sequence[Step], max_trees: int) -> Iterator[tuple[Step, Entry]]:
     """At most `max_trees` trees, evenly spread over all steps."""
     every = [(step, entry) for step in steps for entry in step.entries]
@@ -204,25 +197,20 @@ class Regrader:
 
     async def grade(self, step: Step, entry: Entry) -> list[Graded]:
         """Regrade every trajectory of a tree that did not fail."""
-        kept = await in_thread(step.tree, entry)
-        return [
-            await self._grade(step.header.step, kept, path) for path in kept.tree.trajectories()
-        ]
-
-    async def _grade(self, step: int, kept: KeptTree, path: Trajectory) -> Graded:
-        task = kept.tree.task
-        calls = [call for node in path.path for call in node.info.get("tool_calls", ())]
-        row = EvalRow(
-            dataset=TRAINED,
-            task=task.id,
-            sample=0,
-            segments=segments_of(path.path, self.codec),
-            tool_calls=calls,
-            limit=None if path.leaf.limit is None else str(path.leaf.limit),
-        )
-        again, problem = await self.verdict(task, row)
-        leaf = path.leaf
-        return Graded(step, kept.tree.index, leaf.branch, task, path.reward, again, problem, row)
+        tree, found = (await in_thread(step.tree, entry)).tree, []
+        for path in tree.trajectories():
+            row = EvalRow(
+                dataset=TRAINED,
+                task=tree.task.id,
+                sample=0,
+                segments=segments_of(path.path, self.codec),
+                tool_calls=[call for node in path.path for call in node.info.get("tool_calls", ())],
+                limit=None if path.leaf.limit is None else str(path.leaf.limit),
+                reward=path.reward,
+            )
+            place = f"step {step.header.step}, tree {tree.index}, branch {path.leaf.branch}"
+            found.append(Graded(place, tree.task, row, *await self.verdict(tree.task, row)))
+        return found
 
     async def verdict(self, task: Task, row: EvalRow) -> tuple[Grade | None, str]:
         """(grade, "") of a row against the answers of `task`, or (None, error)."""
@@ -233,15 +221,14 @@ class Regrader:
 
     async def second_guess(self, again: Sequence[Graded]) -> str:
         """A correct answer becomes wrong next to another answer, in either order."""
-        right = [one for one in again if one.again is not None and one.again.success]
+        right = [one for one in again if one.is_right]
         golds = list(dict.fromkeys(one.task.answers[0] for one in again if one.task.answers))
         tried: list[Guess] = []
         paid = []
         for one in right[:NUM_GUESSED]:
             guesses = await self._guesses(one, golds)
             tried += guesses
-            place = f"tree {one.tree}, branch {one.branch}"
-            paid += [f"{place}: {guess.text!r}" for guess in guesses if guess.is_paid]
+            paid += [f"{one.place}: {guess.text!r}" for guess in guesses if guess.is_paid]
         if not tried:
             raise Skip(
                 "no correct trajectory has an answer to which a second, wrong one could be added"
@@ -276,7 +263,7 @@ class Regrader:
 
     async def changed_golds(self, again: Sequence[Graded]) -> str:
         """A correct answer becomes wrong against another gold."""
-        right = [one for one in again if one.again is not None and one.again.success]
+        right = [one for one in again if one.is_right]
         if not right:
             raise Skip("no trajectory is correct")
         tasks = list({one.task.id: one.task for one in again if one.task.answers}.values())
@@ -288,7 +275,7 @@ class Regrader:
             num_tried += 1
             grade, _ = await self.verdict(task, one.row)
             if grade is not None and grade.success:
-                still.append(f"tree {one.tree}, branch {one.branch}: {task.answers[0]!r}")
+                still.append(f"{one.place}: {task.answers[0]!r}")
         if not num_tried:
             raise Skip("no correct trajectory has a gold answer that could be changed")
         if still:
@@ -335,11 +322,11 @@ async def equal_rewards(again: Sequence[Graded]) -> str:
         raise Skip("no trajectory was graded")
     wrong = []
     for one in again:
-        place = f"step {one.step}, tree {one.tree}, branch {one.branch}"
+        then = one.row.reward
         if one.again is None:
-            wrong.append(f"{place}: {one.problem}")
-        elif abs(one.again.reward - one.reward) > TOLERANCE and one.row.limit is None:
-            wrong.append(f"{place}: {one.reward:g} then, {one.again.reward:g} now")
+            wrong.append(f"{one.place}: {one.problem}")
+        elif abs(one.again.reward - then) > TOLERANCE and one.row.limit is None:
+            wrong.append(f"{one.place}: {then:g} then, {one.again.reward:g} now")
     if wrong:
         fail(
             f"{len(wrong)} of {len(again)} rewards differ ({', '.join(wrong[:NUM_SHOWN])})",

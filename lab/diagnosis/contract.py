@@ -283,31 +283,23 @@ async def is_right(grader: Grader, task: Task, answer: str) -> bool:
     return grade.success
 
 
-def _searches_web(assembly: TrainingAssembly) -> bool:
-    search = assembly.config.search
-    return search is not None and isinstance(search.backend, WebConfig | RemoteSearchConfig)
-
-
 async def services(assembly: TrainingAssembly) -> str:
     """The search service accepts the key, and its quota is not exhausted: one search."""
     search = assembly.config.search
-    if search is None or not _searches_web(assembly):
+    if search is None or not isinstance(search.backend, WebConfig | RemoteSearchConfig):
         raise Skip("no search service is configured")
     backend = search.backend.build()
     try:
-        hits = await within(SERVICE_S, "the search service", _one_search(backend))
+        await within(SERVICE_S, "the search service", backend.start())
+        query = Query("capital of Peru", 3)
+        hits = await within(SERVICE_S, "the search service", backend.search(query))
     except (InfraError, StallError, EnvError) as error:
         raise ConfigError(
             f"a search failed: {error}; check key, quota and network of the search service"
         ) from error
     finally:
         await backend.close()
-    return f"a search returned {hits} results"
-
-
-async def _one_search(backend: object) -> int:
-    await backend.start()  # type: ignore[attr-defined]
-    return len(await backend.search(Query("capital of Peru", 3)))  # type: ignore[attr-defined]
+    return f"a search returned {len(hits)} results"
 
 
 # Whether a grader rewards guessing: answers that name another candidate next to the correct one.

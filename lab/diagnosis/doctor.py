@@ -40,6 +40,7 @@ from agentenv.base.disk import existing
 from agentenv.base.errors import AgentEnvError, ConfigError
 from agentenv.base.installation import DISTRIBUTION, install_hint
 from agentenv.base.model_files import read_model_config
+from agentenv.base.errors import DISTRIBUTION, AgentEnvError, ConfigError, install_hint
 from agentenv.envs.sandbox.launch import LOST_BELOW, Rung
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.lab.diagnosis.contract import CONTRACT, parity
@@ -233,16 +234,13 @@ async def sandbox(folder: Path) -> str:
 
 async def checkpoints(assembly: TrainingAssembly) -> str:
     """Checkpoints, trees and trajectories fit on the disk of the run's folder."""
-    config, model = assembly.config, await assembly.model()
-    try:
-        shape = shape_of(read_model_config(model), model)
-    except ConfigError as error:
-        raise Skip(f"the size of a checkpoint is unknown: {error}") from error
-    number, files = files_of(config)
-    reference = config.algorithm.needs_reference
-    needed = number * checkpoint_bytes(shape, config.learner, has_reference=reference)
-    bounds = sum(files.values())
-    place = existing(Path(config.run.dir))
+    await assembly.model()  # of the set-up
+    plan = make_plan(assembly.config, find_machine(None, None), assembly.resolve)
+    if not plan.checkpoint_bytes:
+        raise Skip("the size of a checkpoint is unknown")
+    number, files = files_of(assembly.config)
+    needed, bounds = number * plan.checkpoint_bytes, sum(files.values())
+    place = existing(Path(assembly.config.run.dir))
     free = shutil.disk_usage(place).free
     message = (
         f"{number} checkpoints take {needed / GIB:.2g} GiB, trees and samples at most "

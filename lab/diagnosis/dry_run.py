@@ -11,7 +11,7 @@ import re
 import secrets
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from importlib import resources
 from importlib.util import find_spec
@@ -140,24 +140,19 @@ def _missing_parts(config: AnyRun) -> Iterator[str]:
 def show_values(config: AnyRun, view: View, *, defaults: bool) -> None:
     """Print the non-default values; with `defaults`, also all others."""
     values = list(values_of(config))
-    view.log("configuration, non-default values:")
-    for value in values:
-        if value.chosen:
-            view.log(f"  {value.key} = {value.text}")
-    rest = [value for value in values if not value.chosen]
+    chosen = [f"{value.key} = {value.text}" for value in values if value.chosen]
+    rest = [f"{value.key} = {value.text}" for value in values if not value.chosen]
     if not defaults:
-        view.log(f"  {len(rest)} more keys have default values; --defaults shows them")
-        return
-    view.log("\nconfiguration, the defaults:")
-    for value in rest:
-        view.log(f"  {value.key} = {value.text}")
+        chosen.append(f"{len(rest)} more keys have default values; --defaults shows them")
+    show_lines("configuration, non-default values", chosen, view)
+    if defaults:
+        show_lines("configuration, the defaults", rest, view)
 
 
-def show_sizes(config: AnyRun, view: View) -> None:
-    """Print the sizes of an update, a step or an evaluation."""
-    view.log("\nsizes:")
-    for line in _sizes(config):
-        view.log(f"  {line}")
+def show_lines(title: str, lines: Iterable[str], view: View) -> None:
+    """Print the lines under a title, each once; nothing if there are none."""
+    if found := dict.fromkeys(lines):
+        view.log("\n  ".join((f"\n{title}:", *found)))
 
 
 def _sizes(config: AnyRun) -> Iterator[str]:
@@ -207,10 +202,7 @@ def show_plan(plan: Plan, view: View) -> None:
         view.log(f"GPU {span(gpus)}: {needed / GIB:.1f} of {plan.machine.gpu_bytes / GIB:.1f} GiB")
     for line in (*plan.made, *plan.advice):
         view.log(line)
-    if plan.missing:
-        view.log("\nmissing:")
-        for line in dict.fromkeys(plan.missing):
-            view.log(f"  {line}")
+    show_lines("missing", plan.missing, view)
 
 
 def span(gpus: Sequence[str]) -> str:
@@ -274,16 +266,20 @@ def dry_run(
     plan.missing += (_to_fetch(config, one) for one in absent)
     plan.missing += _missing_parts(config)
     show_values(config, view, defaults=arguments.defaults)
-    show_sizes(config, view)
+    show_lines("sizes", _sizes(config), view)
     if not isinstance(config, ServeConfig):
         place = _model_of(config, model, resolve, plan)
+        from agentenv.lab.diagnosis.reading import check_data  # slow to load
+
+        keys = {one.key for one in absent}
+        cluster = getattr(config, "cluster", None)
+        elsewhere = arguments.gpus is not None or isinstance(cluster, KubernetesCluster)
+        lines = list[str]()
         try:
-            keys = {one.key for one in absent}
-            cluster = getattr(config, "cluster", None)
-            elsewhere = arguments.gpus is not None or isinstance(cluster, KubernetesCluster)
-            _read(config, run, place, keys, view, is_elsewhere=elsewhere)
+            asyncio.run(check_data(config, run, place, keys, lines.append, is_elsewhere=elsewhere))
         except (AgentEnvError, OSError) as error:
             (plan.missing if _is_missing(error) else plan.problems).append(str(error))
+        show_lines("available data", lines, view)
     show_plan(plan, view)
     if plan.problems:
         raise ConfigError("; ".join(dict.fromkeys(plan.problems)))
@@ -365,28 +361,6 @@ def _model_of(config: AnyRun, path: str, resolve: Resolve, plan: Plan) -> Path |
     if lacks:
         plan.missing.append(f"model.path = {path}: {', '.join(lacks)}")
     return None if {*names} & {*lacks} else place
-
-
-def _read(
-    config: AnyRun,
-    run: Path,
-    model: Path | None,
-    absent: Collection[str],
-    view: View,
-    *,
-    is_elsewhere: bool,
-) -> None:
-    from agentenv.lab.diagnosis.reading import check_data  # slow to load
-
-    assert not isinstance(config, ServeConfig)
-    found: list[str] = []
-    try:
-        asyncio.run(check_data(config, run, model, absent, found.append, is_elsewhere=is_elsewhere))
-    finally:
-        if found:
-            view.log("\navailable data:")
-        for text in found:
-            view.log(f"  {text}")
 
 
 # A run as a job of Slurm or as objects of Kubernetes, from the files in `templates/`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ class Plan(Struct):
     missing: list[str] = field(default_factory=list)
     made: list[str] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
+    checkpoint_bytes: float = 0.0  # of one; 0: unknown
     serving: dict[str, float] = field(default_factory=dict)  # bytes by GPU, while rollouts run
     training: dict[str, float] = field(default_factory=dict)  # and while the learner trains
 
@@ -169,13 +170,6 @@ def microbatch_tokens(learner: LearnerConfig, longest: int) -> int:
     return max(learner.max_tokens_per_microbatch, -(-longest // learner.context_parallel))
 
 
-SMALL = 5e8  # weights; sharing gave 2.7 times the tokens/s at 135 M and 1,000 streams on an H200
-SHARE_GPUS = (
-    "with a model of this size one vLLM server leaves most of a GPU idle: let three share each GPU "
-    "(engine.servers.num_servers, servers_per_gpu, a lower gpu_memory_share)"
-)
-
-
 class _Planner:
     def __init__(self, config: Any, machine: PlannedMachine, resolve: Resolve, model: str) -> None:
         self.config, self.machine, self.resolve = config, machine, resolve
@@ -190,7 +184,6 @@ class _Planner:
         self.path: str = model if self.learner is None else config.model.path
         self.num_tokens, self.num_paths = rollouts_of(config)
         self.shape = self._policy_shape() if self.path else None
-        self.learner_bytes = 0.0  # of a rank on its GPU
 
     def add_all(self) -> None:
         """Add all processes, in the order in which a run assigns its GPUs."""
@@ -269,6 +262,7 @@ class _Planner:
             check_heads(self.shape.heads, learner.context_parallel)
             memory = learner_memory(self.shape, learner, tokens, has_reference=reference)
             size = checkpoint_bytes(self.shape, learner, has_reference=reference)
+            self.plan.checkpoint_bytes = size
             self.plan.made.append(saving_line(size, config.checkpoint.finish_s))
             self.plan.made.append(disk_line(size, *files_of(config)))
             if self.colocated:
@@ -292,7 +286,6 @@ class _Planner:
         process = Process("learner rank", learner.num_ranks, ranks, self.path, memory, note=note)
         serving = min(RESERVE_BYTES, memory.gpu_bytes) if self.colocated else memory.gpu_bytes
         self.plan.add(process, serving=serving, training=memory.gpu_bytes)
-        self.learner_bytes = memory.gpu_bytes
 
     def _add_engine(self) -> None:
         """Add the processes of the engine."""
@@ -391,28 +384,8 @@ class _Planner:
         process = Process(name, number, gpus, path, memory, note)
         self.plan.add(process, serving=serving, training=awake)
         if policy:
-            servers = number * config.data_parallel_size
-            room = tokens * servers
+            room = tokens * number * config.data_parallel_size
             self.plan.made.append(in_flight(self.num_paths, self.num_tokens, room))
-            is_vllm = self.engine is not None and self.engine.kind == "vllm"
-            if is_vllm and config.per_gpu == 1 and shape.num_params < SMALL:
-                self.plan.advice.append(SHARE_GPUS)
-            if self.resources.colocated and self.learner_bytes:
-                fits = self.learner_bytes <= size - serving
-                self.plan.advice += self._colocation(fits=fits)
-
-    def _colocation(self, *, fits: bool) -> Iterator[str]:
-        """Advice on GPUs that engine and learner share; `fits`: both at once."""
-        assert self.engine is not None
-        if self.colocated and fits:
-            yield (
-                "engine and learner would fit on a GPU together: resources.colocated = 'at_once' "
-                "saves each step the time of sleeping and waking"
-            )
-        if self.engine.capabilities.can_map and self.engine.new_weights == "directory":
-            yield (
-                'new weights are transferred as files; engine.weights = "ipc" keeps them on the GPU'
-            )
 
 
 SAVED_PER_S = 1e9  # bytes per second of an NVMe disk, or a cluster's network file system

@@ -255,14 +255,12 @@ class JudgedQuestion(Struct, frozen=True):
 
 
 class Sorted(Struct, frozen=True):
-    """A question's class, its trajectories for training, and the others with reasons. `right`:
-    whether it was answered without tools, and with tools."""
+    """A question's class, its trajectories for training, and the others with reasons."""
 
     question: JudgedQuestion
     kind: Class
     chosen: list[Judged]
     rejected: list[Judged]
-    right: tuple[bool, bool]
 
 
 def sort_question(question: JudgedQuestion, config: FilterConfig, seed: int) -> Sorted:
@@ -272,14 +270,13 @@ def sort_question(question: JudgedQuestion, config: FilterConfig, seed: int) -> 
     rejected = [one for one in judged if one.reason]
     direct = [one for one in clean if one.way == "direct"]
     tools = [one for one in clean if one.way != "direct"]
-    right = (bool(direct), bool(tools))
-    if any(right):
+    if clean:
         chosen, over = _drawn(direct or tools, question, config, seed)
         easy = _because("answered_directly", tools) if direct else []
         rejected += [*_because("surplus", over), *easy]
-        return Sorted(question, "direct" if direct else "tools", chosen, rejected, right)
+        return Sorted(question, "direct" if direct else "tools", chosen, rejected)
     failed = not question.is_whole or any(one.reason == "failed" for one in judged)
-    return Sorted(question, "unfinished" if failed else "hard", [], rejected, right)
+    return Sorted(question, "unfinished" if failed else "hard", [], rejected)
 
 
 def _drawn(
@@ -428,7 +425,6 @@ GOES_TO = {
     "hard": "rl.jsonl",
     "unfinished": "retried by the same command",
 }
-NUM_RIGHT = ("neither", "tools_only", "direct_only", "both")
 
 
 def summarize(plan: SynthesisPlan, found: Sequence[Sorted], dropped: Sequence[Dropped]) -> Row:
@@ -439,7 +435,6 @@ def summarize(plan: SynthesisPlan, found: Sequence[Sorted], dropped: Sequence[Dr
         kind: {name: pairs[kind, name] for name in CLASSES}
         for kind in sorted({k for k, _ in pairs})
     }
-    right = Counter(NUM_RIGHT[2 * one.right[0] + one.right[1]] for one in found)
     chosen = Counter(judged.way for one in found for judged in one.chosen)
     trajectories = {}
     for way in plan.ways:
@@ -451,9 +446,8 @@ def summarize(plan: SynthesisPlan, found: Sequence[Sorted], dropped: Sequence[Dr
     return {
         "num_questions": len(found) + len(dropped),
         "not_asked": dict(sorted(Counter(one.reason for one in dropped).items())),
-        "classes": _counted(classes, CLASSES),
+        "classes": {name: classes[name] for name in CLASSES},
         "by_kind": by_kind,
-        "right": _counted(right, NUM_RIGHT),
         "trajectories": trajectories,
         "num_sft": sum(chosen.values()),
         "num_rl": classes["hard"],
@@ -483,7 +477,3 @@ def reason_table(summary: Row) -> Table:
             rows.append([reason, *map(str, counts), why])
     columns = ["", *ways, "because"]
     return Table(title="trajectories", columns=columns, rows=rows, left=[0, len(columns) - 1])
-
-
-def _counted(counts: Counter[Any], names: Sequence[str]) -> dict[str, int]:
-    return {name: counts[name] for name in names}

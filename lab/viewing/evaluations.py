@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -26,7 +26,7 @@ COLUMNS = (
 )
 CHUNK = 16  # number of rows per response
 MAX_CHARS = 160  # of a question or an answer in the table
-SEARCH_S = 20.0
+SEARCH_S = 20.0  # CPU limit of a search
 SUMMARY_FILE = "summary.json"
 MAX_CHANGED = 200
 Figures = dict[str, Any]
@@ -90,22 +90,16 @@ class Evaluation:
 
     def search(self, text: str) -> Figures:
         """The positions, in the index, of rows that contain a text, ignoring case."""
-        wanted = text.casefold()
-        until = time.thread_time() + SEARCH_S
-        found, num_searched = [], 0
         rows = self._read()
         with (self.folder / ROWS_FILE).open("rb") as file:
-            for number, (_, place, size) in enumerate(rows):
-                if time.thread_time() > until:
-                    break
-                num_searched += 1
+
+            def texts(number: int) -> Iterator[str]:
+                _, place, size = rows[number]
                 file.seek(place)
-                try:
-                    row = decode(file.read(size), EvalRow)
-                except ForeignError:
-                    continue
-                if any(wanted in one.casefold() for one in _all_texts(row)):
-                    found.append(number)
+                with suppress(ForeignError):
+                    yield from _all_texts(decode(file.read(size), EvalRow))
+
+            found, num_searched = search(range(len(rows)), texts, text)
         return {"rows": found, "num_searched": num_searched, "num_rows": len(rows)}
 
     def figures(self) -> Figures:
@@ -176,9 +170,9 @@ def compare(first: Evaluation, second: Evaluation) -> Figures:
             "num_questions": len(pairing.pairs),
             "only_first": pairing.only_first,
             "only_second": pairing.only_second,
-            "failed": pairing.failed,
+            "failed": len(pairing.lost),
             "sides": [paired.failed_of(side) for side in sides],
-            "success": paired.by_group(pairing),
+            "success": paired.success_by_group(pairing),
             "others": paired.other_differences(pairing),
             "num_changed": len(pairs),
             "changed": [
@@ -215,6 +209,25 @@ def _all_texts(row: EvalRow) -> Iterator[str]:
     yield row.error or ""
     for segment in row.segments:
         yield from (text for key, text in segment.items() if key != "role")
+
+
+T = TypeVar("T")
+
+
+def search(
+    items: Iterable[T], texts: Callable[[T], Iterable[str]], text: str
+) -> tuple[list[T], int]:
+    """The items with a text that contains `text`, ignoring case, and the number of items that were
+    searched in SEARCH_S."""
+    wanted, until = text.casefold(), time.thread_time() + SEARCH_S
+    found, num_searched = [], 0
+    for item in items:
+        if time.thread_time() > until:
+            break
+        num_searched += 1
+        if any(wanted in one.casefold() for one in texts(item)):
+            found.append(item)
+    return found, num_searched
 
 
 # Files of JSON lines that may still be growing.

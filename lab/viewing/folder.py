@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +51,17 @@ class Folder:
     def __init__(
         self, path: Path, others: Sequence[Path] = (), *, is_awaited: bool = False
     ) -> None:
-        """`others`: evaluations, or runs with evaluations, to compare with. `is_awaited`: a run
-        that has just started, whose folder may still be empty. Raises DataError."""
+        """`others`: evaluations to compare with. `is_awaited`: a run that has just started, whose
+        folder may still be empty. Raises DataError."""
         self.path = path
         self.is_run = is_awaited or not (path / ROWS).is_file()
         if self.is_run and not is_awaited:
             _check_run(path)
         for other in others:
-            if not (other / ROWS).is_file() and not (other / EVALUATIONS).is_dir():
-                raise DataError(f"{other}: neither an evaluation nor a run with evaluations")
+            if not (other / ROWS).is_file():
+                raise DataError(f"{other} contains no evaluation")
         self.others = list(others)
-        self.trees = Trees(path, self._tokenizers)
+        self.trees = Trees(path, partial(tokenizers_of, path))
         self._lock = threading.Lock()
         self._metrics = JsonLines(path / METRICS)
         self._rows: list[Any] = []
@@ -113,7 +114,7 @@ class Folder:
             "health": self.health(),
             "checkpoints": [path.name for path in checkpoints],
             "steps": self.trees.steps(),
-            "has_texts": any(path.is_file() for path in self._tokenizers()),
+            "has_texts": any(path.is_file() for path in tokenizers_of(self.path)),
             "has_metrics": size_of(self.path / METRICS) > 0,
             "evaluations": [
                 {"id": key, **one.about(), "bytes": one.state()}
@@ -199,23 +200,20 @@ class Folder:
             yield self.path, self.path.resolve().name
         else:
             yield from _within(self.path)
-        for other in self.others:
-            name = other.resolve().name
-            if (other / ROWS).is_file():
-                yield other, name
-            else:
-                yield from ((path, f"{name} {when}") for path, when in _within(other))
+        yield from ((other, other.resolve().name) for other in self.others)
 
-    def _tokenizers(self) -> Iterator[Path]:
-        own = [*reversed(Checkpoints(self.path / "checkpoints").finished())]
-        own += [self.path / "model", self.path / "resumed"]
-        config = _json(self.path / CONFIG_FILE)
-        model = config.get("model") if isinstance(config, dict) else None
-        named = model if isinstance(model, dict) else {}
-        for key in ("tokenizer", "path"):
-            if isinstance(found := named.get(key), str) and found:
-                own.append(resolver(self.path)(found))
-        yield from (path / "tokenizer.json" for path in own)
+
+def tokenizers_of(run: Path) -> Iterator[Path]:
+    """The files that may have the tokenizer of a run, the best first."""
+    folders = [*reversed(Checkpoints(run / "checkpoints").finished())]
+    folders += [run / "model", run / "resumed"]
+    config = _json(run / CONFIG_FILE)
+    model = config.get("model") if isinstance(config, dict) else None
+    named = model if isinstance(model, dict) else {}
+    for key in ("tokenizer", "path"):
+        if isinstance(found := named.get(key), str) and found:
+            folders.append(resolver(run)(found))
+    yield from (folder / "tokenizer.json" for folder in folders)
 
 
 def _check_run(path: Path) -> None:

@@ -2,8 +2,7 @@
 
 There is one sample per question: the first from-scratch trajectory is the sample's conversation;
 every other one is a branch, a span under the trajectory from which it was forked, after the anchor
-of the last shared turn. The sample's timeline has the same tree for the viewer. With one sample per
-trajectory instead, each is an epoch of its question, and its metadata names its parent.
+of the last shared turn. The sample's timeline has the same tree for the viewer.
 
 The times of turns are not recorded: all events have the time at which the step or the evaluation
 was written, and tools have their durations.
@@ -11,8 +10,7 @@ was written, and tools have their durations.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
@@ -51,14 +49,11 @@ from inspect_ai.model import (
     ChatMessageTool,
     ChatMessageUser,
     GenerateConfig,
-    Logprob,
-    Logprobs,
     ModelOutput,
     ModelUsage,
 )
 from inspect_ai.scorer import Score
 from inspect_ai.tool import ToolCall, ToolCallError
-from msgspec.structs import replace
 
 from agentenv.assembly.run.transcript import TranscriptBranch, TranscriptQuestion, TranscriptTurn
 
@@ -97,24 +92,6 @@ def write_log(
         samples=samples,
     )
     write_eval_log(log, path, format="eval")
-
-
-def by_trajectory(questions: Iterable[TranscriptQuestion]) -> list[TranscriptQuestion]:
-    """Each trajectory as a separate question, an epoch of its task, with all of its turns."""
-    found: list[TranscriptQuestion] = []
-    epochs: Counter[str] = Counter()
-    for question in questions:
-        for branch in question.branches:
-            epochs[question.id] += 1
-            done = {"reward": branch.reward, "success": float(branch.success)}
-            parent = {"branch": branch.name, "forked_from": branch.parent}
-            turns = [turn for _, turn in question.path(branch)]
-            alone = replace(branch, parent=None, forked_at=None, turns=turns)
-            one = replace(question, sample=epochs[question.id], branches=[alone])
-            one.scores = {} if branch.reward is None else done  # type: ignore[assignment]
-            one.facts = question.facts | parent | {"forked_at": branch.forked_at}
-            found.append(one)
-    return found
 
 
 def sample(question: TranscriptQuestion, model: str, at: datetime) -> EvalSample:
@@ -268,12 +245,8 @@ class _Events:
             input_tokens=before, output_tokens=sampled, total_tokens=before + sampled
         )
         self.usage = self.usage + usage
-        logprobs = None
-        if turn.logprobs:
-            pairs = zip(turn.token_ids, turn.logprobs, strict=True)
-            logprobs = Logprobs(content=[Logprob(token=str(i), logprob=p) for i, p in pairs])
         reason: Any = "tool_calls" if turn.calls else "stop"
-        choice = ChatCompletionChoice(message=action, stop_reason=reason, logprobs=logprobs)
+        choice = ChatCompletionChoice(message=action, stop_reason=reason)
         output = ModelOutput(model=self._model, choices=[choice], usage=usage)
         given = {"input": messages, "tools": [], "tool_choice": "auto", "config": GenerateConfig()}
         more = {**given, "output": output, "metadata": turn.facts or None}

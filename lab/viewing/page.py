@@ -4,8 +4,8 @@ The server is for one user on this machine and listens on loopback. Clients need
 printed address: the page is opened with it and gets a cookie for later requests. A request with
 another host, or from a page of another origin, is rejected. All requests are read-only.
 
-An export contains the responses that the page would request: one self-contained HTML file, or a
-folder for any web server. It includes the newest trees first; the rest is left out, and reported.
+An export contains the responses that the page would request, in one self-contained HTML file. It
+includes the newest trees first; the rest is left out, and reported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from agentenv.base.disk import naming, write_whole
+from agentenv.base.disk import write_whole
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.offload import in_thread
 from agentenv.lab.viewing.evaluations import CHUNK
@@ -238,58 +238,54 @@ def viewed(run: Path, report: Callable[[str], None]) -> Iterator[None]:
 
 # Exports of the page.
 
-FILE_SUFFIXES = (".html", ".htm")
 MAX_COMPARED = 6  # number of evaluations with pairwise comparisons
 ROWS_SHARE = 0.4  # share of the size limit for rows of evaluations, in the export of a run
 GOLDEN = (5**0.5 - 1) / 2
-DATA = "data"
 _LINK = '<link rel="stylesheet" href="static/viewer.css">'
 _SCRIPT = '<script src="static/viewer.js" defer></script>'
 
 
 def export(folder: Folder, out: Path, max_mb: float) -> Iterator[str]:
-    """Write OUT; yields lines to report. Raises ConfigError if OUT is something else already."""
-    is_file = out.suffix.lower() in FILE_SUFFIXES
-    if out.is_dir() == is_file and out.exists():
-        expected = "a file" if is_file else "a folder"
-        raise ConfigError(f"{out} exists and is not {expected}; choose another name")
-    if not is_file and out.exists() and any(out.iterdir()) and not (out / "index.html").is_file():
-        raise ConfigError(f"{out} is not empty and not an export; choose another name")
-    writer = _File(max_mb * 1e6) if is_file else _Files(out, max_mb * 1e6)
-    left_out = _collect(folder, writer)
+    """Write the file OUT; yields lines to report. Raises ConfigError if OUT is a folder."""
+    if out.is_dir():
+        raise ConfigError(f"{out} is a folder; --export takes the name of a file, such as run.html")
+    page = _Page(max_mb * 1e6)
+    left_out = _collect(folder, page)
     when = time.strftime("%Y-%m-%d %H:%M")
     run = folder.run() | {"exported": {"when": when, "left_out": left_out}}
-    writer.add("run", run, always=True)
-    num_bytes = writer.finish(out)
-    yield f"{out}: {num_bytes / 1e6:.1f} MB"
+    page.add("run", run, always=True)
+    data = page.written()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(out, data)
+    yield f"{out}: {len(data) / 1e6:.1f} MB"
     for line in left_out:
         yield f"left out: {line}; raise --max-mb to include more"
 
 
-def _collect(folder: Folder, writer: _Writer) -> list[str]:
+def _collect(folder: Folder, page: _Page) -> list[str]:
     """Add the responses; returns descriptions of those that did not fit."""
     left_out = []
-    writer.add("metrics", folder.metrics(), always=True)
-    writer.add("log", folder.answer("log"), always=True)
-    writer.add("steps", folder.trees.index(), always=True)
+    page.add("metrics", folder.metrics(), always=True)
+    page.add("log", folder.answer("log"), always=True)
+    page.add("steps", folder.trees.index(), always=True)
     steps = folder.trees.steps()
     evaluations = folder.evaluations()
     for key, one in evaluations.items():
-        writer.add(f"evaluations/{key}", one.index(), always=True)
+        page.add(f"evaluations/{key}", one.index(), always=True)
         with suppress(DataError):  # there are no rows yet
-            writer.add(f"evaluations/{key}/figures", one.figures(), always=True)
+            page.add(f"evaluations/{key}/figures", one.figures(), always=True)
     for first, second in permutations(list(evaluations)[-MAX_COMPARED:], 2):
         path = f"compare/{first}/{second}"
         with suppress(DataError):  # they have different questions
-            writer.add(path, folder.answer(path), always=True)
-    if num_rows := sum(_add_rows(folder, writer, key) for key in reversed(evaluations)):
+            page.add(path, folder.answer(path), always=True)
+    if num_rows := sum(_add_rows(folder, page, key) for key in reversed(evaluations)):
         left_out.append(f"{num_rows} trajectories of evaluations")
-    if num_trees := sum(_add_trees(folder, writer, step) for step in reversed(steps)):
+    if num_trees := sum(_add_trees(folder, page, step) for step in reversed(steps)):
         left_out.append(f"{num_trees} trees of earlier steps")
     return left_out
 
 
-def _add_rows(folder: Folder, writer: _Writer, key: str) -> int:
+def _add_rows(folder: Folder, page: _Page, key: str) -> int:
     """Add the rows of an evaluation; returns the number of rows that did not fit."""
     one = folder.evaluation(key)
     num_rows = len(one.index()["rows"])
@@ -297,70 +293,46 @@ def _add_rows(folder: Folder, writer: _Writer, key: str) -> int:
     share = ROWS_SHARE if folder.is_run else 1.0
     # spread the chunks over all sets and kinds, whose rows are adjacent
     for place, number in enumerate(sorted(range(num_chunks), key=lambda one: one * GOLDEN % 1)):
-        if not writer.add(f"evaluations/{key}/rows/{number}", one.chunk(number), share=share):
+        if not page.add(f"evaluations/{key}/rows/{number}", one.chunk(number), share=share):
             return num_rows - place * CHUNK
     return 0
 
 
-def _add_trees(folder: Folder, writer: _Writer, step: int) -> int:
+def _add_trees(folder: Folder, page: _Page, step: int) -> int:
     """Add the trees of a step; returns the number of trees that did not fit."""
     try:
         details = folder.trees.step(step)
     except DataError:  # damaged
         return 0
-    writer.add(f"steps/{step}", details, always=True)
+    page.add(f"steps/{step}", details, always=True)
     trees = [one["tree"] for one in details["trees"] if "damaged" not in one]
     for place, tree in enumerate(trees):
-        if not writer.add(f"steps/{step}/trees/{tree}", folder.trees.tree(step, tree)):
+        if not page.add(f"steps/{step}/trees/{tree}", folder.trees.tree(step, tree)):
             return len(trees) - place
     return 0
 
 
-class _Writer:
-    """Collects responses up to a size limit."""
+class _Page:
+    """A self-contained page with responses up to a size limit. Its content security policy allows
+    only the script and the style, by hash, and no connections."""
 
     def __init__(self, max_bytes: float) -> None:
         self._left = self._max_bytes = max_bytes
+        self._parts: list[bytes] = []
 
     def add(self, path: str, answer: object, *, share: float = 1.0, always: bool = False) -> bool:
         """Add a response if it fits, or `always`; `share`: the usable share of the size limit.
         Returns whether it was added."""
-        data = self.packed(encode(answer))
+        data = base64.b64encode(gzip.compress(encode(answer), 6, mtime=0))
         if not always and self._left - len(data) < (1 - share) * self._max_bytes:
             return False
         self._left -= len(data)
-        self.put(path, data)
-        return True
-
-    def packed(self, data: bytes) -> bytes:
-        """The data in the format of the export."""
-        return data
-
-    def put(self, path: str, data: bytes) -> None:
-        """Write the response to a path, or keep it for `finish`."""
-        raise NotImplementedError
-
-    def finish(self, out: Path) -> int:
-        """Write the rest; returns the total number of bytes."""
-        raise NotImplementedError
-
-
-class _File(_Writer):
-    """A single self-contained page. Its content security policy allows only the script and the
-    style, by hash, and no connections."""
-
-    def __init__(self, max_bytes: float) -> None:
-        super().__init__(max_bytes)
-        self._parts: list[bytes] = []
-
-    def packed(self, data: bytes) -> bytes:
-        return base64.b64encode(gzip.compress(data, 6, mtime=0))
-
-    def put(self, path: str, data: bytes) -> None:
         name = re.sub(r"[^A-Za-z0-9_./-]", "-", path).encode()
         self._parts.append(b'<script type="text/plain" data-path="%s">%s</script>\n' % (name, data))
+        return True
 
-    def finish(self, out: Path) -> int:
+    def written(self) -> bytes:
+        """The page."""
         style, script, page = (
             static(name).decode() for name in ("viewer.css", "viewer.js", "index.html")
         )
@@ -378,35 +350,7 @@ class _File(_Writer):
             assert old in page, old
             page = page.replace(old, new)
         before, after = page.split("@data@", 1)
-        data = b"".join([before.encode(), *self._parts, after.encode()])
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, data)
-        return len(data)
-
-
-class _Files(_Writer):
-    """A page, and a file per response."""
-
-    def __init__(self, out: Path, max_bytes: float) -> None:
-        super().__init__(max_bytes)
-        self._out, self._num_bytes = out, 0
-
-    def put(self, path: str, data: bytes) -> None:
-        self._write(f"{DATA}/{path}.json", data)
-
-    def finish(self, out: Path) -> int:
-        page = static("index.html").replace(b'data-source="server"', b'data-source="folder"')
-        self._write("index.html", page)
-        for name in ("viewer.css", "viewer.js"):
-            self._write(f"static/{name}", static(name))
-        return self._num_bytes
-
-    def _write(self, name: str, data: bytes) -> None:
-        path = self._out / name
-        with naming(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-        self._num_bytes += len(data)
+        return b"".join([before.encode(), *self._parts, after.encode()])
 
 
 def _digest(text: str) -> str:

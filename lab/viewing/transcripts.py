@@ -5,7 +5,6 @@ SOURCE is a run, for its archived trees, or the directory of an evaluation.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import logging
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from agentenv.assembly.reports.records import Decode
 from agentenv.assembly.run.checkpoints import find_checkpoint
 from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.run.records import Decode
-from agentenv.assembly.run.rundir import CONFIG_FILE
 from agentenv.assembly.run.terminal import View
 from agentenv.assembly.run.transcript import TranscriptQuestion, of_row, of_tree, redacted
 from agentenv.base.disk import naming
@@ -30,11 +28,14 @@ from agentenv.evaluation.store import ROWS_FILE, load_rows, load_saved
 from agentenv.rollout.archive import ARCHIVE, steps_of
 from agentenv.rollout.archive_reader import Step, read_step
 from agentenv.rollout.redactor import Redactor
+from agentenv.evaluation.store import ROWS_FILE, load_rows, load_run_config, load_saved
+from agentenv.lab.viewing.folder import tokenizers_of
+from agentenv.rollout.archive import ARCHIVE, Step, read_step, steps_of
+from agentenv.rollout.failures import Redactor
 
 logger = logging.getLogger(__name__)
 
 EVALUATIONS = "eval"  # folder of a run
-TOKENIZER = "tokenizer.json"
 
 
 class LogPart(NamedTuple):
@@ -46,12 +47,11 @@ class LogPart(NamedTuple):
     facts: dict[str, Any]
 
 
-def export(arguments: argparse.Namespace, view: View) -> None:
-    """Write the requested transcripts; `arguments` are those of `agentenv export transcripts`.
-    Raises ConfigError, DataError."""
-    source, out = arguments.source, arguments.out
+def export(source: Path, out: Path, step: int | None, view: View) -> None:
+    """Write the transcripts of a run, or only of one step, or of an evaluation. Raises ConfigError,
+    DataError."""
     is_evaluation = (source / ROWS_FILE).is_file()
-    model, parts = (_of_evaluation if is_evaluation else _of_run)(arguments)
+    model, parts = (_of_evaluation if is_evaluation else _of_run)(source, step)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty; choose another directory")
     if importlib.util.find_spec("inspect_ai") is None:
@@ -59,57 +59,44 @@ def export(arguments: argparse.Namespace, view: View) -> None:
     from agentenv.lab.viewing import inspect_log
 
     num_logs = num_trajectories = 0
-    distinct: set[tuple[str, str, str]] = set()  # steps of a run share questions
     for part in parts:
         with naming(out):
             out.mkdir(parents=True, exist_ok=True)
-            samples = part.questions
-            if arguments.per == "trajectory":
-                samples = inspect_log.by_trajectory(samples)
             path = out / f"{part.name}.eval"
-            inspect_log.write_log(path, samples, part.name, model, part.at, part.facts)
+            inspect_log.write_log(path, part.questions, part.name, model, part.at, part.facts)
         num_logs += 1
-        dataset = part.name if is_evaluation else ""
-        distinct |= {(dataset, one.task, one.question) for one in part.questions}
         num_trajectories += sum(len(one.branches) for one in part.questions)
-    questions = "1 question" if len(distinct) == 1 else f"{len(distinct)} questions"
-    view.log(f"{num_trajectories} trajectories of {questions} written to {out}, logs: {num_logs}")
+    view.log(f"{num_trajectories} trajectories written to {out}, logs: {num_logs}")
 
 
-def _of_run(arguments: argparse.Namespace) -> tuple[str, Iterator[LogPart]]:
-    run = arguments.source
-    settings = _settings(run)
+def _of_run(run: Path, only: int | None) -> tuple[str, Iterator[LogPart]]:
+    settings = load_run_config(run)
     steps = steps_of(run / ARCHIVE)
     if not steps:
         raise DataError(
             f"{run / ARCHIVE} contains no trees: the run has finished no step yet, or "
-            "archive.max_gb "
-            "is 0" + _evaluations(run)
+            "archive.max_gb is 0" + _evaluations(run)
         )
-    if arguments.step is not None and arguments.step not in steps:
+    if only is not None and only not in steps:
         known = f"available: {min(steps)} to {max(steps)}"
-        raise DataError(f"{run / ARCHIVE} contains no step {arguments.step}; {known}")
-    chosen = [path for step, path in steps.items() if arguments.step in (None, step)]
-    decode = _decoder(run, settings)
+        raise DataError(f"{run / ARCHIVE} contains no step {only}; {known}")
+    chosen = [path for step, path in steps.items() if only in (None, step)]
+    decode = _decoder(run)
     redactor = Redactor(settings)
     model = f"agentenv/{run.resolve().name}"
 
     def parts() -> Iterator[LogPart]:
-        num_found = 0
         for path in chosen:
             try:
                 step = read_step(path)
             except DataError as error:
-                if arguments.step is not None:
+                if only is not None:
                     raise
                 logger.warning("%s; it is skipped", error)
                 continue
-            found = list(_questions(step, arguments, decode, redactor))
-            num_found += len(found)
-            if found or arguments.tree is None:
-                yield _step_part(run, path, step, found)
-        if arguments.tree is not None and not num_found:
-            raise DataError(f"{run / ARCHIVE}: no tree {arguments.tree} in these steps")
+            trees = (step.tree(entry) for entry in step.entries)
+            found = [redacted(of_tree(kept, decode), redactor) for kept in trees]
+            yield _step_part(run, path, step, found)
 
     return model, parts()
 
@@ -122,20 +109,9 @@ def _step_part(run: Path, path: Path, step: Step, questions: list[TranscriptQues
     return LogPart(name, questions, at, {"run": run.resolve().name, **facts})
 
 
-def _questions(
-    step: Step, arguments: argparse.Namespace, decode: Decode, redactor: Redactor
-) -> Iterator[TranscriptQuestion]:
-    for entry in step.entries:
-        if arguments.tree in (None, entry.tree):
-            kept = step.tree(entry)
-            yield redacted(of_tree(kept, decode, with_tokens=arguments.tokens), redactor)
-
-
-def _of_evaluation(arguments: argparse.Namespace) -> tuple[str, Iterator[LogPart]]:
-    folder = arguments.source
-    for name in ("step", "tree", "tokens"):
-        if getattr(arguments, name):
-            raise ConfigError(f"--{name} is for the trees of a run; {folder} is an evaluation")
+def _of_evaluation(folder: Path, step: int | None) -> tuple[str, Iterator[LogPart]]:
+    if step is not None:
+        raise ConfigError(f"--step is for the trees of a run; {folder} is an evaluation")
     saved = load_saved(folder)
     rows = load_rows(folder)
     redactor = Redactor(saved.config)
@@ -153,40 +129,21 @@ def _of_evaluation(arguments: argparse.Namespace) -> tuple[str, Iterator[LogPart
     return f"agentenv/{Path(subject).name}", parts()
 
 
-def _settings(run: Path) -> dict[str, Any]:
-    path = run / CONFIG_FILE
-    try:
-        found = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
-        raise DataError(
-            f"{run} is neither the folder of a run nor of an evaluation: {CONFIG_FILE} cannot be "
-            f"read: {getattr(error, 'strerror', None) or error}" + _evaluations(run)
-        ) from None
-    if not isinstance(found, dict):
-        raise DataError(f"{path} is not the configuration of a run")
-    return found
-
-
 def _evaluations(run: Path) -> str:
     within = sorted({path.parent.name for path in (run / EVALUATIONS).glob(f"*/{EVALUATION_FILE}")})
     return f"; evaluations are in {run / EVALUATIONS}: {', '.join(within)}" if within else ""
 
 
-def _decoder(run: Path, settings: dict[str, Any]) -> Decode:
-    """The decoder of the tokenizer in the last checkpoint, or in the initial model."""
+def _decoder(run: Path) -> Decode:
+    """The decoder of the run's tokenizer."""
     from tokenizers import Tokenizer
 
     from agentenv.text.encoder import fast_decoder
 
-    model = str(settings.get("model", {}).get("path", "")).replace("{run}", str(run))
-    try:
-        folders = [find_checkpoint(run)]
-    except DataError:
-        folders = []
-    for folder in (*folders, Path(model)):
-        if (folder / TOKENIZER).is_file():
-            return fast_decoder(Tokenizer.from_file(str(folder / TOKENIZER)))
-    raise DataError(
-        f"{run}: no {TOKENIZER} in a checkpoint of the run or in {model or 'its model'}; copy the "
-        "model's there"
-    )
+    file = next(filter(Path.is_file, tokenizers_of(run)), None)
+    if file is None:
+        raise DataError(
+            f"{run}: no tokenizer.json in a checkpoint of the run or in its model; copy the "
+            "model's there"
+        )
+    return fast_decoder(Tokenizer.from_file(str(file)))

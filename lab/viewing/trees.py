@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,16 @@ from agentenv.base.errors import DataError
 from agentenv.base.tree import Node, Scored, TrajectoryTree
 from agentenv.rollout.archive import ARCHIVE, Entry, KeptTree, changed_forks, steps_of
 from agentenv.rollout.archive_reader import Step, read_step
+from agentenv.lab.viewing.evaluations import search
+from agentenv.rollout.archive import (
+    ARCHIVE,
+    Entry,
+    KeptTree,
+    Step,
+    changed_forks,
+    read_step,
+    steps_of,
+)
 from agentenv.text.encoder import token_texts
 
 COLUMNS = (
@@ -22,7 +33,6 @@ COLUMNS = (
     *("roots", "forks", "tokens", "sampled", "version", "staleness", "changed"),
 )
 MAX_QUESTION_CHARS = 400
-SEARCH_S = 20.0  # CPU limit of a search in the trees of a step
 NUM_STEPS_KEPT = 32  # number of steps with cached details
 Texts = Callable[[Sequence[int]], list[str]]
 Figures = dict[str, Any]
@@ -37,8 +47,6 @@ class Trees:
         self._tokenizers = tokenizers
         self._texts: Texts | None = None
         self._lock = threading.Lock()
-        self._steps: dict[Path, tuple[tuple[int, int], Step]] = {}
-        self._details: OrderedDict[tuple[Path, tuple[int, int]], list[Figures]] = OrderedDict()
 
     def state(self) -> list[int]:
         """Number of files, number of the last one, and its size: changes with new data."""
@@ -58,7 +66,7 @@ class Trees:
             if number < since:
                 continue
             try:
-                step = self._step(path)
+                step = _step(path, _state(path))
             except DataError:
                 cut_off.append(number)
                 continue
@@ -70,7 +78,8 @@ class Trees:
     def step(self, number: int) -> Figures:
         """The metrics of a step, and the details of its trees, which are read for this. Raises
         DataError if the step is missing."""
-        step = self._step(self._path(number))
+        file = self._file(number)
+        step = _step(*file)
         return {
             "step": number,
             "policy_version": step.header.policy_version,
@@ -78,12 +87,12 @@ class Trees:
             "num_trees": step.header.num_trees,
             "is_whole": step.is_whole,
             "metrics": step.header.metrics,
-            "trees": self._step_details(step),
+            "trees": _step_details(*file),
         }
 
     def tree(self, number: int, tree: int) -> Figures:
         """A whole tree. Raises DataError."""
-        step = self._step(self._path(number))
+        step = _step(*self._file(number))
         entry = next((one for one in step.entries if one.tree == tree), None)
         if entry is None:
             raise DataError(f"{step.path}: no tree {tree}")
@@ -98,21 +107,16 @@ class Trees:
     def search(self, number: int, text: str) -> Figures:
         """The trees of a step that contain a text (ignoring case) in question, answers, or texts of
         policy and environment."""
-        step = self._step(self._path(number))
-        texts, wanted = self.texts(), text.casefold()
-        until = time.thread_time() + SEARCH_S
-        found, num_searched = [], 0
-        for entry in step.entries:
-            if time.thread_time() > until:
-                break
-            num_searched += 1
-            try:
-                tree = step.tree(entry).tree
-            except DataError:
-                continue
-            if any(wanted in one.casefold() for one in _all_texts(tree, texts)):
-                found.append(entry.tree)
-        return {"trees": found, "num_searched": num_searched, "num_trees": len(step.entries)}
+        step = _step(*self._file(number))
+        decode = self.texts()
+
+        def texts(entry: Entry) -> Iterator[str]:
+            with suppress(DataError):
+                yield from _all_texts(step.tree(entry).tree, decode)
+
+        found, num_searched = search(step.entries, texts, text)
+        trees = [entry.tree for entry in found]
+        return {"trees": trees, "num_searched": num_searched, "num_trees": len(step.entries)}
 
     def texts(self) -> Texts | None:
         """The decoder of single tokens; None without a tokenizer."""
@@ -124,40 +128,30 @@ class Trees:
                 self._texts = token_texts(Tokenizer.from_file(str(path)))
             return self._texts
 
-    def _path(self, number: int) -> Path:
+    def _file(self, number: int) -> tuple[Path, tuple[int, int]]:
+        """The file of a step, and its state. Raises DataError if the step is missing."""
         path = steps_of(self.folder).get(number)
         if path is None:
             raise DataError(f"{self.folder}: no step {number}")
-        return path
+        return path, _state(path)
 
-    def _step(self, path: Path) -> Step:
-        size = _state(path)
-        with self._lock:
-            known = self._steps.get(path)
-        if known is not None and known[0] == size:
-            return known[1]
-        step = read_step(path)
-        with self._lock:
-            self._steps[path] = (size, step)
-        return step
 
-    def _step_details(self, step: Step) -> list[Figures]:
-        key = step.path, _state(step.path)
-        with self._lock:
-            if key in self._details:
-                self._details.move_to_end(key)
-                return self._details[key]
-        details = []
-        for entry in step.entries:
-            try:
-                details.append(_details(entry, step.tree(entry)))
-            except DataError as error:
-                details.append({"tree": entry.tree, "damaged": str(error)})
-        with self._lock:
-            self._details[key] = details
-            while len(self._details) > NUM_STEPS_KEPT:
-                self._details.popitem(last=False)
-        return details
+@cache
+def _step(path: Path, state: tuple[int, int]) -> Step:
+    """The index of a file of trees in this state."""
+    return read_step(path)
+
+
+@lru_cache(NUM_STEPS_KEPT)
+def _step_details(path: Path, state: tuple[int, int]) -> list[Figures]:
+    """The details of all trees in a file in this state."""
+    step, details = _step(path, state), []
+    for entry in step.entries:
+        try:
+            details.append(_details(entry, step.tree(entry)))
+        except DataError as error:
+            details.append({"tree": entry.tree, "damaged": str(error)})
+    return details
 
 
 def _state(path: Path) -> tuple[int, int]:

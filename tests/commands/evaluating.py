@@ -26,13 +26,10 @@ def guessing(prompt: str, rng: Random) -> str:
     return f"<answer>{rng.choice([*STOCK.values(), 'unknown'])}</answer>"
 
 
-def runner(warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Evaluates the untrained model with a scripted engine into tmp_path/NAME; the report, which
-    takes seconds, is written only on request."""
-    write_report = evaluate.write_report
+def runner(warehouse: Path, tmp_path: Path) -> Run:
+    """Evaluates the untrained model with a scripted engine into tmp_path/NAME."""
 
-    def evaluated(name: str, *more: str, data: bool = True, report: bool = False) -> int:
-        monkeypatch.setattr(evaluate, "write_report", write_report if report else lambda *_: None)
+    def evaluated(name: str, *more: str, data: bool = True) -> int:
         folder = warehouse.parent
         arguments = [str(folder / "model"), "--env", "me/Warehouse-v0", "env.module=my_env"]
         arguments += ["--out", str(tmp_path / name), "engine.name=scripted"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,8 @@ from agentenv.launchers import doctor, train
 from agentenv.rollout.archive import Entry, StepHeader
 from agentenv.rollout.archive_reader import Step
 from tests.support.rank_here import rank_here
+from agentenv.launchers import doctor
+from agentenv.rollout.archive import Entry, Step, StepHeader
 
 
 def step(number: int, *rewards: Sequence[float]) -> Step:
@@ -125,16 +126,23 @@ class Other:
 
     async def grade(self, task: Task, written: Sequence[Message], calls: Any) -> Grade:
         grade: Grade = await self.inner.grade(task, written, calls)
-        changed: Grade = self.change(grade)
+        changed: Grade = self.change(grade, task, written[-1].content)
         return changed
+
+
+def lenient(grade: Grade, task: Task, text: str) -> Grade:
+    """Right wherever the gold is in the answer."""
+    is_right = task.answers[0] in text.partition("<answer>")[2]
+    return Grade(float(is_right), is_right)
 
 
 @pytest.mark.parametrize(
     ("change", "failed", "remedy"),
     [
-        (lambda grade: grade, [], ""),
-        (lambda grade: Grade(2 * grade.reward, grade.success), ["regraded"], "changed since"),
-        (lambda grade: Grade(grade.reward, success=True), ["changed golds"], "stricter"),
+        (lambda grade, *_: grade, [], ""),
+        (lambda grade, *_: Grade(2 * grade.reward, grade.success), ["regraded"], "changed since"),
+        (lambda grade, *_: Grade(grade.reward, success=True), ["changed golds"], "stricter"),
+        (lenient, ["second candidate"], "it rewards guessing twice"),
     ],
 )
 def test_rewards_that_ignore_the_golds_are_found(
@@ -149,95 +157,6 @@ def test_rewards_that_ignore_the_golds_are_found(
     for name in failed:
         assert remedy in found[name].remedy
     assert found["regraded"].message
-
-
-# graders of a user's own, by verl's form
-OWN = r"""
-import re
-
-def said(text):
-    return re.search(r"<answer>(?:.boxed.)?(.*?)[}]?</answer>", text, re.S)[1]
-
-def contains(solution_str, ground_truth):
-    return float(str(ground_truth).lower() in said(solution_str).lower())
-
-def whole(solution_str, ground_truth):
-    return float(str(ground_truth).lower() == said(solution_str).strip(" .").lower())
-
-def last(solution_str, ground_truth):
-    return float(str(ground_truth).lower() == re.findall(r"\w+", said(solution_str))[-1].lower())
-"""
-READ_OWN = """
-import my_env
-from agentenv import register
-from agentenv.contract.tool_env import ToolEnv
-from agentenv.envs.grading.reward import make_grader
-
-class OwnlyGraded(my_env.WarehouseEnv):
-    def __init__(self, task, grader=None):
-        super().__init__(task)
-        self.grader = make_grader(grader)
-
-register("me/OwnlyGraded-v0", "my_own_env:OwnlyGraded")
-"""
-
-
-def own_grader(folder: Path, name: str) -> list[str]:
-    (folder / "own_grader.py").write_text(OWN)
-    return [f"grader.path={folder}/own_grader.py", f"grader.name={name}"]
-
-
-@pytest.mark.parametrize(
-    ("name", "is_paid", "remedy"),
-    [
-        ("contains", True, "it rewards guessing twice"),
-        ("last", True, "it reads only the last"),
-        ("whole", False, ""),
-    ],
-)
-def test_a_custom_grader_that_rewards_two_guesses_is_found(
-    warehouse: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    is_paid: bool,
-    remedy: str,
-) -> None:
-    (warehouse.parent / "my_own_env.py").write_text(READ_OWN)
-    keys = ["env.id=me/OwnlyGraded-v0", "env.module=my_own_env", *own_grader(tmp_path, name)]
-    code = doctor.main(["--config", str(warehouse), *keys, "--quick", "--offline", "--json"])
-    found = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
-    sanity = found["grader sanity"]
-    assert sanity["state"] == ("failed" if is_paid else "passed"), sanity
-    assert remedy in sanity["remedy"]
-    if is_paid:
-        assert code == 1
-        assert (
-            "name a second candidate besides the gold answer "
-            "are graded as correct" in sanity["message"]
-        )
-
-    overrides = [*keys, f"run.name=own-{name}", "train.num_steps=1"]
-    with rank_here():
-        assert train.main([str(warehouse), *overrides]) == 0
-    capsys.readouterr()
-    run = warehouse.parent / "runs" / f"own-{name}"
-    assert doctor.main(["audit", str(run), "--json"]) == int(is_paid)
-    verdicts = json.loads(capsys.readouterr().out)["verdicts"]
-    states = {one["name"]: one["state"] for one in verdicts}
-    assert states == {
-        "regraded": "passed",
-        "changed golds": "passed",
-        "second candidate": "failed" if is_paid else "passed",
-        "jumps of reward": "skipped",
-        "failures": "passed",
-    }
-    (verdict,) = [one for one in verdicts if one["name"] == "second candidate"]
-    assert remedy in verdict["remedy"]
-    numbers = [int(text) for text in re.findall(r"\d+", verdict["message"])]
-    assert numbers[0] > 0
-    if is_paid:
-        assert numbers[0] == numbers[1] * {"contains": 1, "last": 1 / 2}[name]
 
 
 @pytest.mark.parametrize(

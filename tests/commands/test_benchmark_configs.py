@@ -143,10 +143,3 @@ def test_the_documentation_matches_the_resolved_configurations(name: str) -> Non
     more = {f"AIME {set_.num_samples}" for set_ in config.sets.values()
             if set_.num_samples != config.num_samples}  # fmt: skip
     assert {row["samples"].removeprefix(f"{times}, ")} >= more
-    modes = {set_.search.sizes.mode for set_ in config.sets.values() if set_.search is not None}
-    assert ("browser agent" in row["search"]) == ("summaries" in modes)
-    backends = {set_.search.backend.__class__.__name__ for set_ in config.sets.values()
-                if set_.search is not None}  # fmt: skip
-    assert ("Wikipedia" in row["search"]) == ("RemoteSearchConfig" in backends)
-    assert "Bing" in row["search"]
-    assert "WebConfig" in backends

@@ -96,23 +96,13 @@ async def test_sets_of_user_files_are_evaluated_judged_and_scored_by_group(
         assert cells == [1, 1, 1, 1], "the refusal is no verdict"
 
         asked = [request["messages"][-1]["content"] for request in judge.requests]
-        num_asked = len(asked)
-        assert len(set(asked)) == num_asked, "each of them once"
+        assert len(set(asked)) == len(asked), "each of them once"
         for row in rows:
             question, answer = (
                 json.dumps(row[name], ensure_ascii=False) for name in ("question", "prediction")
             )
             assert any(question in text and answer in text for text in asked)
-        again, _, _ = await evaluate(config, tmp_path / "again")
-        assert [row["success"] for row in sorted_rows(again)] == [
-            row["success"] for row in sorted_rows(rows)
-        ]
-        assert len(judge.requests) == num_asked, "the verdicts are in the cache"
 
 
 def shares(figures: dict[str, Any]) -> dict[str, float]:
     return {name: one["estimates"]["success"]["value"] for name, one in figures.items()}
-
-
-def sorted_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return sorted(({"success": False} | row for row in rows), key=lambda row: row["task"])

@@ -16,7 +16,8 @@ import pytest
 from agentenv.assembly.reports.records import EvalRow
 from agentenv.assembly.run.arguments import EXIT_MISSING
 from agentenv.evaluation.store import read_rows
-from agentenv.launchers import dpo, evaluate, serve, sft, train
+from agentenv.launchers import dpo, evaluate, serve, sft, synthesize, train
+from tests.commands.test_published_values import PUBLISHED
 from tests.support.dense import TEXTS, make, save_encoder
 from tests.support.openai_endpoint import ScriptedEndpoint
 from tests.support.published import SYSTEM, make_workspace
@@ -24,28 +25,16 @@ from tests.support.retriever import retriever
 from tests.support.warehouse import ROOT
 
 CONFIGS = ROOT / "configs"
-PUBLISHED_RL = (
-    "arpo_reasoning_7b",
-    "arpo_deep_search_8b",
-    "arpo_deep_search_14b",
-    "arpo_relative_7b",
-    "aepo_reasoning_7b",
-    "aepo_deep_search_7b",
-    "aepo_deep_search_14b",
-    "grpo_reasoning_7b",
-    "grpo_deep_search_14b",
-    "tool_star_rl_3b",
-)
 TRAINED = ("arpo_deep_search_8b", "aepo_deep_search_14b", "tool_star_rl_3b")  # one of each recipe
 COMMANDS = {
-    **dict.fromkeys(("quickstart", *PUBLISHED_RL), train.main),
+    **dict.fromkeys(("quickstart", *PUBLISHED), train.main),
     **dict.fromkeys(("sft_quickstart", "sft_cold_start"), sft.main),
     **dict.fromkeys(("dpo_quickstart", "dpo_self_critic"), dpo.main),
     **dict.fromkeys(("server_judge", "server_summarizer"), serve.main),
 }
 EVALUATIONS = ("eval_reasoning", "eval_deep_search")
 OTHERS = (  # of other tests
-    *("synthesize_tools", "eval_tool_star"),  # for 8 GPUs
+    *("synthesize_tools", "eval_tool_star"),
     "gsm8k_135m",  # tests/pretrained.py
 )
 
@@ -113,39 +102,29 @@ def test_every_shipped_configuration_has_a_test() -> None:
     assert found == {*COMMANDS, *EVALUATIONS, *OTHERS}
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [*COMMANDS, *EVALUATIONS, "synthesize_tools"])
 def test_a_dry_run_of_a_configuration_fits_eight_gpus(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And of a published one, no fewer."""
     monkeypatch.chdir(tmp_path)
+    main, given = COMMANDS.get(name, evaluate.main), [str(CONFIGS / f"{name}.toml"), "--dry-run"]
+    if name not in COMMANDS:
+        main = synthesize.main if name == "synthesize_tools" else main
+        given = ["models/Qwen3-14B-ARPO", "--config", *given]
     expected = 0 if "quickstart" in name and not name.startswith("dpo") else EXIT_MISSING
-    assert COMMANDS[name]([str(CONFIGS / f"{name}.toml"), "--dry-run", "--gpus", "8"]) == expected
+    assert main([*given, "--gpus", "8"]) == expected
     told = capsys.readouterr().out
     assert "nothing was started" in told
     assert "more than checkpoint.finish_s" not in told
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize("name", EVALUATIONS)
-def test_a_dry_run_of_an_evaluation_uses_eight_gpus(
-    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    subject = ["models/Qwen3-14B-ARPO", "--config", str(CONFIGS / f"{name}.toml")]
-    assert evaluate.main([*subject, "--dry-run", "--gpus", "8"]) == EXIT_MISSING
-    told = capsys.readouterr().out
-    assert "judge server" in told
-    assert "GPU 4-7: 60.0 of 80.0 GiB" in told  # the judge has 0.75 of each, as theirs
+    if name in EVALUATIONS:
+        assert "GPU 4-7: 60.0 of 80.0 GiB" in told  # the judge has 0.75 of each, as theirs
     assert list(tmp_path.iterdir()) == []
-    assert evaluate.main([*subject, "--dry-run", "--gpus", "4"]) == 2
-
-
-@pytest.mark.parametrize("name", PUBLISHED_RL)
-def test_published_configurations_use_eight_gpus(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train.main([str(CONFIGS / f"{name}.toml"), "--dry-run", "--gpus", "7"]) == 2
-    assert "engine.servers.gpus: 4 GPUs are needed, 3 of 7 are free" in capsys.readouterr().err
+    if name in PUBLISHED:
+        assert main([*given, "--gpus", "7"]) == 2
+        assert "engine.servers.gpus: 4 GPUs are needed, 3 of 7" in capsys.readouterr().err
+    elif name not in COMMANDS:
+        assert main([*given, "--gpus", "4"]) == 2
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -247,15 +226,8 @@ def evaluate_small(name: str, sets: str, small: Path, *more: str) -> list[EvalRo
 
 
 @pytest.mark.usefixtures("here")
-def test_a_step_of_each_stage_of_the_quick_start(tmp_path: Path) -> None:
-    """Its three configurations, in the order of the README, on few rows."""
-    few = ("eval.sets.heldout.max_tasks=2", "eval.sets.dev.max_tasks=2", "eval.sets.dev.every=0")
-    stages = "sft.stages=[{rows='mixed', num_steps=40}]"
-    more = (*few, stages, "train.num_steps=1", "queue.groups_per_step=8")
+def test_a_step_of_the_quick_starts_of_supervised_training(tmp_path: Path) -> None:
     rows = "data.max_samples=64"
-    assert train.main(arguments("quickstart", tmp_path, (), *more)) == 0
-    (step,) = [row for row in rows_of(tmp_path / "runs/quickstart") if "trees/offered" in row]
-    assert step["learner/num_steps"] >= 1
     assert sft.main(arguments("sft_quickstart", tmp_path, (), "sft.num_steps=1", rows)) == 0
     run = tmp_path / "runs" / "sft_quickstart"
     pairs = [f"model.path={run}", f"data.train={run}/data/pairs.jsonl"]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from agentenv.assembly.keys.help import values_of
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.run.arguments import EXIT_MISSING
 from agentenv.assembly.serving.gpus import PlannedMachine
@@ -103,35 +102,6 @@ def test_colocated_engine_and_learner_alternate_on_the_gpus(
     assert "(learner rank and policy server); lower" in told
 
 
-def test_alternation_is_advised_against_if_both_fit_at_the_same_time(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    recipe = [str(ROOT / "configs" / "gsm8k_135m.toml"), "--dry-run", "--gpus", "1"]
-    recipe += ["engine.servers.num_servers=1", "engine.servers.servers_per_gpu=1"]
-    recipe += ["engine.servers.gpu_memory_share=0.3", "engine.weights=directory"]
-    for how, is_advised in (("true", True), ("at_once", False)):
-        assert train.main([*recipe, f"resources.colocated={how}"]) == EXIT_MISSING
-        told = " ".join(capsys.readouterr().out.split())
-        assert ("would fit on a GPU together" in told) == is_advised
-        assert 'engine.weights = "ipc" keeps them on the GPU' in told
-
-
-@pytest.mark.parametrize(
-    ("keys", "is_advised"),
-    [
-        ((), False),
-        (("engine.servers.num_servers=1", "engine.servers.servers_per_gpu=1"), True),
-    ],
-)
-def test_servers_of_a_small_model_are_advised_to_share_a_gpu(
-    keys: tuple[str, ...], is_advised: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = [str(ROOT / "configs" / "gsm8k_135m.toml"), "--dry-run", "--gpus", "1"]
-    assert train.main([*recipe, *keys]) == EXIT_MISSING
-    told = " ".join(capsys.readouterr().out.split())
-    assert ("let three share each GPU" in told) == is_advised
-
-
 def test_one_gpu_for_learner_and_embedded_engine(tmp_path: Path) -> None:
     build_model(tmp_path / "model", seed=0)
     path = ROOT / "configs" / "quickstart.toml"
@@ -180,17 +150,6 @@ def test_defaults_are_shown_on_request(
 ) -> None:
     assert train.main([str(REASONING), "--dry-run", "--defaults", "--gpus", "8"]) == EXIT_MISSING
     assert "algorithm.beam_size = 2" in capsys.readouterr().out.partition("the defaults:")[2]
-
-
-def test_chosen_values_are_those_that_differ_from_the_default() -> None:
-    config = LearnerConfig(learning_rate=1e-5, num_ranks=2, lora=LoRAConfig(r=4))
-    chosen = {value.key: value.text for value in values_of(config) if value.chosen}
-    assert chosen["learning_rate"] == "1e-05"
-    assert "optimizer" not in chosen
-    assert chosen["num_ranks"] == "2"
-    assert chosen["lora.r"] == "4"
-    assert "lora.alpha" not in chosen
-    assert len(list(values_of(config))) > 20
 
 
 @pytest.mark.parametrize("option", [("--gpus", "8"), ("--gpu-memory", "80"), ("--defaults",)])

@@ -1,4 +1,4 @@
-"""--dry-run reads available rows, a prompt and a gold; and a refused run leaves no files."""
+"""--dry-run reads available rows, a prompt and a gold."""
 
 from __future__ import annotations
 

@@ -95,10 +95,9 @@ def test_killed_environment_processes_cost_no_trajectory(warehouse: Path, calm: 
 def test_an_evaluation_runs_its_environments_in_processes_too(
     warehouse: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    evaluated = runner(warehouse, tmp_path, monkeypatch)
+    evaluated = runner(warehouse, tmp_path)
     assert evaluated("here") == 0
     capsys.readouterr()
     model = sorted((warehouse.parent / "model").iterdir())

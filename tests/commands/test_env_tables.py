@@ -19,12 +19,9 @@ from agentenv.base.config import build_config
 from agentenv.base.errors import ConfigError
 from agentenv.base.types import Limits, Message, Task, ToolCall
 from agentenv.contract.env import close_shared
-from agentenv.engines.embedded.embedded_config import EmbeddedConfig
-from agentenv.engines.scripted import ScriptedConfig
 from agentenv.envs.code_interpreter import PythonTool
 from agentenv.envs.search.service import SearchPagesTool
 from agentenv.evaluation.subject import of_run
-from agentenv.launchers import evaluate, train
 from agentenv.text.prompt import PromptConfig
 
 INTERPRETER = {"timeout_s": 3.0, "preload": []}
@@ -186,31 +183,6 @@ async def test_three_rows_of_each_environment_are_graded(tmp_path: Path) -> None
     assert (tmp_path / "seen").read_text().split() == ["t0", "t1", "t2", "t5", "t6"]
 
 
-def test_a_run_with_a_broken_grader_starts_neither_engine_nor_learner(
-    warehouse: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def started(*_: Any, **__: Any) -> None:
-        raise AssertionError("an engine or a learner was started")
-
-    monkeypatch.setattr("agentenv.training.loop.parts.DeepSpeedLearner.start", started)
-    for engine in (EmbeddedConfig, ScriptedConfig):
-        monkeypatch.setattr(engine, "start", started)
-    (tmp_path / "mine.py").write_text(BROKEN["raises"])
-    own = [f"grader.path={tmp_path}/mine.py", "grader.name=score", "env.id=agentenv/QAGrader-v0"]
-    assert train.main([str(warehouse), "run.name=broken-grader", *own]) == 2
-    folder = warehouse.parent
-    arguments = [str(folder / "model"), f"data={folder}/train.jsonl", "engine.name=scripted"]
-    script = "engine.script=tests.support.warehouse:warehouse_turn"
-    sizes = ["limits.max_prompt_tokens=300", "limits.max_response_tokens=300"]
-    assert evaluate.main([*arguments, script, *sizes, *own]) == 2
-    text = " ".join(capsys.readouterr().err.split())
-    assert text.count("of row train-1") == 2
-    assert "ZeroDivisionError" in text
-
-
 def test_an_evaluation_inherits_the_tables_of_its_run(tmp_path: Path) -> None:
     raw = {
         "model": {"path": "m"}, "env": {"id": "agentenv/DeepSearch-v0"}, "data": {"train": "x"},
@@ -223,12 +195,3 @@ def test_an_evaluation_inherits_the_tables_of_its_run(tmp_path: Path) -> None:
     assert tables_of(again) == tables_of(config)
     assert again.search is not None
     assert again.grader is None
-
-
-def test_help_names_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    for launcher in (train, evaluate):
-        with pytest.raises(SystemExit):
-            launcher.main(["--help-keys"])
-        text = "".join(capsys.readouterr())
-        for key in ("python.interpreter", "search.mode", "grader.path", "search.summarizer.url"):
-            assert f"\n{key}  (" in text

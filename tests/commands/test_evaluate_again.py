@@ -17,8 +17,8 @@ from tests.commands.evaluating import Run, first_prompts, refused, runner, texts
 
 
 @pytest.fixture
-def run(warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    return runner(warehouse, tmp_path, monkeypatch)
+def run(warehouse: Path, tmp_path: Path) -> Run:
+    return runner(warehouse, tmp_path)
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_failures_do_not_count_as_wrong_and_are_retried(
     run: Run, tmp_path: Path, broken: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = ("--n", "6", "concurrency=1", "limits.max_failures=1")
-    assert run("out", *keys, report=True) == 1, "half of them failed"
+    assert run("out", *keys) == 1, "half of them failed"
     rows = read_rows(tmp_path / "out")
     failed = [row for row in rows if row.end == "failed"]
     assert len(rows) == 6

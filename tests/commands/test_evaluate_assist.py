@@ -116,24 +116,12 @@ def test_a_row_contains_every_step_to_the_answer(run: Run, tmp_path: Path) -> No
         assert row.tool_tokens < 300, "a prompt is no tool result"
 
 
-def test_regrading_keeps_the_results(run: Run, tmp_path: Path) -> None:
-    assert run("out") == 0
-    before = {row.key: (row.success, row.reward) for row in read_rows(tmp_path / "out")}
-    assert len({success for success, _ in before.values()}) == 2, "right ones and wrong ones"
-    assert evaluate.main(["regrade", str(tmp_path / "out")]) == 0
-    after = {row.key: (row.success, row.reward) for row in read_rows(tmp_path / "out")}
-    assert after == before
-
-
 def test_equal_seeds_give_equal_rows_and_other_helpers_are_another_evaluation(
     run: Run,
     tmp_path: Path,
     helper: ScriptedEndpoint,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(evaluate, "write_report", lambda *_: None)
-
     def comparable(name: str) -> dict[Any, Any]:
         rows = read_rows(tmp_path / name)
         return {row.key: (row.segments, row.assist, row.abandoned) for row in rows}
@@ -169,20 +157,16 @@ def test_settings_that_cannot_work_are_refused_at_the_start(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_role_is_a_helper(
-    run: Run, tmp_path: Path, helper: ScriptedEndpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(evaluate, "write_report", lambda *_: None)
+def test_a_role_is_a_helper(run: Run, tmp_path: Path, helper: ScriptedEndpoint) -> None:
     keys = ["assist.refiner.url={role:refiner}/v1", f"roles.refiner.url={helper.url}"]
     assert run("out", "--n", "1", *keys) == 0
     assert read_rows(tmp_path / "out")[0].assist["refiner_ok"] == 1
 
 
 def test_an_endpoint_of_chat_messages_has_helpers_too(
-    warehouse: Path, tmp_path: Path, helper: ScriptedEndpoint, monkeypatch: pytest.MonkeyPatch
+    warehouse: Path, tmp_path: Path, helper: ScriptedEndpoint
 ) -> None:
     """Native calls: the turn with the error is repeated, and the summary begins a new chat."""
-    monkeypatch.setattr(evaluate, "write_report", lambda *_: None)
     turns = ["nails", "bolts", "answer"]
 
     def policy(body: Json, number: int) -> Answer:

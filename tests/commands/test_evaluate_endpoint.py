@@ -23,7 +23,6 @@ QUICK = ("engine.num_retries=1", "limits.max_failures=0")
 
 @pytest.fixture
 def run(warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Evaluate:
-    monkeypatch.setattr(evaluate, "write_report", lambda *_: None)
     monkeypatch.setattr("agentenv.text.endpoint.FIRST_DELAY_S", 0.01)
 
     def evaluated(endpoint: ScriptedEndpoint, *more: str, n: int = 2) -> int:
@@ -223,33 +222,6 @@ def test_an_endpoint_that_refuses_everything_ends_the_command_with_a_failure(
     assert len(endpoint.requests) == 2 * (1 + Limits().max_failures)
     assert "all of the first 10 attempts failed" in " ".join(capsys.readouterr().err.split())
     assert {row.end for row in rows()} == {"failed"}
-
-
-def test_a_larger_share_of_failed_trajectories_than_the_limit_is_a_failure(
-    run: Evaluate, rows: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def script(body: Json, _: int) -> Answer:
-        return 400 if "(0)" in str(body) and "bolts" in str(body) else reply("<answer>3</answer>")
-
-    with ScriptedEndpoint(script) as endpoint:
-        assert run(endpoint, *REFUSING, n=2) == 1
-        told = " ".join(capsys.readouterr().err.split())
-        assert "1 of 2 trajectories of sets.a failed, which is more than" in told
-        assert "1 x RefusedError" in told
-        assert sum(row.end == "failed" for row in rows()) == 1
-        assert run(endpoint, *REFUSING, "limits.max_failed_share=0.5", n=2) == 0
-
-
-def test_failures_that_abort_the_command_are_reported_as_stored(
-    run: Evaluate, rows: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with ScriptedEndpoint(lambda _, n: reply("<answer>3</answer>") if n == 1 else 400) as endpoint:
-        keys = ("num_samples=20", "concurrency=2", "limits.max_failures=0")
-        assert run(endpoint, *REFUSING, *keys, n=6) == 1
-    ends = Counter(row.end for row in rows())
-    assert len(endpoint.requests) < 6 * 20, "more than 50 of 200 failed"
-    told = " ".join(capsys.readouterr().err.split())
-    assert f"{ends['failed']} of {ends.total()} trajectories of sets.a failed" in told
 
 
 def test_a_refusal_of_the_model_is_an_answer(run: Evaluate, rows: Any) -> None:

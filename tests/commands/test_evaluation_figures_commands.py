@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
 import json
 import re
-from html.parser import HTMLParser
-from typing import Any
 
 import msgspec
 import pytest
 
 from agentenv.assembly.reports.records import EvalRow
 from agentenv.launchers import evaluate, view
+from agentenv.assembly.run.records import EvalRow
+from agentenv.launchers import evaluate
 from tests.support.stored_evaluation import (
     QUICK,
     failed,
@@ -24,38 +22,6 @@ from tests.support.stored_evaluation import (
 )
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m|`*"
-
-
-class Page(HTMLParser):
-    """The tags of a page and the scripts that a browser would run."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self._answers: dict[str, str] = {}
-        self._path = ""
-        self.feed(text)
-
-    @property
-    def handlers(self) -> list[str]:
-        return [name for name, _ in self.attributes if name.startswith("on")]
-
-    def answer(self, path: str) -> Any:
-        """The replies to the page, from its embedded data."""
-        return json.loads(gzip.decompress(base64.b64decode(self._answers[path])))
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-        self._path = dict(attrs).get("data-path") or ""
-
-    def handle_data(self, data):
-        if self._path:
-            self._answers[self._path] = self._answers.get(self._path, "") + data
-
-    def handle_endtag(self, tag):
-        self._path = ""
 
 
 # report
@@ -75,21 +41,6 @@ def test_a_report_is_written_to_the_terminal_as_json_and_as_markdown(tmp_path, c
     assert not (folder / "report.html").exists()
 
 
-def test_a_page_of_the_viewer_holds_the_figures_of_the_report(tmp_path):
-    folder = write_evaluation(tmp_path / "e", mixed_rows(8, 4), QUICK)
-    assert evaluate.main(["report", str(folder)]) == 0
-    assert view.main([str(folder), "--export", str(tmp_path / "page.html")]) == 0
-    page = Page((tmp_path / "page.html").read_text())
-    assert page.answer("run")["exported"]["left_out"] == []
-    summary = json.loads((folder / "summary.json").read_text())
-    assert page.answer("evaluations/e/figures") == summary
-    assert len(page.answer("evaluations/e")["rows"]) == 32
-    (first, *_) = page.answer("evaluations/e/rows/0")
-    assert first["segments"]
-    links = {value for name, value in page.attributes if name in ("src", "href")}
-    assert links == {"data:,"}  # all is inside
-
-
 def test_text_of_the_policy_is_escaped_in_a_report(tmp_path, capsys):
     rows = rows_of({EVIL: [EVIL]}, dataset="d" + EVIL, kind=EVIL, reason=EVIL)
     rows[0].tool_calls[0] |= {"name": EVIL, "arguments": {"q": EVIL}, "ok": False, "error": EVIL}
@@ -98,14 +49,6 @@ def test_text_of_the_policy_is_escaped_in_a_report(tmp_path, capsys):
     folder = write_evaluation(tmp_path / "e", rows, QUICK)
     assert evaluate.main(["report", str(folder)]) == 0
     assert "\x1b[31m" not in capsys.readouterr().out
-    assert view.main([str(folder), "--export", str(tmp_path / "page.html")]) == 0
-    html = (tmp_path / "page.html").read_text()
-    page = Page(html)
-    assert not {"img", "iframe", "object", "embed"} & set(page.tags)
-    assert page.handlers == []
-    assert "alert(1)" not in html  # it is data, packed
-    assert "script-src 'sha256-" in html  # and no other script runs
-    assert EVIL in page.answer("evaluations/e/rows/0")[0]["segments"][-1]["policy"]
     text = (folder / "report.md").read_text()
     assert "<script>" not in text
     assert "<img" not in text
@@ -139,17 +82,6 @@ def test_right_answers_in_a_wrong_format_are_reported_with_a_remedy(tmp_path, ca
     assert f"warning: {text}" in said
     assert f"agentenv evaluate regrade {folder} grader.reward=answer" in said
     assert text in (folder / "report.md").read_text()
-
-
-def test_a_report_includes_the_last_requested_number_of_samples(tmp_path, capsys):
-    folder = write_evaluation(tmp_path / "e", mixed_rows(4, 5), QUICK)
-    config = json.loads((folder / "config.json").read_text())
-    for one in config["config"]["sets"].values():
-        one["num_samples"] = 3
-    (folder / "config.json").write_text(json.dumps(config))
-    assert evaluate.main(["report", str(folder)]) == 0
-    overall = json.loads((folder / "summary.json").read_text())["overall"]
-    assert list(overall["pass_at"]) == ["1", "2", "3", "4", "5"]
 
 
 def test_a_report_does_not_change_the_rows(tmp_path):
@@ -253,16 +185,6 @@ def test_failures_have_a_table_only_if_any_and_failed_evaluations_no_success(tmp
     text = (fine / "report.md").read_text()
     assert "failed trajectories" not in text
     assert "Truncated and failed" not in text
-
-
-def test_equal_evaluations_show_the_interval_of_their_difference(tmp_path, capsys):
-    rows = rows_of({str(i): ["Paris"] for i in range(40)})
-    folders = [write_evaluation(tmp_path / name, rows, QUICK) for name in "ab"]
-    assert evaluate.main(["compare", *map(str, folders)]) == 0
-    said = capsys.readouterr().out
-    found = re.search(r"all +40 +[\d.]+ +[\d.]+ +\+0.000 \[-0.077, \+0.077\] +1.000", said)
-    assert found, said
-    assert re.search(r"tool tokens +40 +\S+ +\S+ +\+0.000 +1.000", said), said
 
 
 def test_evaluations_without_a_common_question_are_refused(tmp_path, capsys):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from random import Random
 from statistics import fmean
 
 import numpy as np
@@ -75,19 +74,6 @@ def test_majority_of_one_is_plain_accuracy_and_ties_share():
     assert majority_at_k(1, (1,), 0, (2,)) == (0.5,)
     assert majority_at_k(0, (), 4, (4,)) == (0.0,)
     assert majority_at_k(1, (), 3, (4,)) == (1.0,)  # those without an answer do not vote
-
-
-def test_majority_at_k_of_many_samples_agrees_with_drawing():
-    ballots = [0] * 20 + [1] * 18 + [2] * 12 + list(range(3, 17))
-    (found,) = majority_at_k(20, (18, 12, *[1] * 14), 0, (16,))
-    rng = Random(0)
-
-    def drawn() -> float:
-        votes = Counter(rng.sample(ballots, 16))
-        most = max(votes.values())
-        return (votes[0] == most) / sum(count == most for count in votes.values())
-
-    assert found == pytest.approx(fmean(drawn() for _ in range(20_000)), abs=0.012)
 
 
 @given(st.integers(0, 12), st.integers(0, 12))

@@ -6,10 +6,8 @@ import errno
 import fcntl
 import json
 import os
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,6 +19,7 @@ from agentenv.base.errors import ConfigError
 from agentenv.envs.grading.reward import ExactMatch
 from agentenv.evaluation.store import Saved, Store, load_saved, lock, read_rows
 from agentenv.launchers import evaluate
+from tests.support.openai_endpoint import Json, ScriptedEndpoint, reply
 from tests.support.stored_evaluation import QUICK, mixed_rows, rows_of, write_evaluation
 
 
@@ -145,45 +144,26 @@ def test_a_grader_that_the_environment_does_not_read_is_refused(tmp_path, capsys
     assert "[grader]: not used by test/SelfGraded-v0" in capsys.readouterr().err
 
 
-class JudgeServer(BaseHTTPRequestHandler):
-    """An OpenAI-compatible judge that takes any answer with an "a" in it for right."""
-
-    asked: ClassVar[list[str]] = []
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        text = body["messages"][-1]["content"]
-        answer = text.splitlines()[3]
-        self.asked.append(answer)
-        reply = "CORRECT" if "a" in answer else "INCORRECT"
-        data = json.dumps({"choices": [{"message": {"content": reply}}]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+def judged(body: Json, _: int) -> Json:
+    """An answer with an "a" in it is right."""
+    answer = body["messages"][-1]["content"].splitlines()[3]
+    return reply("CORRECT" if "a" in answer else "INCORRECT")
 
 
 def test_a_judge_is_queried_once_and_its_agreement_with_the_rules_reported(tmp_path, capsys):
-    JudgeServer.asked.clear()
     answers = {"1": ["Paris"], "2": ["Lutetia"], "3": ["Rome"], "4": ["paris!"], "5": ["Oslo"]}
     folder = write_evaluation(tmp_path / "e", rows_of(answers), QUICK)
-    with ThreadingHTTPServer(("127.0.0.1", 0), JudgeServer) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        keys = {"url": f"http://127.0.0.1:{server.server_port}/v1", "model": "m", "when": "always",
+    with ScriptedEndpoint(judged) as endpoint:
+        keys = {"url": f"{endpoint.url}/v1", "model": "m", "when": "always",
                 "cache": str(tmp_path / "verdicts.db")}  # fmt: skip
         asked = [f"grader.judge.{key}={value}" for key, value in keys.items()]
         asked += ["grader.kind=judge", "grader.math=false"]
         assert evaluate.main(["regrade", str(folder), *asked]) == 0
-        first = [answer for answer in JudgeServer.asked if any(name in answer for name in "PLRO")]
-        assert len(first) >= 4
-        JudgeServer.asked.clear()
+        num_asked = len(endpoint.requests)
+        assert num_asked >= 4
         assert evaluate.main(["regrade", str(folder)]) == 0
-        server.shutdown()
-    stored = [answer for answer in JudgeServer.asked if "Lutetia" in answer or "Rome" in answer]
-    assert stored == []  # verdicts of the rows come from the cache
+        again = [str(body) for body in endpoint.requests[num_asked:]]
+    assert not [text for text in again if "Lutetia" in text or "Rome" in text], "from the cache"
     assert [row.success for row in read_rows(folder)] == [True, True, False, True, False]
     found = json.loads((folder / "summary.json").read_text())["overall"]
     assert found["agreement"]["both_right"] == 2
@@ -192,7 +172,6 @@ def test_a_judge_is_queried_once_and_its_agreement_with_the_rules_reported(tmp_p
     assert found["agreement"]["kappa"] == pytest.approx((0.8 - 12 / 25) / (1 - 12 / 25))
     assert found["estimates"]["judge"]["value"] == pytest.approx(0.6)
     assert "Cohen's kappa 0.615" in (folder / "report.md").read_text()
-    capsys.readouterr()
 
 
 def test_a_running_evaluation_is_not_regraded(tmp_path, capsys):

@@ -79,8 +79,8 @@ def run_command(*command: object) -> str:
     return done.stdout
 
 
-def exported(run: Path, out: Path, *arguments: str) -> Path:
-    run_command(BIN / "python", "launchers/export.py", "transcripts", run, out, *arguments)
+def exported(run: Path, out: Path) -> Path:
+    run_command(BIN / "python", "launchers/export.py", "transcripts", run, out)
     return out
 
 
@@ -118,24 +118,9 @@ def test_an_inspect_log_contains_the_tree_and_the_viewer_reads_it(
     assert read(READ_LOGS_IN_SCOUT, logs) == ["tree-000003-1"]
 
 
-def test_each_trajectory_is_an_epoch_of_its_question(run: Path, tmp_path: Path) -> None:
-    logs = exported(run, tmp_path / "logs", "--per", "trajectory")
-    samples = read(READ_LOG, logs / "step-000001.eval")
-    assert [(one["epoch"], one["scores"].get("reward")) for one in samples] == [
-        (1, 1.0),
-        (2, None),
-        (3, 0.0),
-        (4, 0.0),
-    ]
-    assert samples[1]["error"] == "EnvError: the warehouse burns"
-    parents = [one["metadata"]["forked_from"] for one in samples]
-    assert parents == [None, None, "0", "0.1+1"]
-    assert samples[3]["messages"] == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
-
-
 def test_all_steps_and_sets_are_written(run: Path, tmp_path: Path) -> None:
     (run / "trees" / "step-000003.frames").touch()  # empty after a kill: skipped
-    logs = exported(run, tmp_path / "logs", "--tokens")
+    logs = exported(run, tmp_path / "logs")
     assert [one.name for one in sorted(logs.iterdir())] == ["step-000001.eval"]
     (sample,) = read(READ_LOG, logs / "step-000001.eval")
     assert SECRET not in json.dumps(sample)

@@ -85,11 +85,6 @@ def test_the_retriever_has_the_address_of_the_tool_star_evaluation() -> None:
         assert asked["sets"][name]["search"]["backend"]["url"].endswith(f":{served.port}")
 
 
-def test_there_is_a_command_for_each_stage() -> None:
-    used = {line[1] for line in commands()}
-    assert used == set(MAIN)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The downloads of its second section, in small, and the models that later sections produce."""
@@ -129,10 +124,3 @@ def test_each_command_line_is_valid_and_reads_every_file(
         assert f"  {key}: " in told
     if "train_10k" in captured.out.partition("data.train = ")[2][:40]:
         assert "data: 1 bad rows" in told or "1 invalid rows are skipped, 6 are used" in told
-
-
-def test_files_that_the_page_links_and_runs_exist() -> None:
-    for name in re.findall(r"\]\(([^)#:]+)\)", TEXT):
-        assert (ROOT / "docs" / name).resolve().is_file(), name
-    for name in re.findall(r"(?:launchers|configs)/\w+\.(?:py|toml)", TEXT):
-        assert (ROOT / name).is_file(), name

@@ -40,7 +40,6 @@ def test_an_evaluation_of_the_url_has_the_rows_of_the_model(
     engine: str, warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KEY_ENV, KEY)
-    monkeypatch.setattr(evaluate, "write_report", lambda *_: None)
     folder, keys = warehouse.parent, ENGINES[engine]
     protocol, model = "tags", folder / "model"
     if engine == "native":

@@ -21,11 +21,8 @@ from agentenv.evaluation.sets import (
     Ratio,
     _holm,
     arms_by_keys,
-    as_json,
-    calls_to,
     compare,
     compare_curves,
-    crossings,
     tables,
 )
 from agentenv.evaluation.sweep import (
@@ -176,17 +173,10 @@ def test_an_arm_that_needs_half_the_calls_has_a_ratio_of_one_half(
     assert 1.0 < slow.low < slow.value < (slow.high or 0.0)
     assert found.arms["base"].calls_ratio == {}
     assert curves["half"][0].calls.tolist() == [0, 50, 100, 150, 200, 250]
-    assert json.loads(as_json(found))["arms"]["slow"]["seeds"] == [0, 1, 2, 3]
+    assert found.arms["slow"].seeds == [0, 1, 2, 3]
     low, high = found.arms["slow"].after_interval
     assert low < found.arms["slow"].after < high
     assert all(len(table.rows) > 2 for table in tables(found))
-
-
-def test_crossings_match_those_of_single_curves() -> None:
-    rng = np.random.default_rng(0)
-    calls, success = np.array([0.0, 10.0, 30.0, 40.0]), rng.random((200, 4))
-    one_by_one = [calls_to(calls, row, 0.7)[0] for row in success]
-    assert crossings(calls, success, 0.7).tolist() == pytest.approx(one_by_one)
 
 
 def test_a_run_that_misses_a_level_needs_no_fewer_calls_than_the_longest_run() -> None:

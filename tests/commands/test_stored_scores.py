@@ -94,11 +94,6 @@ def test_regrading_recomputes_scores(folder: Path, scored_answers: list[str]) ->
     assert len(scored_answers) >= 48
 
 
-def test_scores_of_the_published_code_are_not_kept(folder: Path) -> None:
-    assert evaluate.main(["report", str(folder), "--compat", "reference"]) == 0
-    assert not any(row.scores for row in read_rows(folder))
-
-
 def test_scores_are_not_stored_while_another_command_writes(folder: Path) -> None:
     before = (folder / "rows.jsonl").read_bytes()
     with lock(folder):

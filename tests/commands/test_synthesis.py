@@ -11,7 +11,6 @@ import pytest
 
 from agentenv.assembly.keys.supervised import ChatDataConfig
 from agentenv.assembly.parts.assembly import make_renderer
-from agentenv.assembly.run.arguments import EXIT_MISSING
 from agentenv.base.config import build_config
 from agentenv.base.model_files import load_tokenizer
 from agentenv.base.tree import Trajectory
@@ -19,7 +18,6 @@ from agentenv.data.dataset import load_tasks
 from agentenv.data.rows import RowsConfig
 from agentenv.evaluation.store import read_rows
 from agentenv.lab.recipes.sampling import HintHooks
-from agentenv.launchers import synthesize
 from agentenv.rollout.actor import Actor
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.renderer import TagsConfig
@@ -35,7 +33,6 @@ from tests.commands.synthesizing import (
     runner,
     write_questions,
 )
-from tests.support.warehouse import ROOT
 
 
 @pytest.fixture
@@ -76,7 +73,6 @@ def test_questions_are_sorted_by_how_they_were_answered(
     summary = json.loads((out / "summary.json").read_text())
     assert summary["classes"] == {"direct": 2, "tools": 4, "hard": 4, "unfinished": 0}
     assert summary["by_kind"]["doubted"] == {"direct": 0, "tools": 2, "hard": 0, "unfinished": 0}
-    assert summary["right"] == {"neither": 4, "tools_only": 4, "direct_only": 0, "both": 2}
     assert (summary["num_questions"], summary["not_asked"]) == (11, {"duplicate": 1})
     assert (summary["num_sft"], summary["num_rl"]) == (6, 4)
     assert summary["trajectories"]["tools"]["rejected"]["repeated_call"] == 4
@@ -211,15 +207,3 @@ def test_a_directory_of_something_else_is_refused(
     assert run("mine") == 2
     assert "contains 'thesis.tex'" in refused(capsys)
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
-
-
-def test_the_shipped_configuration_is_planned_for_eight_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = str(ROOT / "configs" / "synthesize_tools.toml")
-    subject = ["models/Qwen2.5-3B-Instruct", "--config", config]
-    assert synthesize.main([*subject, "--dry-run", "--gpus", "8"]) == EXIT_MISSING
-    assert "nothing was started" in capsys.readouterr().out
-    assert list(tmp_path.iterdir()) == []
-    assert synthesize.main([*subject, "--dry-run", "--gpus", "4"]) == 2

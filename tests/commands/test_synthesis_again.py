@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from agentenv.base.errors import EngineError
-from agentenv.engines.scripted import ScriptedEngine
-from agentenv.evaluation.store import read_rows
 from tests.commands.synthesizing import (
     HINTS,
     Run,
@@ -61,42 +57,6 @@ def test_an_interrupted_synthesis_continues(run: Run, tmp_path: Path, share: flo
     path.write_bytes(data[: int(len(data) * share)])
     assert run("out", *HINTS, "concurrency=7") == 0
     assert written(tmp_path / "out") == first
-
-
-def test_more_samples_reuse_stored_trajectories(
-    run: Run, tmp_path: Path, num_asked: list[int]
-) -> None:
-    assert run("out", *HINTS, "direct.num_samples=1") == 0
-    before = {row.key for row in read_rows(tmp_path / "out" / "trajectories")}
-    count = num_asked[0]
-    assert run("out", *HINTS, "--n", "4", "direct.num_samples=2") == 0
-    after = {row.key for row in read_rows(tmp_path / "out" / "trajectories")}
-    assert before < after
-    assert num_asked[0] == count + 4 + 2 * 2, "chains, and hints into two of them"
-
-
-def test_failures_are_reported_and_retried(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    generate, broken = ScriptedEngine.generate, [True]
-
-    async def failing(self: ScriptedEngine, prompt_ids: Any, *rest: Any, **keys: Any) -> Any:
-        if broken[0] and "(hard 1" in self.tokenizer.decode(list(prompt_ids)):
-            raise EngineError("out of memory")
-        return await generate(self, prompt_ids, *rest, **keys)
-
-    monkeypatch.setattr(ScriptedEngine, "generate", failing)
-    assert run("out", *HINTS, "limits.max_failures=0") == 0
-    assert "4 trajectories failed; the same command" in capsys.readouterr().out
-    out = tmp_path / "out"
-    found = rows_of(out / "rejected.jsonl")
-    assert [r["id"] for r in found if r["reason"] == "unfinished"] == ["ask-8"]
-    assert {r["detail"] for r in found if r["reason"] == "failed"} == {"EngineError: out of memory"}
-    assert len(rows_of(out / "rl.jsonl")) == 3
-    broken[0] = False
-    assert run("out", *HINTS, "limits.max_failures=0") == 0
-    assert run("whole", *HINTS, "limits.max_failures=0") == 0
-    assert written(out) == written(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(

@@ -88,14 +88,3 @@ def test_an_unused_grader_and_an_unknown_set_are_refused(
     assert evaluate.main(["regrade", str(folder), "sets.ask.grader.kind=exact"]) == 2
     assert "the sets are ['ask.direct', 'ask.hints', 'ask.tools']" in capsys.readouterr().err
     assert (folder / "rows.jsonl").read_bytes() == before
-
-
-def test_the_error_for_a_synthesis_folder_names_its_evaluation(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert synthesize.main(arguments) == 0
-    for command in ("regrade", "report"):
-        assert evaluate.main([command, str(tmp_path / "out")]) == 2
-        told = capsys.readouterr().err.replace("\n", " ")
-        assert f"{tmp_path}/out contains no evaluation" in told
-        assert f"{tmp_path}/out/trajectories contains one" in told

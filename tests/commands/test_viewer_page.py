@@ -170,21 +170,6 @@ def test_trees_of_a_step(shown: Viewed, open_page: Open) -> None:
     assert "OutageError: the shop is closed" in text_of(page, ".why")
 
 
-def test_all_trees_and_the_scatter(shown: Viewed, open_page: Open) -> None:
-    page = open_page(shown.at("trees"))
-    page.wait_for_selector(".grid-row >> nth=8")
-    page.click("button:has-text('tree')")
-    page.click("button:has-text('tree')")
-    assert page.locator(".grid-row").first.inner_text().split()[:2] in (["3", "8"], ["1", "0"])
-    page.select_option("label:has-text('across') select", "step")
-    box = page.locator("canvas.scatter").bounding_box()
-    for x in range(20, int(box["width"]), 6):  # at least one point exists
-        page.mouse.move(box["x"] + x, box["y"] + box["height"] - 30)  # the least reward
-        if "step" in text_of(page, ".hint"):
-            break
-    assert re.search(r"step \d, tree \d: (trained|failed)", text_of(page, ".hint"))
-
-
 def test_a_tree_token_by_token(shown: Viewed, open_page: Open) -> None:
     page = open_page(shown.at("trees/2/3"))
     page.wait_for_selector(".t")
@@ -230,13 +215,6 @@ def test_a_branch_has_a_url_and_is_shown_next_to_a_sibling(shown: Viewed, open_p
     page.wait_for_url(re.compile("/trees/2/3/"))
 
 
-def test_why_a_tree_was_filtered(shown: Viewed, open_page: Open) -> None:
-    page = open_page(shown.at("trees/1/1"))
-    page.wait_for_selector(".why")
-    assert "with equal returns" in text_of(page, ".why")
-    assert "returned 1, so that every advantage is 0" in text_of(page, ".why")
-
-
 def test_evaluations(shown: Viewed, open_page: Open) -> None:
     page = open_page(shown.at("evaluations"))
     page.wait_for_selector("td:has-text('0.625')")
@@ -262,16 +240,6 @@ def test_evaluations(shown: Viewed, open_page: Open) -> None:
     page.wait_for_selector("td:has-text('success, all')")
     assert "+0.500" in text_of(page, "table >> nth=0")
     assert "2 questions changed" in text_of(page, "main")
-
-
-def test_the_list_shows_the_figures_of_every_evaluation(growing: Viewed, open_page: Open) -> None:
-    for step in range(30):
-        growing.run.evaluation(f"step-{step}", [1.0])
-    page = open_page(growing.at("evaluations"))
-    page.wait_for_selector("tr:has-text('after_rl') td:has-text('0.625')")
-    page.wait_for_selector("tr:has-text('before_sft') td:has-text('0.125')")
-    page.wait_for_selector("td:text-is('…')", state="detached")
-    assert page.locator("table.list tbody tr").count() == 32
 
 
 def test_hostile_text_is_text(shown: Viewed, open_page: Open) -> None:

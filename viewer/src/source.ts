@@ -1,4 +1,4 @@
-// Sources of answers: the server, one file with all answers, or a folder of files.
+// Sources of answers: the server, or one file with all answers.
 
 export type Query = Record<string, string>;
 
@@ -19,12 +19,6 @@ async function fromServer(path: string, query: Query): Promise<unknown> {
   return body;
 }
 
-async function fromFolder(path: string): Promise<unknown> {
-  const reply = await fetch(`data/${path}.json`);
-  if (!reply.ok) throw new Missing("Not in this export: agentenv view RUN shows everything.");
-  return reply.json();
-}
-
 async function fromFile(path: string): Promise<unknown> {
   const element = document.querySelector(`script[data-path="${CSS.escape(path)}"]`);
   if (element === null) throw new Missing("Not in this export: agentenv view RUN shows everything.");
@@ -38,7 +32,7 @@ export function ask<T>(path: string, query: Query = {}, fresh = false): Promise<
   const key = `${path}?${new URLSearchParams(query)}`;
   const old = fresh ? undefined : known.get(key);
   if (old !== undefined) return old as Promise<T>;
-  const found = kind === "server" ? fromServer(path, query) : kind === "folder" ? fromFolder(path) : fromFile(path);
+  const found = isLive ? fromServer(path, query) : fromFile(path);
   known.set(key, found);
   found.catch(() => known.delete(key));
   if (known.size > LIMIT) known.delete(known.keys().next().value as string);

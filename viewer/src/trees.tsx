@@ -26,13 +26,13 @@ export interface Item {
   sampled: number;
   version: number;
   staleness: number;
-  changed: number; // forks that ended otherwise than the branch they left; -1: unknown
+  changed: number; // forks that ended otherwise than the branch they left
   more?: TreeDetails;
 }
 
 export function itemsOf(index: Index): Item[] {
   return index.rows.map((row) => {
-    const [step, tree, task, kind, fate, why, rewards, leaves, failed, truncated, roots, forks, tokens, sampled, version, staleness, changed = -1] = row as [number, number, string, string, string, string, number[], number, number, number, number, number, number, number, number, number, number?] & Cell[];
+    const [step, tree, task, kind, fate, why, rewards, leaves, failed, truncated, roots, forks, tokens, sampled, version, staleness, changed] = row as [number, number, string, string, string, string, number[], number, number, number, number, number, number, number, number, number, number] & Cell[];
     const mean = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
     const spread = mean === null ? null : Math.sqrt(rewards.reduce((a, b) => a + (b - mean) ** 2, 0) / rewards.length);
     return { step, tree, task, kind, fate, why, rewards, mean, spread, leaves, failed, truncated, roots, forks, tokens, sampled, version, staleness, changed };
@@ -220,7 +220,7 @@ export function TreesPage(props: { run: Run; index: Answer<Index>; step: number 
   const columns = step === null ? [...BASE, TASK] : [...BASE.slice(1), ...DETAILS];
 
   if (run.steps.length === 0)
-    return <Absent>{run.status.is === "running" ? "No finished step yet: trees appear after the first step." : "No archived trees: the run is older than RUN/trees, or archive.max_gb is 0."}</Absent>;
+    return <Absent>{run.status.is === "running" ? "No finished step yet: trees appear after the first step." : "No archived trees: archive.max_gb is 0."}</Absent>;
   const metrics = details.value?.metrics ?? {};
   const steps = [...run.steps].reverse();
   return (
@@ -250,7 +250,6 @@ export function TreesPage(props: { run: Run; index: Answer<Index>; step: number 
           policy version {details.value.policy_version}; reward {num(metrics["reward/mean"])}, success {num(metrics["reward/success"])}; {plural(metrics["rollout/trajectories"] ?? 0, "trajectory", "trajectories")}, {plural(metrics["rollout/tool_calls"] ?? 0, "tool call")}, mean {seconds(Object.entries(metrics).filter(([key]) => /^tool\/.*\/mean_s$/.test(key)).reduce((sum, [, one], _, all) => sum + one / all.length, 0))}
         </p>
       )}
-      {filters.forks === "changed" && items.some((one) => one.changed < 0 && one.forks > 0) && <Absent>Steps of an earlier version do not say which forks changed the outcome; open one of them to see it.</Absent>}
       <Table label="Trees" columns={columns} rows={shown} href={(one) => link(["trees", one.step, one.tree])} rowKey={(one) => `${one.step}/${one.tree}`} />
       <Scatter items={shown} theme={props.theme} one={step !== null} />
     </>

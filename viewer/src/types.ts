@@ -158,7 +158,7 @@ export interface FiguresOf {
   estimates: Record<string, Estimate>;
   pass_at: Record<string, Estimate>;
   majority_at: Record<string, Estimate>;
-  spreads: Record<string, { mean: number; median: number; p95: number; total: number }>;
+  spreads: Record<string, { mean: number; median: number; p95: number }>;
   truncations: Record<string, number>;
   tools: Record<string, { calls: number; errors: number }>;
   agreement: Record<string, number | null> | null;
@@ -173,7 +173,6 @@ export interface Summary {
   name: string;
   compat?: string;
   num_samples: number;
-  policy_versions: number[];
   average: number | null;
   overall: FiguresOf;
   groups: Record<string, Record<string, FiguresOf>>;
