@@ -1,6 +1,6 @@
 """Decoration: text around an answer that cannot be one, removed before any layer reads it.
 
-Wrappers, a stated confidence, numbers of pages and steps, lead-ins, and clauses of plain
+Wrappers, a stated confidence, numbers of pages and steps, footnotes, lead-ins, and clauses of plain
 words, which name nothing. A kind of decoration is kept if it contains the gold, so that an answer
 is never right for removed text: "page 12" keeps its number for the gold 12.
 """
@@ -32,6 +32,8 @@ _ATTRIBUTES = re.compile(r"<([A-Za-z]\w*)((?:\s+[\w-]+\s*=\s*(?:\"[^\"<>]*\"|'[^
 _ATTRIBUTE = re.compile(r"([\w-]+)\s*=\s*(?:\"([^\"]*)\"|'([^']*)')")
 _STYLE = {"class", "style", "id", "href", "color", "type", "lang", "align", "size", "face", "src"}
 _VOID = {"br", "hr", "p", "li", "td", "tr", "th", "item"}
+_MARK = re.compile(r"(?m)(?:^|;)\s*(\[\d{1,2}\]|[\u00b9\u00b2\u00b3\u2070-\u2079]|\u2020)\s*(.+)$")
+_CITATION = _TABLES.pattern("citation", re.IGNORECASE)
 _RUN = re.compile(r"(\s)\1{3,}")
 _BUT = re.compile(r"(?:but|yet|still|however)\b", re.I)
 _ALTHOUGH = re.compile(r"(?:although|though|while|unless|despite|even)\b", re.I)
@@ -43,7 +45,7 @@ def undecorated(answer: str, golds: Sequence[str], *, is_named: bool) -> str:
     is a name, an amount or a date, which no clause of plain words can be."""
     holds = _holder(golds)
     text = _RUN.sub(r"\1\1\1", answer)  # the forms below try each space of a run
-    text = _with_tags(text)
+    text = _with_notes(_with_tags(text), holds)
     for name, forms in _KINDS.items():
         if name == "reference" and any(map(_THING.search, golds)):
             continue  # Article 5 for Article Five
@@ -94,6 +96,17 @@ def _with_tags(text: str) -> str:
         return text
     text = _ATTRIBUTES.sub(attributes_as_notes, text)
     return _TAG.sub(tag_as_note, text)
+
+
+def _with_notes(text: str, holds: Callable[[str], bool]) -> str:
+    """The text without marks of footnotes; a note that cites a source is removed as well."""
+    for note in _MARK.finditer(text):
+        if text.count(note[1], 0, note.start()) != 1:
+            continue
+        is_source = _CITATION.search(note[2]) and not _NAMING.search(note[2]) and not holds(note[2])
+        text = text.replace(note[0], "" if is_source else f"\n{note[2]}")
+        text = text.replace(note[1], "", 1)
+    return text
 
 
 def _without_clauses(text: str, holds: Callable[[str], bool]) -> str:

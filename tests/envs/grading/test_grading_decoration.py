@@ -24,7 +24,7 @@ KINDS = {  # by kind: templates of one answer, and its golds
         EACH,
     ),
     "reference": (
-        ["Q5. @", "@ (see Smith et al., 2004, p. 311)",
+        ["Q5. @", "@ [1]\n\n[1] National Archives, box 112.", "@ (see Smith et al., 2004, p. 311)",
          "The answer is @, as stated in the 1987 edition of the handbook."],
         EACH,
     ),
