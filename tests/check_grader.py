@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import random
 import sys
@@ -26,12 +27,10 @@ from scipy.stats import binomtest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from agentenv.contract.env import close_shared
-from agentenv.envs.grading.equality import shared_math
 from agentenv.envs.grading.layers import Layered
 from agentenv.reference.grading import reference_f1
 
 NUM_SLOWEST = 10
-PLAIN_LIMIT_S = 4.0
 
 
 class Row(NamedTuple):
@@ -127,18 +126,16 @@ async def by_layers(rows: list[Row]) -> list[Outcome]:
     return outcomes
 
 
-async def by_math_verify(rows: list[Row]) -> list[bool]:
-    """The verdict of math-verify alone, with its own options and an external time limit."""
-    equivalence = shared_math(PLAIN_LIMIT_S)
+def by_math_verify(rows: list[Row]) -> list[bool]:
+    """The verdict of math-verify alone, with its own options and time limits."""
+    package = importlib.import_module("math_verify")
 
-    async def right(row: Row) -> bool:
-        for gold in row.golds:
-            equal, _ = await equivalence.equal(row.answer, gold, plain=True)
-            if equal:
-                return True
-        return False
+    def parsed(text: str) -> Any:
+        return package.parse(text if "$" in text else f"${text}$")
 
-    return list(await asyncio.gather(*map(right, rows)))
+    return [
+        any(package.verify(parsed(gold), parsed(row.answer)) for gold in row.golds) for row in rows
+    ]
 
 
 def by_arpo(rows: list[Row]) -> list[bool]:
@@ -159,7 +156,7 @@ async def check(rows: list[Row], alone: bool, *, only_counts: bool = False) -> f
     """Grade all pairs and print the report."""
     try:
         outcomes = await by_layers(rows)
-        plain = await by_math_verify(rows) if alone else None
+        plain = by_math_verify(rows) if alone else None
     finally:
         await close_shared()
     agreement = report("layered grader", rows, [outcome.right for outcome in outcomes])

@@ -53,10 +53,9 @@ class Rivals(Struct, frozen=True):
 
 
 _HAN_HEDGE = _TABLES.pattern("han_hedge")
-_ONE_OF_TWO = _TABLES.pattern("one_of_two", re.I)
-_NUMBERS_BETWEEN = re.compile(r"\b(?:between|both)\s+\S*\w(?:\s\w+)?\s+and\s+\S*\w", re.IGNORECASE)
 _APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
 _LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")
+# before a bracket that is not closed: set(['A', 'B'])
 # before a bracket that is not closed: set(['A', 'B'])
 _INSIDE = re.compile(r"^.*(?<!\})[(\[{]['\"]?(?=[^()\[\]{}]*$)", re.DOTALL)
 _DOUBT = _TABLES.pattern("doubt", re.I)
@@ -85,8 +84,6 @@ def is_named_in(gold: Gold, text: str) -> bool:
     if len(parts) < 2:
         return False
     if is_hedged(text) or _HAN_HEDGE.search(text):
-        return False
-    if gold.kind == "number" and any(_contains_a_number(part) for part in parts):
         return False
     return any(part.meets for part in parts) and not any(_changes(gold, part) for part in parts)
 
@@ -176,16 +173,6 @@ def _changes(gold: Gold, part: Part) -> bool:
 # Parts that are not the gold.
 
 
-def _leaves_open(gold: Gold, text: str) -> bool:
-    """Whether a text that is no range leaves open one of two answers: between A and B."""
-    if gold.kind in ("span", "list", "choice", "truth", "math") or meets(gold, text):
-        return False
-    if gold.kind == "number":
-        rest, num_found = _NUMBERS_BETWEEN.subn("", text)
-        return num_found > 0 and not re.search(r"\d", rest)
-    return _ONE_OF_TWO.fullmatch(text) is not None and not has_verb(text)
-
-
 def rivals_in(gold: Gold, text: str) -> Rivals:
     """The candidates beside the gold. A text that is one part has none: the layers decide
     whether it is the gold."""
@@ -201,8 +188,6 @@ def rivals_in(gold: Gold, text: str) -> Rivals:
     others = unexplained(gold, text, parts)
     if others:
         return Rivals(tuple(others))
-    if _leaves_open(gold, text):
-        return Rivals((text,))
     if len(parts) < 2 and not _reads_whole(gold, text) and gold.kind != "date":
         return Rivals()
     if gold.kind == "math":
@@ -225,8 +210,6 @@ def rivals_in(gold: Gold, text: str) -> Rivals:
         if words and words[0] in ASIDES and len(words) < 3 and is_label:
             skips = True
             continue
-        if gold.kind == "list" and _is_beside_a_list(gold, part, parts):
-            found.append(part.text)
         if not (ends_right and _is_step(parts, place)) and is_rival(gold, part, after, nearby):
             found.append(part.text)
     is_sum = gold.amount is not None and parts[0].meets and _adds_up(found, gold.amount)
@@ -242,14 +225,6 @@ def _written_as_a_name(gold: Gold, parts: Sequence[Part]) -> str:
         return ""
     names = [clean(part.text) for part in parts if part.meets]
     return next((name for name in names if " " in name and is_named(name)), "")
-
-
-def _is_beside_a_list(gold: Gold, part: Part, parts: Sequence[Part]) -> bool:
-    """Whether an expression beside the list is no element of it."""
-    if is_wordy(gold.text) or part.joint not in ("", "or", "comma", "list") or part.is_first:
-        return False
-    is_own = any(meets(one, part.text) for one in gold.elements)
-    return any(one.meets for one in parts) and is_expression(clean(part.text)) and not is_own
 
 
 def _reads_whole(gold: Gold, text: str) -> bool:
@@ -319,11 +294,6 @@ def _differs(part: Part, after: Part | None) -> bool:
         return False
     value, amount = value_of(part.text), amount_of(clean(after.text))
     return value is not None and amount is not None and amount.value not in (value, 100 * value)
-
-
-def _contains_a_number(part: Part) -> bool:
-    """Whether a clause beside the answer contains a number: 12, although 13 was reported."""
-    return not part.meets and has_verb(part.text) and re.search(r"\d", part.text) is not None
 
 
 def _adds_up(found: Sequence[str], amount: Quantity) -> bool:

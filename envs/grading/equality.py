@@ -46,8 +46,7 @@ WARM = (
 
 
 class Equality:
-    """Callable with {"gold", "answer"}: whether the two formulas are equal; with "plain", the
-    verdict of math-verify with its own settings."""
+    """Callable with {"gold", "answer"}: whether the two formulas are equal."""
 
     def __init__(self) -> None:
         sys.set_int_max_str_digits(100_000)
@@ -56,8 +55,6 @@ class Equality:
 
     def __call__(self, payload: dict[str, Any]) -> bool:
         """Raises the errors of SymPy for expressions that it cannot evaluate."""
-        if payload.get("plain"):
-            return self._by_math_verify(payload["gold"], payload["answer"])
         gold, answer = payload["gold"], payload["answer"]
         decimals = long_decimals(gold, answer)
         return any(
@@ -103,15 +100,6 @@ class Equality:
             return Fraction(str(value)) if value.is_real else None
         except Exception:  # the grammar, or SymPy, does not know it: no number
             return None
-
-    def _by_math_verify(self, gold: str, answer: str) -> bool:
-        # its own time-outs use signals; the limit comes from outside, by killing this process
-        package = importlib.import_module("math_verify")
-        parsed = [
-            package.parse(text if "$" in text else f"${text}$", parsing_timeout=None)
-            for text in (gold, answer)
-        ]
-        return bool(package.verify(*parsed, timeout_seconds=None))
 
 
 # Expressions that are never evaluated: they would run forever or fill the memory.
@@ -213,20 +201,20 @@ class MathEquivalence:
                 '"judge", or grader.kind = "exact"'
             )
 
-    async def equal(self, answer: str, gold: str, *, plain: bool = False) -> tuple[bool, str]:
+    async def equal(self, answer: str, gold: str) -> tuple[bool, str]:
         """Whether the two are equal, and why. Raises GraderDownError without a worker process."""
 
         async def compute() -> bytes:
-            return json.dumps(await self._request(answer, gold, plain)).encode()
+            return json.dumps(await self._request(answer, gold)).encode()
 
-        return await self._cache.through(json.dumps([answer, gold, plain]), compute, _read)
+        return await self._cache.through(json.dumps([answer, gold]), compute, _read)
 
-    async def _request(self, answer: str, gold: str, plain: bool) -> tuple[bool, str]:
+    async def _request(self, answer: str, gold: str) -> tuple[bool, str]:
         for side, text in (("answer", answer), ("gold", gold)):
-            risk = "" if plain else risk_of(text)
+            risk = risk_of(text)
             if risk:
                 return False, f"not evaluated: the {side} contains {risk}"
-        payload = {"gold": gold, "answer": answer, "plain": plain}
+        payload = {"gold": gold, "answer": answer}
         try:
             await self.start()
             equal = bool(await self._pool.run(payload, self.limit_s))

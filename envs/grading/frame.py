@@ -12,16 +12,10 @@ from collections.abc import Iterator, Sequence
 from msgspec import Struct
 
 from agentenv.envs.grading.parts import (
-    ASIDES,
-    EDGE,
-    FUNCTION_WORDS,
-    HEADS,
-    LABELS,
-    OPENING,
     is_number,
 )
 from agentenv.envs.grading.quantities import unit_of
-from agentenv.envs.grading.sentences import has_verb, stem
+from agentenv.envs.grading.sentences import has_verb
 from agentenv.envs.grading.text import Joint, Tables, unify
 
 _TABLES = Tables("frame")
@@ -40,7 +34,6 @@ _OBJECT = _TABLES.pattern("object", re.IGNORECASE)
 _NAME_BEFORE = _TABLES.pattern("name_before")
 _NAME_AFTER = _TABLES.pattern("name_after")
 _RETRACTED = _TABLES.pattern("retracted", re.IGNORECASE)
-MAX_CLAUSES = 20  # of an answer, and words of a clause, that are compared
 _WORD = re.compile(r"[^\W\d_]+")
 _PUNCTUATION = re.compile(r"""(?:[^\W\d_]|[\s.,;:!'"()\[\]{}*#>`$-])*""")
 _APART = re.compile(r"[^\w\s]|\b(?:and|or|but|while|whereas|then)\b", re.IGNORECASE)
@@ -62,13 +55,6 @@ _TOKEN = re.compile(
 )
 _OPENS = re.compile(r"\\|\$(?=\d)|[(\[{](?![A-Za-z'\"])|[-+](?=\S)")  # a formula
 _CLOSES = re.compile(r"[%!]|(?<![A-Za-z'\"])[)\]}]")
-_CLAUSES = re.compile(
-    r"[;!?\n]+|(?<!\b[A-Z])\.(?=\s|$)|(?<!\d),\s|,\s(?!\d{4}\b)|\s(?=[A-Z]\w{2,}:\s)"
-    r"|\b(?:[Aa]nd|[Oo]r|[Bb]ut|[Ww]hile|[Ww]hereas)\b"
-)
-_LIGHT = {*_ARTICLES, *FUNCTION_WORDS, "is", "are", "was", "were", "be"}  # shared by chance
-_ING = re.compile(r"ing\b")  # reaching 13
-_OWNER = re.compile(r"^(?:my|his|her|their|our|its)\s", re.I)
 _JOINTS: dict[str, Joint] = {"(": "bracket", ",": "comma", ":": "colon", "-": "dash", "=": "equals"}
 
 
@@ -181,49 +167,6 @@ def rests(text: str, golds: Sequence[str]) -> Iterator[Rest]:
             continue  # a part of a longer phrase
         if place or not _RETRACTED.search(f"{part[:start]}@{between}"):
             yield Rest(part[start:end], between, not place)
-    yield from _parallels(parts)
-
-
-def _parallels(parts: Sequence[str]) -> Iterator[Rest]:
-    """The text of a clause in the position of the gold in another: A reported X, B reported Y;
-    the former is X, the latter Y; X per A, Y per B."""
-    text = re.sub(r"(?<=[a-z]{3}\()", " ", " \0 ".join(parts))  # print(13)
-    clauses = [
-        [word for word in clause.split() if word.strip(EDGE)]
-        for clause in _CLAUSES.split(text)[:MAX_CLAUSES]
-    ]
-    golds = [number for number, clause in enumerate(clauses) if clause.count("\0") == 1][:3]
-    for number, words in enumerate(clauses):
-        for place in golds if "\0" not in words else ():
-            mine, is_before = clauses[place], number < place
-            for cut in range(1, min(len(words), MAX_CLAUSES)):
-                if mine[-1] == "\0" and _leads_alike(mine[:-1], words[:cut], is_before):
-                    yield Rest(" ".join(words[cut:]), ";", is_before)
-                if mine[0] == "\0" and _follows_alike(mine[1:], words[cut:]):
-                    yield Rest(" ".join(words[:cut]), ";", is_before)
-
-
-def _leads_alike(mine: list[str], other: list[str], is_before: bool) -> bool:
-    """Whether two clauses lead to an answer by the same word, or the second omits its verb."""
-    one, two = ([*map(stem, _words(" ".join(words)))] for words in (mine, other))
-    if {*_words(" ".join(mine))} & {*_words(" ".join(other))} & ASIDES:
-        return True  # source one: X, source two: Y
-    if not one or not two:
-        return False
-    if one[-1] == two[-1]:
-        is_light = mine[-1].casefold() in _LIGHT
-        return not is_light or (len(one) > 1 and one[-2:] == two[-2:])
-    later = mine if is_before else other
-    text = _OWNER.sub("", " ".join(later))
-    is_remark = bool({*_words(text)} & (FUNCTION_WORDS | ASIDES | HEADS | LABELS))
-    return not (is_remark or has_verb(text) or OPENING.match(text) or _ING.search(text))
-
-
-def _follows_alike(mine: list[str], other: list[str]) -> bool:
-    """Whether the same word follows two answers, or the same two, if there is a verb."""
-    count = 1 + any(has_verb(" ".join(side)) for side in (mine, other))
-    is_unit = unit_of(mine[0].strip(EDGE)) if mine and mine[0] not in FUNCTION_WORDS else None
-    return is_unit is None and len(mine) >= count and mine[:count] == other[:count]
 
 
 def _is_frame(part: str, token: re.Match[str], edge: re.Pattern[str]) -> bool:

@@ -39,7 +39,7 @@ from agentenv.envs.grading.names import same_words, without_class
 from agentenv.envs.grading.numbers import is_rounded, same_plain
 from agentenv.envs.grading.parts import OPENING, amount_of
 from agentenv.envs.grading.quantities import same_quantity
-from agentenv.envs.grading.sentences import affirmed, has_verb, is_denied, same_statement, states
+from agentenv.envs.grading.sentences import affirmed, has_verb, is_denied, states
 from agentenv.envs.grading.text import MAX_ANSWER_CHARS, clean, last_correction, squashed
 from agentenv.envs.grading.verdict import Verdict, final_answer, shown
 from agentenv.envs.grading.words import f1, glued, is_wordy, same_signs, tokens
@@ -47,8 +47,8 @@ from agentenv.envs.grading.words import f1, glued, is_wordy, same_signs, tokens
 QUICK_CHARS = 100
 ONE_ANSWER = "one answer"  # the layer of an answer that names several candidates
 MAX_CORRECTED = 6  # words of an answer after "wait", "no" and the like
-FORMULA_KINDS = ("number", "math", "list", "special", "words")
 MAX_LINES = 4  # after an answer in a line of its own
+FORMULA_KINDS = ("number", "math", "list", "special", "words")
 
 _NOTE = re.compile(
     r"(.*\S)(?:\s+|(?<=[\u4e00-\u9fff]))\(([^()]{1,80})\)|(.*\S)\uff08([^()\uff08\uff09]{1,80})\uff09"
@@ -400,8 +400,7 @@ def _compare(found: str, wanted: str, ordered: bool = False) -> tuple[bool | Non
     if by_list is not None:
         return by_list, "list"
     if is_wordy(wanted):
-        same = same_words(found, wanted) or same_statement(found, wanted)
-        return same and same_signs(found, wanted), "words"
+        return same_words(found, wanted) and same_signs(found, wanted), "words"
     if is_wordy(found):  # C# as C sharp
         return glued(tokens(found)) == glued(tokens(wanted)), "words"
     if _CODE.fullmatch(found) and _CODE.fullmatch(wanted):  # F-16

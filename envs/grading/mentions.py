@@ -44,7 +44,8 @@ _ANAPHOR = _TABLES.pattern("anaphor", re.IGNORECASE)
 _CALCULATED = _TABLES.pattern("calculated", re.IGNORECASE)
 _SET = re.compile(r"\b(?:all|the|these|both|his|her|their|its)\s+$", re.IGNORECASE)
 _ARTICLE = re.compile(r"\W*(?:the|an?)\s+", re.IGNORECASE)
-_BESIDE = re.compile(rf"\s+(?:and|or|to)\s+{MASK}")
+_BESIDE = re.compile(rf"\s+(?:\w+\s+)?(?:and|or|to)\s+{MASK}")
+_HENCE = re.compile(rf"\s+(?:hence|thus)\s+{MASK}")
 _JOINED = re.compile(r",?\s*(?:and|&|,)\s*(?:the )?")
 _OPERAND = _TABLES.pattern("operand"), _TABLES.pattern("operator")
 _INSIDE_A_NAME = _TABLES.words("inside_a_name")
@@ -58,7 +59,11 @@ _PLAIN_WORD = re.compile(r"[A-Z]\w+(?:ed|ing|ly|s)")
 _MONTH = re.compile(dates.MONTH, re.IGNORECASE)
 _YEAR = re.compile(r"1\d{3}|20\d{2}")
 _TOKEN = _TABLES.pattern("token")
-_TRUTH = re.compile(r"\b(?:yes|no(?! [a-z])|true|false)\b", re.IGNORECASE)
+_TRUTH = re.compile(
+    r"\b(?:yes|no(?! (?-i:[a-z]))|true|false)\b"
+    r"|(?:^|(?<=[:)] )|(?<=\bi\. ))no\b(?! (?:doubt|question)\b)",
+    re.IGNORECASE,
+)
 _JOINTS: dict[str, Joint] = {"(": "bracket", ",": "comma", "-": "dash", ":": "colon"}
 MAX_WORDS_OF_AMOUNT = 5
 _COMMON = FRAME | LABELS | ASIDES | FUNCTION_WORDS | HEADS | _INSIDE_A_NAME
@@ -110,6 +115,7 @@ def unexplained(gold: Gold, text: str, parts: Sequence[Part]) -> list[str]:
     amounts = [quantity(clean(one.text)) for one in others] if len(others) > 1 else []
     total = sum(one.value for one in amounts if one)
     is_sum = bool(amounts) and gold.amount is not None and gold.amount.value == total
+    is_sum = is_sum and ". " not in others[-1].before
     return [] if is_sum else found
 
 
@@ -149,9 +155,9 @@ def _is_explained(gold: Gold, mention: Mention) -> bool:
     before, _ = mention.clause
     if _RETRACTED.search(f"{mention.before[-80:]}@{mention.after[:30]}"):
         return True
-    if _INVERTED.search(mention.after):
+    if _INVERTED.search(mention.after) or _HENCE.match(mention.after):
         return False
-    if _CONCLUDED.search(mention.after):
+    if _CONCLUDED.search(mention.after) and not _CONCLUDED.search(before + MASK):
         return True  # we have 3 rows, so the answer is
     if _BESIDE.match(mention.after):
         return False  # between 90 and the gold

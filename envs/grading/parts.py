@@ -65,7 +65,6 @@ class Part(Struct, frozen=True):
 
 EDGE = " \t\n.,;:!?*_`\"'\u201c\u201d\u2018\u2019\u300c\u300d()[]<>~|#"
 _LEAD = _PHRASE_TABLES.pattern("lead", re.IGNORECASE)
-_SOURCE = _PHRASE_TABLES.pattern("source", re.IGNORECASE)
 OPENING = _PHRASE_TABLES.pattern("opening", re.IGNORECASE)
 _SMALL = _PHRASE_TABLES.words("small")
 FUNCTION_WORDS = _PHRASE_TABLES.words("function_words")
@@ -89,11 +88,6 @@ def without_lead(text: str, *, is_truth: bool = False) -> tuple[str, bool]:
         led = led or match["pronoun"] is not None  # it is, it is now
         text = text[match.end() :]
     return text, led
-
-
-def without_source(text: str) -> str:
-    """A part without its source: 13 according to the first source."""
-    return _SOURCE.sub("", text)
 
 
 def is_range(text: str) -> bool:

@@ -97,7 +97,6 @@ def _parsed(name: str, case_sensitive: bool) -> str | None:
 _QUANTITIE_TABLES = Tables("quantities")
 
 MAX_CHARS = 200  # no number with its unit is longer
-MIN_NEAR = 100  # an approximation is off by one part in so many at most
 
 
 class Quantity(Struct, frozen=True):
@@ -127,7 +126,6 @@ _UNIT_TOKEN = _QUANTITIE_TABLES.pattern("unit_token")
 _NOT_A_NOUN = _QUANTITIE_TABLES.words("not_a_noun")
 _BC: Dimension = (("era_bc", 1),)
 _PERCENT: Dimension = (("percent", 1),)
-_ORDINAL: Dimension = (("ordinal", 1),)
 _POUNDS: dict[Dimension, Fraction] = {
     (("money_gbp", 1),): Fraction(1),
     (("kilogram", 1),): Fraction(45359237, 100000000),
@@ -155,9 +153,6 @@ def quantity(text: str) -> Quantity | None:
     """A cleaned text as a number with an optional unit; None when it is anything else."""
     if len(text) > MAX_CHARS:
         return None
-    exact, _, about = text.partition(r"\approx")
-    if about and "approx" not in about:
-        return _approximated(quantity(exact.strip()), quantity(about.strip()))
     text = _DETERMINER.sub("", text).removeprefix("\u7b2c")
     below = _BELOW_ZERO.fullmatch(text)
     if below is not None:
@@ -192,16 +187,6 @@ def quantity(text: str) -> Quantity | None:
     if not rest:
         return Quantity(value)
     return _with_unit(value, rest)
-
-
-def _approximated(exact: Quantity | None, about: Quantity | None) -> Quantity | None:
-    """The exact value of 270/7 degrees, about 38.57 degrees, if the other is near."""
-    if exact is None or about is None or (about.has_unit and about.dimension != exact.dimension):
-        return None
-    if exact.value.denominator == 1:
-        return exact if about.value == exact.value else None
-    is_near = abs(exact.value - about.value) * MIN_NEAR <= abs(exact.value)
-    return exact if is_near else None
 
 
 def _with_unit(value: Fraction, rest: str) -> Quantity | None:

@@ -53,8 +53,6 @@ def is_rival(
     bare = clean(part.text)
     if not bare or _DENIED.match(bare) or restates(gold, bare, part.joint):
         return False
-    if gold.kind == "truth" and _other_truth(gold, part):
-        return True
     if _is_label(gold, part, bare, after) or _is_statement(gold, part, bare):
         return False
     if part.joint in ("or", "alias", "list") and _is_alternative(gold, part, bare):
@@ -147,17 +145,6 @@ def restates(gold: Gold, bare: str, joint: Joint) -> bool:
         return False
     rest = iter(gold.text)
     return all(sign in rest for sign in bare)
-
-
-def _other_truth(gold: Gold, part: Part) -> bool:
-    text = clean(part.text).lower()
-    found = truth(text) if len(text) > 1 else None
-    if found is None:
-        match = re.match(
-            r"(yes|no)\b,?\s+(?:it|they|he|she|that|this|both|we|i|there|the answer)\b", text
-        )
-        found = match[1] == "yes" if match is not None else None
-    return found is not None and found is not truth(gold.text)
 
 
 def _of_another_kind(gold: Gold, part: Part, bare: str) -> bool:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable
 
-from agentenv.envs.grading import dates
 from agentenv.envs.grading.numbers import words_as_digits
 from agentenv.envs.grading.text import Tables, lines, named_again, sentences
 from agentenv.envs.grading.words import (
-    is_numeral,
-    singular,
     tokens,
 )
 
 _SENTENCE_TABLES = Tables("sentences")
 MAX_WORDS = 60
-MAX_STATEMENT_CHARS = 500
 
 _VERB = _SENTENCE_TABLES.pattern("verb", re.IGNORECASE)
 _CORRECTED = _SENTENCE_TABLES.pattern("corrected", re.IGNORECASE)
@@ -164,123 +159,8 @@ def _amounts_to(
 
 # Two sentences.
 
-_BE = _SENTENCE_TABLES.text("be")
-MIN_STATEMENT_WORDS = 4
-_FILLERS = _SENTENCE_TABLES.words("fillers")
 _SUBJECTS = frozenset(str.split("the a an one there all both each no some many most every"))
 _OF_A_NOUN = re.compile(
     r"(?:^[Aa]n?|\ban?|\b[Tt]he)\s+(?:\w+ly\s+(?=\w+\s+(?!(?:to|in|by|at|on|from|for|the|an?)\b)))?\S+"
 )
 _PRONOUN = re.compile(r"(?:it|he|she|they|this|that)\b", re.IGNORECASE)
-_PHRASES = tuple(
-    (re.compile(rf"\b(?:{phrase})\b", re.IGNORECASE), word)
-    for word, phrase in _SENTENCE_TABLES["phrases"].items()
-)
-_SENTENCE_DEGREES = re.compile("\\s*\N{DEGREE SIGN}\\s?C\\b")
-_BY = re.compile(r"\bby\b", re.IGNORECASE)
-_SYNONYMS: dict[str, str] = {
-    word: name for name, words in _SENTENCE_TABLES["synonyms"].items() for word in words
-}
-_WHERE = _SENTENCE_TABLES.pattern("where")
-_PASSIVE = _SENTENCE_TABLES.pattern("passive")
-
-
-def same_statement(found: str, wanted: str) -> bool:
-    """Whether two sentences state the same in the same words: in another order, with common
-    synonyms, or with a pronoun for the subject. Names are in the same order and on the same side of
-    the verb, unless one sentence is passive or both are copular."""
-    if len(found) > MAX_STATEMENT_CHARS:
-        return False
-    found, wanted = _phrased(found), _phrased(wanted)
-    if _turns(found, wanted) or _turns(wanted, found):
-        return True
-    words, gold = _content(found), _content(wanted)
-    if (
-        not words
-        or len(gold) < MIN_STATEMENT_WORDS
-        or not (_VERB.search(found) and _VERB.search(wanted))
-    ):
-        return False
-    if not _same_round(found, wanted):
-        return False
-    if _PRONOUN.match(found):
-        missing = Counter(gold) - Counter(words)
-        subject = gold[: sum(missing.values())]
-        return Counter(subject) == missing and sorted(words) == sorted(gold[len(subject) :])
-    if sorted(words) != sorted(gold):
-        return False
-    is_passive = bool(_BY.search(found)) != bool(_BY.search(wanted))
-    return is_passive or _is_copular(found, wanted) or _subjects(found) == _subjects(wanted)
-
-
-def _phrased(text: str) -> str:
-    text = _SENTENCE_DEGREES.sub(" degrees celsius", text).replace("%", " percent")
-    for pattern, word in _PHRASES:
-        text = pattern.sub(word, text)
-    return text
-
-
-def _same_round(found: str, wanted: str) -> bool:
-    """Whether the common names, numbers and verbs of both texts are in the same cyclic order."""
-    capitals = [
-        {token for word in text.split()[1:] if word[:1].isupper() for token in tokens(word)}
-        for text in (found, wanted)
-    ]
-    sides = [
-        [
-            _SYNONYMS.get(token, token)
-            for token in tokens(text)
-            if (token in capitals[0] | capitals[1] and token not in dates.MONTHS)
-            or token in _SYNONYMS
-            or is_numeral(token)
-        ]
-        for text in (found, wanted)
-    ]
-    both = set(sides[0]) & set(sides[1])
-    one, other = ([token for token in side if token in both] for side in sides)
-    if len(one) != len(other) or len(one) > MAX_WORDS:
-        return False
-    return not one or any(one[turn:] + one[:turn] == other for turn in range(len(one)))
-
-
-def _subjects(text: str) -> set[str]:
-    """The capitalized words, but the first, before the verb."""
-    verb = _VERB.search(text)
-    words = text[: verb.start() if verb is not None else 0].split()[1:]
-    return {token for word in words if word[:1].isupper() for token in tokens(word)}
-
-
-def _is_copular(*texts: str) -> bool:
-    return all(re.search(rf"\b{_BE}\b", text) for text in texts)
-
-
-def _turns(one: str, other: str) -> bool:
-    where = _WHERE.fullmatch(one)
-    if where is not None:
-        straight = f"{where['what']} in {where['place']}"
-        if _content(straight) == _content(other):
-            return True
-    passive = _PASSIVE.fullmatch(one)
-    if passive is None:
-        return False
-    subject, verb, objects = map(_content, passive.group("subject", "verb", "object"))
-    words = _content(other)
-    if len(words) != len(subject) + 1 + len(objects) or not subject or not objects:
-        return False
-    middle = words[len(subject)]
-    return (
-        words[: len(subject)] == subject
-        and words[len(subject) + 1 :] == objects
-        and stem(middle) == stem(verb[0] if verb else "")
-    )
-
-
-def _content(text: str) -> list[str]:
-    found = (token for token in tokens(text) if token not in _FILLERS)
-    return [_SYNONYMS.get(token, singular(token)) for token in found]
-
-
-def stem(verb: str) -> str:
-    """The consonants of a verb without its ending: sings, sang and sung are one."""
-    bare = re.sub(r"[aeiou]", "", re.sub(r"(?:s|d|n)$", "", verb[1:]))
-    return verb[:1] + re.sub(r"(.)\1", r"\1", bare)

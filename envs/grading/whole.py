@@ -19,7 +19,6 @@ from agentenv.envs.grading.parts import (
     trimmed,
     value_of,
     without_lead,
-    without_source,
 )
 from agentenv.envs.grading.sentences import has_verb, is_hedged, is_statement
 from agentenv.envs.grading.text import (
@@ -29,7 +28,6 @@ from agentenv.envs.grading.text import (
     OF_A_SENTENCE,
     Cut,
     Joint,
-    alternatives,
     clean,
     corrections,
     labels,
@@ -40,14 +38,12 @@ from agentenv.envs.grading.text import (
 from agentenv.envs.grading.words import has_cjk, is_wordy
 
 _VARIABLES = re.compile(r"[A-Za-z]{1,3}(?![A-Za-z])|\([^()]*\)")
-_DASHED = re.compile(r"[\w}]%?\s+[-\u2013\u2014~]\s+.*[^\W\d_]{2}")
 _IN_DOLLARS = re.compile(r"([^\d$]*)\$([^$]+)\$([^\d$]*)")
 _SCORE = re.compile(r"\d+(?:-\d+)+")  # no difference
 _SUM_OF = re.compile(
     r"(?:the |a )?(?:sum|product|difference|quotient|ratio|average|mean|total) (?:of|between)\b",
     re.I,
 )
-MAX_ALONE_CHARS = 200  # of the gold in other words, with nothing beside it
 MAX_PARTS = 120
 
 
@@ -77,8 +73,6 @@ def _cut(
         lead = text[: len(text) - len(bare)].strip(" ,.:;-")
         if not lead or not meets(gold, lead):  # "OK" may be the gold
             text, led = bare, led or has_lead
-        bare = without_source(text)
-        text = text if has_verb(bare) else bare
     if not text.strip(EDGE) or len(found) > MAX_PARTS:
         return
     if meets(gold, text) or _is_worked_out(gold, text):
@@ -107,9 +101,7 @@ def _cut(
             else:
                 found.append(Part(tail.strip(), own, led=True))
             return
-        if not _may_cut(gold, cut, own, text) or (
-            is_clause and cut in OF_A_CLAUSE and not _is_verbless(gold, cut, text)
-        ):
+        if not _may_cut(gold, cut, own, text) or (is_clause and cut in OF_A_CLAUSE):
             continue
         pieces = [piece for piece in cut(text) if piece and piece.strip(EDGE)]
         if len(pieces) < 2:
@@ -119,7 +111,6 @@ def _cut(
             own = ""
         if is_clause and own not in ("", "alias"):
             pieces, led = [pieces[0], pieces[-1]], True
-        pieces = _with_own_commas(gold, text, pieces) if own == "comma" else pieces
         for place, piece in enumerate(pieces):
             leads = place == 0 and own not in ("", "or")  # the next part is attached to it
             whole = joint if joint != "or" or own == "or" else ""  # the first is only a part
@@ -134,12 +125,6 @@ def _cut(
             )
         return
     found.append(Part(text, joint, led=led, is_first=is_first))
-
-
-def _is_verbless(gold: Gold, cut: Cut, text: str) -> bool:
-    """Whether the verb of a clause is in the separator of two names: A followed by B."""
-    pieces = cut(text) if cut is alternatives else []
-    return len(pieces) > 1 and not any(map(has_verb, pieces))
 
 
 def _is_worked_out(gold: Gold, text: str) -> bool:
@@ -161,19 +146,6 @@ def _is_worked_out(gold: Gold, text: str) -> bool:
         is_sum_of_names(name) if value is None else value == gold.amount.value
         for name, value in zip(names, values, strict=True)
     )
-
-
-def _with_own_commas(gold: Gold, text: str, pieces: list[str]) -> list[str]:
-    """Austin, Texas and USA, if the gold is Austin, Texas; the parts of a date together."""
-    for place in range(len(pieces) - 1, 0, -1) if gold.kind == "date" else ():
-        both = f"{pieces[place - 1]} {pieces[place]}"
-        if dates.dates(clean(both.strip(EDGE))):
-            pieces = [*pieces[: place - 1], both, *pieces[place + 1 :]]
-    for count in range(len(pieces) - 1, 1, -1) if "," in gold.text else ():
-        head = text[: text.rfind(pieces[count])].rstrip(" ,")
-        if meets(gold, head):
-            return [head, *pieces[count:]]
-    return pieces
 
 
 def _is_derivation(gold: Gold, sides: Sequence[str]) -> bool:

@@ -306,6 +306,19 @@ def test_single_answers_in_unlisted_frames_are_right() -> None:
         ("Claude Sr.", "Jefferson City", "{}  {}"),
         ("Hyderabad, India", "Birmingham, Alabama", "Between {} and {}"),
         ("1985 and 1987", "(15, -29)", "{} \u2016 {}"),
+        ("1947", "1827", "{}, or if that is wrong, {}."), ("12", "6", "x = {} and x = {}"),
+        ("52", "131", "Source 1: {}. Source 2: {}."), ("8", "20", "Answer: {} Answer: {}"),
+        ("11", "9", "Between {} and {}"), ("12", "27", "Both {} and {}"),
+        ("90", "100", "The range is between {} and {}"), ("023", "699", "{}, which is {}"),
+        ("22 January 1794", "October 27, 1893", "{} is one answer, {} is another."),
+        ("Helsinki", "Cross Plains", "The first is {}, the second is {}."),
+        ("Gerald Weber", "Max Teller", "{}, formerly {}"),
+        ("Anders van Wesel", "Max Teller", "{}, also known as {}"),
+        ("Missoula", "Because the Internet", "{} aka {}"), ("physicist", "chemist", "{}, {}"),
+        ("physicist", "chemist", "{} ({})"), ("Golden State", "Austin", "{}. Its name is {}"),
+        ("Evreux", "James B. Harris", "{}, {} are the candidates"),
+        ("four months in jail", "2014", "{} or {}"), ("five unit loads", "1948", "__{}__ __{}__"),
+        ("Henry IV of France", "Julius Turing", "{}\r\n{}"),
     ],
 )  # fmt: skip
 def test_two_candidates_are_wrong_in_sentences_of_unknown_form(
@@ -353,33 +366,6 @@ def test_a_second_number_in_a_clause_is_a_candidate(gold: str, word: str) -> Non
 @pytest.mark.parametrize(
     ("answer", "gold"),
     [
-        ("The place that Ann Lee visited is Roma.", "Roma"),
-        ("Roma, because Ann Lee says so.", "Roma"), ("Ann Lee, a UN officer", "Ann Lee"),
-        ("Ann Lee wrote about it, and the answer is Roma.", "Roma"),
-        ("Roma. Ann Lee was born there.", "Roma"), ("12 in total, counting all 7 groups.", "12"),
-        ("12, the sum of 4 and 8", "12"), ("Between 1970 and 1972, i.e. 1971", "1971"),
-        ("According to the 1871 edition, May 9, 2005.", "May 9, 2005"),
-        ("B, because A is too small", "B"),
-    ],
-)  # fmt: skip
-def test_a_name_or_amount_explained_by_grammar_is_no_candidate(answer: str, gold: str) -> None:
-    assert compare(answer, gold)[0]
-
-
-@pytest.mark.parametrize(
-    ("answer", "gold"),
-    [
-        ("Suppose B. Suppose (D) 162.", "(D) 162"), ("B. Compare D.", "B"),
-        ("In English (E), in French C) Sea of Japan.", "(E)"),
-    ],
-)  # fmt: skip
-def test_an_option_after_the_first_word_is_a_candidate(answer: str, gold: str) -> None:
-    assert not compare(answer, gold)[0]
-
-
-@pytest.mark.parametrize(
-    ("answer", "gold"),
-    [
         ("I first thought of something else, but it is Evelyn.", "Evelyn"),
         ("It is the public.", "the public"), ("It is only about half.", "only about half"),
         ("The teacher is called a guru.", "guru"), ("Yes, it was Paris.", "Paris"),
@@ -388,6 +374,13 @@ def test_an_option_after_the_first_word_is_a_candidate(answer: str, gold: str) -
         ("The rate rose by 7 points, reaching 13.", "13"), ("Roma, according to Ann Lee.", "Roma"),
         ("13, as stated in chapter 7.", "13"),
         ("In 1990 they had 13 medals.", "13"), ("44 is wrong; the correct value is 42.", "42"),
+        ("The place that Ann Lee visited is Roma.", "Roma"),
+        ("Roma, because Ann Lee says so.", "Roma"), ("Ann Lee, a UN officer", "Ann Lee"),
+        ("Ann Lee wrote about it, and the answer is Roma.", "Roma"),
+        ("Roma. Ann Lee was born there.", "Roma"), ("12 in total, counting all 7 groups.", "12"),
+        ("12, the sum of 4 and 8", "12"), ("Between 1970 and 1972, i.e. 1971", "1971"),
+        ("According to the 1871 edition, May 9, 2005.", "May 9, 2005"),
+        ("B, because A is too small", "B"),
     ],
 )  # fmt: skip
 def test_one_answer_in_a_sentence_is_right(answer: str, gold: str) -> None:
@@ -400,9 +393,11 @@ def test_one_answer_in_a_sentence_is_right(answer: str, gold: str) -> None:
         ("I have no idea", "no"), ("It is anything but Paris", "Paris"), ("above 13", "13"),
         ("It is not Paris", "Paris"), ("A. It is C", "C"), ("The answer is \u22125", "5"),
         ("Paris, but I know that it is not", "Paris"), ("all but 13", "13"),
+        ("Suppose B. Suppose (D) 162.", "(D) 162"), ("B. Compare D.", "B"),
+        ("In English (E), in French C) Sea of Japan.", "(E)"),
     ],
 )  # fmt: skip
-def test_a_sentence_that_denies_or_changes_the_gold_is_wrong(answer: str, gold: str) -> None:
+def test_a_sentence_that_denies_or_doubles_the_gold_is_wrong(answer: str, gold: str) -> None:
     assert not compare(answer, gold)[0]
 
 
@@ -449,31 +444,6 @@ def test_two_truth_values_or_two_letters_are_wrong(one: str, other: str) -> None
 )  # fmt: skip
 def test_a_correction_is_graded_by_its_last_answer(answer: str, gold: str, right: bool) -> None:
     assert bool(compare(answer, gold)[0]) is right
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "joint"),
-    [
-        ("1947", "1827", "{}, or if that is wrong, {}."), ("12", "6", "x = {} and x = {}"),
-        ("52", "131", "Source 1: {}. Source 2: {}."), ("8", "20", "Answer: {} Answer: {}"),
-        ("11", "9", "Between {} and {}"), ("12", "27", "Both {} and {}"),
-        ("90", "100", "The range is between {} and {}"), ("023", "699", "{}, which is {}"),
-        ("22 January 1794", "October 27, 1893", "{} is one answer, {} is another."),
-        ("Helsinki", "Cross Plains", "The first is {}, the second is {}."),
-        ("Gerald Weber", "Max Teller", "{}, formerly {}"),
-        ("Anders van Wesel", "Max Teller", "{}, also known as {}"),
-        ("Missoula", "Because the Internet", "{} aka {}"), ("physicist", "chemist", "{}, {}"),
-        ("physicist", "chemist", "{} ({})"), ("Golden State", "Austin", "{}. Its name is {}"),
-        ("Evreux", "James B. Harris", "{}, {} are the candidates"),
-        ("four months in jail", "2014", "{} or {}"), ("five unit loads", "1948", "__{}__ __{}__"),
-        ("Henry IV of France", "Julius Turing", "{}\r\n{}"),
-    ],
-)  # fmt: skip
-def test_a_second_answer_announced_or_named_by_words_is_wrong(
-    one: str, other: str, joint: str
-) -> None:
-    for answer in (joint.format(one, other), joint.format(other, one)):
-        assert not any(compare(answer, gold)[0] for gold in (one, other)), answer
 
 
 @pytest.mark.parametrize(
