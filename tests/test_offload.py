@@ -66,9 +66,8 @@ PROGRAMS = (
         "learners/trees/layouts.py",
     ),  # of a rank, likewise
     *("envs/sandbox/zygote.py", "envs/sandbox/fork_broker.py", "envs/sandbox/confine.py"),
-    *("envs/sandbox/program_init.py", "envs/sandbox/program_snapshot.py"),
+    "envs/sandbox/program_init.py",
     *("envs/sandbox/process_table.py", "envs/sandbox/program_watch.py"),
-    "envs/sandbox/snapshot_hook.py",
 )
 
 ALLOWED = {

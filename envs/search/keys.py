@@ -67,9 +67,6 @@ class FetchConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class PagesConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Fetching and reading of pages."""
 
-    reader: Annotated[
-        Literal["direct", "jina"], Meta(description="service that fetches and extracts pages")
-    ] = "direct"
     fetch: Annotated[FetchConfig, Meta(description="direct fetching")] = FetchConfig()
     max_chars: ClassVar[int] = 6000  # of a page's text for the policy
 

@@ -1,6 +1,6 @@
 """Web pages as text: allowed addresses, fetching, and extraction.
 
-A page is fetched directly or by Jina's reader; its text is cached.
+A page's text is cached.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from agentenv.base.deadline import admitted, pause_before_retry
 from agentenv.base.errors import ConfigError, InfraError, ToolError
 from agentenv.base.result_cache import ResultCache
 from agentenv.base.untrusted import decode_text, printable
-from agentenv.contract.env import summed_stats
 from agentenv.contract.http import HttpSession, is_temporary
-from agentenv.envs.search.keys import FetchConfig, PagesConfig, TrafficConfig
-from agentenv.envs.search.upstream import HttpRequest, Reply, Upstream
+from agentenv.envs.search.keys import FetchConfig
+from agentenv.envs.search.upstream import Reply
 from agentenv.processes.worker_pool import JobError, JobStoppedError, WorkerPool
 
 # Allowed network addresses of pages: public ones, and configured networks.
@@ -205,19 +204,6 @@ class PageFetcher:
                 break
         raise ToolError(f"{url} answered with status {status}.")
 
-    async def checked(self, url: str) -> str:
-        """The normalized address, after checking that it may be opened by another service. Raises
-        ToolError."""
-        try:
-            target = self._checked(url, requested=url).with_fragment(None)
-            async with asyncio.timeout(self.config.timeout_s):
-                await self._resolver.resolve(target.raw_host or "", target.port or 0)
-        except TimeoutError:
-            raise ToolError(f"{url} could not be reached.") from None
-        except (OSError, ValueError) as error:
-            raise _named(url, error) from error
-        return str(target)
-
     async def close(self) -> None:
         """Close the connections; idempotent."""
         await self._session.close()
@@ -286,65 +272,38 @@ def _named(url: str, error: BaseException) -> ToolError | InfraError:
     return ToolError(f"{url} could not be reached.")
 
 
-# the line above the text by which Jina's reader marks an error page
-_TARGET_FAILED = re.compile(r"^Warning: Target URL returned error (\d{3})", re.MULTILINE)
-JINA_URL = "https://r.jina.ai"
-JINA_TRAFFIC = TrafficConfig(timeout_s=40.0)
-JINA_KEY = "JINA_API_KEY"  # optional: without one the reader is slower
-
-
 class PageReader:
     """Reads the text of pages; shared by all episodes."""
 
     def __init__(
         self,
-        config: PagesConfig,
+        config: FetchConfig,
         cache: ResultCache,
         resolver: AbstractResolver | None = None,
     ) -> None:
-        self.config = config
         self._cache = cache
-        self._fetcher = PageFetcher(config.fetch, resolver)
+        self._fetcher = PageFetcher(config, resolver)
         self._extractor = TextExtractor()
-        self._jina = Upstream("jina", JINA_TRAFFIC)
 
     async def text(self, url: str) -> str:
         """The page's text, at most MAX_PAGE_CHARS. Raises ToolError or InfraError."""
-        key = f"page:{self.config.reader}:{url}"
-        return await self._cache.through(key, lambda: self._read(url), decode_text)
+        return await self._cache.through(f"page:{url}", lambda: self._read(url), decode_text)
 
     def stats(self) -> dict[str, float]:
-        """The number of requests to Jina's reader, and of extracted pages."""
-        return summed_stats([self._jina, self._extractor])
+        """The number of extracted pages."""
+        return self._extractor.stats()
 
     async def close(self) -> None:
         """Kill the workers and close the connections; idempotent."""
         self._extractor.close()
-        await asyncio.gather(self._fetcher.close(), self._jina.close())
+        await self._fetcher.close()
 
     async def _read(self, url: str) -> bytes:
-        if self.config.reader == "jina":
-            text = await self._read_by_jina(url)
-        else:
-            text = await self._extractor.extract(await self._fetcher.fetch(url))
+        text = await self._extractor.extract(await self._fetcher.fetch(url))
         text = text[:MAX_PAGE_CHARS].strip()
         if not text:
             raise ToolError(f"{url} holds no text.")
         return text.encode("utf-8", "replace")
-
-    async def _read_by_jina(self, url: str) -> str:
-        target = await self._fetcher.checked(url)
-        secret_key = os.environ.get(JINA_KEY, "").strip()
-        secret = {"Authorization": f"Bearer {secret_key}"} if secret_key else {}
-        address = f"{JINA_URL}/{target}"  # without "..", after normalization
-        reply = await self._jina.send(HttpRequest("GET", address, secret_headers=secret))
-        if reply.status != 200:
-            raise ToolError(f"{url} could not be read: status {reply.status}.")
-        text = reply.body.decode("utf-8", "replace")
-        failed = _TARGET_FAILED.search(text.partition("\nMarkdown Content:")[0])
-        if failed is not None:
-            raise ToolError(f"{url} answered with status {failed[1]}.")
-        return text
 
 
 # Extraction of text, in workers that are killed if a page makes them hang.

@@ -72,7 +72,7 @@ class SearchService:
         self.config = config
         self.cache = ResultCache(Path(config.cache) if config.cache else None)
         self.backend = build_backend(config, self.cache)
-        self.reader = PageReader(config.pages, self.cache)
+        self.reader = PageReader(config.pages.fetch, self.cache)
         self.summarizer = (
             Summarizer(config.summarizer, self.cache) if config.summarizer is not None else None
         )

@@ -73,7 +73,7 @@ COOL_DOWN_S = 30.0  # length of this pause
 
 # A wrong key, missing permissions, or an exhausted plan (Tavily: 432 and 433).
 _REFUSED = (401, 402, 403, 407, 432, 433)
-# Words of a 429 for an exhausted plan (SerpAPI and others), which no retry fixes.
+# Words of a 429 for an exhausted plan (of some providers), which no retry fixes.
 _SPENT = re.compile(
     r"run out of|not enough credits|out of credits|insufficient (?:credit|balance|quota)",
     re.IGNORECASE,
@@ -87,9 +87,7 @@ class HttpRequest(Struct, frozen=True):
     url: str
     params: dict[str, str] = field(default_factory=dict)
     json: Any = None
-    headers: dict[str, str] = field(default_factory=dict)
     secret_headers: dict[str, str] = field(default_factory=dict)
-    secret_params: dict[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -171,9 +169,9 @@ class Upstream:
                 self._session.opened.request(
                     request.method,
                     request.url,
-                    params={**request.params, **request.secret_params},
+                    params=request.params,
                     json=request.json,
-                    headers={**request.headers, **request.secret_headers},
+                    headers=request.secret_headers,
                     allow_redirects=False,
                 ) as response,
             ):

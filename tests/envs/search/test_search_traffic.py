@@ -47,7 +47,7 @@ async def test_a_refused_key_stops_the_run(status: int) -> None:
 
 
 async def test_an_unreachable_service_is_an_infra_error_without_the_address() -> None:
-    request = HttpRequest("GET", "http://127.0.0.1:9/x", secret_params={"api_key": "s3cret"})
+    request = HttpRequest("GET", "http://127.0.0.1:9/x", secret_headers={"X-Key": "s3cret"})
     upstream = Upstream("service", QUICK)
     with pytest.raises(InfraError, match="3 attempts failed: ClientConnectorError") as raised:
         await upstream.send(request)
