@@ -98,11 +98,6 @@ async def test_chinese_is_found_by_its_words(tmp_path: Path) -> None:
     await backend.close()
 
 
-def test_a_flashrag_corpus_is_read(tmp_path: Path) -> None:
-    path = corpus(tmp_path, [{"id": 7, "contents": '"Lima"\nThe capital of Peru.'}])
-    assert read_corpus(path) == [Passage("7", "Lima", "The capital of Peru.")]
-
-
 @pytest.mark.parametrize(
     ("text", "market", "expected"),
     [
