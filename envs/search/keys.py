@@ -77,13 +77,6 @@ class SummarizerConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknow
     temperature: Annotated[float, Meta(ge=0, description="0: greedy")] = 0.6
     top_p: Annotated[float, Meta(gt=0, le=1, description="1 is off")] = 0.95
     max_chars: ClassVar[int] = 6000  # of a summary for the policy
-    max_uses: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="summaries per trajectory; further searches return the pages; 0: no limit",
-        ),
-    ] = 0
 
 
 class Preset(Struct, frozen=True):
