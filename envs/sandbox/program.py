@@ -30,7 +30,6 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from agentenv.base.deadline import admitted
 from agentenv.base.disk import own_folder
 from agentenv.base.errors import ConfigError, ForeignError, InfraError
 from agentenv.base.offload import check_outside, in_thread
@@ -58,7 +57,6 @@ logger = logging.getLogger(__name__)
 
 START_S = 60.0  # of a sandbox, on a busy machine
 STOP_S = 10.0
-MAX_STARTS = 8  # concurrent ones; others wait
 MAX_REPORT_BYTES = 1 << 18
 PREFIX = "agentenv-programs-"
 
@@ -122,9 +120,8 @@ class Program:
         program = cls(await host.start(), spec)
         is_there = False
         try:
-            async with admitted(host.starts, "a program to start"):
-                await program._launch(host, variables, port, forward)
-                await program._started()
+            await program._launch(host, variables, port, forward)
+            await program._started()
             is_there = True
         except OSError as error:
             problem = f"the program cannot be started: {error}"
@@ -173,10 +170,6 @@ class Program:
             self._waiting = asyncio.ensure_future(self._ended())
         return await asyncio.shield(self._waiting)
 
-    @property
-    def has_ended(self) -> bool:
-        return self._waiting is not None and self._waiting.done()
-
     async def stop(self) -> None:
         """End it, and wait for the end of all its processes, even while being cancelled;
         idempotent."""
@@ -217,37 +210,30 @@ class Program:
         finally:
             await in_thread(self._kept.close)
 
-    async def _received(self, max_bytes: int) -> tuple[bytes, list[int]]:
-        """The next message of process 1, and the attached descriptors."""
-        loop = asyncio.get_running_loop()
-        while True:
-            readable: asyncio.Future[None] = loop.create_future()
-            loop.add_reader(self._control, _set, readable)
-            try:
-                await readable
-            finally:
-                loop.remove_reader(self._control)
-            with suppress(BlockingIOError):
-                data, fds, *_ = socket.recv_fds(self._control, max_bytes, 1)
-                return data, fds
-
     async def _started(self) -> None:
-        """Wait for process 1. Raises ConfigError if no sandbox is available."""
+        """Wait for process 1, and take its descriptor. Raises ConfigError if no sandbox is
+        available."""
+        loop = asyncio.get_running_loop()
+        readable: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(self._control, readable.set_result, None)
         try:
             async with asyncio.timeout(START_S):
-                data, fds = await self._received(64)
+                await readable
         except TimeoutError as error:
             raise InfraError(f"no sandbox for a program within {START_S:g} s") from error
-        except OSError:
-            data, fds = b"", []
-        if not data or not fds:
+        finally:
+            loop.remove_reader(self._control)
+        fds: list[int] = []
+        with suppress(OSError):
+            _, fds, *_ = socket.recv_fds(self._control, 64, 1)
+        if not fds:
             raise await in_thread(self._problem)
         (self._pidfd,) = fds
         self._kept.callback(os.close, self._pidfd)
 
     async def _ended(self) -> Ended:
         try:
-            data, _ = await self._received(MAX_REPORT_BYTES)
+            data = await asyncio.get_running_loop().sock_recv(self._control, MAX_REPORT_BYTES)
         except OSError:
             data = b""
         if not data:
@@ -302,11 +288,6 @@ class Program:
             ended.poll(STOP_S * 1000)
 
 
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
 def _no_sandbox(text: str) -> ConfigError:
     return ConfigError(
         f"no sandbox for a program is available: {advised(text)}. To run it without protection, "
@@ -325,11 +306,10 @@ async def check_namespaces() -> None:
 
 
 class _Host:
-    """The resources that the programs of a process share: a parent folder, and slots to start."""
+    """The parent folder of the programs of a process, with the files that they share."""
 
     def __init__(self) -> None:
         self.folder = Path()
-        self.starts = asyncio.Semaphore(MAX_STARTS)
         self._kept = ExitStack()
         self._starting = asyncio.Lock()
 

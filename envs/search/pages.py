@@ -62,11 +62,10 @@ USER_AGENT = "Mozilla/5.0 (compatible; agentenv)"
 
 
 class AddressRule:
-    """Allows public addresses on these ports, and those of `allow_networks` (e.g. "10.1.0.0/16") on
-    all ports."""
+    """Allows public addresses on PORTS, and those of `allow_networks` (e.g. "10.1.0.0/16") on all
+    ports."""
 
-    def __init__(self, allow_networks: Sequence[str] = (), ports: Sequence[int] = PORTS) -> None:
-        self._ports = ports
+    def __init__(self, allow_networks: Sequence[str] = ()) -> None:
         try:
             self._allowed = [ipaddress.ip_network(network) for network in allow_networks]
         except ValueError as error:
@@ -86,8 +85,8 @@ class AddressRule:
     def check_port(self, port: int, addresses: Iterable[str]) -> None:
         """Raises RefusedAddress for other ports, unless all these addresses are in allowed
         networks."""
-        if port not in self._ports and not all(map(self._is_allowed, addresses)):
-            raise RefusedAddress(f"its port is not one of {', '.join(map(str, self._ports))}")
+        if port not in PORTS and not all(map(self._is_allowed, addresses)):
+            raise RefusedAddress(f"its port is not one of {', '.join(map(str, PORTS))}")
 
     def _is_allowed(self, address: str) -> bool:
         return any(_usual(address) in network for network in self._allowed)
@@ -275,14 +274,9 @@ def _named(url: str, error: BaseException) -> ToolError | InfraError:
 class PageReader:
     """Reads the text of pages; shared by all episodes."""
 
-    def __init__(
-        self,
-        config: FetchConfig,
-        cache: ResultCache,
-        resolver: AbstractResolver | None = None,
-    ) -> None:
+    def __init__(self, config: FetchConfig, cache: ResultCache) -> None:
         self._cache = cache
-        self._fetcher = PageFetcher(config, resolver)
+        self._fetcher = PageFetcher(config)
         self._extractor = TextExtractor()
 
     async def text(self, url: str) -> str:
