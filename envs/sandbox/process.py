@@ -79,9 +79,7 @@ class SessionChannel:
         sock.setblocking(False)
         self._socket = sock
 
-    async def request(
-        self, request: dict[str, Any], wake: Callable[[], None] | None = None
-    ) -> CellAnswer:
+    async def request(self, request: dict[str, Any], wake: Callable[[], None]) -> CellAnswer:
         """Send a request, and read its answer; `wake` is called when the answer has arrived, so
         that a stopped process resumes only once.
 
@@ -126,14 +124,13 @@ class SessionChannel:
         """Close the socket; idempotent."""
         self._socket.close()
 
-    async def _send(self, frame: bytes, wake: Callable[[], None] | None) -> None:
+    async def _send(self, frame: bytes, wake: Callable[[], None]) -> None:
         try:
             try:
                 num_sent = self._socket.send(frame)
             except BlockingIOError:
                 num_sent = 0
-            if wake is not None:
-                wake()
+            wake()
             if num_sent < len(frame):
                 await asyncio.get_running_loop().sock_sendall(self._socket, frame[num_sent:])
         except OSError as error:

@@ -29,7 +29,6 @@ BACKENDS = Registry(
     BackendConfig,
     {
         "bm25": "agentenv.envs.search.bm25:BM25Config",
-        "tantivy": "agentenv.envs.search.bm25:TantivyConfig",
         "faiss": "agentenv.envs.search.faiss_index:FaissConfig",
         "remote": "agentenv.envs.search.providers:RemoteSearchConfig",
         "web": "agentenv.envs.search.providers:WebConfig",

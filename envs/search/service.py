@@ -95,8 +95,6 @@ class SearchService:
         config, sizes = self.config, self.config.sizes
         market = market_of(text, config.market)
         query, info = Query(text, config.max_results, market), Info()
-        if isinstance(self.backend, CachedBackend):
-            info["cached"] = self.backend.knows(query)
         hits = _distinct(await self.backend.search(query))
         info["ids"] = [hit.id or hit.url for hit in hits]
         if not hits:
