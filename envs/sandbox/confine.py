@@ -134,13 +134,8 @@ def keep_seen(source: str, path: str) -> None:
 
 
 def _cover(path: str, flags: int, options: str) -> None:
-    mount("tmpfs", path, flags | MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
-
-
-def mount(source: str, path: str, flags: int, options: str = "") -> None:
-    """Mount an empty in-memory file system or, with MS_BIND, the file `source`. Raises OSError."""
-    result = _libc.mount(source.encode(), path.encode(), b"tmpfs", flags, options.encode())
-    _check(result, f"private {path}")
+    flags |= MS_NOSUID | MS_NODEV | MS_NOEXEC
+    _check(_libc.mount(b"tmpfs", path.encode(), b"tmpfs", flags, options.encode()), f"cover {path}")
 
 
 def limit(values: dict[str, int]) -> None:

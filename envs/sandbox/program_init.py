@@ -74,8 +74,9 @@ def main() -> None:
     watch = Watch(settings)
     ended: dict[int, int] = {}  # states by process
     report: dict[str, Any] = {}
+    sources: list[Any] = [woken, control]
     while not report:
-        ready = select.select([woken, control], [], [], LOOK_EVERY_S)[0]
+        ready = select.select(sources, [], [], LOOK_EVERY_S)[0]
         if woken in ready:
             os.read(woken, READ_BYTES)
         if control in ready:  # the host has ended, or requests the end

@@ -239,7 +239,7 @@ ODD: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_an_unusual_program_has_the_expected_end_and_limit(name: str) -> None:
     """No process of it remains."""
     code, limits, end = ODD[name]
-    leaf = one_leaf(CLIENT + code, said, limits={"idle_s": 20, **limits}, reward="exit")
+    leaf = one_leaf(CLIENT + code, said, limits={"idle_s": 60, **limits}, reward="exit")
     ended = "truncated" if end else "terminated"
     assert (leaf.end, leaf.info.get("limit", "")) == (ended, end), leaf.error
     counts = leaf.info["endpoint"]
