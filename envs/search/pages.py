@@ -28,7 +28,7 @@ from agentenv.base.result_cache import ResultCache
 from agentenv.base.untrusted import decode_text, printable
 from agentenv.contract.http import HttpSession, is_temporary
 from agentenv.envs.search.keys import FetchConfig
-from agentenv.envs.search.upstream import Reply
+from agentenv.envs.search.upstream import Reply, read_at_most
 from agentenv.processes.worker_pool import JobError, JobStoppedError, WorkerPool
 
 # Allowed network addresses of pages: public ones, and configured networks.
@@ -224,7 +224,7 @@ class PageFetcher:
                 kind = printable(response.content_type)
                 if not kind.startswith(_TEXT_TYPES):
                     raise ToolError(f"{url} is not a text but {kind}.")
-                body = await self._read(response)
+                body = await read_at_most(response, MAX_BYTES)
                 kind = printable(response.headers.get("Content-Type", ""))
                 return Reply(200, body, kind, str(target))
         raise ToolError(f"{url} redirects more than {MAX_REDIRECTS} times.")
@@ -245,14 +245,6 @@ class PageFetcher:
             self._rule.check(host)
             self._rule.check_port(port, [host])
         return url.with_user(None)
-
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        body = bytearray()
-        async for part in response.content.iter_chunked(65_536):
-            body += part
-            if len(body) >= MAX_BYTES:
-                break
-        return bytes(body[:MAX_BYTES])
 
 
 # errors for exhausted resources of this machine: files, memory, ports

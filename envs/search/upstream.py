@@ -184,7 +184,10 @@ class Upstream:
                         raise self._refusal(status)
                 if is_temporary(status):
                     return f"status {status}", retry_after_s(response.headers)
-                return Reply(status, await _read(response, self.name))
+                body = await read_at_most(response, MAX_REPLY_BYTES)
+                if len(body) == MAX_REPLY_BYTES:
+                    raise InfraError(f"{self.name}: the reply exceeds {MAX_REPLY_BYTES} bytes")
+                return Reply(status, body)
         except TimeoutError:
             return f"no reply within {self.config.timeout_s:g} s", None
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -197,11 +200,11 @@ class Upstream:
         )
 
 
-async def _read(response: aiohttp.ClientResponse, name: str) -> bytes:
-    body = await response.content.read(MAX_REPLY_BYTES)
-    while len(body) < MAX_REPLY_BYTES:
-        more = await response.content.read(MAX_REPLY_BYTES - len(body))
-        if not more:
-            return body
-        body += more
-    raise InfraError(f"{name}: the reply exceeds {MAX_REPLY_BYTES} bytes")
+async def read_at_most(response: aiohttp.ClientResponse, num_bytes: int) -> bytes:
+    """The body, or its beginning; the rest is not read."""
+    body = bytearray()
+    async for part in response.content.iter_chunked(65_536):
+        body += part
+        if len(body) >= num_bytes:
+            break
+    return bytes(body[:num_bytes])
