@@ -73,8 +73,6 @@ class PagesConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class SummarizerConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The model that summarizes pages."""
 
-    temperature: Annotated[float, Meta(ge=0, description="0: greedy")] = 0.6
-    top_p: Annotated[float, Meta(gt=0, le=1, description="1 is off")] = 0.95
     max_chars: ClassVar[int] = 6000  # of a summary for the policy
 
 
