@@ -64,15 +64,13 @@ _uids = count()  # of programs if the host is root: each has its own user
 
 
 class Ended(Struct, frozen=True):
-    """The end of a program: by an exit code, by a signal, or by a limit, which is named. `num_left`
-    of its processes still ran, and were killed."""
+    """The end of a program: by an exit code, by a signal, or by a limit, which is named."""
 
     exit: int | None = None
     signal: int | None = None
     limit: str = ""
     cpu_s: float = 0.0
     output: str = ""
-    num_left: int = 0
 
     @property
     def text(self) -> str:

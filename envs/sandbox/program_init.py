@@ -87,7 +87,7 @@ def main() -> None:
         _end_all(ended)
     if report:
         drained.join(LAST_OUTPUT_S)
-        report |= {"cpu_s": watch.cpu_s, "output": output.text(), "num_left": watch.num_left}
+        report |= {"cpu_s": watch.cpu_s, "output": output.text()}
         with contextlib.suppress(OSError):
             control.send(json.dumps(report).encode())
     os._exit(0)

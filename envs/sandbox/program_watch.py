@@ -26,13 +26,12 @@ class Watch:
         self._seen: dict[int, float] = {}  # CPU seconds by process, also of ended ones
         self._disk_at = 0.0
         self.cpu_s = 0.0
-        self.num_left = 0
 
     def ended(self, state: int | None) -> dict[str, Any]:
         """The report of the program's end, empty while it runs; `state` is its exit state."""
         if state is None:
             return {}
-        self.num_left = len(self.look())
+        self.look()
         code = os.waitstatus_to_exitcode(state)
         return {"exit": code} if code >= 0 else {"signal": -code}
 
