@@ -18,8 +18,7 @@ that is not in `exit_codes`, or by a signal, has failed: ProgramDiedError.
 A fork is a replay: a fresh program begins in a copy of the initial files, and its calls are
 answered from the record as long as they equal the recorded ones, except for parts that
 `NORMALIZERS` and `normalise` treat as random. The first replays measure the rate of exact ones;
-below `min_replay_rate`, forks are disabled. With `fork = "snapshot"` the program itself is copied,
-where possible, without a replay.
+below `min_replay_rate`, forks are disabled.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from agentenv.base.types import UNKNOWN_TOOL, Info, Limit, Message, Task, Turn
 from agentenv.contract.env import ForkMode, Grade, Grader, StepResult, graded, shared, start_grader
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import make_grader
-from agentenv.envs.sandbox.program import Ended, NoSnapshotError, Program, check_namespaces
+from agentenv.envs.sandbox.program import Ended, Program, check_namespaces
 from agentenv.envs.sandbox.program_launch import ProgramLimits, ProgramSpec
 from agentenv.text.call_syntax import call_marks, split_thoughts
 
@@ -152,13 +151,6 @@ class ProgramConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         dict[str, str],
         Meta(description="patterns by name of parts that differ between equal calls; empty: none"),
     ] = field(default_factory=dict)
-    fork: Annotated[
-        Literal["replay", "snapshot"],
-        Meta(
-            description="replay: a fresh program is answered from the record; snapshot: a program "
-            "in Python that waits in a call is copied as it is, any other is replayed"
-        ),
-    ] = "replay"
     min_replay_rate: Annotated[
         float,
         Meta(
@@ -169,11 +161,6 @@ class ProgramConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = 0.5
 
     def __post_init__(self) -> None:
-        if self.fork == "snapshot" and self.allow_unsafe:
-            raise ConfigError(
-                'fork = "snapshot" needs the sandbox, which gives a copy files of its own: remove '
-                'allow_unsafe, or set fork = "replay"'
-            )
         for name, pattern in self.normalise.items():
             try:
                 re.compile(pattern)
@@ -204,8 +191,6 @@ class Replays:
         self.least = least
         self.num_tried = self.num_exact = 0
         self.causes: Counter[str] = Counter()
-        self.num_snapshots = 0
-        self.refusals: Counter[str] = Counter()  # of snapshots, by their causes
 
     @property
     def allowed(self) -> bool:
@@ -230,9 +215,7 @@ class Replays:
     def stats(self) -> dict[str, float]:
         """The counts as metrics."""
         found = {f"program/diverged/{name}": float(one) for name, one in self.causes.items()}
-        found |= {f"program/no_snapshot/{name}": float(n) for name, n in self.refusals.items()}
         counts = {"replays": self.num_tried, "replays_exact": self.num_exact}
-        counts |= {"snapshots": self.num_snapshots} if self.num_snapshots else {}
         return found | {f"program/{name}": float(count) for name, count in counts.items()}
 
 
@@ -327,14 +310,11 @@ class ProgramEnv:
         return await self._grade(self._ended)
 
     async def fork(self) -> Self:
-        """A snapshot of the program, if configured and possible; else a fresh program, replayed to
-        the same call. Raises DivergedError."""
+        """A fresh program, replayed to the same call. Raises DivergedError."""
         from agentenv.endpoint.capture import DivergedError
 
         if self._session is None or self._endpoint is None or self._ended is not None:
             raise EnvError(f"task {self.task.id}: fork before reset or after the end")
-        if self.config.fork == "snapshot" and (taken := await self._snapshot()) is not None:
-            return taken
         other = copy.copy(self)
         other._written, other._program = list(self._written), None
         other._session = self._endpoint.open(after=self._session, same=self._same)
@@ -355,31 +335,6 @@ class ProgramEnv:
                 self._replays.add(cause)
             if cause:
                 await other.close()
-        return other
-
-    async def _snapshot(self) -> Self | None:
-        """A snapshot of the program; None if it is impossible."""
-        assert self._endpoint is not None
-        assert self._session is not None
-        assert self._program is not None
-        other = copy.copy(self)
-        other._written, other._program = list(self._written), None
-        other._session = self._endpoint.open(thoughts=self.config.thoughts)
-        cause = "cancelled"
-        try:
-            if not other._session.continue_as(self._session):
-                raise NoSnapshotError("calls")
-            adopt = self._endpoint.adopter(other._session)
-            other._program = await self._program.snapshot(adopt)
-            cause = ""
-        except NoSnapshotError as error:
-            cause = str(error)
-            self._replays.refusals[cause] += 1
-            return None
-        finally:
-            if cause:
-                await other.close()
-        self._replays.num_snapshots += 1
         return other
 
     async def close(self) -> None:
@@ -428,7 +383,6 @@ class ProgramEnv:
             limits=config.limits,
             allow_unsafe=config.allow_unsafe,
             seed=self._seed,
-            snapshots=config.fork == "snapshot",
         )
         own = {name: filled(text) for name, text in config.variables.items()}
         port = self._session.port

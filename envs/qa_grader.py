@@ -12,17 +12,9 @@ from typing import Any
 from agentenv.base.types import Task
 from agentenv.contract.tool_env import Prompt, ToolEnv
 from agentenv.envs.grading.keys import GraderConfig
-from agentenv.envs.grading.reward import AnswerReward, ExactMatch, ToolReward, make_grader
+from agentenv.envs.grading.reward import ExactMatch, make_grader
 
-# custom environments import graders from here
-__all__ = [
-    "AnswerReward",
-    "ExactMatch",
-    "GraderConfig",
-    "QAGraderEnv",
-    "ToolReward",
-    "make_grader",
-]
+__all__ = ["ExactMatch", "QAGraderEnv"]  # environments of users import the grader from here
 
 
 class QAGraderEnv(ToolEnv):

@@ -53,7 +53,6 @@ OURS = {
     "envs/sandbox/zygote.py": "in the zygote, a request of the host",
     "envs/bridges/verifiers_env.py": "what the host sends to a package's process; a row of ours",
     "envs/sandbox/program_init.py": "in the sandbox of a program, the settings of the host",
-    "envs/sandbox/snapshot_hook.py": "in a program, what process 1 asks",
     "agentenv/processes/worker_pool.py": "in a worker, a job of the host",
     "assembly/run/transcript.py": "rows and questions of ours",
     "assembly/keys/cluster.py": "a process of ours",

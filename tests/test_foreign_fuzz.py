@@ -50,7 +50,7 @@ from agentenv.envs.grading.keys import JudgeConfig
 from agentenv.envs.sandbox.process import SessionChannel
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.envs.search.corpus import Hit, Query
-from agentenv.envs.search.keys import FetchConfig, PagesConfig, SummarizerConfig, TrafficConfig
+from agentenv.envs.search.keys import FetchConfig, SummarizerConfig, TrafficConfig
 from agentenv.envs.search.pages import PageReader
 from agentenv.envs.search.providers import (
     PROVIDERS,
@@ -393,7 +393,7 @@ async def server() -> AsyncIterator[RawServer]:
 @pytest.fixture
 async def reader() -> AsyncIterator[PageReader]:
     fetch = FetchConfig(allow_networks=("127.0.0.1/32",), timeout_s=5.0)
-    one = PageReader(PagesConfig(fetch=fetch), ResultCache())
+    one = PageReader(fetch, ResultCache())
     yield one
     await one.close()
 

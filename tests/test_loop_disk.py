@@ -65,7 +65,6 @@ ALLOWED = {
     "envs/sandbox/process.py launch: settings_of": OWN,
     "envs/program.py fork: self._endpoint.open": NO_DISK,
     "envs/program.py reset: self._endpoint.open": NO_DISK,
-    "envs/program.py _snapshot: self._endpoint.open": NO_DISK,
     "envs/bridges/verifiers_env.py _difference: cast(Endpoint, self._endpoint).open": NO_DISK,
     "envs/sandbox/sandbox.py find_escape: tempfile.NamedTemporaryFile": OWN,
     "evaluation/run.py run_evaluation: saved_of": BEFORE,

@@ -62,9 +62,8 @@ PROGRAMS = (
     "agentenv/engines/vllm_plugin/",
     *("learners/ranks/broadcast.py", "learners/ranks/dpo.py"),  # of a rank, likewise
     *("envs/sandbox/zygote.py", "envs/sandbox/fork_broker.py", "envs/sandbox/confine.py"),
-    *("envs/sandbox/program_init.py", "envs/sandbox/program_snapshot.py"),
+    "envs/sandbox/program_init.py",
     *("envs/sandbox/process_table.py", "envs/sandbox/program_watch.py"),
-    "envs/sandbox/snapshot_hook.py",
 )
 
 ALLOWED = {

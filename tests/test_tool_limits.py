@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.assembly.keys.rl import EnvConfig, TrainConfig
+from agentenv.assembly.keys.rl import EnvConfig
 from agentenv.assembly.parts.environments import EnvMaker
 from agentenv.base.config import build_config
 from agentenv.base.deadline import WorkClock, working
@@ -267,16 +267,6 @@ def test_an_optional_tool_that_is_unavailable_is_omitted(caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING):
         assert load_tools([ToolConfig(name="nowhere:tool", required=False)]) == []
     assert "nowhere:tool is skipped" in caplog.text
-
-
-def test_misspelled_keys_of_a_tool_are_refused() -> None:
-    raw = {"model": {"path": "m"}, "data": {"train": "t"}, "train": {"num_steps": 1}}
-    raw |= {
-        "algorithm": {"name": "grpo"},
-        "env": {"id": "x", "tools": [{"name": "a", "max_cals": 1}]},
-    }
-    with pytest.raises(ConfigError, match=r"env\.tools\[0\]\.max_cals.*did you mean"):
-        build_config(TrainConfig, raw, "test")
 
 
 async def test_limits_of_an_unknown_tool_are_refused() -> None:

@@ -25,14 +25,12 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import socket
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -136,7 +134,6 @@ class CaptureSession:
         self._expected: list[Request] = []  # its calls after those; the first one is unanswered
         self._stray: tuple[str, str] | None = None  # cause and text of an unexpected call
         self._is_parallel = False  # its calls arrived while others were pending
-        self._resumed: _Pending | None = None  # the call during which its program was copied
         if after is not None:
             self._follow(after)
         self._same: Same = same or (lambda recorded, now: recorded == now)
@@ -268,32 +265,6 @@ class CaptureSession:
             raise ApiError("bad_request", 'expected {"reward": NUMBER}', "reward")
         self.posted = body
         self._rewarded.set()
-
-    # a copy of a program
-
-    def continue_as(self, after: CaptureSession) -> bool:
-        """Take over the state of another session, for a copy of its program; False if that has
-        several pending calls."""
-        call = after._current
-        if call is None or after._waiting:
-            return False
-        self._follow(after)
-        self._recorded, self._expected, self.posted = {}, [], after.posted
-        self.counts = after.counts.copy()
-        self._current = self._resumed = _Pending(call.request, is_parallel=call.is_parallel)
-        return True
-
-    def resumed(self) -> tuple[Callable[..., Coroutine[Any, Any, Sequence[ServedTurn]]], Request]:
-        """The call during which its program was copied, and a function that waits for its answer.
-        Raises ApiError."""
-        call = self._resumed
-        if call is None:
-            raise ApiError("no_route", "only a copy of a program has a call to resume")
-
-        async def answered(*_: Any) -> Sequence[ServedTurn]:
-            return [await call.answer]
-
-        return answered, call.request
 
     # a replay
 
@@ -550,11 +521,6 @@ class Endpoint:
             raise AgentEnvError(f"the key {key} belongs to another branch")
         session = self._sessions[key] = CaptureSession(key, self.port, after, same, thoughts)
         return session
-
-    def adopter(self, session: CaptureSession) -> Callable[[socket.socket], Awaitable[None]]:
-        """A function that serves a connection: all its calls belong to this session, regardless of
-        their keys."""
-        return partial(self._server.adopt, session)
 
     def forget(self, session: CaptureSession) -> None:
         """Close a session; from now on its key is rejected."""

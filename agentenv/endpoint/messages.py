@@ -77,7 +77,7 @@ class Given(NamedTuple):
 class Request(Struct, kw_only=True):
     """A request. `tools` are (name, description, parameters) in JSON. `logprobs`: return those of
     the sampled tokens. `raw`: return the turn as sampled, and malformed calls. `compact`: its
-    client writes JSON without blanks. `path` is its route, `reply` the id of its reply."""
+    client writes JSON without blanks."""
 
     model: str
     messages: tuple[Given, ...]
@@ -97,8 +97,6 @@ class Request(Struct, kw_only=True):
     session: str = ""
     raw: bool = False
     compact: bool = False
-    path: str = ""
-    reply: str = ""
     body: Json = {}
 
 

@@ -3,7 +3,6 @@
     GET   /health, /v1/models, /v1/models/NAME
     POST  /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens
     POST  /v1/reward                            {"reward": NUMBER, "success"} of a captured program
-    POST  /v1/resume                            the reply to the call during which it was copied
 
 The key is in `Authorization: Bearer KEY` or `x-api-key: KEY`. Every error has the form of its
 route's API, and a name of ERRORS.
@@ -15,13 +14,11 @@ import asyncio
 import errno
 import logging
 import re
-import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from hmac import compare_digest
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import msgspec
 from aiohttp import web
@@ -45,12 +42,9 @@ MAX_BODY_BYTES = 64 << 20
 BODY_S = 60.0  # for a client to send its request, and to receive each part of a reply
 SHUTDOWN_S = 1.0
 _COMPACT = re.compile(r"\b(?:js|node|bun|deno|undici|ai-sdk|pydantic-ai)\b", re.IGNORECASE)
-MAX_ADOPTED = 256  # connections of one handler at a time
 BACKLOG = 4096  # concurrent connects; a client that the kernel drops retries after seconds
 
 Delta = Callable[[int, str, str], None]  # (choice, "thoughts" or "text", new text)
-
-_Answer = Callable[[Request, Delta | None], Coroutine[Any, Any, Sequence[ServedTurn]]]
 
 logger = logging.getLogger(__name__)
 encode = msgspec.json.Encoder(enc_hook=str).encode
@@ -117,8 +111,6 @@ class ApiServer(Listener):
     ) -> None:
         super().__init__()
         self._find, self._models, self._created = find, models, created
-        self._adopted: WeakKeyDictionary[Any, Handler] = WeakKeyDictionary()  # by transport
-        self._adopting: dict[Any, Handler] = {}  # by protocol, before it has a transport
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, path: str | None = None) -> None:
         """Listen, as in `listen`."""
@@ -130,7 +122,6 @@ class ApiServer(Listener):
             app.router.add_post(dialect.path, partial(self._call, dialect))
         app.router.add_post(f"{Anthropic.path}/count_tokens", self._count)
         app.router.add_post("/v1/reward", self._reward)
-        app.router.add_post("/v1/resume", self._resume)
         await self.listen(app, host, port, path)
 
     async def _list(self, http: web.Request) -> web.Response:
@@ -148,50 +139,18 @@ class ApiServer(Listener):
                 return json_response(model)
         raise ApiError("no_model", f"unknown model {name!r:.200}", "model")
 
-    async def adopt(self, handler: Handler, one: socket.socket) -> None:
-        """Serve a connection whose calls all go to this handler, regardless of their keys; close it
-        beyond MAX_ADOPTED."""
-        live = [to for to, owner in self._adopted.items() if owner is handler]
-        if self._runner is None or len(live) >= MAX_ADOPTED:
-            one.close()
-            return
-        protocol: Any = self._runner.server()  # type: ignore[misc]
-        self._adopting[protocol] = handler
-        try:
-            loop = asyncio.get_running_loop()
-            transport, _ = await loop.connect_accepted_socket(lambda: protocol, one)
-            self._adopted[transport] = handler
-        except OSError:
-            one.close()
-        finally:
-            del self._adopting[protocol]
-
     def _handler(self, http: web.Request) -> Handler:
-        adopted = self._adopted.get(http.transport) or self._adopting.get(http.protocol)
-        return self._find(key_of(http)) if adopted is None else adopted
+        return self._find(key_of(http))
 
     async def _call(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
         handler = self._handler(http)
         request = dialect.read(await _body(http))
         request.compact = not isinstance(dialect, Anthropic) and _writes_compact(http)
-        request.reply, request.path = handler.new_id(), dialect.path
-        return await self._replied(http, handler.answer, request)
-
-    async def _replied(
-        self, http: web.Request, answer: _Answer, request: Request
-    ) -> web.StreamResponse:
-        dialect = next(one for one in DIALECTS if one.path == request.path)
+        id = handler.new_id()
         if request.stream:
-            return await self._stream(dialect, http, answer, request)
-        answers = await answer(request, None)
-        return json_response(dialect.reply(request, answers, request.reply, self._created))
-
-    async def _resume(self, http: web.Request) -> web.StreamResponse:
-        """The reply to the call during which a program was copied, in the form of that call."""
-        resumed = getattr(self._handler(http), "resumed", None)
-        if resumed is None:
-            raise ApiError("no_route", "only a copy of a program has a call to resume")
-        return await self._replied(http, *resumed())
+            return await self._stream(dialect, http, handler, request, id)
+        answers = await handler.answer(request, None)
+        return json_response(dialect.reply(request, answers, id, self._created))
 
     async def _count(self, http: web.Request) -> web.Response:
         handler = self._handler(http)
@@ -207,17 +166,16 @@ class ApiServer(Listener):
         return json_response({"ok": True})
 
     async def _stream(
-        self, dialect: Dialect, http: web.Request, answer: _Answer, request: Request
+        self, dialect: Dialect, http: web.Request, handler: Handler, request: Request, id: str
     ) -> web.StreamResponse:
         """Stream a reply. The stream begins with the first delta, so that earlier errors have their
         HTTP status."""
-        id = request.reply
         queue: asyncio.Queue[tuple[int, str, str] | None] = asyncio.Queue()
 
         def delta(index: int, kind: str, text: str) -> None:
             queue.put_nowait((index, kind, text))
 
-        answering = asyncio.ensure_future(answer(request, delta))
+        answering = asyncio.ensure_future(handler.answer(request, delta))
         answering.add_done_callback(lambda _: queue.put_nowait(None))
         writers = [dialect.writer(request, i, id, self._created) for i in range(request.n)]
         response: web.StreamResponse | None = None

@@ -37,13 +37,12 @@ PING_S = 5.0
 START_TIMEOUT_S = 30.0
 HTTP_TIMEOUT_S = 30.0  # to connect, and to send
 STREAM_TIMEOUT_S = 86400.0  # between events of a server, which may be silent for long
-OLDER_TIMEOUT_S = 5.0  # for a server of the older transport to name its endpoint
 STOP_TIMEOUT_S = 10.0
 GRACE_S = 1.0  # for a server to end; the package kills it after 2
 MAX_PAGES = 1000  # of a server's list of tools
 MAX_LOG_CHARS = 2000  # of a server's standard error, shown if it does not start
 INVALID_REQUEST_CODES = (-32600, -32602)  # JSON-RPC: the call is invalid
-WRITERS = ("httpx2", "mcp.client.sse", "mcp.client.streamable_http")  # loggers of addresses
+WRITERS = ("httpx2", "mcp.client.streamable_http")  # loggers of addresses
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
@@ -51,10 +50,10 @@ class MCPTools:
     """A source of tools for a ToolEnv: all tools of one server, or those in `only`.
 
     `command` starts a server that uses its standard streams; `env` adds to the few environment
-    variables that it inherits. `url` is a server with streamable HTTP, or the older HTTP with
-    server-sent events; each request has `headers`. In values of `env` and `headers`, "${NAME}"
-    stands for an environment variable, so that a configuration contains no secret. Episodes of a
-    process share one connection, which the first one opens, and which is reopened after a break.
+    variables that it inherits. `url` is a server with streamable HTTP; each request has `headers`.
+    In values of `env` and `headers`, "${NAME}" stands for an environment variable, so that a
+    configuration contains no secret. Episodes of a process share one connection, which the first
+    one opens, and which is reopened after a break.
     """
 
     def __init__(
@@ -156,7 +155,6 @@ class Connection:
         self._url = url
         self._extra = dict(extra)
         self._secrets = sorted(filter(None, secrets), key=len, reverse=True)
-        self._is_older = False  # the server speaks the older transport
         self._refusal = ""  # the last HTTP status that was an error
         self._owner: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[tuple[Any, list[Any]]] | None = None
@@ -223,18 +221,10 @@ class Connection:
         """Keep the session open until cancelled."""
         with tempfile.TemporaryFile("w+", errors="replace") as log:
             try:
-                try:
-                    await self._serve(ready, cast(TextIO, log))
-                except Exception:  # the process boundary: whatever the transport raises
-                    if self._url is None or self._is_older or ready.done():
-                        raise
-                    refusal = self._refusal
-                    if not await self._serves_older():
-                        self._refusal = refusal
-                        raise
-                    self._is_older = True
-                    await self._serve(ready, cast(TextIO, log))
-            except Exception as error:  # the process boundary, as above
+                async with self._open(cast(TextIO, log)) as session:
+                    ready.set_result((session, await _all_tools(session)))
+                    await asyncio.get_running_loop().create_future()
+            except Exception as error:  # the process boundary: whatever the transport raises
                 if not ready.done():
                     log.seek(0)
                     ready.set_exception(self._unusable(error, log.read()))
@@ -243,19 +233,13 @@ class Connection:
                 if not ready.done():
                     ready.cancel()
 
-    async def _serve(self, ready: asyncio.Future[tuple[Any, list[Any]]], log: TextIO) -> None:
-        async with self._open(log) as session:
-            if not ready.done():
-                ready.set_result((session, await _all_tools(session)))
-            await asyncio.get_running_loop().create_future()
-
     def _unusable(self, error: Exception, log: str) -> ConfigError:
         problem = log[-MAX_LOG_CHARS:].strip()
         hint = f" (HTTP {self._refusal})" if self._refusal else ""
         if self._refusal in ("401", "403"):
             hint += "; MCPTools takes headers, such as { Authorization = 'Bearer ${MY_TOKEN}' }"
         elif self._url is not None:
-            hint += "; expected a server of streamable HTTP, or of HTTP with server-sent events"
+            hint += "; expected a server of streamable HTTP"
         problem = f"; it wrote: {problem}" if problem else ""
         return ConfigError(
             self._safe(f"MCP server {self.place} cannot be used: {_reason(error)}{hint}{problem}")
@@ -270,20 +254,6 @@ class Connection:
             text = text.replace(secret, "[redacted]")
         return text
 
-    async def _serves_older(self) -> bool:
-        """Whether the address serves the transport from before March 2025: a stream of events whose
-        first one names the endpoint of messages."""
-        try:
-            async with asyncio.timeout(OLDER_TIMEOUT_S), self._older_streams():
-                return True
-        except Exception:  # the process boundary: the first error is the one to report
-            return False
-
-    def _older_streams(self) -> Any:
-        from mcp.client.sse import sse_client
-
-        return sse_client(self._url or "", headers=self._extra, sse_read_timeout=STREAM_TIMEOUT_S)
-
     @asynccontextmanager
     async def _open(self, log: TextIO) -> AsyncIterator[Any]:
         from httpx2 import AsyncClient, Timeout
@@ -295,9 +265,7 @@ class Connection:
                 """Skip the check: the policy reads results that violate their schema."""
 
         async with contextlib.AsyncExitStack() as stack:
-            if self._is_older:
-                streams = await stack.enter_async_context(self._older_streams())
-            elif self._url is not None:
+            if self._url is not None:
                 client = await stack.enter_async_context(
                     AsyncClient(
                         headers=self._extra,

@@ -16,13 +16,9 @@ SESSION_ID = 1000  # uid and gid inside a session
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_PARENT = 0x10000000, 0x20000000, 0x8000
-CLONE_NEWNET = 0x40000000
 # clone flags of a session's fork: as a sibling, and with new namespaces where they are available
 FORK_BESIDE = CLONE_PARENT | signal.SIGCHLD
 FORK_INTO_NAMESPACES = FORK_BESIDE | CLONE_NEWUSER | CLONE_NEWNS
-# clone flags of a program's snapshot, which also gets its own loopback
-SNAPSHOT_SPACES = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC
-FORK_SNAPSHOT = FORK_BESIDE | SNAPSHOT_SPACES
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_BIND, MS_REC = 4096, 16384
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
@@ -138,13 +134,8 @@ def keep_seen(source: str, path: str) -> None:
 
 
 def _cover(path: str, flags: int, options: str) -> None:
-    mount("tmpfs", path, flags | MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
-
-
-def mount(source: str, path: str, flags: int, options: str = "") -> None:
-    """Mount an empty in-memory file system or, with MS_BIND, the file `source`. Raises OSError."""
-    result = _libc.mount(source.encode(), path.encode(), b"tmpfs", flags, options.encode())
-    _check(result, f"private {path}")
+    flags |= MS_NOSUID | MS_NODEV | MS_NOEXEC
+    _check(_libc.mount(b"tmpfs", path.encode(), b"tmpfs", flags, options.encode()), f"cover {path}")
 
 
 def limit(values: dict[str, int]) -> None:
@@ -413,32 +404,20 @@ _REFUSED: _Numbers = {
     "open_by_handle_at": (304, 265), "reboot": (169, 142), "swapon": (167, 224),
     "syslog": (103, 116), "acct": (163, 89), "quotactl": (179, 60),
 }  # fmt: skip
-_OTHER_SIGNALS: _Numbers = {
-    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_open": (434, 434),
-}  # fmt: skip
 _SOCKETS: _Numbers = {"socket": (41, 198), "socketpair": (53, 199)}
 SOCKET_FAMILIES = (1, 2, 10, 16)  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK
 
 
-def program_filter(machine: str, snapshots: bool = False) -> list[Instruction]:
-    """The filter for a program and all that it starts. With `snapshots` its listener decides
-    about FORK_SNAPSHOT and signals. Raises ValueError for another machine."""
+def program_filter(machine: str) -> list[Instruction]:
+    """The filter for a program and all that it starts. Raises ValueError for another machine."""
     column, code = _column_of(machine), _beginning(machine)
     for number in _column(_REFUSED.values(), column):
         code += [(IF_EQUAL, 0, 1, number), (RETURN, 0, 0, ERRNO | errno.EPERM)]
     # the filter cannot read arguments in memory; without clone3 the C library calls clone
     code += [(IF_EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, ERRNO | errno.ENOSYS)]
-    clone = numbers_of(machine, "clone")[0]
-    if snapshots:
-        for number in _column((_OWN_PROCESS | _OTHER_SIGNALS).values(), column):
-            code += [(IF_EQUAL, 0, 1, number), (RETURN, 0, 0, ASK)]
-        forks = [(IF_EQUAL, 0, 1, FORK_SNAPSHOT), (RETURN, 0, 0, ASK), (LOAD, 0, 0, 0)]
-        code += [(IF_EQUAL, 0, 4, clone), (LOAD, 0, 0, 16), *forks]
-    code += _when(clone, 0, (0,), NAMESPACES)
-    # a copy has capabilities for a moment, and must not reach the packet filter
-    families = SOCKET_FAMILIES[:3] if snapshots else SOCKET_FAMILIES
+    code += _when(numbers_of(machine, "clone")[0], 0, (0,), NAMESPACES)
     for number in _column(_SOCKETS.values(), column):
-        code += _when(number, 0, families, refusal=errno.EAFNOSUPPORT)
+        code += _when(number, 0, SOCKET_FAMILIES, refusal=errno.EAFNOSUPPORT)
     return [*code, (RETURN, 0, 0, ALLOW)]
 
 

@@ -61,7 +61,7 @@ class BlockedCall(NamedTuple):
     arguments: tuple[int, ...]
 
 
-def next_call(listener: int) -> BlockedCall | None:
+def _next_call(listener: int) -> BlockedCall | None:
     """The next system call that waits; None if its caller has ended."""
     data = bytearray(80)
     try:
@@ -70,17 +70,6 @@ def next_call(listener: int) -> BlockedCall | None:
         return None
     id_, pid, _, number, _, _, *arguments = struct.unpack("=QIIiIQ6Q", data)
     return BlockedCall(id_, pid, number, tuple(arguments))
-
-
-def answer(listener: int, call: BlockedCall, refusal: int = 0) -> bool:
-    """Permit a call, or refuse it with an error number; False if the caller was interrupted or has
-    ended."""
-    data = struct.pack("=QqiI", call.id, 0, -refusal, 0 if refusal else GO_ON)
-    try:
-        fcntl.ioctl(listener, SEND, data)
-    except OSError:
-        return False
-    return True
 
 
 class PendingFork:
@@ -161,7 +150,7 @@ class ForkBroker:
 
     def answer_next(self) -> None:
         """Answer one system call."""
-        call = next_call(self.listener)
+        call = _next_call(self.listener)
         if call is None:
             return
         if call.number == self._clone:
@@ -256,7 +245,14 @@ class ForkBroker:
             self._may_fork.add(call.pid)
 
     def _answer(self, call: BlockedCall, refusal: int = 0) -> bool:
-        return answer(self.listener, call, refusal)
+        """Permit a call, or refuse it with an error number; False if the caller was interrupted or
+        has ended."""
+        data = struct.pack("=QqiI", call.id, 0, -refusal, 0 if refusal else GO_ON)
+        try:
+            fcntl.ioctl(self.listener, SEND, data)
+        except OSError:
+            return False
+        return True
 
 
 def _same_process(one: int, other: int) -> bool:

@@ -210,14 +210,6 @@ def bubblewrap(python: Interpreter) -> list[str]:
     return [*command, "--"]
 
 
-def check_rung(limits: SandboxLimits, rung: Rung) -> None:
-    """Raises ConfigError if this machine does not support the rung."""
-    if rung != "landlock":
-        return
-    if confine.landlock_abi() < 1:
-        raise ConfigError(f"this kernel offers no Landlock. {LANDLOCK_ADVICE}")
-
-
 def check_missing(missing: list[str], python: Interpreter) -> None:
     """Raises MissingModuleError if there are any."""
     if missing:

@@ -27,14 +27,15 @@ from agentenv.base.disk import own_folder
 from agentenv.base.errors import ConfigError, ForeignError, InfraError
 from agentenv.base.offload import check_outside, in_thread
 from agentenv.base.untrusted import decode
+from agentenv.envs.sandbox import confine
 from agentenv.envs.sandbox.launch import (
     HERE,
+    LANDLOCK_ADVICE,
     Rung,
     SandboxSetup,
     advised,
     bubblewrap,
     check_missing,
-    check_rung,
     environment,
     find_interpreter,
     settings_of,
@@ -79,9 +80,7 @@ class SessionChannel:
         sock.setblocking(False)
         self._socket = sock
 
-    async def request(
-        self, request: dict[str, Any], wake: Callable[[], None] | None = None
-    ) -> CellAnswer:
+    async def request(self, request: dict[str, Any], wake: Callable[[], None]) -> CellAnswer:
         """Send a request, and read its answer; `wake` is called when the answer has arrived, so
         that a stopped process resumes only once.
 
@@ -126,14 +125,13 @@ class SessionChannel:
         """Close the socket; idempotent."""
         self._socket.close()
 
-    async def _send(self, frame: bytes, wake: Callable[[], None] | None) -> None:
+    async def _send(self, frame: bytes, wake: Callable[[], None]) -> None:
         try:
             try:
                 num_sent = self._socket.send(frame)
             except BlockingIOError:
                 num_sent = 0
-            if wake is not None:
-                wake()
+            wake()
             if num_sent < len(frame):
                 await asyncio.get_running_loop().sock_sendall(self._socket, frame[num_sent:])
         except OSError as error:
@@ -251,7 +249,8 @@ class ZygoteProcess:
     async def launch(cls, setup: SandboxSetup, rung: Rung) -> ZygoteProcess:
         """Start one. Raises ConfigError if this machine or the interpreter lacks a requirement."""
         python = await find_interpreter(setup.interpreter)
-        check_rung(setup.limits, rung)
+        if rung == "landlock" and confine.landlock_abi() < 1:
+            raise ConfigError(f"this kernel offers no Landlock. {LANDLOCK_ADVICE}")
         check_outside("the sandbox")
         prefix = bubblewrap(python) if rung == "namespaces" else []
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

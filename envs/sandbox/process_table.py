@@ -3,10 +3,8 @@ library."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import time
 
 
 def processes() -> list[int]:
@@ -33,24 +31,6 @@ def parent_of(pid: int) -> int | None:
 def is_child(pid: int) -> bool:
     """Whether it is a child of this process."""
     return parent_of(pid) == os.getpid()
-
-
-def group_of(number: int) -> list[int]:
-    """The processes of a process group."""
-    found = []
-    for pid in processes():
-        with contextlib.suppress(OSError):
-            if os.getpgid(pid) == number:
-                found.append(pid)
-    return found
-
-
-def space_of(pid: int) -> int:
-    """The number of a process's network namespace; 0 if it has ended."""
-    try:
-        return os.stat(f"/proc/{pid}/ns/net").st_ino
-    except OSError:
-        return 0
 
 
 def status_of(pid: int) -> dict[str, str]:
@@ -81,12 +61,3 @@ def end(pid: int) -> None:
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     finally:
         os.close(pidfd)
-
-
-def end_all(space: int) -> None:
-    """Kill all processes in a network namespace, including new ones."""
-    while found := [one for one in processes() if space_of(one) == space != 0]:
-        for pid in found:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.001)

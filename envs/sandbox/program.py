@@ -5,8 +5,7 @@ read-only system (/usr, the interpreter of this process, `read_only`), its own f
 an empty /tmp, and a loopback with one port, which is forwarded to one Unix socket of the host
 (program_init.py). A system-call filter forbids new
 namespaces, tracing and the kernel's keys. A machine that does not support this is a ConfigError;
-with `allow_unsafe` a program runs with only the limits. A copy of a program (`snapshot`) is another
-`Program` in the same sandbox.
+with `allow_unsafe` a program runs with only the limits.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import signal
 import socket
 import stat
 import subprocess
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from io import BufferedWriter
@@ -31,7 +30,6 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from agentenv.base.deadline import admitted
 from agentenv.base.disk import own_folder
 from agentenv.base.errors import ConfigError, ForeignError, InfraError
 from agentenv.base.offload import check_outside, in_thread
@@ -59,28 +57,20 @@ logger = logging.getLogger(__name__)
 
 START_S = 60.0  # of a sandbox, on a busy machine
 STOP_S = 10.0
-MAX_STARTS = 8  # concurrent ones; others wait
 MAX_REPORT_BYTES = 1 << 18
 PREFIX = "agentenv-programs-"
-Adopt = Callable[[socket.socket], Awaitable[None]]
 
 _uids = count()  # of programs if the host is root: each has its own user
 
 
-class NoSnapshotError(Exception):
-    """A program cannot be copied in its state; the text is the cause."""
-
-
 class Ended(Struct, frozen=True):
-    """The end of a program: by an exit code, by a signal, or by a limit, which is named. `num_left`
-    of its processes still ran, and were killed."""
+    """The end of a program: by an exit code, by a signal, or by a limit, which is named."""
 
     exit: int | None = None
     signal: int | None = None
     limit: str = ""
     cpu_s: float = 0.0
     output: str = ""
-    num_left: int = 0
 
     @property
     def text(self) -> str:
@@ -90,14 +80,6 @@ class Ended(Struct, frozen=True):
         if self.signal is not None:
             return f"was ended by signal {self.signal}"
         return f"ended with exit code {self.exit}"
-
-
-class _Family:
-    """A program and its copies in one sandbox, which ends with the last of them."""
-
-    def __init__(self) -> None:
-        self.num_open = 1
-        self.forking = asyncio.Lock()
 
 
 class Program:
@@ -119,9 +101,6 @@ class Program:
         self._waiting: asyncio.Task[Ended] | None = None
         self._stopping: asyncio.Future[None] | None = None
         self._closing: asyncio.Future[None] | None = None
-        self._family = _Family()
-        self._adopt: Adopt | None = None  # for a copy: serves each of its connections
-        self._home = -1  # of an ended copy
 
     @classmethod
     async def start(
@@ -139,9 +118,8 @@ class Program:
         program = cls(await host.start(), spec)
         is_there = False
         try:
-            async with admitted(host.starts, "a program to start"):
-                await program._launch(host, variables, port, forward)
-                await program._started()
+            await program._launch(host, variables, port, forward)
+            await program._started()
             is_there = True
         except OSError as error:
             problem = f"the program cannot be started: {error}"
@@ -161,7 +139,10 @@ class Program:
         await asyncio.shield(self._preparing)  # after a cancellation, `close` waits for it
         forward = forward if confined else None
         python = await find_interpreter(None)
-        with self._connected() as theirs:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._kept.callback(self._control.close)
+        self._control.setblocking(False)
+        with theirs:
             work = FOLDER if confined else str(self.folder)
             site = f"{INSIDE}/site" if confined else str(host.folder / "site")
             settings = program_settings(spec, variables, uid, work, site)
@@ -180,42 +161,12 @@ class Program:
                 start_new_session=True,
             )
 
-    async def snapshot(self, adopt: Adopt) -> Program:
-        """A copy in its present state, while it waits for a reply; `adopt` serves the copy's
-        connections to the endpoint. Raises NoSnapshotError."""
-        other = Program(self._outer.parent, self._spec)
-        other._process, other._adopt, other._family = self._process, adopt, self._family
-        theirs = other._connected()
-        other._pidfd = os.dup(self._pidfd)
-        other._kept.callback(os.close, other._pidfd)
-        other._family.num_open += 1
-        refused = "failed"
-        try:
-            with theirs:
-                async with asyncio.timeout(START_S), self._family.forking:
-                    socket.send_fds(self._control, [b"copy"], [theirs.fileno()])
-                    theirs.close()
-                    data, _ = await other._received(1 << 12)
-            refused = decode(data, dict[str, str]).get("refused", "") if data else "ended"
-        except (TimeoutError, OSError, ForeignError):
-            pass
-        finally:
-            if refused:
-                await other.close()
-        if refused:
-            raise NoSnapshotError(refused)
-        return other
-
     async def wait(self) -> Ended:
         """Wait for its end; may be called repeatedly, and be cancelled. Raises InfraError if its
         sandbox died."""
         if self._waiting is None:
             self._waiting = asyncio.ensure_future(self._ended())
         return await asyncio.shield(self._waiting)
-
-    @property
-    def has_ended(self) -> bool:
-        return self._waiting is not None and self._waiting.done()
 
     async def stop(self) -> None:
         """End it, and wait for the end of all its processes, even while being cancelled;
@@ -233,8 +184,6 @@ class Program:
     def read(self, name: str, max_bytes: int) -> str:
         """The text of a file in its folder, after its end. Raises OSError if it is not a file, or
         is outside of the folder."""
-        if self._home >= 0:
-            return _read_within(self._home, name, max_bytes)
         path = self.folder / name
         if not path.resolve().is_relative_to(self.folder.resolve()):
             raise OSError(f"{name} leads out of the program's folder")
@@ -251,13 +200,6 @@ class Program:
         fill_folder(self._spec, uid, self._outer)
         self._errors = self._kept.enter_context((self._outer / "errors").open("wb"))
 
-    def _connected(self) -> socket.socket:
-        """Open its control socket; returns the end of process 1."""
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._kept.callback(self._control.close)
-        self._control.setblocking(False)
-        return theirs
-
     async def _close(self) -> None:
         if self._preparing is not None:
             await asyncio.gather(self._preparing, return_exceptions=True)
@@ -266,47 +208,32 @@ class Program:
         finally:
             await in_thread(self._kept.close)
 
-    async def _received(self, max_bytes: int) -> tuple[bytes, list[int]]:
-        """The next message of process 1, and the attached descriptors."""
-        loop = asyncio.get_running_loop()
-        while True:
-            readable: asyncio.Future[None] = loop.create_future()
-            loop.add_reader(self._control, _set, readable)
-            try:
-                await readable
-            finally:
-                loop.remove_reader(self._control)
-            with suppress(BlockingIOError):
-                data, fds, *_ = socket.recv_fds(self._control, max_bytes, 1)
-                return data, fds
-
     async def _started(self) -> None:
-        """Wait for process 1. Raises ConfigError if no sandbox is available."""
+        """Wait for process 1, and take its descriptor. Raises ConfigError if no sandbox is
+        available."""
+        loop = asyncio.get_running_loop()
+        readable: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(self._control, readable.set_result, None)
         try:
             async with asyncio.timeout(START_S):
-                data, fds = await self._received(64)
+                await readable
         except TimeoutError as error:
             raise InfraError(f"no sandbox for a program within {START_S:g} s") from error
-        except OSError:
-            data, fds = b"", []
-        if not data or not fds:
+        finally:
+            loop.remove_reader(self._control)
+        fds: list[int] = []
+        with suppress(OSError):
+            _, fds, *_ = socket.recv_fds(self._control, 64, 1)
+        if not fds:
             raise await in_thread(self._problem)
         (self._pidfd,) = fds
         self._kept.callback(os.close, self._pidfd)
 
     async def _ended(self) -> Ended:
-        while True:
-            try:
-                data, fds = await self._received(MAX_REPORT_BYTES)
-            except OSError:
-                data, fds = b"", []
-            if data != b"connection":
-                break
-            for fd in fds:
-                assert self._adopt is not None
-                await self._adopt(socket.socket(fileno=fd))
-        for self._home in fds:
-            self._kept.callback(os.close, self._home)
+        try:
+            data = await asyncio.get_running_loop().sock_recv(self._control, MAX_REPORT_BYTES)
+        except OSError:
+            data = b""
         if not data:
             raise await in_thread(self._problem)
         try:
@@ -321,8 +248,7 @@ class Program:
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_S)
-        errors = self._outer / "errors"  # a copy has none
-        text = errors.read_text(errors="replace").strip()[-500:] if errors.exists() else ""
+        text = (self._outer / "errors").read_text(errors="replace").strip()[-500:]
         if text.startswith("bwrap:"):
             return _no_sandbox(text)
         code = self._process.poll()
@@ -331,27 +257,12 @@ class Program:
     async def _stop(self) -> None:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.cancel()
-        self._family.num_open -= 1
-        is_last = self._family.num_open == 0
         with suppress(OSError):  # process 1 reads it, and ends everything
-            self._control.shutdown(socket.SHUT_RDWR if is_last else socket.SHUT_WR)
+            self._control.shutdown(socket.SHUT_RDWR)
         try:
-            await in_thread(self._reap if is_last else self._leave)
+            await in_thread(self._reap)
         except InfraError:
             logger.warning("cannot end the processes of a program in %s", self.folder)
-
-    def _leave(self) -> None:
-        """Wait for the end of its processes, while others remain in its sandbox. Blocks."""
-        there = select.poll()  # `select` takes no descriptor above 1023
-        there.register(self._control, select.POLLIN)
-        with suppress(OSError):
-            while there.poll(STOP_S * 1000):
-                data, fds, *_ = socket.recv_fds(self._control, MAX_REPORT_BYTES, 1)
-                for fd in fds:
-                    os.close(fd)
-                if not data:
-                    return
-        raise InfraError("its sandbox does not answer")
 
     def _reap(self) -> None:
         process = self._process
@@ -375,27 +286,6 @@ class Program:
             ended.poll(STOP_S * 1000)
 
 
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-def _read_within(folder: int, name: str, max_bytes: int) -> str:
-    """The text of a file below a folder, without following links. Raises OSError."""
-    *folders, last = Path(name).parts or ("",)
-    with ExitStack() as opened:
-        for part in folders:
-            folder = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
-            opened.callback(os.close, folder)
-        if ".." in (*folders, last) or name.startswith("/"):
-            raise OSError(f"{name} leads out of the program's folder")
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        with open(os.open(last, flags, dir_fd=folder), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError(f"{name} is not a file")
-            return file.read(max_bytes).decode(errors="replace")
-
-
 def _no_sandbox(text: str) -> ConfigError:
     return ConfigError(
         f"no sandbox for a program is available: {advised(text)}. To run it without protection, "
@@ -414,11 +304,10 @@ async def check_namespaces() -> None:
 
 
 class _Host:
-    """The resources that the programs of a process share: a parent folder, and slots to start."""
+    """The parent folder of the programs of a process, with the files that they share."""
 
     def __init__(self) -> None:
         self.folder = Path()
-        self.starts = asyncio.Semaphore(MAX_STARTS)
         self._kept = ExitStack()
         self._starting = asyncio.Lock()
 

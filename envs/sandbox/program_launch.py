@@ -13,14 +13,12 @@ from msgspec import Meta, Struct
 
 from agentenv.base.errors import ConfigError
 from agentenv.envs.sandbox.launch import HERE, Interpreter, namespaces, parents
-from agentenv.envs.sandbox.snapshot_hook import VARIABLE
 
 MAX_OPEN_FILES = 4096
 TMP_BYTES = 256 << 20  # of /tmp and of /dev/shm each
 THREADS_A_PROCESS = 16  # counted against the processes of a user by the kernel
 FOLDER, INSIDE = "/home/agent", "/sandbox"
-INIT_FILES = ("program_init.py", "program_watch.py", "program_snapshot.py", "snapshot_hook.py",
-              "fork_broker.py", "process_table.py", "confine.py")  # fmt: skip
+INIT_FILES = ("program_init.py", "program_watch.py", "process_table.py", "confine.py")
 SYSTEM_FILES = ("/etc/ssl", "/etc/ca-certificates", "/etc/pki", "/etc/ld.so.cache",
                 "/etc/alternatives", "/etc/mime.types")  # fmt: skip
 ETC = {
@@ -31,14 +29,7 @@ ETC = {
 }
 
 SEED = "AGENTENV_SEED"
-SITE = f"""import os, random, sys
-random.seed(int(os.environ['{SEED}']))
-if '{VARIABLE}' in os.environ:
-    sys.path.insert(0, '{INSIDE}')
-    import snapshot_hook
-    del sys.path[0]
-    snapshot_hook.install()
-"""
+SITE = f"import os, random\nrandom.seed(int(os.environ['{SEED}']))\n"
 
 
 class ProgramLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,7 +56,7 @@ class ProgramLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class ProgramSpec(Struct, frozen=True, kw_only=True):
     """The program: a command, the folder whose content is copied to its own, more files by name,
     and additional readable paths. `seed` makes hashes and random numbers of Python programs
-    deterministic. `snapshots`: it may be copied while it waits for a reply."""
+    deterministic."""
 
     command: tuple[str, ...]
     folder: str = ""
@@ -74,7 +65,6 @@ class ProgramSpec(Struct, frozen=True, kw_only=True):
     limits: ProgramLimits = ProgramLimits()
     allow_unsafe: bool = False
     seed: int = 0
-    snapshots: bool = False
 
 
 def bubblewrap(
@@ -128,7 +118,6 @@ def program_settings(
         "variables": {**own, **variables},
         "uid": uid,
         "rlimits": rlimits,
-        "snapshots": spec.snapshots,
         "limits": {
             "cpu": limits.cpu_s,
             "memory": limits.memory_bytes,

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,41 +18,20 @@ TICKS_A_S = os.sysconf("SC_CLK_TCK")
 
 
 class Watch:
-    """Resource usage of all processes of a program: the descendants of this process or, with
-    copies, those in its network namespace. A copy has the descriptors `folders`, and the CPU time
-    `cpu_s` before its creation."""
+    """Resource usage of all processes of a program, the descendants of this process."""
 
-    def __init__(
-        self,
-        settings: dict[str, Any],
-        space: int = 0,
-        folders: list[int] | None = None,
-        cpu_s: float = 0.0,
-    ) -> None:
+    def __init__(self, settings: dict[str, Any]) -> None:
         self._limits: dict[str, int] = settings["limits"]
         self._folders: list[str] = settings["watched"]
-        self._copied = folders
         self._seen: dict[int, float] = {}  # CPU seconds by process, also of ended ones
         self._disk_at = 0.0
-        self._by_space = bool(settings["snapshots"])
-        self.space = table.space_of(os.getpid()) if folders is None else space
-        self.cpu_s = self._before_s = cpu_s
-        self.num_left = 0
-
-    def processes(self) -> list[int]:
-        """All of them."""
-        if not self._by_space:
-            return _descendants()
-        own = os.getpid()
-        return [
-            one for one in table.processes() if one != own and table.space_of(one) == self.space
-        ]
+        self.cpu_s = 0.0
 
     def ended(self, state: int | None) -> dict[str, Any]:
         """The report of the program's end, empty while it runs; `state` is its exit state."""
         if state is None:
             return {}
-        self.num_left = len(self.look())
+        self.look()
         code = os.waitstatus_to_exitcode(state)
         return {"exit": code} if code >= 0 else {"signal": -code}
 
@@ -67,11 +45,7 @@ class Watch:
         }
         now = time.monotonic()
         if now >= self._disk_at:
-            taken["disk"] = (
-                sum(map(disk_bytes_of, self._folders))
-                if self._copied is None
-                else used_bytes(self._copied)
-            )
+            taken["disk"] = sum(map(_disk_bytes_of, self._folders))
             self._disk_at = now + max(DISK_EVERY_S, 10 * (time.monotonic() - now))
         for name, value in taken.items():
             if value > self._limits[name]:
@@ -80,17 +54,16 @@ class Watch:
 
     def look(self) -> dict[int, tuple[float, int]]:
         """CPU seconds and bytes of each process."""
-        found = {pid: one for pid in self.processes() if (one := _figures(pid)) is not None}
+        found = {pid: one for pid in descendants() if (one := _figures(pid)) is not None}
         self._seen |= {pid: seconds for pid, (seconds, _) in found.items()}
         times = os.times()
-        reaped = 0.0 if self._by_space else times.children_user + times.children_system
         live = sum(seconds for seconds, _ in found.values())
-        used = max(reaped + live, sum(self._seen.values()))
-        self.cpu_s = max(self.cpu_s, self._before_s + used)
+        used = times.children_user + times.children_system + live
+        self.cpu_s = max(self.cpu_s, used, sum(self._seen.values()))
         return found
 
 
-def _descendants() -> list[int]:
+def descendants() -> list[int]:
     """All descendants of this process: in its own namespace, all processes."""
     pids = table.processes()
     own = os.getpid()
@@ -117,7 +90,7 @@ def _figures(pid: int) -> tuple[float, int] | None:
     return seconds, (resident - shared) * resource.getpagesize()
 
 
-def disk_bytes_of(folder: str) -> int:
+def _disk_bytes_of(folder: str) -> int:
     """Disk usage of all files below a folder, including directories; links are not followed, and
     mounts do not count."""
     total, folders = 0, [folder]
@@ -134,13 +107,4 @@ def disk_bytes_of(folder: str) -> int:
                         folders.append(entry.path)
         except OSError:
             continue
-    return total
-
-
-def used_bytes(folders: Iterable[int]) -> int:
-    """Bytes in the file systems of these descriptors."""
-    total = 0
-    for fd in folders:
-        found: Any = os.fstatvfs(fd)
-        total += (found.f_blocks - found.f_bfree) * found.f_frsize
     return total

@@ -54,10 +54,6 @@ class CachedBackend:
                 return hits_of_arpo(text)[: query.max_results]
         return await self.cache.through(key, lambda: self._fetch(query), _hits, lasts=self.lasts)
 
-    def knows(self, query: Query) -> bool:
-        """Whether the answer is in the cache."""
-        return self.cache.holds(self._key(query)) or self.cache.holds(ARPO_PREFIX + query.text)
-
     async def document(self, url: str) -> Hit | None:
         """The backend's own document."""
         return await self.backend.document(url)

@@ -154,7 +154,6 @@ def corpus_path(path: str) -> Path:
     return Path(path).resolve() if path else SHIPPED_CORPUS
 
 
-WORDS_VERSION = 2  # of `words`; stored in an index on disk
 _WORD = re.compile(r"\w+")
 # Han and kana have no spaces, and Hangul attaches particles to words, so each run is split into
 # characters and bigrams
@@ -215,11 +214,7 @@ def _segments(word: str) -> Iterator[str]:
 
 def read_corpus(path: Path) -> list[Passage]:
     """The rows of a JSONL corpus. Raises DataError with file, row and expectation."""
-    return list(each_passage(path))
-
-
-def each_passage(path: Path) -> Iterator[Passage]:
-    """Iterate over the rows of a JSONL corpus, for corpora that do not fit into memory."""
+    passages: list[Passage] = []
     seen: dict[str, int] = {}
     for number, _, passage in corpus_rows(path):
         if not words(f"{passage.title} {passage.text}"):
@@ -230,9 +225,10 @@ def each_passage(path: Path) -> Iterator[Passage]:
                 f"{seen[passage.id]}; expected a different id for each row"
             )
         seen[passage.id] = number
-        yield passage
-    if not seen:
+        passages.append(passage)
+    if not passages:
         raise DataError(f"corpus {path} is empty; {_EXPECTED} on each line")
+    return passages
 
 
 def corpus_rows(path: Path) -> Iterator[tuple[int, int, Passage]]:

@@ -43,7 +43,6 @@ class FaissConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="f
     encoder: Annotated[str, Meta(description='model directory or name, e.g. "intfloat/e5-base"')]
     pooling: Annotated[Pooling, Meta(description="pooling of token vectors")] = "mean"
     prefix: Annotated[str, Meta(description='prefix of each query; "query: " for e5')] = "query: "
-    normalize: Annotated[bool, Meta(description="normalize vectors to length 1")] = True
     device: Annotated[str, Meta(description="device of the encoder, e.g. cpu or cuda:0")] = "cpu"
 
     @property
@@ -55,7 +54,7 @@ class FaissConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="f
         except OSError:  # reported when it is opened
             index = self.index
         found_by = [index, self.corpus, self.encoder]
-        encoded_by = [self.pooling, self.prefix, self.normalize, MAX_TOKENS]
+        encoded_by = [self.pooling, self.prefix, MAX_TOKENS]
         return "faiss " + msgspec.json.encode([*found_by, *encoded_by]).decode()
 
     def build(self) -> FaissBackend:
@@ -198,7 +197,7 @@ class VectorEncoder:
         self.size = int(model.config.hidden_size)
 
     def encode(self, texts: list[str]) -> Any:
-        """Float32 vectors [len(texts), size]."""
+        """Float32 vectors [len(texts), size] of length 1."""
         batch = self._tokenizer(
             [self._config.prefix + text for text in texts],
             max_length=MAX_TOKENS,
@@ -216,8 +215,7 @@ class VectorEncoder:
                 mask = batch["attention_mask"].unsqueeze(-1)
                 states = output.last_hidden_state * mask
                 vectors = states.sum(1) / mask.sum(1)
-            if self._config.normalize:
-                vectors = self._torch.nn.functional.normalize(vectors, dim=-1)
+            vectors = self._torch.nn.functional.normalize(vectors, dim=-1)
         return vectors.float().cpu().numpy()
 
 

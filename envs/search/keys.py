@@ -29,7 +29,6 @@ BACKENDS = Registry(
     BackendConfig,
     {
         "bm25": "agentenv.envs.search.bm25:BM25Config",
-        "tantivy": "agentenv.envs.search.bm25:TantivyConfig",
         "faiss": "agentenv.envs.search.faiss_index:FaissConfig",
         "remote": "agentenv.envs.search.providers:RemoteSearchConfig",
         "web": "agentenv.envs.search.providers:WebConfig",
@@ -67,9 +66,6 @@ class FetchConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class PagesConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Fetching and reading of pages."""
 
-    reader: Annotated[
-        Literal["direct", "jina"], Meta(description="service that fetches and extracts pages")
-    ] = "direct"
     fetch: Annotated[FetchConfig, Meta(description="direct fetching")] = FetchConfig()
     max_chars: ClassVar[int] = 6000  # of a page's text for the policy
 
@@ -77,16 +73,7 @@ class PagesConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class SummarizerConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The model that summarizes pages."""
 
-    temperature: Annotated[float, Meta(ge=0, description="0: greedy")] = 0.6
-    top_p: Annotated[float, Meta(gt=0, le=1, description="1 is off")] = 0.95
     max_chars: ClassVar[int] = 6000  # of a summary for the policy
-    max_uses: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="summaries per trajectory; further searches return the pages; 0: no limit",
-        ),
-    ] = 0
 
 
 class Preset(Struct, frozen=True):

@@ -1,6 +1,6 @@
 """Web pages as text: allowed addresses, fetching, and extraction.
 
-A page is fetched directly or by Jina's reader; its text is cached.
+A page's text is cached.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from agentenv.base.errors import ConfigError, InfraError, ToolError
 from agentenv.base.result_cache import ResultCache
 from agentenv.base.retries import pause_before_retry
 from agentenv.base.untrusted import decode_text, printable
-from agentenv.contract.env import summed_stats
 from agentenv.contract.http import HttpSession, is_temporary
-from agentenv.envs.search.keys import FetchConfig, PagesConfig, TrafficConfig
-from agentenv.envs.search.upstream import HttpRequest, Reply, Upstream
+from agentenv.envs.search.keys import FetchConfig
+from agentenv.envs.search.upstream import Reply, read_at_most
 from agentenv.processes.worker_pool import JobError, JobStoppedError, WorkerPool
 
 # Allowed network addresses of pages: public ones, and configured networks.
@@ -64,11 +63,10 @@ USER_AGENT = "Mozilla/5.0 (compatible; agentenv)"
 
 
 class AddressRule:
-    """Allows public addresses on these ports, and those of `allow_networks` (e.g. "10.1.0.0/16") on
-    all ports."""
+    """Allows public addresses on PORTS, and those of `allow_networks` (e.g. "10.1.0.0/16") on all
+    ports."""
 
-    def __init__(self, allow_networks: Sequence[str] = (), ports: Sequence[int] = PORTS) -> None:
-        self._ports = ports
+    def __init__(self, allow_networks: Sequence[str] = ()) -> None:
         try:
             self._allowed = [ipaddress.ip_network(network) for network in allow_networks]
         except ValueError as error:
@@ -88,8 +86,8 @@ class AddressRule:
     def check_port(self, port: int, addresses: Iterable[str]) -> None:
         """Raises RefusedAddress for other ports, unless all these addresses are in allowed
         networks."""
-        if port not in self._ports and not all(map(self._is_allowed, addresses)):
-            raise RefusedAddress(f"its port is not one of {', '.join(map(str, self._ports))}")
+        if port not in PORTS and not all(map(self._is_allowed, addresses)):
+            raise RefusedAddress(f"its port is not one of {', '.join(map(str, PORTS))}")
 
     def _is_allowed(self, address: str) -> bool:
         return any(_usual(address) in network for network in self._allowed)
@@ -206,19 +204,6 @@ class PageFetcher:
                 break
         raise ToolError(f"{url} answered with status {status}.")
 
-    async def checked(self, url: str) -> str:
-        """The normalized address, after checking that it may be opened by another service. Raises
-        ToolError."""
-        try:
-            target = self._checked(url, requested=url).with_fragment(None)
-            async with asyncio.timeout(self.config.timeout_s):
-                await self._resolver.resolve(target.raw_host or "", target.port or 0)
-        except TimeoutError:
-            raise ToolError(f"{url} could not be reached.") from None
-        except (OSError, ValueError) as error:
-            raise _named(url, error) from error
-        return str(target)
-
     async def close(self) -> None:
         """Close the connections; idempotent."""
         await self._session.close()
@@ -240,7 +225,7 @@ class PageFetcher:
                 kind = printable(response.content_type)
                 if not kind.startswith(_TEXT_TYPES):
                     raise ToolError(f"{url} is not a text but {kind}.")
-                body = await self._read(response)
+                body = await read_at_most(response, MAX_BYTES)
                 kind = printable(response.headers.get("Content-Type", ""))
                 return Reply(200, body, kind, str(target))
         raise ToolError(f"{url} redirects more than {MAX_REDIRECTS} times.")
@@ -262,14 +247,6 @@ class PageFetcher:
             self._rule.check_port(port, [host])
         return url.with_user(None)
 
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        body = bytearray()
-        async for part in response.content.iter_chunked(65_536):
-            body += part
-            if len(body) >= MAX_BYTES:
-                break
-        return bytes(body[:MAX_BYTES])
-
 
 # errors for exhausted resources of this machine: files, memory, ports
 _OURS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
@@ -287,65 +264,33 @@ def _named(url: str, error: BaseException) -> ToolError | InfraError:
     return ToolError(f"{url} could not be reached.")
 
 
-# the line above the text by which Jina's reader marks an error page
-_TARGET_FAILED = re.compile(r"^Warning: Target URL returned error (\d{3})", re.MULTILINE)
-JINA_URL = "https://r.jina.ai"
-JINA_TRAFFIC = TrafficConfig(timeout_s=40.0)
-JINA_KEY = "JINA_API_KEY"  # optional: without one the reader is slower
-
-
 class PageReader:
     """Reads the text of pages; shared by all episodes."""
 
-    def __init__(
-        self,
-        config: PagesConfig,
-        cache: ResultCache,
-        resolver: AbstractResolver | None = None,
-    ) -> None:
-        self.config = config
+    def __init__(self, config: FetchConfig, cache: ResultCache) -> None:
         self._cache = cache
-        self._fetcher = PageFetcher(config.fetch, resolver)
+        self._fetcher = PageFetcher(config)
         self._extractor = TextExtractor()
-        self._jina = Upstream("jina", JINA_TRAFFIC)
 
     async def text(self, url: str) -> str:
         """The page's text, at most MAX_PAGE_CHARS. Raises ToolError or InfraError."""
-        key = f"page:{self.config.reader}:{url}"
-        return await self._cache.through(key, lambda: self._read(url), decode_text)
+        return await self._cache.through(f"page:{url}", lambda: self._read(url), decode_text)
 
     def stats(self) -> dict[str, float]:
-        """The number of requests to Jina's reader, and of extracted pages."""
-        return summed_stats([self._jina, self._extractor])
+        """The number of extracted pages."""
+        return self._extractor.stats()
 
     async def close(self) -> None:
         """Kill the workers and close the connections; idempotent."""
         self._extractor.close()
-        await asyncio.gather(self._fetcher.close(), self._jina.close())
+        await self._fetcher.close()
 
     async def _read(self, url: str) -> bytes:
-        if self.config.reader == "jina":
-            text = await self._read_by_jina(url)
-        else:
-            text = await self._extractor.extract(await self._fetcher.fetch(url))
+        text = await self._extractor.extract(await self._fetcher.fetch(url))
         text = text[:MAX_PAGE_CHARS].strip()
         if not text:
             raise ToolError(f"{url} holds no text.")
         return text.encode("utf-8", "replace")
-
-    async def _read_by_jina(self, url: str) -> str:
-        target = await self._fetcher.checked(url)
-        secret_key = os.environ.get(JINA_KEY, "").strip()
-        secret = {"Authorization": f"Bearer {secret_key}"} if secret_key else {}
-        address = f"{JINA_URL}/{target}"  # without "..", after normalization
-        reply = await self._jina.send(HttpRequest("GET", address, secret_headers=secret))
-        if reply.status != 200:
-            raise ToolError(f"{url} could not be read: status {reply.status}.")
-        text = reply.body.decode("utf-8", "replace")
-        failed = _TARGET_FAILED.search(text.partition("\nMarkdown Content:")[0])
-        if failed is not None:
-            raise ToolError(f"{url} answered with status {failed[1]}.")
-        return text
 
 
 # Extraction of text, in workers that are killed if a page makes them hang.

@@ -6,7 +6,6 @@ compared with its documentation.
 
 from __future__ import annotations
 
-import html
 import os
 import re
 from typing import Annotated, Any, Literal, TypeVar
@@ -17,13 +16,14 @@ from msgspec import Meta, Struct
 from agentenv.base.config import ESSENTIAL
 from agentenv.base.errors import ConfigError, ForeignError, InfraError, ToolError
 from agentenv.base.untrusted import convert, decode
+from agentenv.contract.http import public_url
 from agentenv.envs.search.corpus import BackendConfig, Hit, Query, split_contents
 from agentenv.envs.search.keys import TrafficConfig
 from agentenv.envs.search.upstream import HttpRequest, Reply, Upstream
 
 T = TypeVar("T")
 
-ProviderName = Literal["brightdata", "serper", "serpapi", "tavily", "brave", "searxng"]
+ProviderName = Literal["brightdata", "serper", "tavily", "searxng"]
 
 
 MAX_REASON_CHARS = 300  # of a provider's message to the policy
@@ -38,18 +38,16 @@ _OF_ACCOUNT = re.compile(
 
 
 class Provider:
-    """One provider. `rows` is the path of the results in the reply, as nested keys; `failure` the
+    """One provider. `rows` is the key of the results in the reply, `failure` the
     key of an error message, if missing results alone are not an error."""
 
     url = ""
     key_variable = ""
-    rows: tuple[str, ...] = ("results",)
+    rows = "results"
     failure = "error"
     text_field = "content"
     url_field = "url"
     max_chars = 2000  # of a query
-    max_words = 1000
-    is_html = False  # texts have character references and tags
 
     @staticmethod
     def request(url: str, key: str, zone: str, query: Query) -> HttpRequest:
@@ -69,16 +67,11 @@ class WebConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="web
 
     @property
     def cache_name(self) -> str:
-        return f"{self.provider} {_public(self.url)}" if self.url else self.provider
+        return f"{self.provider} {public_url(self.url)}" if self.url else self.provider
 
     def build(self) -> WebBackend:
         """The provider, with the key from the environment variable."""
         return WebBackend(self)
-
-
-def _public(url: str) -> str:
-    """The address without user and password."""
-    return re.sub("//[^/@]*@", "//", url)
 
 
 def api_key(variable: str, needed_by: str) -> str:
@@ -160,13 +153,11 @@ class WebBackend(HttpBackend):
 
     async def search(self, query: Query) -> list[Hit]:
         """Search with the provider. Raises ToolError for a query beyond its length limit."""
-        provider = self._provider
-        for found, most, what in (
-            (len(query.text), provider.max_chars, "characters"),
-            (len(query.text.split()), provider.max_words, "words"),
-        ):
-            if found > most:
-                raise ToolError(f"The query has {found} {what}; at most {most} are searched for.")
+        provider, found = self._provider, len(query.text)
+        if found > provider.max_chars:
+            raise ToolError(
+                f"The query has {found} characters; at most {provider.max_chars} are searched for."
+            )
         request = provider.request(self._url, self._key, self._config.zone, query)
         return provider_hits(self._config, await self.send(request, query), query.max_results)
 
@@ -177,22 +168,18 @@ def provider_hits(config: WebConfig, reply: Reply, max_results: int) -> list[Hit
     A reply without a list of results means "no results"; one that is not a JSON object does not.
     """
     provider = PROVIDERS[config.provider]
-    clean = _plain if provider.is_html else str.strip
     content = _decoded(reply, dict[str, Any], config.provider, "a JSON object")
-    found: Any = content
-    for key in provider.rows:
-        found = found.get(key) if isinstance(found, dict) else None
     try:
-        rows = convert(found or [], list[dict[str, Any]])
+        rows = convert(content.get(provider.rows) or [], list[dict[str, Any]])
     except ForeignError as error:
         raise InfraError(f"{config.provider}: the reply has an unexpected form: {error}") from error
     failure = content.get(provider.failure)
-    if not rows and failure and not _NOTHING.search(str(failure)):
+    if not rows and failure:
         raise InfraError(f"{config.provider}: no results, but {str(failure)[:MAX_REASON_CHARS]}")
     hits: list[Hit] = []
     for row in rows:
-        text = clean(str(row.get(provider.text_field) or ""))
-        title = clean(str(row.get("title") or ""))
+        text = str(row.get(provider.text_field) or "").strip()
+        title = str(row.get("title") or "").strip()
         if text or title:
             hits.append(Hit(text or title, title, str(row.get(provider.url_field) or "")))
     return hits[:max_results]
@@ -210,20 +197,11 @@ def _decoded(reply: Reply, form: type[T], name: str, expected: str) -> T:
         ) from error
 
 
-_NOTHING = re.compile("hasn't returned any results")  # SerpAPI's error for no results
-_TAG = re.compile(r"</?[a-z]+>")
-
-
-def _plain(text: str) -> str:
-    """Text of a piece of HTML."""
-    return html.unescape(_TAG.sub("", text)).strip()
-
-
 class _BrightData(Provider):
     """Bing through Bright Data, as in ARPO: without quotes in the query."""
 
     url, key_variable = "https://api.brightdata.com", "BRIGHTDATA_API_KEY"
-    rows, text_field, url_field = ("organic",), "description", "link"
+    rows, text_field, url_field = "organic", "description", "link"
 
     @staticmethod
     def request(url: str, key: str, zone: str, query: Query) -> HttpRequest:
@@ -245,22 +223,12 @@ def _google(query: Query) -> dict[str, str]:
 
 class _Serper(Provider):
     url, key_variable = "https://google.serper.dev", "SERPER_API_KEY"
-    rows, text_field, url_field = ("organic",), "snippet", "link"
+    rows, text_field, url_field = "organic", "snippet", "link"
 
     @staticmethod
     def request(url: str, key: str, zone: str, query: Query) -> HttpRequest:
         body = {**_google(query), "num": query.max_results}
         return HttpRequest("POST", f"{url}/search", json=body, secret_headers={"X-API-KEY": key})
-
-
-class _SerpApi(Provider):
-    url, key_variable = "https://serpapi.com", "SERPAPI_API_KEY"
-    rows, text_field, url_field = ("organic_results",), "snippet", "link"
-
-    @staticmethod
-    def request(url: str, key: str, zone: str, query: Query) -> HttpRequest:
-        params = {"engine": "google", **_google(query), "num": str(query.max_results)}
-        return HttpRequest("GET", f"{url}/search.json", params, secret_params={"api_key": key})
 
 
 class _Tavily(Provider):
@@ -271,43 +239,6 @@ class _Tavily(Provider):
         params = {"query": query.text, "max_results": query.max_results}
         body = {**params, "search_depth": "basic", "include_raw_content": False}
         return HttpRequest("POST", f"{url}/search", json=body, secret_headers=_bearer(key))
-
-
-_BRAVE_CODES = {
-    "ja": "jp", "no": "nb", "zh": "zh-hans", "zh-HK": "zh-hant", "zh-TW": "zh-hant",
-    "pt": "pt-pt", "pt-BR": "pt-br", "en-GB": "en-gb",
-}  # fmt: skip
-
-
-class _Brave(Provider):
-    """Brave has its own codes for some languages, and rejects unknown languages and countries."""
-
-    url, key_variable = "https://api.search.brave.com", "BRAVE_API_KEY"
-    rows, text_field, is_html = ("web", "results"), "description", True
-    max_chars, max_words = 400, 50
-    languages = re.compile(
-        "ar|bg|bn|ca|cs|da|de|el|en|en-gb|es|et|eu|fi|fr|gl|gu|he|hi|hr|hu|is|it|jp|kn|ko|lt|lv|ml"
-        "|mr|ms|nb|nl|pa|pl|pt-br|pt-pt|ro|ru|sk|sl|sr|sv|ta|te|th|tr|uk|vi|zh-hans|zh-hant"
-    )
-    countries = re.compile(
-        "AR|AT|AU|BE|BR|CA|CH|CL|CN|DE|DK|ES|FI|FR|GB|HK|ID|IN|IT|JP|KR|MX|MY|NL|NO|NZ|PH|PL|PT|RU"
-        "|SA|SE|TR|TW|US|ZA"
-    )
-
-    @staticmethod
-    def request(url: str, key: str, zone: str, query: Query) -> HttpRequest:
-        country, language = query.country.upper(), query.language
-        code = _BRAVE_CODES.get(query.market) or _BRAVE_CODES.get(language, language)
-        params = {
-            "q": query.text,
-            "count": str(min(20, query.max_results)),
-            "country": country if _Brave.countries.fullmatch(country) else "ALL",
-            "text_decorations": "false",
-        }
-        if _Brave.languages.fullmatch(code):
-            params["search_lang"] = code
-        secret = {"X-Subscription-Token": key}
-        return HttpRequest("GET", f"{url}/res/v1/web/search", params, secret_headers=secret)
 
 
 class _SearXng(Provider):
@@ -324,9 +255,7 @@ class _SearXng(Provider):
 PROVIDERS: dict[ProviderName, type[Provider]] = {
     "brightdata": _BrightData,
     "serper": _Serper,
-    "serpapi": _SerpApi,
     "tavily": _Tavily,
-    "brave": _Brave,
     "searxng": _SearXng,
 }
 
@@ -358,7 +287,7 @@ class RemoteSearchConfig(BackendConfig, frozen=True, forbid_unknown_fields=True,
 
     @property
     def cache_name(self) -> str:
-        return f"remote {_public(self.url)} {self.dialect} {self.corpus}"
+        return f"remote {public_url(self.url)} {self.dialect} {self.corpus}"
 
     @property
     def cache_lasts(self) -> bool:

@@ -49,18 +49,15 @@ MAX_QUERY_CHARS = 2000
 
 
 class Episode(Struct):
-    """Context of a search: the question, the policy's text so far, the answered queries, and the
-    number of summaries.
-    """
+    """Context of a search: the question, the policy's text so far, and the answered queries."""
 
     question: str = ""
     written: list[str] = field(default_factory=list)
     queries: set[str] = field(default_factory=set)
-    num_summaries: int = 0
 
     def copy(self) -> Episode:
         """An independent copy."""
-        return Episode(self.question, list(self.written), set(self.queries), self.num_summaries)
+        return Episode(self.question, list(self.written), set(self.queries))
 
 
 class SearchService:
@@ -72,7 +69,7 @@ class SearchService:
         self.config = config
         self.cache = ResultCache(Path(config.cache) if config.cache else None)
         self.backend = build_backend(config, self.cache)
-        self.reader = PageReader(config.pages, self.cache)
+        self.reader = PageReader(config.pages.fetch, self.cache)
         self.summarizer = (
             Summarizer(config.summarizer, self.cache) if config.summarizer is not None else None
         )
@@ -98,8 +95,6 @@ class SearchService:
         config, sizes = self.config, self.config.sizes
         market = market_of(text, config.market)
         query, info = Query(text, config.max_results, market), Info()
-        if isinstance(self.backend, CachedBackend):
-            info["cached"] = self.backend.knows(query)
         hits = _distinct(await self.backend.search(query))
         info["ids"] = [hit.id or hit.url for hit in hits]
         if not hits:
@@ -158,15 +153,12 @@ class SearchService:
         return await in_thread(window, page, hit.text, sizes.window_chars)
 
     async def _summary(self, query: str, pages: str, episode: Episode, info: Info) -> str:
-        """A model's summary; beyond the limit, or if the model returns none, the beginning of the
-        pages. info["browser"] records which."""
+        """A model's summary; if the model returns none, the beginning of the pages. info["browser"]
+        records which."""
         assert self.summarizer is not None, "the configuration was checked"
         config = self.summarizer.config
-        if config.max_uses and episode.num_summaries >= config.max_uses:
-            return pages[: config.max_chars]
         reasoning = "\n\n".join(episode.written)
         summary = await self.summarizer.summarize(episode.question, reasoning, query, pages)
-        episode.num_summaries += 1
         info["browser"] = {"found": bool(summary.text), "num_tokens": summary.num_tokens}
         return summary.text or pages[: config.max_chars]
 

@@ -18,6 +18,7 @@ from agentenv.text.chat_model import CHAT_PATH, ChatModel, fenced, read_reply
 MARK = "**Final Information**"
 _TOOL_STEP = re.compile("</?(?:search|python|result|open_page)>")
 NUM_LAST_STEPS = 4
+TEMPERATURE, TOP_P = 0.6, 0.95  # ARPO's evaluation
 
 _PROMPT = """\
 Below are a question, the reasoning so far, the search query that followed from it, and pages that \
@@ -57,9 +58,7 @@ class Summarizer:
     def __init__(self, config: SummarizerConfig, cache: ResultCache) -> None:
         self.config = config
         self._cache = cache
-        self._model = ChatModel(
-            config, "search.summarizer", temperature=config.temperature, top_p=config.top_p
-        )
+        self._model = ChatModel(config, "search.summarizer", temperature=TEMPERATURE, top_p=TOP_P)
 
     async def summarize(self, question: str, reasoning: str, query: str, pages: str) -> PageSummary:
         """The model's summary of the pages: the text after its "**Final Information**", truncated

@@ -74,7 +74,7 @@ COOL_DOWN_S = 30.0  # length of this pause
 
 # A wrong key, missing permissions, or an exhausted plan (Tavily: 432 and 433).
 _REFUSED = (401, 402, 403, 407, 432, 433)
-# Words of a 429 for an exhausted plan (SerpAPI and others), which no retry fixes.
+# Words of a 429 for an exhausted plan (of some providers), which no retry fixes.
 _SPENT = re.compile(
     r"run out of|not enough credits|out of credits|insufficient (?:credit|balance|quota)",
     re.IGNORECASE,
@@ -88,9 +88,7 @@ class HttpRequest(Struct, frozen=True):
     url: str
     params: dict[str, str] = field(default_factory=dict)
     json: Any = None
-    headers: dict[str, str] = field(default_factory=dict)
     secret_headers: dict[str, str] = field(default_factory=dict)
-    secret_params: dict[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -172,9 +170,9 @@ class Upstream:
                 self._session.opened.request(
                     request.method,
                     request.url,
-                    params={**request.params, **request.secret_params},
+                    params=request.params,
                     json=request.json,
-                    headers={**request.headers, **request.secret_headers},
+                    headers=request.secret_headers,
                     allow_redirects=False,
                 ) as response,
             ):
@@ -187,7 +185,10 @@ class Upstream:
                         raise self._refusal(status)
                 if is_temporary(status):
                     return f"status {status}", retry_after_s(response.headers)
-                return Reply(status, await _read(response, self.name))
+                body = await read_at_most(response, MAX_REPLY_BYTES)
+                if len(body) == MAX_REPLY_BYTES:
+                    raise InfraError(f"{self.name}: the reply exceeds {MAX_REPLY_BYTES} bytes")
+                return Reply(status, body)
         except TimeoutError:
             return f"no reply within {self.config.timeout_s:g} s", None
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -200,11 +201,11 @@ class Upstream:
         )
 
 
-async def _read(response: aiohttp.ClientResponse, name: str) -> bytes:
-    body = await response.content.read(MAX_REPLY_BYTES)
-    while len(body) < MAX_REPLY_BYTES:
-        more = await response.content.read(MAX_REPLY_BYTES - len(body))
-        if not more:
-            return body
-        body += more
-    raise InfraError(f"{name}: the reply exceeds {MAX_REPLY_BYTES} bytes")
+async def read_at_most(response: aiohttp.ClientResponse, num_bytes: int) -> bytes:
+    """The body, or its beginning; the rest is not read."""
+    body = bytearray()
+    async for part in response.content.iter_chunked(65_536):
+        body += part
+        if len(body) >= num_bytes:
+            break
+    return bytes(body[:num_bytes])

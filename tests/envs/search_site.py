@@ -23,11 +23,9 @@ class Web:
         self.url = ""
         self.reply: Any = GOOD  # of the summarizer; a number is a status
         self.summarized: list[dict[str, Any]] = []
-        self.num_searches = 0
 
     async def __call__(self, request: web.Request) -> web.Response:
         if request.path == "/search":
-            self.num_searches += 1
             rows = [
                 {"title": "Lima", "url": f"{self.url}/article", "content": SNIPPET},
                 {"title": "Lima again", "url": f"{self.url}/copy", "content": SNIPPET},

@@ -176,40 +176,33 @@ def test_a_rollout_of_a_dialogue_is_the_rendered_chat_and_trains_only_the_policy
     assert tree.nodes[1].info["user_messages"] == 1
 
 
-def test_demonstrations_and_the_cold_start_have_the_tokens_of_the_rollout() -> None:
-    (trajectory,) = grown(make_actor()).trajectories()
-    (row,) = demonstrate(DeskEnv, [TASK], lambda task, results: (ASK, CALL, ANSWER)[len(results)])
+@pytest.mark.parametrize("kind", ["tags", "native"])
+def test_demonstrations_and_the_cold_start_have_the_tokens_of_the_rollout(kind: str) -> None:
+    """A question, the reply of the user, a call, its result and the answer, as messages."""
+    renderer: Any = tags()
+    turns: tuple[Any, ...] = (ASK, CALL, ANSWER)
+    if kind == "native":
+        renderer = NativeRenderer(make_tokenizer(QWEN25))
+        turns = (
+            Message("assistant", "Which colour?"),
+            Message("assistant", "I look.", (ToolCall("price", {"item": "red"}),)),
+            Message("assistant", ANSWER),
+        )
+
+    def script(prompt: str, rng: Random) -> str:
+        turn = turns[prompt.count("<|im_start|>assistant") - 1]
+        return renderer.calling(turn.content, turn.tool_calls) if turn.tool_calls else turn.content
+
+    actor = make_actor(clerk if kind == "tags" else script, renderer=renderer)
+    (trajectory,) = grown(actor).trajectories()
+    (row,) = demonstrate(DeskEnv, [TASK], lambda task, results: turns[len(results)])
     assert row["success"]
     assert [one["role"] for one in row["messages"]] == [
         "user", "assistant", "user", "assistant", "tool", "assistant",
     ]  # fmt: skip
-    messages = tuple(Message(one["role"], one["content"]) for one in row["messages"])
+    messages = tuple(read_messages(row, "messages", RowFormat()))
     tools = [{"name": "price", "parameters": {"properties": {"item": {}}}}]
-    example = ChatEncoder(tags()).encode(Dialogue(messages, tools))
-    assert example.token_ids.tolist() == trajectory.token_ids
-    assert example.mask.tolist() == trajectory.loss_mask
-
-
-def test_the_native_cold_start_has_the_tokens_of_the_rollout() -> None:
-    """A question, the reply of the user, a call, its result and the answer, as messages."""
-    renderer = NativeRenderer(make_tokenizer(QWEN25))
-    turns = (
-        Message("assistant", "Which colour?"),
-        Message("assistant", "I look.", (ToolCall("price", {"item": "red"}),)),
-        Message("assistant", ANSWER),
-    )
-
-    def script(prompt: str, rng: Random) -> str:
-        written = prompt.count("<|im_start|>assistant") - 1
-        turn = turns[written]
-        return renderer.calling(turn.content, turn.tool_calls) if turn.tool_calls else turn.content
-
-    (trajectory,) = grown(make_actor(script, renderer=renderer)).trajectories()
-    (row,) = demonstrate(DeskEnv, [TASK], lambda task, results: turns[len(results)])
-    assert row["success"]
-    form = RowFormat()
-    messages = tuple(read_messages(row, "messages", form))
-    example = ChatEncoder(renderer).encode(Dialogue(messages, row["tools"]))
+    example = ChatEncoder(renderer).encode(Dialogue(messages, row.get("tools", tools)))
     assert example.token_ids.tolist() == trajectory.token_ids
     assert example.mask.tolist() == trajectory.loss_mask
 

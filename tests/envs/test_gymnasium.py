@@ -35,20 +35,6 @@ def test_the_checker_of_gymnasium_accepts_the_environments(
     env.close()
 
 
-def test_gymnasium_runs_an_episode_with_tools() -> None:
-    env = gymnasium.make(
-        "agentenv/DeepSearch-v0", tasks=[TASK], python={"timeout_s": 20.0, "preload": []}
-    )
-    prompt, info = env.reset(seed=1)
-    assert str(prompt).endswith(TASK.question)
-    assert [tool["name"] for tool in info["tools"]] == ["search", "python"]
-    shown, *_ = env.step("<think>.</think><python>24 + 10</python>")
-    assert shown == " <result>\n34\n</result>"
-    _, reward, terminated, *_ = env.step(r"<think>.</think><answer>\boxed{34}</answer>")
-    assert (reward, terminated) == (1.0, True)
-    env.close()
-
-
 TURNS = {"search": "<search>Lima</search>", "python": "<python>24 + 10</python>"}
 
 

@@ -1,4 +1,4 @@
-"""A tool server for the tests: `python mcp_server.py stdio`, `http PORT`, or `sse PORT`."""
+"""A tool server for the tests: `python mcp_server.py stdio` or `http PORT`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,5 @@ def header(name: str, context: Context) -> str:
 if __name__ == "__main__":
     if sys.argv[1] == "stdio":
         server.run()
-    elif sys.argv[1] == "sse":
-        server.run("sse", host="127.0.0.1", port=int(sys.argv[2]))
     else:
         server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""Tools of a real MCP server, over both transports, as tools of an environment."""
+"""Tools of a real MCP server as tools of an environment."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def serving(mode: str) -> AbstractAsyncContextManager[str]:
-    """The address of our server over one of the transports."""
+def serving() -> AbstractAsyncContextManager[str]:
+    """The address of our server over HTTP."""
     port = free_port()
-    return listening(sys.executable, str(SERVER), mode, str(port), port=port)
+    return listening(sys.executable, str(SERVER), "http", str(port), port=port)
 
 
 async def test_an_episode_calls_the_tools_of_its_own_server() -> None:
@@ -115,7 +115,7 @@ async def test_a_dead_server_is_restarted() -> None:
 
 
 async def test_chosen_tools_are_called_over_streamable_http() -> None:
-    async with serving("http") as address:
+    async with serving() as address:
         entry = ToolConfig(
             name="agentenv.envs.bridges.mcp_tools:MCPTools",
             kwargs={"url": f"{address}/mcp", "only": ["add"], "fork_mode": "pure"},
@@ -308,14 +308,13 @@ async def test_a_result_that_violates_its_schema_is_read(tmp_path: Path) -> None
         await close_shared()
 
 
-@pytest.mark.parametrize("mode", ["http", "sse"])
-async def test_headers_are_sent_with_every_request_over_both_http_transports(
-    mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_headers_are_sent_with_every_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("SERVER_TOKEN", "tok-4711-secret")
     caplog.set_level(logging.DEBUG)
-    async with serving(mode) as address:
-        url = f"{address}/{'mcp' if mode == 'http' else 'sse'}?key=of-the-query-9"
+    async with serving() as address:
+        url = f"{address}/mcp?key=of-the-query-9"
         headers = {"Authorization": "Bearer ${SERVER_TOKEN}", "X-Team": "blue"}
         source = MCPTools(url=url, headers=headers)
         tools = {tool.name: tool for tool in await source.load()}

@@ -212,18 +212,21 @@ def test_a_wrong_source_is_named_in_the_error(source: dict[str, Any], message: s
         list(rows("desk", source, held_out=False))
 
 
+def installed(folder: Path, version: str, code: str = "") -> dict[str, str]:
+    """A source with such a package `verifiers`."""
+    (folder / "verifiers.py").write_text(code)
+    info = folder / f"verifiers-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: verifiers\nVersion: {version}\n")
+    return {"folder": str(folder), "python": sys.executable}
+
+
 def test_missing_or_unsupported_verifiers_are_named_in_the_error(tmp_path: Path) -> None:
     source = {"folder": str(tmp_path), "python": sys.executable}
     with pytest.raises(DataError, match=r"has no verifiers; pip install .*source\.python"):
         list(rows("desk", source, held_out=False))
-    (tmp_path / "verifiers.py").write_text("")
-    (tmp_path / "verifiers-9.1.dist-info").mkdir()
-    metadata = "Metadata-Version: 2.1\nName: verifiers\nVersion: 9.1\n"
-    (tmp_path / "verifiers-9.1.dist-info/METADATA").write_text(metadata)
-    with pytest.raises(
-        DataError, match=r"verifiers 9\.1 is unsupported; expected " r"0\.1\.11 to 0\.4"
-    ):
-        list(rows("desk", source, held_out=False))
+    with pytest.raises(DataError, match=r"verifiers 9\.1 is unsupported; .* 0\.1\.11 to 0\.4"):
+        list(rows("desk", installed(tmp_path, "9.1"), held_out=False))
 
 
 @pytest.mark.parametrize(
@@ -243,15 +246,9 @@ def test_a_package_for_another_release_or_with_a_bug_is_named_in_the_error(
         "load_environment()\n    except Exception as error:\n        raise RuntimeError(name) "
         "from error\n"
     )
-    (tmp_path / "verifiers.py").write_text(loads)
     (tmp_path / "own_env.py").write_text(package)
-    info = tmp_path / f"verifiers-{version}.dist-info"
-    info.mkdir()
-    metadata = f"Metadata-Version: 2.1\nName: verifiers\nVersion: {version}\n"
-    (info / "METADATA").write_text(metadata)
-    source = {"folder": str(tmp_path), "python": sys.executable}
     with pytest.raises(DataError, match=message):
-        list(rows("own-env", source, held_out=False))
+        list(rows("own-env", installed(tmp_path, version, loads), held_out=False))
 
 
 OF_RUN = {"model": {"path": "m"}, "algorithm": {"name": "grpo"}, "train": {"num_steps": 1}}

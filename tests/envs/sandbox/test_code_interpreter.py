@@ -52,13 +52,6 @@ async def test_the_time_limit_of_a_call_is_a_key() -> None:
     await env.close()
 
 
-async def test_a_missing_package_is_reported_before_the_first_question() -> None:
-    env = agentenv.contract.env_registry.make(ENV_ID, TASK, python={"preload": ["no_such_package"]})
-    with pytest.raises(ConfigError, match=r"python\.preload: .*cannot import no_such_package"):
-        await env.reset(seed=1)
-    await env.close()
-
-
 @pytest.mark.parametrize(
     ("kwargs", "problem"),
     [

@@ -23,7 +23,7 @@ from tests.support.sandboxes import (
 )
 
 FRAME = """
-import json, os, sys
+import json, os, sys, time
 def number():  # of the request, found in the frame that serves it
     frame = sys._getframe()
     while "request" not in frame.f_locals:
@@ -62,6 +62,7 @@ async def test_a_forged_early_answer_gains_no_time_to_compute(
         "forge(2, 'a'); forge(3, 'b'); forge(4, 'c')",
         "forge(0, '')",
         "os.write(3, b'x')",
+        "forge(number(), 'early'); time.sleep(0.05); forge(number(), 'late'); time.sleep(1)",
     ],
 )
 async def test_a_forged_answer_is_not_taken_for_that_of_a_later_call(

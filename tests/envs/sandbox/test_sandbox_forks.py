@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import platform
+import shutil
 from pathlib import Path
 
 import pytest
 
 from agentenv.base.errors import EnvError
+from agentenv.envs.sandbox import launch, process
 from agentenv.envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
 from agentenv.envs.sandbox.launch import HUGE_PAGES, environment
 from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
@@ -223,8 +225,8 @@ async def test_a_session_without_an_initializer_is_replayed(sandbox: Sandbox) ->
     await sandbox.start()
     if sandbox.rung != "namespaces":
         pytest.skip("there, nothing is to be copied")
-    for process in zygote_of(sandbox).children(recursive=True):
-        process.kill()
+    for one in zygote_of(sandbox).children(recursive=True):
+        one.kill()
     parent, child = await two(sandbox, "x = 3")
     assert await output_of(child, "x") == "3"
     assert (sandbox.counters.num_live_forks, sandbox.counters.num_replays) == (0, 1)
@@ -328,3 +330,26 @@ async def test_a_session_that_forks_in_another_way_is_replayed(
     assert await output_of(parent, "x") == "5"
     assert sandbox.counters.num_live_forks == 0
     parent.close()
+
+
+async def test_forks_are_replays_without_a_seccomp_listener(
+    sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each session is then process 1 of its own namespace, or may signal its own number only."""
+    await sandbox.start()
+    inside = shutil.copytree(launch.HERE, tmp_path / "sandbox") / "zygote.py"
+    asking = "listener = confine.install(machine, above, listen=True)"
+    inside.write_text(inside.read_text().replace(asking, "raise OSError"))
+    for module in (launch, process):
+        monkeypatch.setattr(module, "HERE", inside.parent)
+    other = Sandbox(rungs=(sandbox.rung or "landlock",), preload=())
+    parent, child = await two(other, "import os; x = os.urandom(4)")
+    assert await output_of(parent, "x") == await output_of(child, "x")
+    assert (other.counters.num_live_forks, other.counters.num_replays) == (0, 1)
+    if other.rung == "namespaces":
+        assert await output_of(child, "os.getpid(), os.getppid()") == "(1, 0)"
+    assert "not permitted" in await output_of(child, "os.kill(os.getppid() or 2, 0)")
+    assert await output_of(child, "os.kill(os.getpid(), 0)") == ""
+    parent.close()
+    child.close()
+    await other.close()

@@ -55,17 +55,3 @@ async def test_an_import_works(session: SandboxSession, name: str) -> None:
         pytest.skip(f"{name} is not installed beside {sys.executable}")
     result = await session.run(f"import {name}", 60)
     assert result.ok, result.output
-
-
-async def test_a_figure_can_be_drawn(session: SandboxSession) -> None:
-    code = """
-import io
-import matplotlib
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-plt.plot([1, 2, 3])
-buffer = io.BytesIO()
-plt.savefig(buffer, format="png")
-buffer.getvalue()[1:4]
-"""
-    assert (await output_of(session, code, 60)).endswith("b'PNG'")

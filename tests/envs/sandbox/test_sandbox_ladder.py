@@ -102,20 +102,6 @@ async def test_a_sandbox_that_fails_its_self_test_is_refused(
     assert children() == []
 
 
-async def test_a_session_starts_neither_threads_nor_processes() -> None:
-    sandbox = Sandbox(preload=(), rungs=["namespaces"])
-    session = sandbox.session(1)
-    code = (
-        "import threading\nwait = threading.Event()\nmade = 0\ntry:\n  while True:\n"
-        "    threading.Thread(target=wait.wait).start(); made += 1\n"
-        "except RuntimeError: wait.set()\nmade"
-    )
-    assert await output_of(session, code) == "0"
-    assert "BlockingIOError" in await output_of(session, "import os; os.fork()")
-    await sandbox.close()
-    session.close()
-
-
 @pytest.mark.usefixtures("no_bubblewrap", "no_landlock")
 async def test_a_plain_subprocess_is_used_only_when_allowed(
     caplog: pytest.LogCaptureFixture,

@@ -54,17 +54,6 @@ async def test_the_thoughts_of_the_model_are_dropped_and_a_long_reply_is_cut(sit
     assert len(result.text) == 6000
 
 
-async def test_uses_of_the_browser_agent_in_one_trajectory_can_be_limited(site: Web) -> None:
-    episode = Episode()
-    config = site.browser(max_uses=1)
-    first, second = [await search(config, query, episode) for query in ("lima", "lima again")]
-    assert first.text == "Founded in 1535."
-    assert second.text.startswith("Page 1: ")
-    assert "browser" not in second.info
-    assert episode.copy().num_summaries == 1
-    assert len(site.summarized) == 1
-
-
 async def test_a_failing_model_server_fails_the_trajectory(site: Web) -> None:
     """The trajectory fails and is not counted as wrong."""
     site.reply = 500

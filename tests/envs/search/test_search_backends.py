@@ -1,4 +1,4 @@
-"""Search backends over a corpus: embedded BM25, tantivy, FAISS."""
+"""Embedded BM25 over a corpus, and what the backends share."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from agentenv.base.errors import ConfigError, DataError
-from agentenv.envs.search.bm25 import BM25Backend, BM25Index, TantivyBackend
+from agentenv.base.errors import ConfigError
+from agentenv.envs.search.bm25 import BM25Backend, BM25Index
 from agentenv.envs.search.corpus import SHIPPED_CORPUS, Hit, Passage, Query, market_of, read_corpus
 from agentenv.envs.search.faiss_index import FaissConfig, VectorEncoder
 
@@ -98,11 +98,6 @@ async def test_chinese_is_found_by_its_words(tmp_path: Path) -> None:
     await backend.close()
 
 
-def test_a_flashrag_corpus_is_read(tmp_path: Path) -> None:
-    path = corpus(tmp_path, [{"id": 7, "contents": '"Lima"\nThe capital of Peru.'}])
-    assert read_corpus(path) == [Passage("7", "Lima", "The capital of Peru.")]
-
-
 @pytest.mark.parametrize(
     ("text", "market", "expected"),
     [
@@ -131,41 +126,3 @@ def test_each_backend_names_the_extra_of_a_missing_package(
     build = {"bm25s": lambda: BM25Index([]), "torch": lambda: VectorEncoder(faiss)}[module]
     with pytest.raises(ConfigError, match=rf"requires the package '{module}'.*\[{extra}\]"):
         build()
-
-
-async def test_tantivy_finds_the_same_passages_and_keeps_its_index(tmp_path: Path) -> None:
-    pytest.importorskip("tantivy")
-    directory = tmp_path / "index"
-    for _ in range(2):  # built, then opened
-        backend = TantivyBackend(SHIPPED_CORPUS, directory)
-        hits = await backend.search(Query(XQUAD_QUESTION, max_results=3))
-        assert "308 points" in hits[0].text
-        assert await backend.document(hits[0].url) == Hit(
-            hits[0].text, hits[0].title, hits[0].url, hits[0].id
-        )
-        assert await backend.search(Query("?!")) == []
-        await backend.close()
-
-
-async def test_tantivy_refuses_the_index_of_another_corpus(tmp_path: Path) -> None:
-    pytest.importorskip("tantivy")
-    path = corpus(tmp_path, [{"id": "a", "title": "", "text": BEIJING}])
-    backend = TantivyBackend(path, tmp_path / "index")
-    assert [hit.id for hit in await backend.search(Query("\u5317\u4eac"))] == ["a"]
-    await backend.close()
-    other = TantivyBackend(SHIPPED_CORPUS, tmp_path / "index")
-    with pytest.raises(ConfigError, match=r"search\.backend\.directory.*different corpus"):
-        await other.start()
-    await other.close()
-    files = TantivyBackend(path, tmp_path)
-    with pytest.raises(ConfigError, match="choose an empty directory"):
-        await files.start()
-    await files.close()
-
-
-async def test_tantivy_refuses_a_missing_corpus(tmp_path: Path) -> None:
-    pytest.importorskip("tantivy")
-    backend = TantivyBackend(tmp_path / "nowhere.jsonl", tmp_path / "index")
-    with pytest.raises(DataError, match=r"nowhere\.jsonl cannot be read"):
-        await backend.start()
-    await backend.close()

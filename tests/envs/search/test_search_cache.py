@@ -186,7 +186,7 @@ def test_each_setting_that_changes_results_changes_their_name(tmp_path: Path) ->
     faiss = {"name": "faiss", "index": str(index), "corpus": "c.jsonl", "encoder": "e5"}
     names = [name_of(**faiss)]
     index.write_bytes(b"1")
-    names += [name_of(**faiss), name_of(**faiss, normalize=False), name_of(**faiss, prefix="")]
+    names += [name_of(**faiss), name_of(**faiss, prefix="")]
     names += [name_of(**faiss, pooling="cls"), name_of(**faiss | {"corpus": "d.jsonl"})]
     index.write_bytes(b"12")
     names += [name_of(**faiss)]

@@ -108,7 +108,6 @@ def test_only_ports_80_and_443_are_opened_outside_allowed_networks() -> None:
     for addresses in (["93.184.216.34"], ["10.1.2.3", "93.184.216.34"]):
         with pytest.raises(RefusedAddress, match="its port is not one of 80, 443"):
             rule.check_port(8080, addresses)
-    AddressRule(ports=(8080,)).check_port(8080, ["93.184.216.34"])
 
 
 @pytest.mark.parametrize("url", ["http://93.184.216.34:22/", "http://public.test:8080/"])

@@ -134,12 +134,3 @@ def test_no_configuration_contains_an_api_key(monkeypatch: pytest.MonkeyPatch) -
     service = SearchService(config)
     assert "s3cret-key" not in json.dumps(to_plain(config)) + repr(config)
     asyncio.run(service.close())
-
-
-async def test_processes_share_a_cache(site: Web, tmp_path: Path) -> None:
-    config = site.config(cache=str(tmp_path / "cache.db"))
-    first = await search(config, "lima")
-    second = await search(config, "lima")
-    assert (second.text, second.info["ids"]) == (first.text, first.info["ids"])
-    assert (first.info["cached"], second.info["cached"]) == (False, True)
-    assert site.num_searches == 1

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
 
-from agentenv.base.errors import ConfigError, ToolError
+from agentenv.base.errors import ToolError
 from agentenv.base.result_cache import ResultCache
-from agentenv.envs.search import pages
-from agentenv.envs.search.keys import PagesConfig, TrafficConfig
 from agentenv.envs.search.pages import PageReader, TextExtractor, page_text
 from agentenv.envs.search.service import passages, window
 from agentenv.envs.search.upstream import Reply
-from tests.envs.search_server import ONLY_127_0_0_1, PAGE, Names, serving
+from tests.envs.search_server import ONLY_127_0_0_1, PAGE, serving
 
 # extraction
 
@@ -74,9 +71,8 @@ async def test_a_page_is_fetched_once() -> None:
             return web.Response(status=404)
         return web.Response(text=PAGE, content_type="text/html")
 
-    config = PagesConfig(fetch=ONLY_127_0_0_1)
     async with serving(answer) as url:
-        reader = PageReader(config, ResultCache())
+        reader = PageReader(ONLY_127_0_0_1, ResultCache())
         texts = await asyncio.gather(*(reader.text(url) for _ in range(5)))
         assert await reader.text(url) == texts[0]
         with pytest.raises(ToolError, match="answered with status 404"):
@@ -84,82 +80,6 @@ async def test_a_page_is_fetched_once() -> None:
         await reader.close()
     assert num_requests == 2
     assert "founded in 1535" in texts[0]
-
-
-class Jina:
-    """Jina's reader; keeps the paths that were asked, with what came as a key."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, str]] = []
-
-    async def __call__(self, request: web.Request) -> web.Response:
-        self.asked.append((request.raw_path, request.headers.get("Authorization", "")))
-        if "missing" in request.path:
-            return web.Response(status=422)
-        if "spent" in request.path:
-            return web.Response(status=402)
-        body = f"Title: Lima\n\n{request.path}"
-        if "blocked" in request.path:
-            body = "Warning: Target URL returned error 403: Forbidden\n\nMarkdown Content:\n"
-        return web.Response(text=body)
-
-
-@pytest.fixture
-async def jina(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Jina, PageReader]]:
-    service = Jina()
-    async with serving(service) as url:
-        monkeypatch.setattr(pages, "JINA_URL", url.rstrip("/"))
-        monkeypatch.setattr(pages, "JINA_TRAFFIC", TrafficConfig(num_retries=0))
-        config = PagesConfig("jina")
-        names = Names(a_test=["93.184.216.34"], intern_test=["10.0.0.1"])
-        reader = PageReader(config, ResultCache(), names)
-        yield service, reader
-        await reader.close()
-
-
-async def test_the_reader_of_jina_returns_text_or_the_status_of_a_page(
-    jina: tuple[Jina, PageReader], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("JINA_API_KEY", "synthetic-key")
-    service, reader = jina
-    assert await reader.text("https://a.test/lima#x") == "Title: Lima\n\n/https://a.test/lima"
-    assert service.asked == [("/https://a.test/lima", "Bearer synthetic-key")]
-    with pytest.raises(ToolError, match="could not be read: status 422"):
-        await reader.text("https://a.test/missing")
-    with pytest.raises(ToolError, match="blocked answered with status 403"):
-        await reader.text("https://a.test/blocked")
-    with pytest.raises(ConfigError, match="jina rejected the request with status 402"):
-        await reader.text("https://a.test/spent")
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "file:///etc/passwd",
-        "http://169.254.169.254/latest/meta-data",
-        "http://intern.test/",
-        "http://unknown.test/",
-        "http://a.test:22/",
-        "http://2130706433/",
-        "http://[::1]/",
-    ],
-)
-async def test_private_addresses_are_not_sent_to_the_reader_of_jina(
-    jina: tuple[Jina, PageReader], url: str
-) -> None:
-    service, reader = jina
-    with pytest.raises(ToolError):
-        await reader.text(url)
-    assert service.asked == []
-
-
-@pytest.mark.parametrize("path", ["../../../y", "%2e%2e/%2E%2e/y", "a/../../y", "./../y"])
-async def test_the_path_of_a_page_reaches_no_other_route_of_jina(
-    jina: tuple[Jina, PageReader], path: str
-) -> None:
-    service, reader = jina
-    await reader.text(f"https://a.test/{path}")
-    assert [asked for asked, _ in service.asked] == ["/https://a.test/y"]
 
 
 # parts of a page

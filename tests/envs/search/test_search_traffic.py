@@ -1,4 +1,4 @@
-"""The traffic layer: retries, single flight, rate limit, breaks, all together."""
+"""The traffic layer: retries, single flight, rate limit, breaks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from aiohttp import web
 
 from agentenv.base.errors import ConfigError, InfraError
 from agentenv.base.result_cache import ResultCache
+from agentenv.base.result_cache import SharedFetches
 from agentenv.contract.http import retry_after_s
-from agentenv.envs.search.cache import CachedBackend
-from agentenv.envs.search.corpus import Query
 from agentenv.envs.search.keys import TrafficConfig
-from agentenv.envs.search.providers import WebBackend, WebConfig
 from agentenv.envs.search.upstream import HttpRequest, Reply, TokenBucket, Upstream
 from tests.envs.search_server import QUICK, Scripted, send, serving
 from tests.support.virtual_clock import run_virtual
@@ -48,7 +46,7 @@ async def test_a_refused_key_stops_the_run(status: int) -> None:
 
 
 async def test_an_unreachable_service_is_an_infra_error_without_the_address() -> None:
-    request = HttpRequest("GET", "http://127.0.0.1:9/x", secret_params={"api_key": "s3cret"})
+    request = HttpRequest("GET", "http://127.0.0.1:9/x", secret_headers={"X-Key": "s3cret"})
     upstream = Upstream("service", QUICK)
     with pytest.raises(InfraError, match="3 attempts failed: ClientConnectorError") as raised:
         await upstream.send(request)
@@ -85,32 +83,6 @@ async def test_a_timeout_is_an_infra_error() -> None:
 )
 def test_the_wait_is_read_from_retry_after(headers: dict[str, str], seconds: float | None) -> None:
     assert retry_after_s(headers) == seconds
-
-
-# all of it together
-
-
-class EveryTenthRefused:
-    def __init__(self) -> None:
-        self.num_requests = 0
-
-    async def __call__(self, request: web.Request) -> web.Response:
-        self.num_requests += 1
-        if self.num_requests % 10 == 0:
-            return web.Response(status=429, headers={"Retry-After": "0"})
-        return web.json_response({"results": [{"content": request.query["q"], "url": "u"}]})
-
-
-async def test_many_equal_calls_cost_few_requests_and_none_fails() -> None:
-    service = EveryTenthRefused()
-    queries = [f"query {number % 40}" for number in range(1000)]
-    async with serving(service) as url:
-        web_config = WebConfig("searxng", url=url, traffic=QUICK)
-        cached = CachedBackend("web", WebBackend(web_config), ResultCache())
-        found = await asyncio.gather(*(cached.search(Query(query)) for query in queries))
-        await cached.close()
-    assert [hits[0].text for hits in found] == queries
-    assert service.num_requests == 44  # 40, and 4 that were refused
 
 
 # single flight
