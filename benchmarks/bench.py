@@ -41,7 +41,6 @@ import msgspec
 from msgspec.structs import asdict
 from rich.table import Table
 
-from agentenv.assembly.reports.tables import bare_table
 from agentenv.assembly.run.arguments import Parser
 from agentenv.assembly.run.terminal import View
 from agentenv.base.errors import AgentEnvError, ConfigError

@@ -23,8 +23,6 @@ from typing import Literal, NamedTuple
 
 from agentenv.assembly.keys.benchmarks import benchmark_of
 from agentenv.assembly.reports.records import EvalRow, prediction, whole_text, written
-from agentenv.base.errors import install_hint
-from agentenv.assembly.run.records import EvalRow, prediction, whole_text, written
 from agentenv.base.installation import install_hint
 from agentenv.base.offload import in_thread
 from agentenv.envs.grading.layers import Layered, compare

@@ -19,9 +19,7 @@ from msgspec import Struct
 
 from agentenv.assembly.keys.cluster import WHERE
 from agentenv.assembly.reports.records import FAILED, EvalRow, Key, Wanted
-from agentenv.assembly.run.rundir import LockHolder
 from agentenv.assembly.run.lock import LockHolder
-from agentenv.assembly.run.records import FAILED, EvalRow, Key, Wanted
 from agentenv.base.config import Tree, changes
 from agentenv.base.disk import PARTIAL, append_whole, write_whole
 from agentenv.base.disk_errors import explain

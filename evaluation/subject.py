@@ -136,8 +136,6 @@ def _local_subject(text: str, path: Path, sets: Sequence[str], checkpoint: str) 
     return Subject(f"{name}-{found.name}", raw, run, found)
 
 
-
-
 def of_run(run: Path, names: Sequence[str] = ()) -> Tree:
     """The keys of an evaluation from those of a run; empty for a run of agentenv sft or dpo.
     Raises ConfigError for unknown sets."""

@@ -24,9 +24,6 @@ from agentenv.assembly.run.kept import BEST
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 from agentenv.assembly.serving.gpus import gpus_for_others
 from agentenv.base.installation import require_train
-from agentenv.base.model_files import fetch_from_hub, find_on_hub
-from agentenv.base.errors import require_train
-from agentenv.evaluation.report import write_report
 from agentenv.evaluation.report import report_of
 from agentenv.evaluation.run import (
     FOLDER,

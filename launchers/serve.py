@@ -30,8 +30,6 @@ from agentenv.assembly.serving.servers import ServerFactory, start_servers
 from agentenv.base.config import Reporter, Tree, build_config
 from agentenv.base.errors import ConfigError
 from agentenv.base.installation import require_train
-from agentenv.base.model_files import fetch_from_hub
-from agentenv.base.errors import ConfigError, require_train
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Limits
 from agentenv.contract.server_config import read_key

@@ -38,9 +38,8 @@ from agentenv.base.types import Limits
 from agentenv.contract.env import close_shared
 from agentenv.contract.server_config import read_key
 from agentenv.endpoint.openenv import EnvServer
-from agentenv.launchers.command import until_stopped
 from agentenv.evaluation.store import load_run_config
-from agentenv.launchers.command import stop_event
+from agentenv.launchers.command import until_stopped
 from agentenv.text.prompt import PromptConfig
 
 

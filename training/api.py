@@ -40,9 +40,7 @@ from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.parts.session import run_session
 from agentenv.assembly.reports.records import EvalRow
 from agentenv.assembly.run.arguments import LATEST, check_places
-from agentenv.assembly.run.checkpoints import find_checkpoint
 from agentenv.assembly.run.kept import find_checkpoint
-from agentenv.assembly.run.records import EvalRow
 from agentenv.assembly.run.rundir import INPUTS
 from agentenv.assembly.run.terminal import (
     View,
@@ -56,8 +54,6 @@ from agentenv.assembly.serving.gpus import gpus_for_others
 from agentenv.base.config import Tree, read_toml, resolve_config
 from agentenv.base.errors import AgentEnvError, ConfigError
 from agentenv.base.installation import require_train
-from agentenv.base.model_files import fetch_from_hub
-from agentenv.base.errors import AgentEnvError, ConfigError, require_train
 from agentenv.base.offload import in_new_thread, result_of
 from agentenv.base.registry import loaded
 from agentenv.base.types import Task

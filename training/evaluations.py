@@ -25,9 +25,9 @@ from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.reports.records import FAILED, EvalRow, Wanted
 from agentenv.assembly.run.checkpoints import REMOVED, load_state
+from agentenv.assembly.run.kept import best_checkpoint, keep_best
 from agentenv.assembly.run.terminal import Pulse, View, first_reason
 from agentenv.base.config import to_plain
-from agentenv.assembly.run.kept import best_checkpoint, keep_best
 from agentenv.base.deadline import uncancelled
 from agentenv.base.disk import PARTIAL, replace_folder
 from agentenv.base.errors import SHOWN, AgentEnvError, DataError, EnvError, TooManyFailuresError
@@ -38,12 +38,10 @@ from agentenv.evaluation import statistics
 from agentenv.evaluation.run import Progress, broken, named_causes, row_of, sample_into
 from agentenv.evaluation.store import Saved, Store, identity, load_saved, read_rows
 from agentenv.evaluation.subject import evaluation_of
-from agentenv.rollout.actor import Actor, Answer
-from agentenv.rollout.failures import Redactor
-from agentenv.training.loop.brief_reports import EVALUATIONS, PHASES, BriefFigures, BriefReport
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.questions import Answer
 from agentenv.rollout.redactor import Redactor
+from agentenv.training.loop.brief_reports import EVALUATIONS, PHASES, BriefFigures, BriefReport
 from agentenv.training.loop.clocks import PhaseClock
 from agentenv.training.loop.loop import Evaluator
 from agentenv.training.loop.parts import Parts

@@ -13,7 +13,8 @@ from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View
 from agentenv.base.config import Reporter
-from agentenv.base.disk import SHARED_MEMORY, WEIGHTS_PREFIX, remove_left
+from agentenv.base.disk import remove_left
+from agentenv.base.disk_errors import SHARED_MEMORY, WEIGHTS_PREFIX
 from agentenv.base.offload import in_thread
 from agentenv.training.evaluations import RunEvaluator
 from agentenv.training.loop.parts import Parts

@@ -1,6 +1,6 @@
 """Exceptions of a user's code, converted to CrashError with their place in it.
 
-    await guarded(env.step(action), "the environment's step")
+await guarded(env.step(action), "the environment's step")
 """
 
 from __future__ import annotations

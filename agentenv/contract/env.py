@@ -18,11 +18,9 @@ from typing import Any, Literal, Protocol, Self, TypeVar, cast
 
 from msgspec import Struct
 
-from agentenv.base.crashes import guarded, place_of
+from agentenv.base.crashes import guarded
 from agentenv.base.deadline import doing, uncancelled
-from agentenv.base.errors import ConfigError, CrashError, GraderError, OutageError
-from agentenv.base.registry import loaded
-from agentenv.base.errors import CrashError, GraderError, OutageError, guarded
+from agentenv.base.errors import CrashError, GraderError, OutageError
 from agentenv.base.types import Info, Limit, Message, Task
 
 ForkMode = Literal["pure", "replay", "snapshot", "none"]

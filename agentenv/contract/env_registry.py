@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import Any, NamedTuple
 
-from agentenv.base.errors import ConfigError, place_of
+from agentenv.base.crashes import place_of
+from agentenv.base.errors import ConfigError
 from agentenv.base.registry import loaded
 from agentenv.base.types import Task
 from agentenv.contract.env import Env

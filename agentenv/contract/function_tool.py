@@ -13,7 +13,8 @@ from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
-from agentenv.base.errors import ConfigError, ForeignError, ToolError, not_a_text
+from agentenv.base.crashes import not_a_text
+from agentenv.base.errors import ConfigError, ForeignError, ToolError
 from agentenv.base.types import ToolResult
 from agentenv.base.untrusted import convert
 from agentenv.contract.tools import StatelessTool

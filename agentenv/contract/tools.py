@@ -14,18 +14,14 @@ from typing import Annotated, Any, Literal, Protocol, cast, runtime_checkable
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from agentenv.base.config import substituted
-from agentenv.base.crashes import guarded, not_a_text
+from agentenv.base.crashes import guarded
 from agentenv.base.errors import (
     AgentEnvError,
     ConfigError,
-    ForeignError,
     InfraError,
     ToolError,
     named,
 )
-from agentenv.base.registry import loaded
-from agentenv.base.errors import AgentEnvError, ConfigError, InfraError, ToolError, guarded, named
 from agentenv.base.types import ToolResult
 from agentenv.contract.env import ForkMode, shared
 

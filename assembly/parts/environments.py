@@ -26,23 +26,13 @@ from agentenv.assembly.keys.rl import (
     SearchTable,
 )
 from agentenv.base.config import substituted
-from agentenv.base.errors import ConfigError, at_start
-from agentenv.assembly.serving.gpus import encodes_on_gpu
-from agentenv.base.config import Reporter, build_config, substituted, to_plain
 from agentenv.base.crashes import at_start
-from agentenv.base.errors import ConfigError, CrashError
+from agentenv.base.errors import ConfigError
 from agentenv.base.registry import decode_part, loaded
 from agentenv.base.types import Info, Limits, Message, Task
 from agentenv.contract.env import Env, check_reset
-from agentenv.contract.tools import ChosenTool, load_tools
-from agentenv.cluster.envs import EnvWorkers, WorkerEnv
-from agentenv.contract.env import Env, check_observation, check_reset, check_step
 from agentenv.contract.tool_config import load_tools
-from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import ChosenTool
-from agentenv.envs.grading.reward import NUM_CHECKED_ROWS, check_grader
-from agentenv.processes.supervisor import Supervisor
-from agentenv.processes.worker_group import WorkerSpec
 from agentenv.text.prompt import PromptConfig, load_instruction
 
 Resolve = Callable[[str], Path]

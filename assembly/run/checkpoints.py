@@ -22,18 +22,8 @@ from msgspec import Meta, Struct
 
 from agentenv.base.config import ESSENTIAL
 from agentenv.base.deadline import uncancelled, within
-from agentenv.base.disk import OLD, PARTIAL, make_folder, replace_folder, sync, write_whole
+from agentenv.base.disk import OLD, PARTIAL, make_folder, replace_folder, write_whole
 from agentenv.base.disk_errors import DIR_KEY, explain
-from agentenv.base.errors import AgentEnvError, ConfigError, DataError, LearnerError, StallError
-from agentenv.base.disk import (
-    DIR_KEY,
-    OLD,
-    PARTIAL,
-    explain,
-    make_folder,
-    replace_folder,
-    write_whole,
-)
 from agentenv.base.errors import AgentEnvError, DataError, LearnerError, StallError
 from agentenv.base.offload import in_thread
 

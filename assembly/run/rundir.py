@@ -27,23 +27,11 @@ from typing import Any
 
 from msgspec import Struct
 
-from agentenv.assembly.run.checkpoints import COLD_START, Checkpoints
-from agentenv.base.config import changes, resolver, to_plain
-from agentenv.base.disk import PARTIAL, append_whole, make_folder, write_whole
-from agentenv.base.disk_errors import DIR_KEY, WEIGHTS_PREFIX, explain
 from agentenv.assembly.run.checkpoints import Checkpoints
 from agentenv.assembly.run.lock import Lock
-from agentenv.assembly.run.monitors import MonitorConfig, Monitors
 from agentenv.base.config import resolver, to_plain
-from agentenv.base.disk import (
-    DIR_KEY,
-    PARTIAL,
-    WEIGHTS_PREFIX,
-    append_whole,
-    explain,
-    make_folder,
-    write_whole,
-)
+from agentenv.base.disk import PARTIAL, append_whole, make_folder, write_whole
+from agentenv.base.disk_errors import DIR_KEY, WEIGHTS_PREFIX, explain
 from agentenv.base.errors import ConfigError
 from agentenv.contract.monitoring import Monitoring
 from agentenv.rollout.archive import ARCHIVE

@@ -46,22 +46,11 @@ from agentenv.assembly.run.arguments import (
     check_places,
     import_from_working_directory,
 )
-from agentenv.assembly.run.watchdog import ENDING, GRACE_S, CommandLoop, Watchdog, share_heap
+from agentenv.assembly.run.garbage import share_heap
+from agentenv.assembly.run.watchdog import ENDING, GRACE_S, CommandLoop, Watchdog
 from agentenv.base.disk_errors import DIR_KEY, explain, written
 from agentenv.base.errors import AgentEnvError, ConfigError, DataError, MissingError
 from agentenv.base.installation import TRAIN, needs_train
-from agentenv.assembly.run.garbage import share_heap
-from agentenv.assembly.run.tables import Table, as_rich
-from agentenv.assembly.run.watchdog import ENDING, GRACE_S, CommandLoop, Watchdog
-from agentenv.base.disk import DIR_KEY, explain, written
-from agentenv.base.errors import (
-    TRAIN,
-    AgentEnvError,
-    ConfigError,
-    DataError,
-    MissingError,
-    needs_train,
-)
 from agentenv.base.offload import hanging, running, start_thread
 
 T = TypeVar("T")

@@ -29,8 +29,6 @@ from agentenv.assembly.serving.server_command import (
     find_python,
     shared_cache,
 )
-from agentenv.assembly.serving.watch import ProcessorWatch
-from agentenv.base.deadline import Restarts
 from agentenv.base.errors import ConfigError, EngineError
 from agentenv.base.offload import in_thread
 from agentenv.base.registry import decode_part

@@ -31,7 +31,6 @@ import torch
 from rich.table import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentenv.assembly.reports.tables import bare_table
 from agentenv.base.errors import ConfigError
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task, VersionSpan

@@ -60,8 +60,6 @@ from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import StatelessTool
 from agentenv.engines.pool.pooled_engine import PooledEngineConfig
 from agentenv.envs.quickstart.world import COMPANIES
-from agentenv.learners.learner import Score
-from agentenv.envs.quickstart import COMPANIES
 from agentenv.learners.keys import Score
 from agentenv.learners.ranks import messages as wire
 from agentenv.processes.link import PREFIX_BYTES, frame_of

@@ -10,9 +10,7 @@ import numpy as np
 from msgspec import Meta
 
 from agentenv.base.config import PATH
-from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.installation import needed
-from agentenv.base.errors import needed
 from agentenv.envs.search.corpus import (
     CORPUS_SCHEME,
     BackendConfig,

@@ -30,9 +30,6 @@ from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.parts.assembly import TRAINED
 from agentenv.assembly.parts.environments import EnvMaker
 from agentenv.assembly.reports.records import (
-from agentenv.assembly.run.arguments import EXIT_FAILED, Parser
-from agentenv.assembly.run.kept import find_checkpoint
-from agentenv.assembly.run.records import (
     EvalRow,
     calls_that_ran,
     readable,
@@ -40,7 +37,7 @@ from agentenv.assembly.run.records import (
     written,
 )
 from agentenv.assembly.run.arguments import EXIT_FAILED, Parser
-from agentenv.assembly.run.checkpoints import find_checkpoint
+from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 from agentenv.base.config import build_config, resolver
 from agentenv.base.errors import ConfigError, CrashError, DataError, GraderError
@@ -57,9 +54,8 @@ from agentenv.evaluation.run import segments_of
 from agentenv.evaluation.store import load_run_config
 from agentenv.lab.diagnosis.contract import Guess, guess_twice, remedy
 from agentenv.lab.diagnosis.doctor import show
-from agentenv.rollout.archive import ARCHIVE, Entry, KeptTree
+from agentenv.rollout.archive import ARCHIVE, Entry
 from agentenv.rollout.archive_reader import Step, readable_steps
-from agentenv.rollout.archive import ARCHIVE, Entry, Step, readable_steps
 from agentenv.text.renderer import TextCodec
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,6 @@ from agentenv.assembly.checks.checks import (
     part,
     select,
 )
-from agentenv.assembly.checks.memory import checkpoint_bytes, shape_of
 from agentenv.assembly.keys.help import refuse_verl_keys
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.run.arguments import RunConfig
@@ -39,8 +38,6 @@ from agentenv.base.config import Reporter, Tree, load_config
 from agentenv.base.disk import existing
 from agentenv.base.errors import AgentEnvError, ConfigError
 from agentenv.base.installation import DISTRIBUTION, install_hint
-from agentenv.base.model_files import read_model_config
-from agentenv.base.errors import DISTRIBUTION, AgentEnvError, ConfigError, install_hint
 from agentenv.envs.sandbox.launch import LOST_BELOW, Rung
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.lab.diagnosis.contract import CONTRACT, parity

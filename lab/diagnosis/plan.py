@@ -26,7 +26,6 @@ from agentenv.assembly.keys.cluster import ResourcesConfig, ServeConfig, WideClu
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import MAX_TRAJECTORY_BYTES, TrainConfig
 from agentenv.assembly.keys.supervised import SFTConfig, SupervisedRunConfig
-from agentenv.assembly.run.checkpoints import find_checkpoint
 from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.serving.gpus import GIB, GpuPlan, PlannedMachine, learner_gpus
 from agentenv.assembly.serving.server_command import CPU_CACHE_GIB, SERVER_BYTES

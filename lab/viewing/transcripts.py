@@ -15,23 +15,17 @@ from typing import Any, NamedTuple
 import msgspec
 
 from agentenv.assembly.reports.records import Decode
-from agentenv.assembly.run.checkpoints import find_checkpoint
-from agentenv.assembly.run.kept import find_checkpoint
-from agentenv.assembly.run.records import Decode
 from agentenv.assembly.run.terminal import View
 from agentenv.assembly.run.transcript import TranscriptQuestion, of_row, of_tree, redacted
 from agentenv.base.disk import naming
 from agentenv.base.errors import ConfigError, DataError, MissingError
 from agentenv.base.installation import install_hint
 from agentenv.evaluation.store import CONFIG_FILE as EVALUATION_FILE
-from agentenv.evaluation.store import ROWS_FILE, load_rows, load_saved
+from agentenv.evaluation.store import ROWS_FILE, load_rows, load_run_config, load_saved
+from agentenv.lab.viewing.folder import tokenizers_of
 from agentenv.rollout.archive import ARCHIVE, steps_of
 from agentenv.rollout.archive_reader import Step, read_step
 from agentenv.rollout.redactor import Redactor
-from agentenv.evaluation.store import ROWS_FILE, load_rows, load_run_config, load_saved
-from agentenv.lab.viewing.folder import tokenizers_of
-from agentenv.rollout.archive import ARCHIVE, Step, read_step, steps_of
-from agentenv.rollout.failures import Redactor
 
 logger = logging.getLogger(__name__)
 

@@ -14,18 +14,9 @@ import numpy as np
 
 from agentenv.base.errors import DataError
 from agentenv.base.tree import Node, Scored, TrajectoryTree
+from agentenv.lab.viewing.evaluations import search
 from agentenv.rollout.archive import ARCHIVE, Entry, KeptTree, changed_forks, steps_of
 from agentenv.rollout.archive_reader import Step, read_step
-from agentenv.lab.viewing.evaluations import search
-from agentenv.rollout.archive import (
-    ARCHIVE,
-    Entry,
-    KeptTree,
-    Step,
-    changed_forks,
-    read_step,
-    steps_of,
-)
 from agentenv.text.encoder import token_texts
 
 COLUMNS = (

@@ -15,7 +15,6 @@ from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View
 from agentenv.base.errors import DataError
 from agentenv.training.start import ADDED
-from agentenv.learners.keys import LearnerConfig
 from benchmarks.parts.simulation import (
     Durations,
     Grown,

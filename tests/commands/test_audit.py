@@ -26,12 +26,9 @@ from agentenv.lab.diagnosis.audit import (
     with_another_gold,
 )
 from agentenv.lab.diagnosis.contract import JOINTS, guess_twice, remedy
-from agentenv.launchers import doctor, train
+from agentenv.launchers import doctor
 from agentenv.rollout.archive import Entry, StepHeader
 from agentenv.rollout.archive_reader import Step
-from tests.support.rank_here import rank_here
-from agentenv.launchers import doctor
-from agentenv.rollout.archive import Entry, Step, StepHeader
 
 
 def step(number: int, *rewards: Sequence[float]) -> Step:

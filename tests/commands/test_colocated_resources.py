@@ -26,8 +26,6 @@ from agentenv.engines.scripted import ScriptedConfig
 from agentenv.engines.sglang import SGLangConfig
 from agentenv.engines.vllm import VLLMConfig
 from agentenv.envs.quickstart.setup import build_model
-from agentenv.learners.learner import LearnerConfig
-from agentenv.envs.quickstart_setup import build_model
 from agentenv.learners.keys import LearnerConfig
 from agentenv.training.loop.parts import adapter_rank
 

@@ -15,8 +15,6 @@ from agentenv.base.config import load_config
 from agentenv.envs.quickstart.setup import build_model
 from agentenv.lab.diagnosis.plan import make_plan
 from agentenv.launchers import sft, train
-from agentenv.learners.keys import LearnerConfig
-from agentenv.learners.lora import LoRAConfig
 from tests.support.warehouse import ROOT
 
 REASONING = ROOT / "configs" / "arpo_reasoning_7b.toml"

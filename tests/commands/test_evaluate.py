@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from agentenv.assembly.reports.records import EvalRow
 from agentenv.base.types import ToolResult
 from agentenv.contract.function_tool import FunctionTool
 from agentenv.contract.http import status_error

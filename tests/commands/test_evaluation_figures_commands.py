@@ -9,8 +9,6 @@ import msgspec
 import pytest
 
 from agentenv.assembly.reports.records import EvalRow
-from agentenv.launchers import evaluate, view
-from agentenv.assembly.run.records import EvalRow
 from agentenv.launchers import evaluate
 from tests.support.stored_evaluation import (
     QUICK,

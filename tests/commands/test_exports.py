@@ -11,19 +11,13 @@ import pytest
 
 from agentenv.assembly.reports.records import EvalRow, trajectory_rows
 from agentenv.assembly.run.transcript import (
-    TranscriptQuestion,
-    TranscriptTurn,
     of_row,
     of_tree,
     redacted,
     turns_of,
 )
-from agentenv.assembly.run.records import EvalRow, trajectory_rows
-from agentenv.assembly.run.transcript import of_row, of_tree, redacted, turns_of
-from agentenv.base.errors import install_hint
-from agentenv.envs.quickstart.setup import build_tokenizer
 from agentenv.base.installation import install_hint
-from agentenv.envs.quickstart_setup import build_tokenizer
+from agentenv.envs.quickstart.setup import build_tokenizer
 from agentenv.launchers import export
 from agentenv.rollout.archive import Archive, StepHeader
 from agentenv.rollout.frames import ArchiveConfig

@@ -19,12 +19,9 @@ from rich.console import Console
 from agentenv.assembly.reports.tables import Table, as_rich
 from agentenv.assembly.run import terminal
 from agentenv.assembly.run.terminal import View, exit_code_of
-from agentenv.launchers import new
 from agentenv.training.loop.brief_reports import PHASES, BriefFigures, BriefReport
 from agentenv.training.loop.state import RunState
 from agentenv.training.reports.texts import brief_line, final_table
-from agentenv.training.loop.report import PHASES, brief_line, final_table
-from agentenv.training.loop.state import BriefFigures, BriefReport, RunState
 
 WIDTH = 80
 

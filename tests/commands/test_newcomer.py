@@ -9,10 +9,6 @@ from pathlib import Path
 import pytest
 
 from agentenv import Message, Task
-from agentenv.assembly.run.terminal import View
-from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.base.config import load_config
-from agentenv.base.errors import ConfigError
 from agentenv.contract.env import close_shared
 from agentenv.envs.quickstart.world import QuickstartEnv
 from agentenv.evaluation.figures import agreement_of

@@ -14,8 +14,6 @@ import pytest
 
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.base.config import build_config, load_config, to_plain
-from agentenv.envs.grading.reward import make_grader
-from agentenv.envs.search.providers import WebConfig
 from agentenv.reference.helpers import AssistConfig
 from tests.support.warehouse import ROOT
 

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from agentenv.assembly.checks.memory import find_passage, find_shape, lack, passing_bytes
-from agentenv.base.disk import SHARED_MEMORY, explain, free_bytes
-from agentenv.assembly.parts.memory import find_passage, find_shape, lack, passing_bytes
 from agentenv.base.disk import free_bytes
 from agentenv.base.disk_errors import SHARED_MEMORY, explain
 from agentenv.base.errors import ConfigError

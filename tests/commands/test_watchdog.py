@@ -17,10 +17,8 @@ import pytest
 
 from agentenv.assembly.run import watchdog
 from agentenv.assembly.run.terminal import View, run_until_done
-from agentenv.assembly.run.watchdog import Watchdog, pause_after, rolling_out
-from agentenv.contract.function_tool import tool
 from agentenv.assembly.run.watchdog import Watchdog, rolling_out
-from agentenv.contract.tools import tool
+from agentenv.contract.function_tool import tool
 
 
 def test_a_tool_that_blocks_is_named_with_its_stack(monkeypatch: pytest.MonkeyPatch) -> None:

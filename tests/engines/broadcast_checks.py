@@ -17,13 +17,11 @@ from agentenv.contract.server_config import PoolConfig
 from agentenv.contract.weights import Group, Manifest, TransferError
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.remote.weight_sync import Server
+from agentenv.engines.vllm import VLLMServer
 from agentenv.learners.keys import LearnerConfig
+from agentenv.learners.lora import LoRAConfig
 from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.ranks.senders import LearnerSender
-from agentenv.engines.vllm import VLLMServer
-from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.lora import LoRAConfig
-from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner, LearnerSender
 from agentenv.learners.trees.batch import encode_sequence
 from tests.engines.reference import EOS, VOCAB, check_sampled
 from tests.engines.world import prompt

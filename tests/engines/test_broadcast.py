@@ -9,9 +9,6 @@ import pytest
 
 from agentenv.contract.http_client import ServerClient
 from agentenv.engines.sglang import SGLangServer
-from agentenv.engines.vllm import VLLMServer
-from agentenv.learners.keys import LearnerConfig
-from agentenv.learners.lora import LoRAConfig
 from tests.engines.broadcast_checks import (
     TWO_RANKS,
     Absent,

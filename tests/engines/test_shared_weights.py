@@ -18,18 +18,10 @@ from agentenv.assembly.serving.server_command import VLLM_GATE
 from agentenv.base.errors import EngineError
 from agentenv.contract.server_config import VLLM_IPC
 from agentenv.contract.weights import TransferError
-from agentenv.engines.vllm import VLLMServer
 from agentenv.learners.keys import LearnerConfig
-from agentenv.learners.lora import LoRAConfig
 from agentenv.learners.ranks.senders import MemorySender
 from agentenv.learners.trees.batch import encode_sequence
 from agentenv.training.loop.transports import MemoryPublisher
-from tests.engines.broadcast_checks import Bench, begin_many, bench, cut, until
-from tests.engines.reference import MAX_LENGTH, VOCAB, check_sampled
-from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.ranks.deepspeed_learner import MemorySender
-from agentenv.learners.trees.batch import encode_sequence
-from agentenv.training.loop.publishing import MemoryPublisher
 from tests.engines.broadcast_checks import TWO_RANKS, Bench, begin_many, bench, clients, cut, until
 from tests.engines.reference import MAX_LENGTH, check_sampled
 from tests.engines.vllm_server import EXTENSION, LOGPROBS, SCALE_OUT, VLLMProcess, require_vllm

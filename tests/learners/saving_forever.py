@@ -21,11 +21,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from agentenv.assembly.run.checkpoints import Checkpoints, find_checkpoint, load_state, save_state
-from agentenv.learners.keys import SavedLearner
 from agentenv.assembly.run.checkpoints import Checkpoints, load_state, save_state
 from agentenv.assembly.run.kept import best_checkpoint, find_checkpoint, keep_best
-from agentenv.learners.learner import SavedLearner
+from agentenv.learners.keys import SavedLearner
 from agentenv.learners.ranks import checkpoint, export
 from agentenv.learners.ranks.backend import RankBackend, empty_batch
 from agentenv.learners.ranks.checkpoint import fragments, moments

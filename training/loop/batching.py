@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.base.errors import EnvError
-from agentenv.base.crashes import place_of
-from agentenv.base.errors import AgentEnvError, ConfigError, EnvError
 from agentenv.base.tree import TrajectoryTree
 from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.algorithms.credit import CreditedTree, TreeCredit

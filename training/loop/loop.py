@@ -23,7 +23,6 @@ from agentenv.assembly.run.terminal import View
 from agentenv.base.deadline import uncancelled
 from agentenv.base.errors import AgentEnvError, LearnerError
 from agentenv.base.tree import TrajectoryTree
-from agentenv.learners.learner import Metrics
 from agentenv.learners.keys import Metrics
 from agentenv.learners.optimizer import lr_factor
 from agentenv.learners.trees.partition import forget_entropies

@@ -29,25 +29,13 @@ from agentenv.assembly.parts.assembly import (
     training_set,
 )
 from agentenv.assembly.parts.environments import try_env
-from agentenv.assembly.run.checkpoints import link_model
-from agentenv.assembly.run.rundir import RunDirectory
-from agentenv.assembly.serving.gpus import gpus_of_ranks, learner_gpus
-from agentenv.assembly.serving.server_command import vllm_hint
-from agentenv.assembly.parts.memory import WeightPassage, find_passage, stored_bytes
-from agentenv.assembly.run.checkpoints import COLD_START
 from agentenv.assembly.run.kept import link_model
 from agentenv.assembly.run.rundir import RunDirectory
-from agentenv.assembly.serving.gpus import gpus_of_ranks, learner_gpus, trains_on_gpu
+from agentenv.assembly.serving.gpus import gpus_of_ranks, learner_gpus
 from agentenv.base.config import Reporter
 from agentenv.base.deadline import retrieve_exception, uncancelled
-from agentenv.base.disk import (
-    WEIGHTS_KEY,
-    WEIGHTS_PREFIX,
-    explain,
-    own_folder,
-)
-from agentenv.base.disk import own_folder, remove_left
-from agentenv.base.disk_errors import SHARED_MEMORY, WEIGHTS_KEY, WEIGHTS_PREFIX, explain
+from agentenv.base.disk import own_folder
+from agentenv.base.disk_errors import WEIGHTS_KEY, WEIGHTS_PREFIX, explain
 from agentenv.base.errors import ConfigError
 from agentenv.base.model_files import vocab_size
 from agentenv.base.offload import in_thread

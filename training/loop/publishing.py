@@ -20,14 +20,8 @@ from agentenv.base.errors import SHOWN, LearnerError
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Completion, SamplingParams
 from agentenv.contract.engine import Engine
-from agentenv.learners.learner import Agreement, Metrics
-from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
-from agentenv.contract.weights import TransferError
-from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.pool.pooled_engine import PooledEngineConfig
 from agentenv.learners.keys import Agreement, Metrics
 from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
-from agentenv.learners.ranks.senders import LearnerSender, MemorySender
 from agentenv.learners.trees.batch import encode_sequence
 from agentenv.training.loop.clocks import Stopwatch
 

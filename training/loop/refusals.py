@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from agentenv.base.errors import AgentEnvError, ConfigError, EnvError, place_of
+from agentenv.base.crashes import place_of
+from agentenv.base.errors import AgentEnvError, ConfigError, EnvError
 from agentenv.base.tree import TrajectoryTree
 from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.algorithms.credit import TreeCredit

@@ -11,8 +11,6 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from agentenv.assembly.run.checkpoints import CheckpointConfig, Checkpoints, Saver, load_state
-from agentenv.assembly.run.kept import best_checkpoint, keep_best
-from agentenv.assembly.run.records import EvalRow
 from agentenv.assembly.run.terminal import View
 from agentenv.base.deadline import within
 from agentenv.base.errors import AgentEnvError, ConfigError

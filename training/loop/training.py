@@ -33,8 +33,6 @@ from agentenv.base.config import to_plain
 from agentenv.base.deadline import uncancelled
 from agentenv.base.offload import in_thread
 from agentenv.base.types import TIMES
-from agentenv.rollout.failures import Redactor
-from agentenv.cluster.workers import RolloutWorkers
 from agentenv.rollout.journal import Journal
 from agentenv.rollout.metrics import LoopLag
 from agentenv.rollout.queue import ReplayQueue

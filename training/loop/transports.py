@@ -20,7 +20,8 @@ from agentenv.contract.engine import Engine
 from agentenv.contract.weights import TransferError
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.pool.pooled_engine import PooledEngineConfig
-from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner, LearnerSender, MemorySender
+from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.ranks.senders import LearnerSender, MemorySender
 from agentenv.training.loop.publishing import DirectoryPublisher, Handover, ParityProbe, Publisher
 
 logger = logging.getLogger(__name__)

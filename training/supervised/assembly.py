@@ -10,7 +10,7 @@ from agentenv.assembly.checks.memory import WeightPassage, find_passage, stored_
 from agentenv.assembly.parts.assembly import TRAINED, once
 from agentenv.assembly.run.checkpoints import COLD_START
 from agentenv.assembly.serving.gpus import trains_on_gpu
-from agentenv.base.disk import SHARED_MEMORY
+from agentenv.base.disk_errors import SHARED_MEMORY
 from agentenv.base.offload import in_thread
 from agentenv.contract.engine import EngineStart
 from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner

@@ -10,10 +10,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from agentenv.assembly.keys.supervised import DPOLoopConfig, SFTLoopConfig
-from agentenv.learners.keys import Metrics, Score
 from agentenv.assembly.keys.supervised import DPOLoopConfig
-from agentenv.learners.learner import Metrics, Score
+from agentenv.learners.keys import Metrics, Score
 from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.ranks.dpo import (
     PairTokens,

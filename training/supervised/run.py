@@ -24,7 +24,6 @@ from agentenv.assembly.parts.assembly import Assembly, once
 from agentenv.assembly.reports.pictures import panels, png
 from agentenv.assembly.run.checkpoints import Saver, load_state
 from agentenv.assembly.run.kept import keep_best
-from agentenv.assembly.run.pictures import panels, png
 from agentenv.assembly.run.resuming import checkpoint_to_resume, resume_from
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View

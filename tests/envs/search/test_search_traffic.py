@@ -10,7 +10,6 @@ from aiohttp import web
 
 from agentenv.base.errors import ConfigError, InfraError
 from agentenv.base.result_cache import ResultCache
-from agentenv.base.result_cache import SharedFetches
 from agentenv.contract.http import retry_after_s
 from agentenv.envs.search.keys import TrafficConfig
 from agentenv.envs.search.upstream import HttpRequest, Reply, TokenBucket, Upstream
