@@ -19,13 +19,13 @@ from tests.support.sources import PACKAGES, ROOT, sources
 
 DESIGN = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
 MOST = {  # lines of code, and the goal
-    "core": (16_500, 15_000),
-    "wheel": (63_450, 58_000),
-    "tests": (62_600, 58_000),
+    "core": (15_000, 15_000),
+    "wheel": (61_000, 58_000),
+    "tests": (59_050, 58_000),
     "benchmarks": (5_950, 5_950),
     "tables": (2_500, 2_500),
 }
-LEAST_SHARE = 0.76  # of the function lines entered in a training; the goal is 0.9
+LEAST_SHARE = 0.9  # of the function lines entered in a training
 
 
 def section(name: str) -> str:
