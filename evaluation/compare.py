@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import ArrayLike
 
-from agentenv.assembly.reports.tables import Table, lines_of, markdown, number, short
+from agentenv.assembly.run.tables import Table, lines_of, markdown, number, short
 from agentenv.assembly.run.terminal import View
 from agentenv.base.disk import write_whole
 from agentenv.base.errors import DataError

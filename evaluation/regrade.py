@@ -20,7 +20,7 @@ from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import EnvConfig
 from agentenv.assembly.parts.environments import EnvMaker, Resolve
 from agentenv.assembly.reports.records import FAILED, EvalRow, calls_that_ran, prediction, written
-from agentenv.assembly.reports.tables import Table, as_markdown, short
+from agentenv.assembly.run.tables import Table, as_markdown, short
 from agentenv.assembly.run.terminal import View
 from agentenv.base.config import Tree, build_config, resolver, to_plain
 from agentenv.base.crashes import guarded

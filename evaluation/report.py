@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from agentenv.assembly.reports.records import EvalRow
-from agentenv.assembly.reports.tables import Table, lines_of, markdown, number
+from agentenv.assembly.run.tables import Table, lines_of, markdown, number
 from agentenv.assembly.run.terminal import View
 from agentenv.base.disk import write_whole
 from agentenv.base.offload import in_thread

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from scipy.stats import ttest_1samp
 
 from agentenv.assembly.reports.pictures import panels, png
-from agentenv.assembly.reports.tables import Table
+from agentenv.assembly.run.tables import Table
 from agentenv.base.errors import DataError
 from agentenv.evaluation.figures import questions_of
 from agentenv.evaluation.store import load_run_config, read_rows

@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentenv.assembly.reports.tables import Table
 from agentenv.assembly.run import control
 from agentenv.assembly.run.arguments import EXIT_FAILED, Parser
 from agentenv.assembly.run.control import Request, RequestDone, UnreachableError
 from agentenv.assembly.run.lock import LockHolder
+from agentenv.assembly.run.tables import Table
 from agentenv.assembly.run.terminal import View, exit_code_of
 from agentenv.base.errors import ConfigError, ForeignError
 from agentenv.base.untrusted import decode, decode_loose

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from agentenv.assembly.keys.help import KeysParser
-from agentenv.assembly.reports.tables import Table
+from agentenv.assembly.run.tables import Table
 from agentenv.assembly.run.terminal import View, exit_code_of
 from agentenv.base.errors import ConfigError
 from agentenv.evaluation.sweep import (

@@ -38,7 +38,6 @@ from rich.progress import (
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from agentenv.assembly.reports.tables import Table, as_rich
 from agentenv.assembly.run.arguments import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
@@ -47,6 +46,7 @@ from agentenv.assembly.run.arguments import (
     import_from_working_directory,
 )
 from agentenv.assembly.run.garbage import share_heap
+from agentenv.assembly.run.tables import Table, as_rich
 from agentenv.assembly.run.watchdog import ENDING, GRACE_S, CommandLoop, Watchdog
 from agentenv.base.disk_errors import DIR_KEY, explain, written
 from agentenv.base.errors import AgentEnvError, ConfigError, DataError, MissingError

@@ -38,7 +38,7 @@ import rich
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from agentenv.assembly.reports.tables import as_rich
+from agentenv.assembly.run.tables import as_rich
 from agentenv.base.errors import DataError
 from agentenv.evaluation.sets import Curve, calls_to, compare_curves, read_curve, tables
 from benchmarks.experiments import chain

@@ -43,11 +43,11 @@ from agentenv.assembly.keys.help import values_of
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.supervised import SupervisedRunConfig
 from agentenv.assembly.parts.assembly import Assembly
-from agentenv.assembly.reports.tables import Table
 from agentenv.assembly.run.arguments import EXIT_MISSING
 from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.run.lock import JOB_VARIABLE
 from agentenv.assembly.run.rundir import CONFIG_FILE
+from agentenv.assembly.run.tables import Table
 from agentenv.assembly.run.terminal import View
 from agentenv.assembly.serving.gpus import GIB, find_machine
 from agentenv.assembly.serving.server_command import find_python

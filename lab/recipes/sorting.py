@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from agentenv.assembly.keys.evaluation import FilterConfig, SynthesisPlan, Way
 from agentenv.assembly.reports.records import FAILED, EvalRow
-from agentenv.assembly.reports.tables import Table
+from agentenv.assembly.run.tables import Table
 from agentenv.base.config import changes, to_plain
 from agentenv.base.disk import write_whole
 from agentenv.base.disk_errors import explain

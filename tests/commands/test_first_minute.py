@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from agentenv.assembly.reports.tables import Table, as_rich
 from agentenv.assembly.run import terminal
+from agentenv.assembly.run.tables import Table, as_rich
 from agentenv.assembly.run.terminal import View, exit_code_of
 from agentenv.training.loop.brief_reports import PHASES, BriefFigures, BriefReport
 from agentenv.training.loop.state import RunState

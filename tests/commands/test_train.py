@@ -13,8 +13,8 @@ from rich.console import Console
 from agentenv.assembly.keys.rl import TrainConfig, TrainingConfig
 from agentenv.assembly.keys.supervised import SFTStage
 from agentenv.assembly.reports.pictures import panels, png
-from agentenv.assembly.reports.tables import Table
 from agentenv.assembly.run.rundir import RunDirectory
+from agentenv.assembly.run.tables import Table
 from agentenv.assembly.run.terminal import View
 from agentenv.base.config import load_config
 from agentenv.base.errors import ConfigError

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from agentenv.assembly.reports.records import EvalRow, readable
-from agentenv.assembly.reports.tables import Table
+from agentenv.assembly.run.tables import Table
 from agentenv.base.disk import append_whole, write_whole
 from agentenv.data.data_files import Row
 from agentenv.rollout.metrics import EntropyProfile
