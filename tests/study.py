@@ -54,7 +54,7 @@ def test_curves_have_a_point_for_each_update(study: Path) -> None:
     assert {len(point["right"]) for point in points} == {8}
     assert 0 < points[1]["calls"] < points[2]["calls"]
     assert len(result["runs"]["grpo-4"]["7"]["points"]) == 1 + 4
-    assert "against the best GRPO" in result["arms"]["arpo"]
+    assert "against the best" in result["arms"]["arpo"]
     assert (study / "algorithms.png").stat().st_size > 10_000
 
 
@@ -73,7 +73,7 @@ def test_fork_points_are_measured(clone: Path, study: Path) -> None:
     grown = command(clone, "forks", "--out", rows, run, *small)
     assert grown.returncode == 0, grown.stdout + grown.stderr
     shown = command(clone, "forks", "--out", rows)
-    assert "after 0 updates, 1 runs" in shown.stdout, shown.stdout + shown.stderr
+    assert "0 updates, 1" in shown.stdout, shown.stdout + shown.stderr
     assert "\n  learned " in shown.stdout
 
 
@@ -82,7 +82,7 @@ def test_gradients_are_measured(clone: Path, tmp_path: Path) -> None:
     arms = ("--arms", "grpo-8", "uniform-turnwise-4")
     done = command(clone, "gradients", "--out", tmp_path, *small, *arms)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "mend-7-0, 40 groups for the true gradient (" in done.stdout
+    assert "mend-7-0, 40 groups" in done.stdout
     assert "\nuniform-turnwise-4 | " in done.stdout
 
 
@@ -121,7 +121,7 @@ def test_all_stages_of_the_study(clone: Path, tmp_path: Path) -> None:
     plan.write_text(SMALL_PLAN)
     done = command(clone, "study", "--out", tmp_path / "out", "--plan", plan)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "stage d, mend; baseline grpo-4" in done.stdout
+    assert "mend; baseline grpo-4" in done.stdout
     lines = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert len(rows) == 2 * (1 + 1 + 1) + 2 * (1 + 1)  # a run of stage a is one of stage b too

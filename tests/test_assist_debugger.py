@@ -78,7 +78,7 @@ async def test_failed_code_is_corrected_and_run_in_the_same_session(
         assert (text, record["ok"], record["error"]) == ("21", True, None)
         assert record["arguments"] == {"code": WRONG}
         told = record["info"]["debugger"]
-        assert "NameError: name 'prnt' is not defined" in told["error"]
+        assert "NameError: name 'prnt'" in told["error"]
         assert told["code"] == "x = 20\nprint(x + 1)"
         assert (told["fixed"], told["num_tokens"]) == (True, 120)
         assert (await session.run("x + y"))[0] == "320", "one session"
@@ -167,7 +167,7 @@ async def test_an_infrastructure_failure_of_corrected_code_is_not_retried(
         assert text == "SyntaxError"
         assert record["info"]["debugger"]["problem"] == "the sandbox is gone"
         assert fragile.num_runs == 2
-        with pytest.raises(EnvError, match="the sandbox is gone"):
+        with pytest.raises(EnvError, match="sandbox is gone"):
             await session.run("1")
 
 
@@ -209,7 +209,7 @@ async def test_the_new_code_runs_within_the_sandbox(server: ScriptedEndpoint) ->
     async with Session(server) as session:
         text, record = await session.run(WRONG)
         assert "NameError" in text
-        assert "the new code failed" in record["info"]["debugger"]["problem"]
+        assert "new code failed" in record["info"]["debugger"]["problem"]
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_reply_is_one_block_of_code_or_nothing(text: str, code: str) -> None:
 
 def test_an_env_without_the_tool_is_refused(server: ScriptedEndpoint) -> None:
     env = ToolEnv(TASK, [], grader=None)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"debugger\.tool: ToolEnv has no tool 'python'"):
+    with pytest.raises(ConfigError, match=r"debugger\.tool.*'python'"):
         Session(server, env)
 
 

@@ -130,7 +130,7 @@ def test_non_text_results_are_one_failure_in_the_file_of_the_tool(
     actor.make_env = tools_env(lambda: {"price": f"{'ab' * next(numbers)}"}, well)
     rollout(actor, Independent(3))
     (line,) = actor.failures.log.lines()
-    assert "a value of type dict" in line
+    assert "value of type" in line
     assert "agentenv/contract/function_tool.py" not in line
 
 
@@ -156,5 +156,5 @@ def test_an_env_that_cannot_be_closed_is_only_logged(caplog: pytest.LogCaptureFi
     actor.make_env = broken("close", boom)
     tree = rollout(actor, Independent(2))
     assert not tree.failures()
-    assert "closing an env failed" in caplog.text
+    assert "closing an env" in caplog.text
     assert actor.envs.count == 0

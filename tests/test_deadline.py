@@ -296,7 +296,7 @@ def test_work_that_exceeds_its_time_is_named() -> None:
         raise TimeoutError("its own")
 
     async def main() -> None:
-        with pytest.raises(StallError, match=r"reading did not finish within 5 s"):
+        with pytest.raises(StallError, match="finish within 5"):
             await within(5.0, "reading", asyncio.sleep(100.0))
         with pytest.raises(TimeoutError, match="its own"):
             await within(5.0, "reading", fails())

@@ -135,8 +135,8 @@ async def test_a_hanging_process_is_restarted_and_texts_are_encoded_locally_mean
     several = [prepared(async_renderer, TEXTS[0] + "!" * count) for count in range(1, 5)]
     assert await asyncio.gather(*several) == [False] * 4
     (told,) = shown(caplog)
-    assert "stopped after 0.3 s" in told
-    assert "texts are tokenized on the event loop for" in told
+    assert "stopped after 0.3" in told
+    assert "texts are tokenized" in told
     assert not await prepared(async_renderer, TEXTS[0] + "before its time")
     pool_of(async_renderer).max_asleep_s = 60.0
     await asyncio.sleep(0.7)
@@ -163,8 +163,8 @@ async def test_a_process_that_fails_three_times_in_a_row_is_not_restarted(
         assert not await prepared(async_renderer, TEXTS[0] + "?" * count)
     told = shown(caplog)
     assert len(told) == 2
-    assert "no process for workers: " in told[0]
-    assert "on the event loop from now on" in told[1]
+    assert "process for workers" in told[0]
+    assert "event loop from" in told[1]
     await async_renderer.encoder.close()
 
 

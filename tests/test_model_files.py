@@ -81,7 +81,7 @@ def test_a_known_tokenizer_class_is_loaded_without_torch(tmp_path: Path) -> None
 def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     model = model_directory(tmp_path / "model", "qwen3", tokenizer_class="Qwen2Tokenizer")
     (model / "tokenizer_config.json").write_text("{")
-    with pytest.raises(DataError, match=r"tokenizer_config.json: not a readable tokenizer conf"):
+    with pytest.raises(DataError, match=r"tokenizer_config.json"):
         load_tokenizer(model, with_weights=False)
     (model / "tokenizer.json").unlink()
     with pytest.raises(DataError, match=r"tokenizer.json is missing"):

@@ -146,18 +146,18 @@ def test_a_template_whose_calls_cannot_be_parsed_back_is_refused() -> None:
     """The message names the model, and the text of the template."""
     tokenizer = chat_models.make_tokenizer(chat_models.QWEN25.replace('"arguments"', '"with"'))
     tokenizer.name_or_path = "models/Odd"
-    with pytest.raises(ConfigError, match=r"template of models/Odd writes a call as '<tool_call>"):
+    with pytest.raises(ConfigError, match=r"models/Odd.*'<tool_call>"):
         NativeRenderer(tokenizer)
 
 
 def test_a_template_may_leave_out_or_mix_up_calls() -> None:
     silent = chat_models.QWEN25.replace("in message.tool_calls or []", "in []")
-    with pytest.raises(ConfigError, match="omits the calls of earlier turns"):
+    with pytest.raises(ConfigError, match="calls of earlier"):
         NativeRenderer(chat_models.make_tokenizer(silent))
     twice = chat_models.QWEN25.replace(
         "call.function.name + '\"", "message.tool_calls[-1].function.name + '\""
     ).replace("call.function.arguments", "message.tool_calls[-1].function.arguments")
-    with pytest.raises(ConfigError, match="writes two calls as"):
+    with pytest.raises(ConfigError, match="writes two calls"):
         NativeRenderer(chat_models.make_tokenizer(twice))
 
 
@@ -172,10 +172,10 @@ def test_a_template_may_require_arguments_as_json_text() -> None:
 
 def test_native_calls_are_refused_for_base_models() -> None:
     tokenizer = chat_models.make_tokenizer(chat_models.QWEN25)
-    with pytest.raises(ConfigError, match=r"use renderer\.name = 'tags'"):
+    with pytest.raises(ConfigError, match=r"renderer\.name.*'tags'"):
         NativeRenderer(tokenizer, PromptConfig(apply_chat_template=False))
     base = TagRenderer(tokenizer, PromptConfig(apply_chat_template=False))
     assert base.decode(base.prompt(QUESTION, TOOLS)) == "Be brief.\n\nCapital of Peru?\n"
     tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match="has no chat template"):
+    with pytest.raises(ConfigError, match="no chat template"):
         TagRenderer(tokenizer)

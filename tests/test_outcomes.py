@@ -146,9 +146,7 @@ async def test_an_env_that_only_runs_tools_is_not_probed() -> None:
 
 def test_observations_hold_results_and_users() -> None:
     check_observation([Message("tool", "7"), Message("user", "red")])
-    with pytest.raises(
-        CrashError, match="an observation consists of tool results or user messages, not 'system'"
-    ):
+    with pytest.raises(CrashError, match="'system'"):
         check_observation([Message("system", "7")])
 
 

@@ -428,7 +428,7 @@ def test_a_hanging_grader_is_awaited_as_long_as_an_unreachable_one() -> None:
 
     tree, seconds = run_virtual(main())
     (leaf,) = tree.failures()
-    assert "env.finish took over 60.0 s" in str(leaf.error)
+    assert "env.finish took over" in str(leaf.error)
     assert 600.0 < seconds < 800.0
 
 

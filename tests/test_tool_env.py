@@ -208,7 +208,7 @@ async def test_a_tool_that_hangs_is_stopped() -> None:
     env = make(counter, tool_timeout_s=2, num_retries=1, outage_s=0)
     await env.reset()
     start = asyncio.get_running_loop().time()
-    with pytest.raises(EnvError, match="no result within 2 s"):
+    with pytest.raises(EnvError, match="result within 2"):
         await env.step(call())
     assert asyncio.get_running_loop().time() - start < 5
     with pytest.raises(EnvError, match="not closed within"):
@@ -244,7 +244,7 @@ async def test_an_env_may_only_be_used_between_reset_and_close() -> None:
     await env.close()
     await env.reset()
     await env.close()
-    with pytest.raises(EnvError, match="fork before reset or after close"):
+    with pytest.raises(EnvError, match="fork before reset"):
         await env.fork()
 
 

@@ -105,7 +105,7 @@ def test_a_default_end_token_written_by_a_library_is_ignored(model: Model) -> No
 
 def test_an_invalid_end_token_is_refused_with_file_and_key(model: Model) -> None:
     tokenizer = model.set(generation="<eos>")
-    with pytest.raises(DataError, match=r"generation_config\.json: eos_token_id: expected a token"):
+    with pytest.raises(DataError, match=r"generation_config\.json.*eos_token_id"):
         read_eos_ids(model.folder, tokenizer)
 
 
@@ -185,7 +185,7 @@ def test_demonstrations_end_with_a_token_at_which_engines_stop(model: Model) -> 
         assert written.equals(plain), "an end that the data has is not learned twice"
     with pytest.raises(DataError, match=rf"an answer ends with '<\|other\|>'.*add token {three}"):
         learned.encode(dialogue(f"<answer>5</answer>{OTHER}"))
-    with pytest.raises(DataError, match="demonstrations would end with"):
+    with pytest.raises(DataError, match="demonstrations would end"):
         encoder(model, model.set(generation=[two], tokenizer=TEXT_END))
 
 

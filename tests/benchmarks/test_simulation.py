@@ -80,7 +80,7 @@ def test_calls_wait_for_the_slots_of_their_tool(
     more = simulate(config, written, Variant(name="more", places={"search": 3.0}), 12)
     assert few.tools_wait_s > 3 * more.tools_wait_s > 0
     assert few.step_s > more.step_s
-    assert "2 x places of search" in {one.name for one in variants(config, written)}
+    assert "2 x places" in {one.name for one in variants(config, written)}
 
 
 def test_the_tool_bounds_of_a_configuration_apply_to_each_worker(tmp_path: Path) -> None:
@@ -223,12 +223,10 @@ def test_a_fitted_tail_exceeds_the_longest_call() -> None:
 
 
 def test_a_run_without_recorded_times_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"timings\.jsonl cannot be read: .*benchmarks\.parts\.timings"
-    ):
+    with pytest.raises(DataError, match=r"timings\.jsonl.*benchmarks\.parts\.timings"):
         read_trace(tmp_path)
     (tmp_path / FILE).write_text('{"vocab_size": 9, "max_staleness": 1}\n')
-    with pytest.raises(DataError, match="at least two are needed"):
+    with pytest.raises(DataError, match="two are needed"):
         read_trace(tmp_path)
 
 

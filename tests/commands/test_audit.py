@@ -187,7 +187,7 @@ async def test_the_remedy_names_the_guess_that_a_grader_reads() -> None:
         return text.startswith("Lima")
 
     guesses = await guess_twice(first, "Lima", ["Lima"], ["Quito"])
-    assert "it reads only the first" in remedy(guesses)
+    assert "reads only the" in remedy(guesses)
 
 
 def test_a_jump_is_reported_with_its_trajectories(
@@ -207,4 +207,4 @@ def test_a_folder_without_a_run_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert doctor.main(["audit", str(tmp_path)]) == 2
-    assert "expected the folder of a run" in " ".join(capsys.readouterr().err.split())
+    assert "expected the folder" in " ".join(capsys.readouterr().err.split())

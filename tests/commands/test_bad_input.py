@@ -124,5 +124,5 @@ def test_a_mistake_in_the_file_is_not_blamed_on_the_command_line(
 
 def test_a_configuration_of_another_command(capsys: pytest.CaptureFixture[str]) -> None:
     told = refused(capsys, sft.main([str(ROOT / "configs" / "quickstart.toml")]))
-    assert "env: unknown key; known: ['checkpoint', " in told
-    assert "or does the file belong to another command?" in told
+    assert "key; known: ['checkpoint'" in told
+    assert "to another command?" in told

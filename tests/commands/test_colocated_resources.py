@@ -41,7 +41,7 @@ def on(*gpus: int) -> VLLMConfig:
 def test_servers_get_the_learners_gpus_first() -> None:
     plan = GpuPlan(["a", "b", "c", "d"])
     assert learner_gpus(COLOCATED, SERVERS, TWO, plan) == ["a", "b"]
-    with pytest.raises(ConfigError, match=r"already belongs to resources\.learner_gpus"):
+    with pytest.raises(ConfigError, match=r"resources\.learner_gpus"):
         plan.assign("roles.judge.gpus", [1], 1)  # others may not
     assert plan.assign("roles.judge.gpus", [], 1) == ["c"]
     assert plan.assign("engine.servers.gpus", [], 3, borrows=True) == ["a", "b", "d"]
@@ -69,7 +69,7 @@ def test_engine_and_learner_share_the_gpus_at_the_same_time_too() -> None:
     assert learner_gpus(resources, SERVERS, TWO, plan) == ["a", "b"]
     assert plan.assign("engine.servers.gpus", [], 2, borrows=True) == ["a", "b"]
     for engine in (EmbeddedConfig(), VLLMConfig(urls=["http://127.0.0.1:1"])):
-        with pytest.raises(ConfigError, match="'at_once' shares GPUs between the learner and"):
+        with pytest.raises(ConfigError, match="'at_once'"):
             learner_gpus(resources, engine, TWO, GpuPlan(["a", "b"]))
 
 
@@ -95,7 +95,7 @@ async def test_servers_that_share_a_gpu_get_separate_caches(
     for one in started:
         size = int(one.command[one.command.index("--kv-cache-memory-bytes") + 1])
         assert 22.9 * GIB < size < 23 * GIB  # a quarter, less weights, activations and graphs
-    with pytest.raises(ConfigError, match="only vLLM's servers can share a GPU"):
+    with pytest.raises(ConfigError, match="only vLLM's servers"):
         await factory.start(Served("sglang", tmp_path, "policy"), config, "engine.servers")
 
 
@@ -120,22 +120,20 @@ def test_weights_through_the_learners_memory_need_its_gpus() -> None:
     for how in (True, "at_once"):
         resources = ResourcesConfig(colocated=how)
         assert learner_gpus(resources, engine, TWO, GpuPlan(["a", "b"])) == ["a", "b"]
-    with pytest.raises(ConfigError, match=r'engine.weights = "ipc": .*; set resources.colocated'):
+    with pytest.raises(ConfigError, match=r'engine.weights.*"ipc".*resources.colocated'):
         learner_gpus(ResourcesConfig(), engine, TWO, GpuPlan(["a", "b", "c", "d"]))
     elsewhere = LearnerConfig(num_ranks=2, launch="external", address="127.0.0.1:1")
-    with pytest.raises(ConfigError, match="with ranks that the run starts"):
+    with pytest.raises(ConfigError, match="with ranks that"):
         learner_gpus(COLOCATED, engine, elsewhere, GpuPlan(["a", "b"]))
     with pytest.raises(ConfigError, match="is for vLLM"):
         SGLangConfig(weights="ipc")
-    with pytest.raises(ConfigError, match="goes through a directory"):
+    with pytest.raises(ConfigError, match="through a directory"):
         VLLMConfig(weights="ipc", lora="adapter")
 
 
 def test_the_error_of_a_split_layout_names_the_key_that_allows_it() -> None:
     resources = ResourcesConfig(learner_gpus=[1, 2])
-    with pytest.raises(
-        ConfigError, match=r"resources\.colocated = true learner and servers alternate"
-    ):
+    with pytest.raises(ConfigError, match=r"resources\.colocated"):
         learner_gpus(resources, on(0, 1), TWO, GpuPlan(["a", "b", "c"]))
 
 
@@ -158,14 +156,14 @@ def test_flags_of_servers_that_sleep_or_take_adapters(model: Path) -> None:
     assert "--enable-sleep-mode" not in flags("vllm", gpu, colocated="at_once")
     # On the CPU vLLM refuses the flag, but pauses as if it slept; SGLang would die of the route.
     assert "--enable-sleep-mode" not in flags("vllm", cpu, colocated=True)
-    with pytest.raises(ConfigError, match="--enable-memory-saver, which needs a GPU"):
+    with pytest.raises(ConfigError, match="--enable-memory-saver"):
         flags("sglang", cpu, colocated=True)
     for place in (gpu, cpu):
         assert '{"backend": "agentenv_ipc"}' in flags("vllm", place, weights="ipc")
     for rank, known in ((1, "1"), (4, "8"), (16, "16"), (100, "128")):
         found = flags("vllm", gpu, lora_rank=rank)
         assert found[found.index("--max-lora-rank") + 1] == known
-    with pytest.raises(ConfigError, match="up to rank 512"):
+    with pytest.raises(ConfigError, match="to rank 512"):
         flags("vllm", gpu, lora_rank=513)
     served = Served("vllm", model, "policy", 512, True, gate=Path("/ready"))
     assert environment(served, ServersConfig())["AGENTENV_LEARNER_READY"] == "/ready"
@@ -187,7 +185,7 @@ async def test_an_adapter_needs_a_learner_that_trains_one() -> None:
         await refuse(assembly, "configuration")
     raw["learner"] = {"lora": {"r": 8}, "optimizer": "adamw"}
     assert adapter_rank(build_config(TrainConfig, raw, "test")) == 8
-    with pytest.raises(ConfigError, match="goes through a directory"):
+    with pytest.raises(ConfigError, match="through a directory"):
         VLLMConfig(lora="adapter", weights="broadcast")
     with pytest.raises(ConfigError, match="is for vLLM"):
         SGLangConfig(lora="adapter")

@@ -79,7 +79,7 @@ def test_contradictory_settings_are_refused() -> None:
     assert config.learner.lora is not None
     assert (config.learner.lora.r, config.dpo.beta, config.data.max_length) == (8, 0.1, 8192)
     wrong = {"dpo": {"tuning": "full"}, "learner": {"lora": {"r": 4}}}
-    with pytest.raises(ConfigError, match="set only one of them"):
+    with pytest.raises(ConfigError, match="set only one"):
         build_config(DPORunConfig, raw | wrong, "t")
 
 
@@ -175,7 +175,7 @@ def test_the_self_critic_needs_its_table(
     warehouse: Path, capsys: pytest.CaptureFixture[str], more: list[str]
 ) -> None:
     assert dpo.main([str(warehouse), "run.name=none", "--self-critic", "1", *more]) == 2
-    assert "--self-critic requires the table [self_critic]" in capsys.readouterr().err
+    assert "--self-critic requires the" in capsys.readouterr().err
     assert not (warehouse.parent / "runs" / "none").exists()
 
 

@@ -78,7 +78,7 @@ def test_roles_are_read_by_name() -> None:
     check_roles(config)
     filled = fill_roles(config, {"judge": "http://judge:1"})
     assert filled.env == {"url": "http://judge:1/v1", "list": ["http://judge:1", 3]}
-    with pytest.raises(ConfigError, match=r"env uses \{role:refiner\}, but"):
+    with pytest.raises(ConfigError, match=r"\{role:refiner\}"):
         check_roles(Reader({"judge": role}, {"a": "{role:refiner} {role:judge}"}))
     with pytest.raises(ConfigError, match=r"roles\.judge is unused"):
         check_roles(Reader({"judge": role}, {}))
@@ -86,7 +86,7 @@ def test_roles_are_read_by_name() -> None:
         check_roles(Reader({"policy": role}, {}))
     with pytest.raises(ConfigError, match=r"roles\.jugde: unknown role"):
         check_roles(Reader({"jugde": role}, {}))
-    with pytest.raises(ConfigError, match="exactly one of url and model"):
+    with pytest.raises(ConfigError, match="exactly one of"):
         RoleConfig()
 
 

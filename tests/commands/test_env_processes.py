@@ -130,5 +130,5 @@ def test_an_endless_environment_is_killed_and_its_rollout_crashes(
     limits = ["limits.max_failed_share=1", "algorithm.group_size=2"]
     monkeypatch.setattr(env_processes, "HELD_S", 5.0)
     found = run(warehouse, "envs-endless", *PLAIN, *keys, *limits)
-    assert "no heartbeat for 5 s" in log_of(found)
+    assert "heartbeat for 5" in log_of(found)
     assert len(rows_of(found)) >= 4

@@ -149,7 +149,7 @@ def test_an_unused_table_is_refused(env: dict[str, Any], tables: dict[str, Any],
 
 def test_keys_of_an_environment_without_rows_are_refused() -> None:
     make = maker({"id": "agentenv/QAGrader-v0", "kwargs": {"prompt": "Be brief."}})
-    with pytest.raises(ConfigError, match=r"env\.kwargs, env\.tools: no row uses"):
+    with pytest.raises(ConfigError, match=r"env\.kwargs.*env\.tools"):
         make.check_read([task("agentenv/DeepSearch-v0")], all_rows=True)
 
 

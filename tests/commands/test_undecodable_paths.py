@@ -68,7 +68,7 @@ def test_a_working_directory_and_folders_of_the_environment_are_named(
     check_places({"HOME": "/home/\u00e4"})
     monkeypatch.setenv("HF_HOME", BAD)
     assert exit_code_of(lambda _: 0, "nothing") == 2
-    assert "the environment variable HF_HOME: " in capsys.readouterr().err
+    assert "environment variable HF_HOME" in capsys.readouterr().err
     monkeypatch.delenv("HF_HOME")
     (tmp_path / BAD).mkdir(parents=True)
     monkeypatch.chdir(tmp_path / BAD)
@@ -79,9 +79,7 @@ def test_a_working_directory_and_folders_of_the_environment_are_named(
 def test_a_data_file_in_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"\xff.jsonl")).write_text("{}\n")
     for given in (tmp_path, tmp_path / "*.jsonl"):
-        with pytest.raises(
-            DataError, match=r"\\xff\.jsonl: the name of this file is " r"not valid UTF-8"
-        ):
+        with pytest.raises(DataError, match=r"\\xff\.jsonl.*UTF-8"):
             find_files([given])
 
 

@@ -152,6 +152,6 @@ def test_a_mistake_in_our_key_is_not_taken_for_a_verl_key(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert train.main([QUICKSTART, "algorithm.group_sice=3"]) == 2
-    assert "did you mean algorithm.group_size?" in capsys.readouterr().err
+    assert "you mean algorithm.group_size?" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"data\.custom_cls\.path"):
         refuse_verl_keys({"data": {"custom_cls": {"path": "x"}}}, "test")

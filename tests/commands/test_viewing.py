@@ -239,7 +239,7 @@ def test_a_damaged_tree_is_named_and_the_others_are_shown(run: ViewedRun) -> Non
     data[step.entries[1].place + 40] ^= 255
     path.write_bytes(data)
     folder = Folder(run.folder)
-    with pytest.raises(DataError, match=r"tree 1.* is damaged"):
+    with pytest.raises(DataError, match="tree 1"):
         folder.answer("steps/1/trees/1")
     assert ["damaged" in one for one in folder.answer("steps/1")["trees"]] == [False, True, False]
     assert folder.answer("steps/1/trees/2")["fate"] == "failed"

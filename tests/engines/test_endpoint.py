@@ -43,7 +43,7 @@ def model_at(url: str, **keys: Any) -> ChatModel:
     ],
 )
 def test_a_malformed_chat_completion_has_one_error(body: bytes) -> None:
-    with pytest.raises(MalformedReplyError, match="not a chat completion"):
+    with pytest.raises(MalformedReplyError, match="a chat completion"):
         read_chat(body)
 
 
@@ -81,7 +81,7 @@ async def test_a_refusal_of_one_request_leaves_the_model_usable() -> None:
 def test_an_unusable_endpoint_is_refused_with_its_key() -> None:
     with pytest.raises(ConfigError, match=r"some\.table\.url: expected http"):
         model_at("localhost:8000")
-    with pytest.raises(ConfigError, match=r"some\.table\.api_key_env: .*NO_SUCH_KEY is not set"):
+    with pytest.raises(ConfigError, match=r"some\.table\.api_key_env.*NO_SUCH_KEY"):
         model_at("http://h", api_key_env="NO_SUCH_KEY")
 
 

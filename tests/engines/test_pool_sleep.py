@@ -127,7 +127,7 @@ async def test_refused_weights_leave_the_old_ones_in_service(b: Bench) -> None:
     await b.pool.sleep()
     for server in b.servers:
         server.load_faults = [EngineError("another shape")]
-    with pytest.raises(EngineError, match="no server took policy version 2"):
+    with pytest.raises(EngineError, match="policy version 2"):
         await b.load(2)
     assert (await b.generate()).version_spans == [VersionSpan(1, 0, len(TEXT))]
 
@@ -135,7 +135,7 @@ async def test_refused_weights_leave_the_old_ones_in_service(b: Bench) -> None:
 @virtual(2)
 async def test_a_server_that_fails_to_sleep_ends_the_pool(b: Bench) -> None:
     b.servers[1].sleep_fault = ServerLostError("500")
-    with pytest.raises(EngineError, match="server1 failed to sleep: 500"):
+    with pytest.raises(EngineError, match=r"server1.*500"):
         await b.pool.sleep()
     await b.pool.close()
     with pytest.raises(EngineDeadError):
@@ -153,5 +153,5 @@ async def test_a_server_without_the_feature_is_refused_with_the_missing_flag(
     b.pool.remove_server("server1")
     b.pool.add_server(b.servers[1])
     await b.until_up(2)
-    with pytest.raises(ConfigError, match=r"server1 cannot sleep: vLLM needs --enable-sleep-mode"):
+    with pytest.raises(ConfigError, match=r"server1.*--enable-sleep-mode"):
         b.pool.require("sleep")

@@ -158,7 +158,7 @@ async def test_an_update_waits_for_a_file_descriptor_and_counts_no_loss(b: Bench
 async def test_an_update_refused_by_all_servers_keeps_the_old_weights(b: Bench) -> None:
     for server in b.servers:
         server.load_faults = [EngineError("the directory lacks lm_head.weight")] * 2
-    with pytest.raises(EngineError, match=r"no server took policy version 1: server0: .*lm_head"):
+    with pytest.raises(EngineError, match=r"1.*server0.*lm_head"):
         await b.load(1)
     assert b.pool.policy_version == 0
     assert (await b.generate()).version_spans[0].version == 0
@@ -253,7 +253,7 @@ async def test_an_absent_server_is_refused_at_the_start(folder: Path) -> None:
     server = FaultyServer("http://nowhere:1", reciter(folder))
     server.kill()
     pool = EnginePool([server], folder, 0, vocab_size=256, eos_ids={EOS})
-    with pytest.raises(ConfigError, match=r"engine server http://nowhere:1: .*refused"):
+    with pytest.raises(ConfigError, match="http://nowhere:1"):
         await pool.start(fresh=False)
     await pool.close()
 
@@ -268,7 +268,7 @@ def test_a_run_starts_without_a_lost_server_and_adds_it_when_it_returns(
         gone.kill()
         pool = EnginePool([there, gone], folder, 0, vocab_size=256, eos_ids={EOS})
         await pool.start(fresh=False)
-        assert "engine server gone is out: gone: connection refused" in caplog.text
+        assert "gone: connection refused" in caplog.text
         await pool.load_weights(folder / "v1", 1)
         gone.restart()
         await asyncio.sleep(30)
@@ -310,7 +310,7 @@ def test_servers_full_from_the_start_are_an_outage(folder: Path) -> None:
         pool = EnginePool([server], folder, 0, vocab_size=256, eos_ids={EOS})
         await pool.start(fresh=False)
         await asyncio.sleep(700)
-        with pytest.raises(EngineDeadError, match=r"600 s .*full: 429"):
+        with pytest.raises(EngineDeadError, match=r"600.*429"):
             await pool.generate([1], SamplingParams(1), session="s")
         await pool.close()
 

@@ -76,5 +76,5 @@ def test_too_small_memory_is_not_mapped(receiver: Any) -> None:
     memory = torch.zeros(100, dtype=torch.uint8)
     handle = {shared.device_of(memory): shared.handle_of(memory)}
     assert receiver.open_memory(handle, 100, torch.device("cpu")).sum() == 0
-    with pytest.raises(ValueError, match="has fewer than 4097 bytes"):
+    with pytest.raises(ValueError, match="fewer than 4097"):
         receiver.open_memory(handle, 4097, torch.device("cpu"))

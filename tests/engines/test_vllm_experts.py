@@ -80,6 +80,6 @@ async def test_experts_without_the_repacking_extension_are_refused(url: str) -> 
     plain = changed("vllm_config", "parallel_config", "worker_extension_cls", to="")
     async with proxy([url], answers={"/server_info": plain}) as server:
         client = VLLMServer(server.url, vocab_size=VOCAB)
-        with pytest.raises(ConfigError, match=r"keeps the old experts .* --worker-extension-cls"):
+        with pytest.raises(ConfigError, match="--worker-extension-cls"):
             await client.connect(0)
         await client.close()

@@ -181,7 +181,7 @@ async def test_the_start_of_a_worker_may_wait_for_a_free_core(
     pool = make_pool()
     await pool.start()
     monkeypatch.setattr(workers, "_used", lambda pid: Used(0.0, 0.0, False))
-    with pytest.raises(InfraError, match=r"jobs:work took over 0\.001 s to load"):
+    with pytest.raises(InfraError, match=r"jobs:work.*0\.001"):
         await make_pool().start()
 
 

@@ -78,7 +78,7 @@ async def test_a_stalled_broadcast_times_out(model_dir: Path, tmp_path: Path) ->
         group, process = await stalled_group(sender, "slow")
         await sender.join(group)
         async with asyncio.timeout(60):
-            with pytest.raises(TransferError, match="not received within 6 s"):
+            with pytest.raises(TransferError, match="received within 6"):
                 await sender.send()
         await process.communicate(b"")
 
@@ -94,7 +94,7 @@ async def test_joining_ends_when_aborted_or_timed_out(model_dir: Path, tmp_path:
                 await joining
         await sender.abort()  # no transfer runs: no effect
         sender.timeout_s = 2
-        with pytest.raises(TransferError, match="forming the process group"):
+        with pytest.raises(TransferError, match="forming the process"):
             await sender.join(Group("alone again", await sender.open(), 2, 2))
         with pytest.raises(TransferError, match="no process group"):
             await sender.send()
@@ -115,6 +115,6 @@ async def test_the_directory_holds_the_published_weights_or_is_refused(
         await sender.learner.imitate(TEACHING)
         assert await sender.publish() == 2
         await sender.learner.imitate(TEACHING)
-        with pytest.raises(EngineError, match="no longer the published ones"):
+        with pytest.raises(EngineError, match="longer the published"):
             await sender.write()
         assert sender.learner.policy_version == 2

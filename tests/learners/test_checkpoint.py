@@ -82,7 +82,7 @@ def test_a_resumed_rank_detects_whether_its_weights_are_published(
         rank.run(wire.Save(str(tmp_path / f"moved-{moved}")))
         resumed.run(wire.Load(str(tmp_path / f"moved-{moved}")))
         if moved:
-            with pytest.raises(LearnerError, match="no longer the published ones"):
+            with pytest.raises(LearnerError, match="longer the published"):
                 resumed.run(published)
         else:
             resumed.run(published)
@@ -116,10 +116,10 @@ def test_an_incomplete_checkpoint_is_detected(model_dir: Path, tmp_path: Path) -
     trainer = plain_torch(model_dir, CONFIG, torch.float32)
     path = tmp_path / "checkpoint"
     save(trainer.backend, meta(num_ranks=2), path)
-    with pytest.raises(DataError, match=r"rank-0000.-of-00002\.safetensors: cannot be read"):
+    with pytest.raises(DataError, match=r"rank-0000.-of-00002\.safetensors"):
         Checkpoint(path)
     (path / SAVED_FILE).write_text('{"num_ranks"')
-    with pytest.raises(DataError, match="not a complete learner checkpoint"):
+    with pytest.raises(DataError, match="complete learner checkpoint"):
         Checkpoint(path)
 
 
@@ -141,7 +141,7 @@ def test_another_optimizer_cannot_resume_the_checkpoint(model_dir: Path, tmp_pat
     train(trainer, uneven_trees(2), 3)
     save(trainer.backend, meta(), tmp_path / "checkpoint")
     saved = Checkpoint(tmp_path / "checkpoint")
-    with pytest.raises(DataError, match=r"no momentum_buffer of .*weights only.*model\.path"):
+    with pytest.raises(DataError, match=r"momentum_buffer.*model\.path"):
         saved.read("model.embed_tokens.weight", "momentum_buffer", 0, 4)
 
 
@@ -155,7 +155,7 @@ def make(checkpoints: Checkpoints, step: int) -> None:
 def test_the_latest_best_or_named_checkpoint_is_resumed(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     assert checkpoint_to_resume(checkpoints, "latest") is None
-    with pytest.raises(ConfigError, match="contains no best checkpoint"):
+    with pytest.raises(ConfigError, match="no best checkpoint"):
         checkpoint_to_resume(checkpoints, "best")
     for step in (1, 2, 10):
         make(checkpoints, step)
@@ -166,7 +166,7 @@ def test_the_latest_best_or_named_checkpoint_is_resumed(tmp_path: Path) -> None:
     assert best is not None
     assert (best / "model.safetensors").read_text() == "2"
     assert checkpoint_to_resume(checkpoints, str(checkpoints.path(1))) == checkpoints.path(1)
-    with pytest.raises(ConfigError, match=r"step-000011\.partial: not a complete checkpoint"):
+    with pytest.raises(ConfigError, match=r"step-000011\.partial"):
         checkpoint_to_resume(checkpoints, str(tmp_path / "step-000011.partial"))
 
 

@@ -259,9 +259,9 @@ def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def test_indivisible_numbers_of_ranks_and_heads_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"context_parallel = 2 does not divide .*num_ranks = 3"):
+    with pytest.raises(ConfigError, match=r"context_parallel.*2.*num_ranks.*3"):
         LearnerConfig(num_ranks=3, context_parallel=2)
-    with pytest.raises(ConfigError, match=r"context_parallel = 3 does not divide .* 4 attention"):
+    with pytest.raises(ConfigError, match=r"context_parallel.*3.*4"):
         check_heads(4, 3)
 
 

@@ -90,7 +90,7 @@ def test_offload_buffers_can_be_tuned(tmp_path: Path) -> None:
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     config = LearnerConfig(deepspeed_config=str(tmp_path / "none.json"))
-    with pytest.raises(ConfigError, match=r"none\.json: not a readable"):
+    with pytest.raises(ConfigError, match=r"none\.json"):
         deepspeed_settings(config)
 
 

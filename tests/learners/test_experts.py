@@ -146,7 +146,7 @@ def test_adapters_do_not_touch_experts_and_router(directory: Path, tmp_path: Pat
     ids = torch.tensor([[1, 2, 3, 4]])
     torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, atol=1e-5, rtol=1e-5)
     wrong = replace(CONFIG, lora=LoRAConfig(r=4, target_modules=["q_proj", "down_proj"]))
-    with pytest.raises(ConfigError, match="down_proj would be an expert or the router"):
+    with pytest.raises(ConfigError, match="down_proj"):
         Rank(wire.Init.of(wrong, ALGORITHM, str(directory), seed=0))
 
 
@@ -172,7 +172,7 @@ def test_the_router_loss_is_that_of_transformers(checkpointing: bool) -> None:
         policy.router_loss = None
         policy(*tensors(batch, torch.device("cpu")))
     assert policy.router_loss is None, "scoring needs none"
-    with pytest.raises(ConfigError, match="Glm4MoeForCausalLM has no load-balancing loss"):
+    with pytest.raises(ConfigError, match="Glm4MoeForCausalLM"):
         Policy(tiny_model("glm4_moe")).balance_experts()
 
 

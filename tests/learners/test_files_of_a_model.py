@@ -53,7 +53,7 @@ def test_a_model_of_the_cache_is_copied_and_not_linked(snapshot: Path, tmp_path:
 
 def test_a_dangling_link_is_refused_by_name(snapshot: Path, tmp_path: Path) -> None:
     (snapshot / "tokenizer.json").resolve().unlink()
-    with pytest.raises(DataError, match=r"tokenizer\.json: this link is broken"):
+    with pytest.raises(DataError, match=r"tokenizer\.json"):
         copy_files(snapshot, tmp_path / "copy", "float32")
 
 
@@ -62,7 +62,7 @@ def test_a_dangling_link_is_found_before_a_run_starts(snapshot: Path) -> None:
     (snapshot / "pytorch_model.bin").symlink_to("../../blobs/gone")  # it is never read
     check_model_directory(snapshot)
     (snapshot / "vocab.json").symlink_to("../../blobs/gone")
-    with pytest.raises(DataError, match=r"vocab\.json: this link is broken"):
+    with pytest.raises(DataError, match=r"vocab\.json"):
         check_model_directory(snapshot)
 
 

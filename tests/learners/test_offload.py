@@ -61,7 +61,7 @@ async def test_sleeping_between_updates_and_a_warm_up_change_nothing(
                 if way == "asleep":
                     await learner.sleep()
                     await learner.sleep()
-                    with pytest.raises(LearnerError, match="cannot run Update: the learner is"):
+                    with pytest.raises(LearnerError, match="Update: the learner"):
                         await learner.update(credited(TREES, learner.algorithm))
                     await learner.wake()
                     await learner.wake()

@@ -136,5 +136,5 @@ def test_schedules() -> None:
 
 
 def test_muon_refuses_a_model_without_matrices() -> None:
-    with pytest.raises(ConfigError, match="no hidden 2-D matrix"):
+    with pytest.raises(ConfigError, match="hidden 2-D matrix"):
         build_optimizer(torch.nn.Embedding(VOCABULARY, Random(0).randint(2, 4)), CONFIG)

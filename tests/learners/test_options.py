@@ -13,7 +13,7 @@ from tests.learners.trees import tiny_model
 
 
 def test_liger_without_a_gpu_or_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"kernels only run on GPUs; set learner.fused = none"):
+    with pytest.raises(ConfigError, match=r"learner.fused"):
         use_liger(tiny_model())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "liger_kernel", None)

@@ -66,5 +66,5 @@ def test_adapters_inside_the_layers_are_trained() -> None:
 def test_a_nonlinear_head_is_refused() -> None:
     model = tiny_model()
     model.set_output_embeddings(nn.Sequential(nn.Linear(32, 61)))
-    with pytest.raises(ConfigError, match="output head is a Sequential"):
+    with pytest.raises(ConfigError, match="is a Sequential"):
         Policy(model)

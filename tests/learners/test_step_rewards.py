@@ -124,5 +124,5 @@ def test_algorithms_with_one_advantage_per_trajectory_refuse_rewards_to_go() -> 
         lambda: GRPO(step_rewards="to_go", aggregation="seq-mean-token-mean"),
         lambda: ARPO(step_rewards="to_go", kl_reward=0.1),
     ):
-        with pytest.raises(ConfigError, match=r"step_rewards: each turn .* change step_rewards"):
+        with pytest.raises(ConfigError, match=r"step_rewards.*step_rewards"):
             build()

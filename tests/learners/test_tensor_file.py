@@ -67,7 +67,7 @@ def test_a_tensor_is_released_before_the_next_one_is_read(tmp_path: Path) -> Non
 @pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(4, dtype=torch.bfloat16)])
 def test_an_unannounced_tensor_is_refused(wrong: Tensor, tmp_path: Path) -> None:
     loads: list[Load] = [wrong.clone]
-    with pytest.raises(ValueError, match=r"w: expected torch.float32 \(4,\), got torch"):
+    with pytest.raises(ValueError, match=r"torch.float32.*\(4,\)"):
         write_tensors(tmp_path / "file", [TensorPlace("w", torch.float32, (4,))], loads, {})
     with pytest.raises(ValueError, match="shorter"):
         write_tensors(tmp_path / "file", [TensorPlace("w", torch.float32, (3,))], [], {})

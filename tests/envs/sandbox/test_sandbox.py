@@ -171,7 +171,7 @@ async def test_the_python_tool_runs_code_in_a_session(sandbox: Sandbox) -> None:
     assert children() == []
     assert (await tool.call({"code": "6 * 7"}, state)).text == "42"
     assert (await tool.call({"code": "x = 1"}, state)).text == NO_OUTPUT
-    with pytest.raises(ToolError, match="NameError: name 'y' is not defined"):
+    with pytest.raises(ToolError, match="NameError: name 'y'"):
         await tool.call({"code": "y"}, state)
     with pytest.raises(ToolError, match=r"python: .*query"):
         await tool.call({"query": "y"}, state)

@@ -63,4 +63,4 @@ def test_the_command_reports_attacks_that_succeed(tmp_path: Path) -> None:
         )
         assert result.returncode == code, result.stdout + result.stderr
         assert "stopped (raised)" in result.stdout
-        assert ("THROUGH: it printed PWNED" in result.stdout) == ("leaks" in names)
+        assert ("THROUGH: it printed" in result.stdout) == ("leaks" in names)

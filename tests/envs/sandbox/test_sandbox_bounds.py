@@ -154,5 +154,5 @@ async def test_closing_a_sandbox_ends_the_wait_for_a_free_session() -> None:
     waiting = asyncio.create_task(sandbox._wait_for_room(comer))
     await asyncio.sleep(0)
     await sandbox.close()
-    with pytest.raises(InfraError, match="the sandbox is closed"):
+    with pytest.raises(InfraError, match="sandbox is closed"):
         await waiting

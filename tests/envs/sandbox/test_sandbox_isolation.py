@@ -19,12 +19,10 @@ async def test_files_and_processes_of_a_session_are_limited(session: SandboxSess
     many = "n = 0\nwhile True:\n  n += 1\n  open(f'm{n}', 'wb').write(b'x' * 10 ** 6)"
     assert "No space left" in await output_of(session, many)
     assert "BlockingIOError" in await output_of(session, "import os; os.fork()")
-    assert "can't start new thread" in await output_of(
+    assert "start new thread" in await output_of(
         session, "import threading; threading.Thread(target=print).start()"
     )
-    assert "Too many open files" in await output_of(
-        session, "f = [open('f', 'w') for _ in range(99)]"
-    )
+    assert "many open files" in await output_of(session, "f = [open('f', 'w') for _ in range(99)]")
 
 
 async def test_a_session_sees_only_its_own(sandbox: Sandbox) -> None:

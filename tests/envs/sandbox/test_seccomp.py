@@ -174,7 +174,7 @@ def test_calls_by_the_numbers_of_another_machine_are_refused(machine: Machine) -
 
 
 def test_an_unknown_machine_has_no_filter() -> None:
-    with pytest.raises(ValueError, match="no system call filter for riscv64"):
+    with pytest.raises(ValueError, match="riscv64"):
         confine.program("riscv64", 1, files=False)
 
 

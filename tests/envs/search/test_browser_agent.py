@@ -61,12 +61,12 @@ async def test_a_failing_model_server_fails_the_trajectory(site: Web) -> None:
     env = WebSearchEnv(task, search=site.browser(), num_retries=0)
     await env.reset(seed=1)
     call = Message("assistant", "<search>lima</search>", (ToolCall("search", {"query": "lima"}),))
-    with pytest.raises(EnvError, match=r"search\.summarizer: .* answered 500"):
+    with pytest.raises(EnvError, match=r"search\.summarizer.*500"):
         await env.step(call)
     await env.close()
     site.reply = 401
     service = SearchService(site.browser())
-    with pytest.raises(ConfigError, match=r"search\.summarizer: .* answered 401"):
+    with pytest.raises(ConfigError, match=r"search\.summarizer.*401"):
         await service.search("lima", Episode())
     assert service.stats()["summarizer/num_requests"] == 1
     await service.close()
@@ -84,5 +84,5 @@ async def test_the_record_of_a_call_counts_the_use_of_the_browser_agent(site: We
     count_calls(counts, info["tool_calls"])
     assert counts == {"browser_uses": 1, "browser_ok": 1, "browser_tokens": 930}
     prompt = site.summarized[0]["messages"][0]["content"]
-    assert "When was Lima founded?" in prompt
-    assert "I need its history." in prompt
+    assert "was Lima founded?" in prompt
+    assert "need its history" in prompt

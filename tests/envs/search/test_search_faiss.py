@@ -99,7 +99,7 @@ async def test_index_and_corpus_of_different_length_are_refused(
     tmp_path: Path, encoder: str
 ) -> None:
     backend = FaissBackend(make(tmp_path, encoder, num_rows=2))
-    with pytest.raises(DataError, match=r"has 3 vectors and the corpus .* 2 passages; expected"):
+    with pytest.raises(DataError, match="2 passages; expected"):
         await backend.start()
     await backend.close()
 

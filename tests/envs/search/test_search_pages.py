@@ -48,9 +48,9 @@ async def test_a_page_that_hangs_or_kills_its_worker_cannot_be_read() -> None:
         return Reply(200, body, "text/html", "http://x/")
 
     try:
-        with pytest.raises(ToolError, match="http://x/ could not be read: its text takes too long"):
+        with pytest.raises(ToolError, match="http://x/ could not"):
             await extractor.extract(page(b"hang"))
-        with pytest.raises(ToolError, match="http://x/ could not be read"):
+        with pytest.raises(ToolError, match="http://x/ could not"):
             await extractor.extract(page(b"die"))
         assert extractor.stats() == {"pages/num_jobs": 2, "pages/num_killed": 2}
         assert await extractor.extract(page(b"fine")) == "fine"
@@ -75,7 +75,7 @@ async def test_a_page_is_fetched_once() -> None:
         reader = PageReader(ONLY_127_0_0_1, ResultCache())
         texts = await asyncio.gather(*(reader.text(url) for _ in range(5)))
         assert await reader.text(url) == texts[0]
-        with pytest.raises(ToolError, match="answered with status 404"):
+        with pytest.raises(ToolError, match="with status 404"):
             await reader.text(f"{url}/gone")
         await reader.close()
     assert num_requests == 2

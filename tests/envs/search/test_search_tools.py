@@ -26,9 +26,9 @@ async def test_open_page_gives_the_passages_of_the_query(site: Web) -> None:
         result = await tool.call({"url": url, **query}, episode)
         assert SNIPPET in result.text
         assert len(result.text) <= 6000 < result.info["num_chars"]
-    with pytest.raises(ToolError, match="answered with status 404"):
+    with pytest.raises(ToolError, match="with status 404"):
         await tool.call({"url": f"{site.url}/gone"}, episode)
-    with pytest.raises(ToolError, match="There is no document corpus:x"):
+    with pytest.raises(ToolError, match="corpus:x"):
         await tool.call({"url": "corpus:x"}, episode)
 
 
@@ -56,7 +56,7 @@ async def test_an_episode_searches_the_shipped_corpus() -> None:
     opened, *_ = await env.step(act("open_page", url=url))
     assert "308 points" in opened[0].content
     refused, *_ = await env.step(act("open_page", url="http://169.254.169.254/latest"))
-    assert "it is not a public address" in refused[0].content
+    assert "a public address" in refused[0].content
     answer = Message("assistant", r"<think>.</think><answer>\boxed{308}</answer>")
     _, reward, terminated, _, info = await env.step(answer)
     assert (reward, terminated, info["success"]) == (1.0, True, True)
@@ -89,7 +89,7 @@ async def test_a_failing_provider_fails_the_episode() -> None:
         backend = {"name": "web", "provider": "searxng", "url": url, "traffic": {"num_retries": 1}}
         env = WebSearchEnv(TASK, {"backend": backend}, num_retries=0)
         await env.reset(seed=1)
-        with pytest.raises(EnvError, match=r"the tool 'search' failed .* status 503"):
+        with pytest.raises(EnvError, match=r"'search'.*503"):
             await env.step(act("search", query="x"))
         await env.close()
         await close_shared()

@@ -30,7 +30,7 @@ async def test_infrastructure_statuses_are_retried(status: int) -> None:
 async def test_a_request_that_fails_every_attempt_is_an_infra_error() -> None:
     service = Scripted(429, 503, 429)
     async with serving(service) as url:
-        with pytest.raises(InfraError, match="service: 3 attempts failed: status 429"):
+        with pytest.raises(InfraError, match="service: 3 attempts"):
             await send(url)
     assert service.num_requests == 3
 
@@ -47,7 +47,7 @@ async def test_a_refused_key_stops_the_run(status: int) -> None:
 async def test_an_unreachable_service_is_an_infra_error_without_the_address() -> None:
     request = HttpRequest("GET", "http://127.0.0.1:9/x", secret_headers={"X-Key": "s3cret"})
     upstream = Upstream("service", QUICK)
-    with pytest.raises(InfraError, match="3 attempts failed: ClientConnectorError") as raised:
+    with pytest.raises(InfraError, match="3 attempts failed") as raised:
         await upstream.send(request)
     await upstream.close()
     assert "s3cret" not in str(raised.value)
@@ -61,7 +61,7 @@ async def test_a_timeout_is_an_infra_error() -> None:
 
     config = TrafficConfig(timeout_s=0.02, num_retries=0)
     async with serving(never) as url:
-        with pytest.raises(InfraError, match=r"no reply within 0\.02 s"):
+        with pytest.raises(InfraError, match=r"reply within 0\.02"):
             await send(url, config)
 
 
