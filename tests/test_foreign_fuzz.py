@@ -313,7 +313,9 @@ async def test_frames_of_a_session(body: bytes, raw: bytes | None) -> None:
 
     channel = SessionChannel(ours)
     process: Any = SimpleNamespace(
-        zygote=SimpleNamespace(alive=lambda: True), request=channel.request, kill=channel.close
+        zygote=SimpleNamespace(alive=lambda: True),
+        request=lambda request: channel.request(request, lambda: None),
+        kill=channel.close,
     )
     sandbox = Sandbox()
     session = sandbox.session(1)

@@ -501,7 +501,7 @@ async def test_the_policy_reads_a_refusal_of_the_api() -> None:
         await call(Flaky([KeyError("price")]).env(TASK))
 
 
-async def test_a_failed_environment_is_retried_unless_it_has_a_bug() -> None:
+async def test_a_failed_infrastructure_is_retried_and_no_other_failure() -> None:
     from agentenv.adapters.cold_start import MAX_FAILURES
     from agentenv.base.errors import EnvError
 
@@ -521,13 +521,13 @@ async def test_a_failed_environment_is_retried_unless_it_has_a_bug() -> None:
 
         return demonstrate(make, [TASK], lambda task, results: "<answer>7</answer>")
 
-    played = await asyncio.to_thread(play, EnvError("lost"), InfraError("down"))
+    played = await asyncio.to_thread(play, InfraError("lost"), InfraError("down"))
     assert played[0]["success"]
-    for error in (CrashError("bug"), OutageError("gone"), ConfigError("key")):
+    for error in (EnvError("lost"), CrashError("bug"), OutageError("gone"), ConfigError("key")):
         with pytest.raises(type(error)):
             await asyncio.to_thread(play, error)
-    with pytest.raises(EnvError, match="lost"):
-        await asyncio.to_thread(play, *[EnvError("lost")] * (MAX_FAILURES + 1))
+    with pytest.raises(OutageError, match="down"):
+        await asyncio.to_thread(play, *[InfraError("down")] * (MAX_FAILURES + 1))
 
 
 @pytest.mark.parametrize("library", ["httpx", "httpx2"])

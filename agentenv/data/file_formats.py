@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -141,10 +142,22 @@ def checked(path: Path, number: int, row: Any) -> RawRow:
     return RawRow(path, number, {}, f"expected a JSON object, got {type(row).__name__}")
 
 
+_NUMPY_ARRAY = re.compile(r"\barray\((\[[^()]*\])(?:,\s*dtype=[\w'<>]+)?\)")
+_NUMPY_OBJECTS = re.compile(r"\}\s+\{")
+_PYTHON_TEXT = r"""(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")"""
+_NUMPY_TEXTS = re.compile(rf"\[\s*{_PYTHON_TEXT}(?:\s+{_PYTHON_TEXT})+\s*\]")
+
+
 def literal(text: str) -> Any:
-    """The value of a text in the notation of JSON or Python, as in tables without types; None for
-    other texts."""
-    for read in (decode_loose, decode_python):
+    """The value of a text in the notation of JSON, Python or numpy, as in tables without types;
+    None for other texts."""
+    with suppress(ForeignError):
+        return decode_loose(text)
+    text = text.strip()
+    if _NUMPY_TEXTS.fullmatch(text):  # ['a' 'b'], which Python would concatenate
+        text = f"[{','.join(re.findall(_PYTHON_TEXT, text))}]"
+    text = _NUMPY_ARRAY.sub(r"\1", text)
+    for written in (text, _NUMPY_OBJECTS.sub("}, {", text)):
         with suppress(ForeignError):
-            return read(text.strip())
+            return decode_python(written)
     return None

@@ -80,7 +80,7 @@ def test_calls_wait_for_the_slots_of_their_tool(
     more = simulate(config, written, Variant(name="more", places={"search": 3.0}), 12)
     assert few.tools_wait_s > 3 * more.tools_wait_s > 0
     assert few.step_s > more.step_s
-    assert "2 x places" in {one.name for one in variants(config, written)}
+    assert "2 x places of search" in {one.name for one in variants(config, written)}
 
 
 def test_the_tool_bounds_of_a_configuration_apply_to_each_worker(tmp_path: Path) -> None:

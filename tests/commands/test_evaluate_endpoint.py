@@ -162,7 +162,7 @@ def test_a_transient_failure_is_retried(
         (429, "answered 429: no (429)", 2),
         (500, "answered 500", 2),
         (400, "answered 400", 1),
-        (b"<html>", "returned invalid JSON", 2),
+        (b"<html>", "JSON is malformed", 2),
         (b'{"choices": [{"message": 3, "finish_reason": "stop"}]}', "not a chat completion", 2),
         (5.0, "no answer in time", 2),
         (reply("", "content_filter"), "ended a turn with 'content_filter'", 1),

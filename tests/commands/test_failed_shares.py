@@ -117,7 +117,7 @@ def test_unmeasured_shares_and_successes_are_not_reported(
     assert ("failed" in rows) is bool(counts[2])
     assert ("failed" in rows["all"][1]) is bool(counts[2])
     drawn, row = labels([{"step": 2, **report_metrics(report)}]), report_metrics(report)
-    assert ("of failed trajectories" in drawn) is bool(counts[2])
+    assert ("held: share of failed trajectories" in drawn) is bool(counts[2])
     was_measured = counts[0] + counts[1] > 0
     for figure in ("success", "success_low", "success_high", "reward", "tool_calls"):
         assert (f"eval/held/{figure}" in row) is was_measured

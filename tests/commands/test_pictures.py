@@ -90,7 +90,7 @@ def test_evaluations_have_intervals_and_the_failed_share() -> None:
     (bars,) = axes.containers
     low, high = bars.lines[2][0].get_segments()[0][:, 1]
     assert (low, high) == (pytest.approx(0.18), pytest.approx(0.23))
-    assert "of failed trajectories" in labels(axes)
+    assert "held: share of failed trajectories" in labels(axes)
 
 
 def test_success_that_is_the_reward_is_one_curve() -> None:

@@ -277,7 +277,7 @@ made, ctypes.get_errno()
     while not trying.done():
         forks.append(await other.fork())
     assert (await trying).output == f"(0, {errno.EAGAIN})"
-    assert sandbox.counters.num_live_forks == len(forks) > 2
+    assert sandbox.counters.num_live_forks == len(forks) > 0
     for one in (greedy, other, *forks):
         one.close()
 
