@@ -359,8 +359,8 @@ class WaitingPoolConfig(PooledEngineConfig, frozen=True, kw_only=True, forbid_un
 
     client: ClassVar[Callable[..., Any]] = WaitingServer
 
-    def check_urls(self, key: str = "engine") -> None:
-        """Do nothing: the URLs are folders."""
+    def __post_init__(self) -> None:
+        """Check nothing: the URLs are folders."""
 
     def max_context(self, model: Path, key: str = "engine") -> int:
         return self.max_model_len
