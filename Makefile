@@ -30,7 +30,7 @@ test: environment
 	@$(MAKE) --no-print-directory -j 3 tests types lint
 
 tests: environment
-	$(BIN)/python -m pytest -q -n 2 -m "not heavy or promise" $(ARGS)
+	$(BIN)/python -m pytest -q -n 3 -m "not heavy or promise" $(ARGS)
 
 # real vLLM again, since where it was missing make test has skipped it
 test-all: environment
