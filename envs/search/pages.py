@@ -14,7 +14,6 @@ import os
 import re
 import socket
 from collections.abc import Iterable, Sequence
-from html.parser import HTMLParser
 from typing import Any
 
 import aiohttp
@@ -23,7 +22,8 @@ from aiohttp.resolver import ThreadedResolver
 from yarl import URL
 
 from agentenv.base.deadline import admitted
-from agentenv.base.errors import ConfigError, InfraError, ToolError
+from agentenv.base.errors import ConfigError, InfraError, MissingError, ToolError
+from agentenv.base.installation import install_hint
 from agentenv.base.result_cache import ResultCache
 from agentenv.base.retries import pause_before_retry
 from agentenv.base.untrusted import decode_text, printable
@@ -272,6 +272,14 @@ class PageReader:
         self._fetcher = PageFetcher(config)
         self._extractor = TextExtractor()
 
+    @staticmethod
+    def check() -> None:
+        """Raises MissingError without the package that extracts the text of pages."""
+        if importlib.util.find_spec("trafilatura") is None:
+            raise MissingError(
+                f"reading pages requires the package trafilatura: {install_hint('search')}"
+            )
+
     async def text(self, url: str) -> str:
         """The page's text, at most MAX_PAGE_CHARS. Raises ToolError or InfraError."""
         return await self._cache.through(f"page:{url}", lambda: self._read(url), decode_text)
@@ -299,12 +307,6 @@ MEMORY_BYTES = 2_000_000_000
 NUM_WORKERS = 2  # processes that extract text
 EXTRACT_S = 5.0  # CPU time for the text of one page
 
-_DROPPED = {"script", "style", "noscript", "template", "svg", "nav", "header", "footer", "aside"}
-_DROPPED |= {"form", "iframe", "button", "select", "head"}
-_BLOCKS = {"p", "div", "br", "li", "tr", "table", "section", "article", "ul", "ol", "pre", "title"}
-_BLOCKS |= {"blockquote", "h1", "h2", "h3", "h4", "h5", "h6", "dt", "dd", "main", "hr"}
-
-
 _CHARSET = re.compile(rb"""<meta[^>]{0,200}charset\s{0,9}=\s{0,9}["']?([\w-]{1,40})""", re.I)
 
 
@@ -319,71 +321,26 @@ def decoded(kind: str, body: bytes) -> str:
     return body.decode("utf-8", "replace")
 
 
-class _Text(HTMLParser):
-    """The text outside of boilerplate elements; linear in the size of the page."""
-
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.parts: list[str] = []
-        self._dropped = ""  # the element that is currently skipped
-        self._depth = 0
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        if self._dropped:
-            self._depth += tag == self._dropped
-        elif tag in _DROPPED:
-            self._dropped, self._depth = tag, 1
-        elif tag in _BLOCKS:
-            self.parts.append("\n")
-        elif tag in ("td", "th"):
-            self.parts.append(" ")
-
-    def handle_endtag(self, tag: str) -> None:
-        if self._dropped:
-            self._depth -= tag == self._dropped
-            if not self._depth:
-                self._dropped = ""
-        elif tag in _BLOCKS:
-            self.parts.append("\n")
-
-    def handle_data(self, data: str) -> None:
-        if not self._dropped:
-            self.parts.append(data)
-
-
-def plain_text(page: str) -> str:
-    """The text of a page without tags and boilerplate."""
-    parser = _Text()
-    parser.feed(page)
-    parser.close()
-    lines = (re.sub(r"[^\S\n]+", " ", line).strip() for line in "".join(parser.parts).split("\n"))
-    return "\n".join(line for line in lines if line)
-
-
-def page_text(page: str, trafilatura: Any) -> str:
-    """The main text by trafilatura, if it finds any, else all text outside of boilerplate."""
-    if trafilatura is not None:
-        found = trafilatura.extract(page, include_comments=False, include_tables=True, fast=True)
-        if found and found.strip():
-            return str(found)
-    return plain_text(page)
-
-
 class PageText:
     """The worker's handler, called with {"kind": content type, "body": page}."""
 
     def __init__(self) -> None:
-        installed = importlib.util.find_spec("trafilatura") is not None
-        self._trafilatura = importlib.import_module("trafilatura") if installed else None
-        page_text("<p>warm</p>", self._trafilatura)  # before the first fork
+        self._trafilatura: Any = importlib.import_module("trafilatura")
+        self._text_of("<p>warm</p>")  # before the first fork
 
     def __call__(self, payload: dict[str, Any]) -> str:
         """The text; the whole content if it is not HTML."""
         kind, body = payload["kind"], payload["body"]
         page = decoded(kind, body)
         if "html" in kind.lower() or b"<html" in body[:1000].lower():
-            page = page_text(page, self._trafilatura)
+            page = self._text_of(page)
         return page.encode("utf-8", "replace").decode()
+
+    def _text_of(self, page: str) -> str:
+        """The main text, if there is any, else all text."""
+        keys = {"include_comments": False, "include_tables": True, "fast": True}
+        found = self._trafilatura.extract(page, **keys)
+        return str(found or self._trafilatura.html2txt(f"<html>{page}"))
 
 
 class TextExtractor:

@@ -76,6 +76,8 @@ class SearchService:
 
     async def start(self) -> None:
         """Build or load the backend; raises ConfigError or DataError."""
+        if self.config.sizes.mode != "snippets":
+            self.reader.check()
         await self.backend.start()
 
     async def search(self, text: str, episode: Episode, *, links: bool = False) -> ToolResult:
@@ -252,6 +254,11 @@ class OpenPageTool(_EpisodeTool):
     name = "open_page"
     description = "Open a page by its address; returns the passages that fit the query."
     schema = argument_schema(_OpenPageArguments)
+
+    async def prepare(self) -> None:
+        """Start the service, and check that pages can be read."""
+        self.service.reader.check()
+        await super().prepare()
 
     async def call(self, arguments: dict[str, Any], state: Episode) -> ToolResult:
         """Open a page. Raises ToolError for private addresses and unreadable pages."""

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from agentenv.base.errors import ToolError
 from agentenv.base.result_cache import ResultCache
-from agentenv.envs.search.pages import PageReader, TextExtractor, page_text
+from agentenv.envs.search.pages import PageReader, PageText, TextExtractor
 from agentenv.envs.search.service import passages, window
 from agentenv.envs.search.upstream import Reply
 from tests.envs.search_server import ONLY_127_0_0_1, PAGE, serving
@@ -17,14 +17,14 @@ from tests.envs.search_server import ONLY_127_0_0_1, PAGE, serving
 # extraction
 
 
-@pytest.mark.parametrize("trafilatura", [True, False])
-def test_the_text_of_a_page_has_no_boilerplate(trafilatura: bool) -> None:
-    module = pytest.importorskip("trafilatura") if trafilatura else None
-    text = page_text(PAGE, module)
+def test_the_text_of_a_page_has_no_boilerplate() -> None:
+    text_of = PageText()
+    text = text_of({"kind": "text/html", "body": PAGE.encode()})
     assert "founded in 1535" in text
     assert "ten million" in text
     for junk in ("track", "Home", "rights"):
         assert junk not in text
+    assert text_of({"kind": "text/html", "body": b"no main text"}) == "no main text"
 
 
 async def test_pages_are_extracted_in_workers() -> None:
