@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import struct
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,7 +49,7 @@ from agentenv.engines.sglang import SGLangAnswer
 from agentenv.envs.bridges.mcp_tools import MCPTools
 from agentenv.envs.grading.judge import Judge
 from agentenv.envs.grading.keys import JudgeConfig
-from agentenv.envs.sandbox.process import SessionChannel
+from agentenv.envs.sandbox.process import SessionProcess
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.envs.search.corpus import Hit, Query
 from agentenv.envs.search.keys import FetchConfig, SummarizerConfig, TrafficConfig
@@ -297,6 +299,12 @@ ANSWER = {"ready": False, "error": "", "output": "42", "problem": "", "lost": Fa
 FRAME = framed(json.dumps(ANSWER).encode())
 
 
+@cache
+def of_an_ended_process() -> int:
+    with subprocess.Popen(["true"]) as process:
+        return os.pidfd_open(process.pid)
+
+
 @fuzzed()
 @given(damaged_json(ANSWER), st.none() | damaged(FRAME, FRAME * 2) | st.binary(max_size=9))
 async def test_frames_of_a_session(body: bytes, raw: bytes | None) -> None:
@@ -311,12 +319,9 @@ async def test_frames_of_a_session(body: bytes, raw: bytes | None) -> None:
         await loop.sock_sendall(theirs, said)
         theirs.shutdown(socket.SHUT_WR)
 
-    channel = SessionChannel(ours)
-    process: Any = SimpleNamespace(
-        zygote=SimpleNamespace(alive=lambda: True),
-        request=lambda request: channel.request(request, lambda: None),
-        kill=channel.close,
-    )
+    zygote: Any = SimpleNamespace(alive=lambda: True)
+    process = SessionProcess(zygote, 1, ours)
+    process.pidfd = os.dup(of_an_ended_process())
     sandbox = Sandbox()
     session = sandbox.session(1)
     session._live = process

@@ -1,28 +1,40 @@
-"""Launch of a zygote: the interpreter, the capabilities of this machine, the bubblewrap command
-line, and its settings.
+"""Launch of a sandbox: the interpreter, the bubblewrap command line, the settings, and the process
+with its control socket: the zygote of Python sessions (zygote.py), or process 1 of a program
+(program_init.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import select
 import shutil
+import signal
+import socket
 import stat
+import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 
-from agentenv.base.errors import ConfigError, ForeignError
+from agentenv.base.deadline import uncancelled
+from agentenv.base.errors import ConfigError, ForeignError, InfraError
 from agentenv.base.offload import in_thread, kill, start_process
 from agentenv.base.untrusted import decode
 from agentenv.envs.sandbox import confine
 from agentenv.envs.sandbox.keys import SandboxLimits
 
+logger = logging.getLogger(__name__)
+
 PROBE_TIMEOUT_S = 30.0
+START_S = 60.0  # with imports of preloaded modules, from a cold disk, on a busy machine
+STOP_S = 10.0
 _PROBE = "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix, sys.version_info[:2]]))"
 
 
@@ -221,16 +233,13 @@ def check_missing(missing: list[str], python: Interpreter) -> None:
         )
 
 
-def settings_of(
-    setup: SandboxSetup, python: Interpreter, rung: Rung, control_fd: int, home: str
-) -> str:
-    """The zygote's command-line settings; `home` is for the files of its sessions."""
+def settings_of(setup: SandboxSetup, python: Interpreter, rung: Rung, home: str) -> dict[str, Any]:
+    """The settings of a zygote; `home` is for the files of its sessions."""
     limits = setup.limits
     root = rung != "unsafe" and os.geteuid() == 0
     if rung == "landlock":  # unlike bubblewrap, Landlock cannot make a private folder reachable
         root = root and python.open_to_all()
-    config = {
-        "control_fd": control_fd,
+    return {
         "rung": rung,
         "home": home,
         # process limits do not bind uid 0
@@ -251,8 +260,98 @@ def settings_of(
             "FSIZE": limits.tmp_bytes,
         },
     }
-    return msgspec.json.encode(config).decode()
 
 
 def _machine_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+class ControlledProcess:
+    """A process of a sandbox, and the process inside if bubblewrap stands between: it reads its
+    settings from its control socket, whose number is its last argument, and ends when the host
+    closes its end. Raises OSError if it cannot be started.
+
+    `kept` is closed after its end.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        settings: Mapping[str, Any],
+        variables: Mapping[str, str],
+        kept: ExitStack | None = None,
+    ) -> None:
+        self._kept = kept or ExitStack()
+        self._inside = -1  # a descriptor of the process inside, once it has started
+        self._reaping: asyncio.Future[str] | None = None
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._kept.callback(self.control.close)
+        self.control.setblocking(False)
+        with theirs:
+            self.control.send(msgspec.json.encode(settings))  # keeps keys out of process lists
+            # on the loop's own thread: it dies with the thread that started it
+            self.process = subprocess.Popen(
+                [*command, str(theirs.fileno())],
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+
+    async def started(self) -> bytes:
+        """Its first message, which has a descriptor of the process inside; empty if it has ended.
+        Raises InfraError after START_S seconds."""
+        loop = asyncio.get_running_loop()
+        readable: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(self.control, readable.set_result, None)
+        try:
+            async with asyncio.timeout(START_S):
+                await readable
+            message, fds, *_ = socket.recv_fds(self.control, 1 << 16, 1)
+        except TimeoutError as error:
+            raise InfraError(f"a sandbox did not start in {START_S:g} s") from error
+        except OSError:
+            return b""
+        finally:
+            loop.remove_reader(self.control)
+        for self._inside in fds:
+            self._kept.callback(os.close, self._inside)
+        return message
+
+    async def stop(self) -> str:
+        """End it, and wait for its end, even while being cancelled; returns the end of its standard
+        error. Idempotent."""
+        if self._reaping is None:
+            with suppress(OSError):
+                self.control.shutdown(socket.SHUT_RDWR)
+            self._reaping = asyncio.ensure_future(in_thread(self._reap))
+        return await uncancelled(self._reaping)
+
+    def _reap(self) -> str:
+        """Wait for its end, and kill it after STOP_S seconds. Blocks."""
+        pid = self.process.pid
+        with ExitStack() as opened:
+            leader = os.pidfd_open(pid)
+            opened.callback(os.close, leader)
+            own = [one for one in (leader, self._inside) if one >= 0]
+            if not all(_has_ended(one) for one in own) and self._inside >= 0:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._inside, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # the id is not reused before the leader is reaped
+                os.killpg(pid, signal.SIGKILL)
+            if not all(_has_ended(one) for one in own):
+                logger.warning("cannot end the sandbox's process %d", pid)
+                return ""
+        with self.process as process, self._kept:  # also close the pipe
+            assert process.stderr is not None
+            os.set_blocking(process.stderr.fileno(), False)
+            return (process.stderr.read() or b"").decode(errors="replace").strip()[-500:]
+
+
+def _has_ended(pidfd: int) -> bool:
+    """Whether a process ends within STOP_S seconds. Blocks."""
+    ending = select.poll()  # `select` takes no descriptor above 1023
+    ending.register(pidfd, select.POLLIN)
+    return bool(ending.poll(STOP_S * 1000))

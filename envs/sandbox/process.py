@@ -7,16 +7,14 @@ and limited in size.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import signal
 import socket
 import struct
-import subprocess
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from typing import Any
 
@@ -25,12 +23,14 @@ from msgspec import Struct
 
 from agentenv.base.disk import own_folder
 from agentenv.base.errors import ConfigError, ForeignError, InfraError
-from agentenv.base.offload import check_outside, in_thread
+from agentenv.base.offload import check_outside
 from agentenv.base.untrusted import decode
 from agentenv.envs.sandbox import confine
 from agentenv.envs.sandbox.launch import (
     HERE,
     LANDLOCK_ADVICE,
+    START_S,
+    ControlledProcess,
     Rung,
     SandboxSetup,
     advised,
@@ -40,8 +40,6 @@ from agentenv.envs.sandbox.launch import (
     find_interpreter,
     settings_of,
 )
-
-logger = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 1 << 20
 HEADER_BYTES = 4
@@ -73,19 +71,21 @@ class ForkRefusedError(Exception):
     """A session cannot be forked in its state, for instance because it shares files or memory."""
 
 
-class SessionChannel:
-    """A non-blocking stream to one session; a cancelled call leaves it unusable."""
+class SessionProcess:
+    """The process of one session, and the socket to it. The process is stopped except during calls:
+    leftovers of a cell (timers, signals, threads, an early answer) run only within calls. `pidfd`
+    is its descriptor, once it is known."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, zygote: ZygoteProcess, number: int, sock: socket.socket) -> None:
         sock.setblocking(False)
+        self.zygote = zygote
+        self.number = number
+        self.pidfd = -1
         self._socket = sock
 
-    async def request(self, request: dict[str, Any], wake: Callable[[], None]) -> CellAnswer:
-        """Send a request, and read its answer; `wake` is called when the answer has arrived, so
-        that a stopped process resumes only once.
-
-        Any other message violates the protocol and closes the channel.
-        """
+    async def request(self, request: dict[str, Any]) -> CellAnswer:
+        """Send a request, and read its answer. Any other message violates the protocol. Raises
+        ChannelClosedError; then, and after a cancellation, the process can only be killed."""
         try:
             self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -96,10 +96,11 @@ class SessionChannel:
             raise ChannelClosedError("it ended, or sent a message without a request")
         number = secrets.randbits(53)  # unpredictable, so that answers cannot be sent in advance
         data = msgspec.json.encode({**request, "number": number})
-        await self._send(struct.pack("!I", len(data)) + data, wake)
+        await self._send(struct.pack("!I", len(data)) + data)
         answer = await self.receive()
         if answer.number != number:
             raise ChannelClosedError("response id does not match the request")
+        self.stop()
         return answer
 
     async def receive(self) -> CellAnswer:
@@ -121,17 +122,25 @@ class SessionChannel:
         except ForeignError as error:
             raise ChannelClosedError(f"not an answer: {error}") from error
 
-    def close(self) -> None:
-        """Close the socket; idempotent."""
-        self._socket.close()
+    def stop(self) -> None:
+        """Stop the process until the next request."""
+        send_signal(self.pidfd, signal.SIGSTOP)
 
-    async def _send(self, frame: bytes, wake: Callable[[], None]) -> None:
+    def kill(self) -> None:
+        """Kill it, without waiting; idempotent."""
+        self._socket.close()
+        if self.pidfd >= 0:
+            kill(self.pidfd)
+            self.pidfd = -1
+
+    async def _send(self, frame: bytes) -> None:
+        """Send it, and resume the process once its beginning has arrived."""
         try:
             try:
                 num_sent = self._socket.send(frame)
             except BlockingIOError:
                 num_sent = 0
-            wake()
+            send_signal(self.pidfd, signal.SIGCONT)
             if num_sent < len(frame):
                 await asyncio.get_running_loop().sock_sendall(self._socket, frame[num_sent:])
         except OSError as error:
@@ -145,40 +154,6 @@ class SessionChannel:
         if not data:
             raise ChannelClosedError("end of file")
         return data
-
-
-class SessionProcess:
-    """The process of one session, which is stopped except during calls: leftovers of a cell
-    (timers, signals, threads, an early answer) run only within calls."""
-
-    def __init__(
-        self, zygote: ZygoteProcess, number: int, channel: SessionChannel, pidfd: int
-    ) -> None:
-        self.zygote = zygote
-        self.number = number
-        self._channel = channel
-        self._pidfd = pidfd
-
-    async def request(self, request: dict[str, Any]) -> CellAnswer:
-        """The answer to a request. Raises ChannelClosedError; then, and after a cancellation, the
-        process can only be killed."""
-        answer = await self._channel.request(request, self._resume)
-        self.stop()
-        return answer
-
-    def stop(self) -> None:
-        """Stop the process until the next request."""
-        send_signal(self._pidfd, signal.SIGSTOP)
-
-    def _resume(self) -> None:
-        send_signal(self._pidfd, signal.SIGCONT)
-
-    def kill(self) -> None:
-        """Kill it, without waiting; idempotent."""
-        if self._pidfd >= 0:
-            self._channel.close()
-            kill(self._pidfd)
-            self._pidfd = -1
 
 
 def send_signal(pidfd: int, number: signal.Signals) -> None:
@@ -221,27 +196,18 @@ class _News(Struct):
     failed: int = 0
 
 
-START_TIMEOUT_S = 60.0  # for imports of preloaded modules, possibly from a cold disk
-STOP_TIMEOUT_S = 5.0
 PREFIX = "agentenv-sandbox-"  # of the folder for files without other confinement
 
 
 class ZygoteProcess:
     """One running zygote; `rung` is the confinement of its sessions."""
 
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        control: socket.socket,
-        rung: Rung,
-        files: ExitStack,
-    ) -> None:
+    def __init__(self, process: ControlledProcess, rung: Rung) -> None:
         self.rung = rung
-        self._process = process
-        self._control = control
-        self._files = files
-        self._numbers = count(1)
         self.live_forks = False
+        self._process = process
+        self._control = process.control
+        self._numbers = count(1)
         self._outgoing: deque[tuple[bytes, socket.socket | None]] = deque()
         self._born: dict[int, asyncio.Future[int]] = {}  # by number: descriptor of the process
 
@@ -252,48 +218,36 @@ class ZygoteProcess:
         if rung == "landlock" and confine.landlock_abi() < 1:
             raise ConfigError(f"this kernel offers no Landlock. {LANDLOCK_ADVICE}")
         check_outside("the sandbox")
-        prefix = bubblewrap(python) if rung == "namespaces" else []
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        files = ExitStack()
-        with theirs:
-            script = "/sandbox/zygote.py" if rung == "namespaces" else str(HERE / "zygote.py")
-            home = files.enter_context(own_folder(None, PREFIX)) if rung == "unsafe" else ""
-            settings = settings_of(setup, python, rung, theirs.fileno(), str(home))
-            try:
-                # on the loop's own thread: the zygote dies with the thread that started it
-                process = subprocess.Popen(  # noqa: ASYNC220 - a few ms, once
-                    [*prefix, python.program, "-s", "-B", script, settings],
-                    env={} if rung == "namespaces" else environment(),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
-                )
-            except OSError as error:
-                ours.close()
-                files.close()
-                raise ConfigError(f"the Python sandbox cannot start: {error}") from error
-        zygote = cls(process, ours, rung, files)
+        isolated, home, files = rung == "namespaces", "", ExitStack()
+        prefix = bubblewrap(python) if isolated else []
+        script = "/sandbox/zygote.py" if isolated else str(HERE / "zygote.py")
+        if rung == "unsafe":
+            home = str(files.enter_context(own_folder(None, PREFIX)))
+        command = [*prefix, python.program, "-s", "-B", script]
+        variables = {} if isolated else environment()
+        settings = settings_of(setup, python, rung, home)
+        try:
+            process = ControlledProcess(command, settings, variables, files)
+        except OSError as error:
+            files.close()
+            raise ConfigError(f"the Python sandbox cannot start: {error}") from error
+        zygote = cls(process, rung)
         started = False
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                report = await asyncio.get_running_loop().sock_recv(ours, 1 << 16)
-            if not report:
-                await zygote._refuse()
-            found = decode(report, _Report)
-            check_missing(found.missing, python)
-            zygote.live_forks = found.live_forks
-            asyncio.get_running_loop().add_reader(ours, zygote._on_news)
+            message = await process.started()
+            if not message:
+                reason = advised(await process.stop() or "no reason given")
+                raise ConfigError(f"the Python sandbox cannot start: {reason}")
+            report = decode(message, _Report)
+            check_missing(report.missing, python)
+            zygote.live_forks = report.live_forks
+            asyncio.get_running_loop().add_reader(process.control, zygote._on_news)
             started = True
-        except TimeoutError as error:
-            raise InfraError(f"the sandbox did not start in {START_TIMEOUT_S:g} s") from error
         except ForeignError as error:  # preloaded modules may do anything
-            raise InfraError(f"the sandbox did not start: {error}: {report[:200]!r}") from error
+            raise InfraError(f"the sandbox did not start: {error}: {message[:200]!r}") from error
         finally:
             if not started:
-                await zygote.stop()
+                await process.stop()
         return zygote
 
     def alive(self) -> bool:
@@ -307,78 +261,58 @@ class ZygoteProcess:
 
     async def spawn(self, seed: int) -> SessionProcess:
         """A new session, ready to run cells. Raises InfraError."""
-        number = next(self._numbers)
-        ours, theirs = socket.socketpair()
-        channel = SessionChannel(ours)
-        born = self._born[number] = asyncio.get_running_loop().create_future()
-        self._post({"spawn": number, "seed": seed}, theirs)
-        process = None
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                answer = await channel.receive()
-                if not answer.ready:
-                    raise InfraError(f"a sandbox session did not start: {answer.error}")
-                process = SessionProcess(self, number, channel, await born)
-        except TimeoutError as error:
-            raise InfraError(f"no sandbox session within {START_TIMEOUT_S:g} s") from error
-        except ChannelClosedError as error:
-            raise InfraError(f"a sandbox session died at its start: {error}") from error
-        finally:
-            if process is None:
-                channel.close()
-                self._disown(number, born)
+        with self._expected({"seed": seed}, "spawn") as (process, born):
+            try:
+                async with asyncio.timeout(START_S):
+                    answer = await process.receive()
+                    if not answer.ready:
+                        raise InfraError(f"a sandbox session did not start: {answer.error}")
+                    process.pidfd = await born
+            except TimeoutError as error:
+                raise InfraError(f"no sandbox session within {START_S:g} s") from error
+            except ChannelClosedError as error:
+                raise InfraError(f"a sandbox session died at its start: {error}") from error
         return process
 
     async def fork(self, parent: SessionProcess) -> SessionProcess | None:
         """A copy of an idle session, or None if it is impossible. Raises ChannelClosedError; then,
         and after a cancellation, the parent can only be killed."""
+        with self._expected({"fork": parent.number}, "child") as (process, born):
+            answer = await parent.request({"fork": ""})
+            with suppress(ForkRefusedError):
+                if answer.forked:
+                    process.pidfd = await born
+                    process.stop()
+        return process if process.pidfd >= 0 else None
+
+    @contextmanager
+    def _expected(
+        self, request: dict[str, int], key: str
+    ) -> Iterator[tuple[SessionProcess, asyncio.Future[int]]]:
+        """A requested session, and its future process, which is killed, now or when it starts,
+        unless the block has awaited it."""
         number = next(self._numbers)
         ours, theirs = socket.socketpair()
+        process = SessionProcess(self, number, ours)
         born = self._born[number] = asyncio.get_running_loop().create_future()
-        self._post({"fork": parent.number, "child": number}, theirs)
-        process = None
+        self._post({**request, key: number}, theirs)
         try:
-            answer = await parent.request({"fork": ""})
-            if answer.forked:
-                process = SessionProcess(self, number, SessionChannel(ours), await born)
-                process.stop()
-        except ForkRefusedError:
-            pass
+            yield process, born
         finally:
-            if process is None:
-                ours.close()
+            self._born.pop(number, None)
+            if process.pidfd < 0:
+                process.kill()
                 self._post({"forget": number}, None)
-                self._disown(number, born)
-        return process
-
-    def _disown(self, number: int, born: asyncio.Future[int]) -> None:
-        """Kill a session that is no longer awaited, now or when it starts."""
-        self._born.pop(number, None)
-        if born.done() and not born.cancelled() and not born.exception():
-            kill(born.result())
+                if born.done() and not born.cancelled() and not born.exception():
+                    kill(born.result())
 
     async def stop(self) -> None:
         """End the zygote and all its sessions, and wait for the processes."""
-        loop = asyncio.get_running_loop()
-        loop.remove_writer(self._control)
+        asyncio.get_running_loop().remove_writer(self._control)
         self._stop_listening()
         while self._outgoing:
             self._drop_first()
-        self._control.close()
-        reaping = loop.run_in_executor(None, self._reap_group)
-        try:
-            async with asyncio.timeout(STOP_TIMEOUT_S):
-                await asyncio.shield(reaping)
-        except TimeoutError:
-            self._kill_group()
-            try:
-                async with asyncio.timeout(STOP_TIMEOUT_S):
-                    await asyncio.shield(reaping)
-            except TimeoutError:
-                logger.warning("cannot end the sandbox's process %d", self._process.pid)
-        finally:
-            if not reaping.done():  # cancelled: kill at once
-                self._kill_group()
+        await self._process.stop()
 
     # inner workings
 
@@ -440,27 +374,3 @@ class ZygoteProcess:
         _, attached = self._outgoing.popleft()
         if attached is not None:
             attached.close()
-
-    def _reap_group(self) -> None:
-        """Wait for the end of the process, and kill the rest of its group. Blocks."""
-        with suppress(ChildProcessError):
-            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-            self._kill_group()  # the group id is not reused before the leader is reaped
-        self._process.wait()
-        if self._process.stderr is not None:
-            self._process.stderr.close()
-        self._files.close()
-
-    def _kill_group(self) -> None:
-        """Kill the group; bubblewrap may not kill a zygote that has changed its user."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    async def _refuse(self) -> None:
-        """Raises ConfigError with the reason for an end before the process was ready."""
-        try:
-            _, errors = await in_thread(self._process.communicate, timeout=STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            errors = b"it closed its connection but does not exit"
-        reason = errors.decode(errors="replace").strip()[-500:] or "no reason given"
-        raise ConfigError(f"the Python sandbox cannot start: {advised(reason)}")

@@ -21,13 +21,7 @@ FOLDER, INSIDE = "/home/agent", "/sandbox"
 INIT_FILES = ("program_init.py", "program_watch.py", "process_table.py", "confine.py")
 SYSTEM_FILES = ("/etc/ssl", "/etc/ca-certificates", "/etc/pki", "/etc/ld.so.cache",
                 "/etc/alternatives", "/etc/mime.types")  # fmt: skip
-ETC = {
-    "passwd": "root:x:0:0::/root:/bin/sh\nagent:x:1000:1000::/home/agent:/bin/sh\n",
-    "group": "root:x:0:\nagent:x:1000:\n",
-    "hosts": "127.0.0.1 localhost\n",
-    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
-}
-
+INSIDE_ETC = ("passwd", "group", "hosts", "nsswitch.conf")
 SEED = "AGENTENV_SEED"
 SITE = f"import os, random\nrandom.seed(int(os.environ['{SEED}']))\n"
 
@@ -68,10 +62,9 @@ class ProgramSpec(Struct, frozen=True, kw_only=True):
 
 
 def bubblewrap(
-    python: Interpreter, spec: ProgramSpec, folder: Path, common: Path, forward: Path | None
+    python: Interpreter, spec: ProgramSpec, folder: Path, forward: Path | None
 ) -> list[str]:
-    """The command line that starts process 1 in the sandbox, with the files in `common`, which all
-    programs share. Raises ConfigError."""
+    """The command line that starts process 1 in the sandbox. Raises ConfigError."""
     command = namespaces(python)
     first = command.index("--ro-bind")  # mounts below /tmp come after
     command[first:first] = ["--size", str(TMP_BYTES), "--perms", "1777", "--tmpfs", "/tmp"]
@@ -80,9 +73,9 @@ def bubblewrap(
         if path in spec.read_only and not os.path.exists(path):
             raise ConfigError(f"read_only: no such path: {path}")
         command += [*parents(path), "--ro-bind-try", path, path]
-    for name in ETC:
-        command += ["--ro-bind", str(common / name), f"/etc/{name}"]
-    command += ["--dir", INSIDE, "--ro-bind", str(common / "site"), f"{INSIDE}/site"]
+    for name in INSIDE_ETC:
+        command += ["--ro-bind", str(HERE / "program_etc" / name), f"/etc/{name}"]
+    command += ["--dir", INSIDE, "--ro-bind", str(folder.with_name("site")), f"{INSIDE}/site"]
     for name in INIT_FILES:
         command += ["--ro-bind", str(HERE / name), f"{INSIDE}/{name}"]
     if forward is not None:
@@ -129,10 +122,12 @@ def program_settings(
     }
 
 
-def fill_folder(spec: ProgramSpec, uid: int | None, outer: Path) -> None:
-    """Create the folder of a program with its initial files. Raises ConfigError."""
-    outer.mkdir(mode=0o700)
-    folder = outer / "work"
+def fill_folder(spec: ProgramSpec, uid: int | None, folder: Path) -> None:
+    """Create the folder of a program with its initial files, and next to it the one of the module
+    that seeds its Python programs. Raises ConfigError."""
+    site = folder.with_name("site")
+    site.mkdir(mode=0o755)
+    (site / "sitecustomize.py").write_text(SITE)
     if spec.folder:
         try:
             shutil.copytree(spec.folder, folder, symlinks=True)

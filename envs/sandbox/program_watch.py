@@ -40,7 +40,7 @@ class Watch:
         found = self.look()
         taken = {
             "cpu": self.cpu_s,
-            "memory": sum(memory for _, memory in found.values()),
+            "memory": sum(memory for *_, memory in found.values()),
             "processes": len(found),
         }
         now = time.monotonic()
@@ -52,12 +52,12 @@ class Watch:
                 return {"limit": name}
         return {}
 
-    def look(self) -> dict[int, tuple[float, int]]:
-        """CPU seconds and bytes of each process."""
+    def look(self) -> dict[int, tuple[float, float, int]]:
+        """CPU seconds of each process, also with its ended children, and its bytes."""
         found = {pid: one for pid in descendants() if (one := _figures(pid)) is not None}
-        self._seen |= {pid: seconds for pid, (seconds, _) in found.items()}
+        self._seen |= {pid: seconds for pid, (seconds, *_) in found.items()}
         times = os.times()
-        live = sum(seconds for seconds, _ in found.values())
+        live = sum(seconds for _, seconds, _ in found.values())
         used = times.children_user + times.children_system + live
         self.cpu_s = max(self.cpu_s, used, sum(self._seen.values()))
         return found
@@ -77,7 +77,7 @@ def descendants() -> list[int]:
     return found
 
 
-def _figures(pid: int) -> tuple[float, int] | None:
+def _figures(pid: int) -> tuple[float, float, int] | None:
     fields = table.stat_of(pid)
     try:
         with open(f"/proc/{pid}/statm") as file:
@@ -86,8 +86,8 @@ def _figures(pid: int) -> tuple[float, int] | None:
         return None
     if not fields:
         return None
-    seconds = (int(fields[11]) + int(fields[12])) / TICKS_A_S
-    return seconds, (resident - shared) * resource.getpagesize()
+    own, ended = (sum(map(int, fields[place : place + 2])) / TICKS_A_S for place in (11, 13))
+    return own, own + ended, (resident - shared) * resource.getpagesize()
 
 
 def _disk_bytes_of(folder: str) -> int:

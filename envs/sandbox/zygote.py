@@ -3,7 +3,9 @@
     rung             "namespaces": inside bubblewrap, a session has its own namespaces.
                      "landlock": a session may read the system and write nowhere.
                      "unsafe": limits only.
-    control socket   one JSON packet a request: {"spawn": n, "seed": s} with the session's socket
+    control socket   its number is the argument; first the settings (`settings_of` in launch.py),
+                     answered by a report with a descriptor of this process. Then one JSON packet a
+                     request: {"spawn": n, "seed": s} with the session's socket
                      attached; its answer {"born": n} has a descriptor of the new process, by
                      which the host stops and kills it. Or {"fork": n, "child": m} with the socket
                      of m, answered like a spawn, by {"failed": m} if it failed, and
@@ -51,6 +53,7 @@ else:  # inside the sandbox, only these files exist
     from fork_broker import ForkBroker, ForkInitializer
 
 
+MAX_SETTINGS_BYTES = 1 << 18
 REAP_INTERVAL_S = 0.1
 WEIGH_SHARE = 20  # one part of the time measures the memory of sessions
 NICENESS = 5
@@ -60,8 +63,8 @@ CHANNEL_FD = 3  # of a session, after the standard three
 
 def main() -> None:
     """Drop rights, load the modules of sessions, and serve until the host is gone."""
-    config = json.loads(sys.argv[1])
-    control = socket.socket(fileno=config["control_fd"])
+    control = socket.socket(fileno=int(sys.argv[1]))
+    config = json.loads(control.recv(MAX_SETTINGS_BYTES))
     os.environ.pop("GLIBC_TUNABLES", None)  # the C library has read it
     os.nice(NICENESS)  # the trainer comes first
     with open("/proc/self/oom_score_adj", "w") as file:
@@ -96,7 +99,10 @@ def main() -> None:
         broker = _broker(config, initializer, pids, functools.partial(_announce, control))
     if config["rung"] == "namespaces" or broker is not None:  # its own process 1, or brokered
         config["filter"] = _filter(config, 1)
-    control.send(json.dumps({"missing": missing, "live_forks": broker is not None}).encode())
+    own = os.pidfd_open(os.getpid())
+    report = {"missing": missing, "live_forks": broker is not None}
+    socket.send_fds(control, [json.dumps(report).encode()], [own])
+    os.close(own)
     gc.freeze()
     confine.use_huge_pages()
     _serve(control, config, home, pids, broker)

@@ -259,7 +259,7 @@ def install_sandbox(killer: Killer) -> None:
 
 
 def pid_of_zygote(zygote: ZygoteProcess) -> int:
-    pid = zygote._process.pid
+    pid = zygote._process.process.pid
     return psutil.Process(pid).children()[0].pid if zygote.rung == "namespaces" else pid
 
 

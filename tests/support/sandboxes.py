@@ -32,14 +32,14 @@ def num_descriptors() -> int:
 
 def zygote_of(sandbox: Sandbox) -> psutil.Process:
     assert sandbox._zygote is not None
-    process = psutil.Process(sandbox._zygote._process.pid)
+    process = psutil.Process(sandbox._zygote._process.process.pid)
     return process.children()[0] if sandbox.rung == "namespaces" else process  # below bubblewrap
 
 
 def process_of(session: SandboxSession) -> psutil.Process:
     """Its own, which the kernel names by the descriptor that the host has of it."""
     assert session._live is not None
-    info = Path(f"/proc/self/fdinfo/{session._live._pidfd}").read_text()
+    info = Path(f"/proc/self/fdinfo/{session._live.pidfd}").read_text()
     return psutil.Process(int(info.partition("\nPid:")[2].split()[0]))
 
 

@@ -264,7 +264,7 @@ async def test_a_killed_sandbox_is_an_infra_error() -> None:
     program = await Program.start(ProgramSpec(command=python("import time; time.sleep(600)")), {})
     waiting = asyncio.ensure_future(program.wait())
     await until(1)
-    os.killpg(program._process.pid, signal.SIGKILL)
+    os.killpg(program._process.process.pid, signal.SIGKILL)
     with pytest.raises(InfraError, match="died"):
         await waiting
     await program.close()

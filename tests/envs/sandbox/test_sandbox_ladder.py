@@ -115,7 +115,7 @@ async def test_a_plain_subprocess_is_used_only_when_allowed(
     assert home.parts[1] == "tmp"
     assert (await session.run("while True: pass", 0.2)).end == "timed_out"
     assert (await output_of(session, "2")).endswith("2")
-    zygote_process_id = sandbox._zygote._process.pid if sandbox._zygote else 0
+    zygote_process_id = sandbox._zygote._process.process.pid if sandbox._zygote else 0
     os.kill(zygote_process_id, signal.SIGKILL)
     await until_processes(1)  # the dead zygote, not waited for yet; its session died with it
     with pytest.raises(InfraError):

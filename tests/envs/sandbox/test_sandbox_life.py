@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from agentenv.base.errors import EnvError, InfraError
-from agentenv.envs.sandbox import process as zygote_process
+from agentenv.envs.sandbox import launch
 from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
 from tests.support.sandboxes import (
     RESIDENTS,
@@ -77,13 +77,13 @@ async def test_the_replacement_of_a_zygote_can_be_cancelled(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the dead zygote is reaped."""
-    bury = zygote_process.ZygoteProcess._reap_group
+    bury = launch.ControlledProcess._reap
 
-    def slowly(self: zygote_process.ZygoteProcess) -> None:
+    def slowly(self: launch.ControlledProcess) -> str:
         time.sleep(0.3)
-        bury(self)
+        return bury(self)
 
-    monkeypatch.setattr(zygote_process.ZygoteProcess, "_reap_group", slowly)
+    monkeypatch.setattr(launch.ControlledProcess, "_reap", slowly)
     await sandbox.start()
     zygote = zygote_of(sandbox)
     zygote.kill()
@@ -102,7 +102,7 @@ async def test_the_zygote_ends_with_a_killed_bubblewrap(sandbox: Sandbox) -> Non
     await session.run("1", 10)
     assert sandbox._zygote is not None
     zygote = zygote_of(sandbox)
-    os.kill(sandbox._zygote._process.pid, signal.SIGKILL)
+    os.kill(sandbox._zygote._process.process.pid, signal.SIGKILL)
     await sandbox.close()
     session.close()
     await until_gone(zygote)
@@ -162,7 +162,7 @@ async def test_a_forged_frame_ends_the_interpreter(session: SandboxSession) -> N
 async def test_a_stopped_zygote_does_not_block_closing(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zygote_process, "STOP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(launch, "STOP_S", 0.2)
     await sandbox.start()
     zygote = zygote_of(sandbox)
     zygote.suspend()
