@@ -441,9 +441,7 @@ def test_a_branch_with_a_killed_sandbox_is_replayed_in_a_fresh_one(
 
     def killing(prompt: str, rng: Random) -> str:
         if prompt.count("<result>") == 1 and len(started) == 1:
-            process = started[0]._process
-            assert process is not None
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(started[0]._process.process.pid, signal.SIGKILL)
         return searches(prompt, rng)
 
     monkeypatch.setattr(Program, "start", recorded)
