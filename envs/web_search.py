@@ -111,12 +111,9 @@ class WebSearchEnv(ToolEnv):
 def search_config(search: Mapping[str, Any] | SearchConfig | None) -> SearchConfig:
     """The configuration, checked once per process."""
 
-    def build() -> SearchConfig:
-        if isinstance(search, SearchConfig):
-            config = search
-        else:
-            config = build_config(SearchConfig, dict(search or {}), "search")
-        config.check()
-        return config
-
-    return shared(("search keys", msgspec.json.encode(search)), build)
+    if isinstance(search, SearchConfig):
+        return search
+    return shared(
+        ("search keys", msgspec.json.encode(search)),
+        lambda: build_config(SearchConfig, dict(search or {}), "search"),
+    )

@@ -17,7 +17,7 @@ import contextlib
 import inspect
 import os
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -115,31 +115,6 @@ def _refuse_shared_memory(*_: Any) -> Any:
     raise CustomSpaceError("strings of arbitrary characters cannot be placed in shared memory")
 
 
-def check_keywords(env_id: str, kwargs: Mapping[str, Any]) -> None:
-    """Raises ConfigError for unknown or missing keyword arguments of an environment's constructor,
-    without calling it. Keywords that it passes on are looked up in its base classes.
-    """
-    found = env_registry.spec(env_id)
-    made, given = found.load(), {**found.kwargs, **kwargs}
-    try:
-        inspect.signature(made).bind(None, **given)
-    except TypeError as error:
-        raise ConfigError(f"{env_id} cannot be made with {sorted(kwargs)}: {error}") from error
-    except ValueError:  # no signature, as for some classes written in C
-        return
-    taken: set[str] = set()
-    for maker in inspect.getmro(made)[:-1] if inspect.isclass(made) else (made,):
-        parameters = inspect.signature(maker).parameters
-        handed_on = {key for key, one in parameters.items() if one.kind is one.VAR_KEYWORD}
-        taken |= parameters.keys() - handed_on
-        if not handed_on:
-            break
-    else:
-        return
-    if unknown := sorted(given.keys() - taken):
-        raise ConfigError(f"{env_id} has no keyword arguments {unknown}; known: {sorted(taken)}")
-
-
 class TextEnv(gymnasium.Env):  # type: ignore[misc]
     """One registered environment over a set of tasks, as `gymnasium.make` returns it.
 
@@ -180,7 +155,11 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
         self._schemas: list[dict[str, Any]] = []
         self._transcript = ""
         self._loop: LoopThread | None = None
-        check_keywords(env_id, kwargs)
+        found = env_registry.spec(env_id)
+        try:
+            inspect.signature(found.load()).bind(None, **{**found.kwargs, **kwargs})
+        except TypeError as error:
+            raise ConfigError(f"{env_id} cannot be made with {sorted(kwargs)}: {error}") from error
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

@@ -63,10 +63,9 @@ class PythonConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 def python_config(values: Mapping[str, Any] | PythonConfig | None) -> PythonConfig:
     """The settings, checked once per process. Raises ConfigError."""
-
-    def build() -> PythonConfig:
-        if isinstance(values, PythonConfig):
-            return values
-        return build_config(PythonConfig, dict(values or {}), "python")
-
-    return shared(("python keys", msgspec.json.encode(values)), build)
+    if isinstance(values, PythonConfig):
+        return values
+    return shared(
+        ("python keys", msgspec.json.encode(values)),
+        lambda: build_config(PythonConfig, dict(values or {}), "python"),
+    )

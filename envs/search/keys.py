@@ -133,8 +133,7 @@ class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
         preset = PRESETS[self.preset]
         return replace(preset, mode=self.mode or preset.mode)
 
-    def check(self) -> None:
-        """Raises ConfigError for contradictory keys."""
+    def __post_init__(self) -> None:
         if self.summarizer is None and self.sizes.mode == "summaries":
             raise ConfigError(
                 'search.summarizer: not set, but search.mode = "summaries" requires it; expected '

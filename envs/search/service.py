@@ -65,7 +65,6 @@ class SearchService:
     configuration."""
 
     def __init__(self, config: SearchConfig) -> None:
-        config.check()
         self.config = config
         self.cache = ResultCache(Path(config.cache) if config.cache else None)
         self.backend = build_backend(config, self.cache)

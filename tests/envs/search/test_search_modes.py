@@ -49,7 +49,7 @@ async def test_a_repeated_query_is_reported_as_in_the_evaluation_of_arpo(site: W
     assert (await service.search("oslo", child)).text.startswith("Page 1: ")
     assert episode.queries == {"lima"}
     await service.close()
-    assert SearchConfig(preset="arpo_eval").sizes.repeated == "tell"
+    assert PRESETS["arpo_eval"].repeated == "tell"
     assert SearchConfig().sizes.repeated == "search"
 
 
