@@ -18,7 +18,7 @@ that is not in `exit_codes`, or by a signal, has failed: ProgramDiedError.
 A fork is a replay: a fresh program begins in a copy of the initial files, and its calls are
 answered from the record as long as they equal the recorded ones, except for parts that
 `NORMALIZERS` and `normalise` treat as random. The first replays measure the rate of exact ones;
-below `min_replay_rate`, forks are disabled.
+below MIN_REPLAY_RATE, forks are disabled.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ FILE = "file:"
 MAX_FILE_BYTES = 1 << 20  # of a graded file
 MAX_SHOWN = 500  # characters of an output in an error
 NUM_MEASURED = 8  # replays for a first estimate of the rate
+MIN_REPLAY_RATE = 0.5  # share of exact replays below which the run continues without forks
 
 Json = dict[str, Any]
 
@@ -151,14 +152,6 @@ class ProgramConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         dict[str, str],
         Meta(description="patterns by name of parts that differ between equal calls; empty: none"),
     ] = field(default_factory=dict)
-    min_replay_rate: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=1,
-            description="share of exact replays below which the run continues without forks",
-        ),
-    ] = 0.5
 
     def __post_init__(self) -> None:
         for name, pattern in self.normalise.items():
@@ -236,7 +229,7 @@ class ProgramEnv:
         text = not self.config.grade and self.config.reward not in ("exit", "post")
         self.grader: Grader | None = make_grader(grader, partial_credit=True) if text else None
         key = msgspec.json.encode(self.config)
-        self._replays = shared(("replays", key), lambda: Replays(self.config.min_replay_rate))
+        self._replays = shared(("replays", key), lambda: Replays(MIN_REPLAY_RATE))
         self._seed = 0
         self._endpoint: Endpoint | None = None
         self._session: CaptureSession | None = None

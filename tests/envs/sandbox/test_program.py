@@ -182,13 +182,12 @@ async def test_a_named_limit_holds_for_all_processes_of_a_program_together(name:
 
 async def test_a_flood_of_output_keeps_head_and_tail() -> None:
     code = "print('first'); [print('x' * 9999) for _ in range(9999)]; print('last')"
-    limits = ProgramLimits(max_output_chars=2000)
-    ended, _ = await run(ProgramSpec(command=python(code), limits=limits))
+    ended, _ = await run(ProgramSpec(command=python(code)))
     assert ended.exit == 0
     assert ended.output.startswith("first\n")
     assert ended.output.endswith("last\n")
     assert " bytes ..." in ended.output
-    assert len(ended.output) < 2100
+    assert len(ended.output) < 8100
 
 
 async def test_a_missing_command_ends_with_an_error() -> None:
