@@ -110,15 +110,6 @@ async def test_a_state_that_no_tool_has_is_refused() -> None:
         await env.reset(seed=0)
 
 
-async def test_resources_of_a_running_loop_are_not_closed() -> None:
-    kept = shared("mine", lambda: object())
-    import asyncio
-
-    await asyncio.to_thread(demonstrate, BagEnv, [ROW], solve)
-    assert shared("mine", lambda: object()) is kept
-    await close_shared()
-
-
 TEXTS = ["How many Bolts are there?", "<think>look</think><stock>Bolts</stock>", 'So {"a": 3}']
 
 
@@ -172,6 +163,9 @@ def test_a_missing_extra_is_reported(tmp_path: Path) -> None:
 
 
 async def test_demonstrations_are_played_inside_a_running_event_loop() -> None:
-    """As in a notebook."""
+    """As in a notebook, whose resources are not closed."""
+    kept = shared("mine", lambda: object())
     (row,) = demonstrate(BagEnv, [ROW], solve)
     assert row["success"]
+    assert shared("mine", lambda: object()) is kept
+    await close_shared()

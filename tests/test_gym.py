@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
 import agentenv.adapters.gym
 from agentenv import register
 from agentenv.base.errors import ConfigError, EnvError
-from agentenv.base.types import Message, Task
+from agentenv.base.types import Task
 from agentenv.contract import env_registry as registry
 from tests.support.toy import CountingEnv
 
@@ -137,21 +135,6 @@ def test_an_id_that_gymnasium_rejects_is_registered_only_with_us() -> None:
     assert "toy/many/parts" in registry.env_ids()
     assert "toy/many/parts" not in gymnasium.registry
     del registry._registry["toy/many/parts"]
-
-
-def test_gymnasium_is_imported_only_where_it_is_used() -> None:
-    code = "import agentenv.envs, agentenv.assembly.keys.rl, sys; print('gymnasium' in sys.modules)"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "False"
-
-
-def test_a_message_without_a_tool_call_has_no_calls() -> None:
-    schema = {"name": "search", "parameters": {"properties": {"query": {}}}}
-    for text in ("", "</search>", "<search>x</search> and more", "<python>1</python>"):
-        assert agentenv.adapters.gym.tag_calls(text, [schema]) == ()
-    assert Message("assistant", "x").tool_calls == ()
 
 
 @pytest.mark.parametrize("make", [gymnasium.make, gymnasium.make_vec])

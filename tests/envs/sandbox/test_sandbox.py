@@ -6,16 +6,14 @@ import asyncio
 
 import pytest
 
-from agentenv.base.errors import InfraError, ToolError
+from agentenv.base.errors import ToolError
 from agentenv.envs.code_interpreter import NO_OUTPUT, PythonTool
 from agentenv.envs.sandbox.sandbox import VARIABLES_LOST, Sandbox, SandboxSession
 from tests.support.sandboxes import (
     RESIDENTS,
     children,
     output_of,
-    until_gone,
     until_processes,
-    zygote_of,
 )
 
 
@@ -190,15 +188,3 @@ async def test_fifty_sessions_run_at_once(sandbox: Sandbox) -> None:
     for one in sessions:
         one.close()
     await until_processes(RESIDENTS)
-
-
-async def test_sets_of_strings_replay_in_another_zygote(sandbox: Sandbox) -> None:
-    session = sandbox.session(1)
-    first = await output_of(session, "x = set('abcdefghij'); x")
-    zygote = zygote_of(sandbox)
-    zygote.kill()
-    await until_gone(zygote)
-    with pytest.raises(InfraError):
-        await session.run("1", 10)
-    assert await output_of(session, "x") == first
-    session.close()

@@ -12,7 +12,7 @@ import pytest
 
 from agentenv.base.errors import ConfigError, DataError, InfraError
 from agentenv.base.result_cache import ResultCache
-from agentenv.envs.search.cache import CachedBackend, hits_of_arpo, read_arpo_cache
+from agentenv.envs.search.cache import CachedBackend, read_arpo_cache
 from agentenv.envs.search.corpus import Hit, Query
 from agentenv.envs.search.providers import HttpBackend
 from agentenv.envs.web_search import search_config
@@ -167,11 +167,14 @@ async def test_answers_are_cached_and_failures_are_not() -> None:
     await cached.close()
 
 
-async def test_empty_results_are_cached_for_the_run(tmp_path: Path) -> None:
-    backend = Counting([])
+@pytest.mark.parametrize(("hits", "lasts"), [([], True), ([Hit("Lima")], False)])
+async def test_empty_results_and_those_without_a_lasting_name_are_cached_for_the_run(
+    tmp_path: Path, hits: list[Hit], lasts: bool
+) -> None:
+    backend = Counting(hits)
     for number in (1, 2):
-        cached = CachedBackend("test", backend, ResultCache(tmp_path / "c.db"))
-        assert await cached.search(Query("x")) == await cached.search(Query("x")) == []
+        cached = CachedBackend("test", backend, ResultCache(tmp_path / "c.db"), lasts=lasts)
+        assert await cached.search(Query("x")) == await cached.search(Query("x")) == hits
         assert backend.num_calls == number
         await cached.cache.close()
 
@@ -200,15 +203,6 @@ def test_each_setting_that_changes_results_changes_their_name(tmp_path: Path) ->
     assert [name for name, lasts in names if not lasts] == [names[-4][0], names[-1][0]]
 
 
-async def test_results_of_a_corpus_without_a_name_stay_in_memory(tmp_path: Path) -> None:
-    backend = Counting([Hit("Lima")])
-    for _ in range(2):
-        cached = CachedBackend("test", backend, ResultCache(tmp_path / "c.db"), lasts=False)
-        assert await cached.search(Query("x")) == await cached.search(Query("x")) == backend.hits
-        await cached.cache.close()
-    assert backend.num_calls == 2
-
-
 async def test_a_cache_of_arpo_is_imported(tmp_path: Path) -> None:
     entries = {
         "amy smart": "Page 1: The film Page 7: is\nof three segments \nPage 2: Nov 5",
@@ -229,10 +223,6 @@ async def test_a_cache_of_arpo_is_imported(tmp_path: Path) -> None:
     again = ResultCache(tmp_path / "c.db")
     assert again.get("arpo:nothing", bytes) == b"No search results found."
     await again.close()
-
-
-def test_a_text_without_pages_in_a_cache_of_arpo_is_one_hit() -> None:
-    assert hits_of_arpo("just text") == [Hit("just text")]
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"a": 1}'])

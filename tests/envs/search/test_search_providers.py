@@ -241,13 +241,6 @@ async def test_no_error_names_the_key(name: ProviderName) -> None:
         assert KEY not in str(raised.value)
 
 
-async def test_the_error_of_a_refusal_names_the_setting_to_check() -> None:
-    with pytest.raises(ConfigError, match="403; expected"):
-        await ask(Service({}, 403), "searxng", Query("x"))
-    with pytest.raises(ConfigError, match=r"401.*SERPER_API"):
-        await ask(Service({}, 401), "serper", Query("x"))
-
-
 # /retrieve
 
 NESTED = {

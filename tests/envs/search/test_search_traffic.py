@@ -27,14 +27,6 @@ async def test_infrastructure_statuses_are_retried(status: int) -> None:
     assert service.num_requests == 3
 
 
-async def test_a_request_that_fails_every_attempt_is_an_infra_error() -> None:
-    service = Scripted(429, 503, 429)
-    async with serving(service) as url:
-        with pytest.raises(InfraError, match="service: 3 attempts"):
-            await send(url)
-    assert service.num_requests == 3
-
-
 @pytest.mark.parametrize("status", [401, 403])
 async def test_a_refused_key_stops_the_run(status: int) -> None:
     service = Scripted(status)
