@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from agentenv.base.errors import ToolError
 from agentenv.base.types import Task, ToolResult
@@ -35,9 +37,8 @@ class _Arguments(Struct, forbid_unknown_fields=True):
 
 def shared_sandbox(config: PythonConfig) -> Sandbox:
     """The sandbox that all episodes with these settings share in this process."""
-    limits = config.limits
-    keys = {name: getattr(config, name) for name in ("interpreter", "preload", "allow_unsafe")}
-    return shared(("sandbox", *keys.values(), limits), lambda: Sandbox(limits=limits, **keys))
+    config = replace(config, timeout_s=PythonConfig().timeout_s)
+    return shared(("sandbox", msgspec.json.encode(config)), lambda: Sandbox(config))
 
 
 class PythonTool:

@@ -38,7 +38,7 @@ import msgspec
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from agentenv.base.config import ESSENTIAL, PATH, build_config
+from agentenv.base.config import ESSENTIAL, build_config
 from agentenv.base.crashes import guarded
 from agentenv.base.deadline import admitted
 from agentenv.base.errors import SHOWN, ConfigError, CrashError, EnvError
@@ -49,7 +49,7 @@ from agentenv.contract.env import ForkMode, Grade, Grader, StepResult, graded, s
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import make_grader
 from agentenv.envs.sandbox.program import Ended, Program, check_namespaces
-from agentenv.envs.sandbox.program_launch import ProgramLimits, ProgramSpec
+from agentenv.envs.sandbox.program_launch import ProgramSpec
 from agentenv.text.call_syntax import call_marks, split_thoughts
 
 if TYPE_CHECKING:
@@ -94,30 +94,11 @@ class ProgramDiedError(CrashError):
     """The program ended by a signal, or with an exit code that does not end an episode."""
 
 
-class ProgramConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ProgramConfig(ProgramSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The program, its sandbox, and the grading of its episode. {NAME} in the texts of
     command, folder, files and variables stands for the question, a column of the row, or a variable
     of the endpoint, such as {OPENAI_BASE_URL}."""
 
-    command: Annotated[
-        tuple[str, ...], Meta(min_length=1, description="program and arguments", extra=ESSENTIAL)
-    ]
-    folder: Annotated[
-        str, Meta(description="initial files, copied into the program's own folder", extra=PATH)
-    ] = ""
-    files: Annotated[
-        dict[str, str], Meta(description="additional initial files: texts by name")
-    ] = field(default_factory=dict)
-    variables: Annotated[
-        dict[str, str],
-        Meta(description="environment variables in addition to those of the endpoint"),
-    ] = field(default_factory=dict)
-    read_only: Annotated[
-        tuple[str, ...], Meta(description="files and folders of the host that the program may read")
-    ] = ()
-    limits: Annotated[ProgramLimits, Meta(description="resource limits of one program")] = (
-        ProgramLimits()
-    )
     exit_codes: Annotated[
         tuple[int, ...], Meta(description="exit codes that end an episode; any other is a failure")
     ] = (0,)
@@ -145,9 +126,6 @@ class ProgramConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "or in the text, for a program that would not send it back"
         ),
     ] = "apart"
-    allow_unsafe: Annotated[
-        bool, Meta(description="run it without a sandbox, with your own permissions")
-    ] = False
     normalise: Annotated[
         dict[str, str],
         Meta(description="patterns by name of parts that differ between equal calls; empty: none"),
@@ -362,27 +340,25 @@ class ProgramEnv:
 
     async def _start(self) -> None:
         assert self._session is not None
-        config = self.config
-        columns = {"question": self.task.question, **self.task.metadata, **self._session.variables}
+        config, session = self.config, self._session
+        columns = {"question": self.task.question, **self.task.metadata, **session.variables}
 
         def filled(text: str) -> str:
             return _COLUMN.sub(lambda found: str(columns.get(found[1], found[0])), text)
 
-        spec = ProgramSpec(
+        def all_filled(texts: Mapping[str, str]) -> dict[str, str]:
+            return {name: filled(text) for name, text in texts.items()}
+
+        reward = {"AGENTENV_REWARD_URL": f"http://127.0.0.1:{session.port}/v1/reward"}
+        spec = replace(
+            config,
             command=tuple(map(filled, config.command)),
             folder=filled(config.folder),
-            files={name: filled(text) for name, text in config.files.items()},
-            read_only=config.read_only,
-            limits=config.limits,
-            allow_unsafe=config.allow_unsafe,
-            seed=self._seed,
+            files=all_filled(config.files),
+            variables={**all_filled(config.variables), **session.variables, **reward},
         )
-        own = {name: filled(text) for name, text in config.variables.items()}
-        port = self._session.port
-        reward = {"AGENTENV_REWARD_URL": f"http://127.0.0.1:{port}/v1/reward"}
-        variables = {**own, **self._session.variables, **reward}
         self._program = await Program.start(
-            spec, variables, port, self._endpoint.socket if self._endpoint else None
+            spec, self._seed, session.port, self._endpoint.socket if self._endpoint else None
         )
 
     async def _next(self, next_call: Callable[[], Any]) -> ProgramCall | Ended:

@@ -28,7 +28,7 @@ from agentenv.base.errors import ConfigError, ForeignError, InfraError
 from agentenv.base.offload import in_thread, kill, start_process
 from agentenv.base.untrusted import decode
 from agentenv.envs.sandbox import confine
-from agentenv.envs.sandbox.keys import SandboxLimits
+from agentenv.envs.sandbox.keys import PythonConfig
 
 logger = logging.getLogger(__name__)
 
@@ -131,15 +131,6 @@ LANDLOCK_ADVICE = (
 )
 
 
-class SandboxSetup(Struct, frozen=True):
-    """The setup of a zygote. `interpreter` is a virtual or conda environment, or None for this
-    process's; `preload` names modules, or is None for numpy and sympy if installed."""
-
-    limits: SandboxLimits = SandboxLimits()
-    interpreter: str | None = None
-    preload: tuple[str, ...] | None = None
-
-
 # The command line that puts the zygote into bubblewrap.
 
 HERE = Path(__file__).resolve().parent
@@ -233,9 +224,9 @@ def check_missing(missing: list[str], python: Interpreter) -> None:
         )
 
 
-def settings_of(setup: SandboxSetup, python: Interpreter, rung: Rung, home: str) -> dict[str, Any]:
+def settings_of(config: PythonConfig, python: Interpreter, rung: Rung, home: str) -> dict[str, Any]:
     """The settings of a zygote; `home` is for the files of its sessions."""
-    limits = setup.limits
+    limits = config.limits
     root = rung != "unsafe" and os.geteuid() == 0
     if rung == "landlock":  # unlike bubblewrap, Landlock cannot make a private folder reachable
         root = root and python.open_to_all()
@@ -245,8 +236,8 @@ def settings_of(setup: SandboxSetup, python: Interpreter, rung: Rung, home: str)
         # process limits do not bind uid 0
         "uid": UNUSED_ID if root else None,
         "live_forks": rung != "unsafe",
-        "preload": setup.preload or (),
-        "preload_if_installed": PRELOAD_IF_INSTALLED if setup.preload is None else (),
+        "preload": config.preload or (),
+        "preload_if_installed": PRELOAD_IF_INSTALLED if config.preload is None else (),
         "readable": [path for path in (*READABLE, *python.folders) if os.path.exists(path)],
         "below_tmp": [path for path in python.folders if path.startswith("/tmp/")],
         "tmp_bytes": limits.tmp_bytes,

@@ -26,13 +26,13 @@ from agentenv.base.errors import ConfigError, ForeignError, InfraError
 from agentenv.base.offload import check_outside
 from agentenv.base.untrusted import decode
 from agentenv.envs.sandbox import confine
+from agentenv.envs.sandbox.keys import PythonConfig
 from agentenv.envs.sandbox.launch import (
     HERE,
     LANDLOCK_ADVICE,
     START_S,
     ControlledProcess,
     Rung,
-    SandboxSetup,
     advised,
     bubblewrap,
     check_missing,
@@ -212,9 +212,9 @@ class ZygoteProcess:
         self._born: dict[int, asyncio.Future[int]] = {}  # by number: descriptor of the process
 
     @classmethod
-    async def launch(cls, setup: SandboxSetup, rung: Rung) -> ZygoteProcess:
+    async def launch(cls, config: PythonConfig, rung: Rung) -> ZygoteProcess:
         """Start one. Raises ConfigError if this machine or the interpreter lacks a requirement."""
-        python = await find_interpreter(setup.interpreter)
+        python = await find_interpreter(config.interpreter)
         if rung == "landlock" and confine.landlock_abi() < 1:
             raise ConfigError(f"this kernel offers no Landlock. {LANDLOCK_ADVICE}")
         check_outside("the sandbox")
@@ -225,7 +225,7 @@ class ZygoteProcess:
             home = str(files.enter_context(own_folder(None, PREFIX)))
         command = [*prefix, python.program, "-s", "-B", script]
         variables = {} if isolated else environment()
-        settings = settings_of(setup, python, rung, home)
+        settings = settings_of(config, python, rung, home)
         try:
             process = ControlledProcess(command, settings, variables, files)
         except OSError as error:

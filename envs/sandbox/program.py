@@ -14,7 +14,6 @@ import asyncio
 import os
 import stat
 import subprocess
-from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
@@ -84,7 +83,7 @@ class Program:
     async def start(
         cls,
         spec: ProgramSpec,
-        variables: Mapping[str, str],
+        seed: int = 0,
         port: int = 0,
         forward: Path | None = None,
     ) -> Program:
@@ -99,7 +98,7 @@ class Program:
         with ExitStack() as kept:
             try:
                 folder = await uncancelled(in_thread(_new_folder, kept, spec, uid))
-                launched = _launched(python, spec, folder, variables, uid, port, forward)
+                launched = _launched(python, spec, folder, seed, uid, port, forward)
                 program = cls(kept, folder, launched)
                 if not await launched.started():
                     raise await program._problem()
@@ -183,7 +182,7 @@ def _launched(
     python: Interpreter,
     spec: ProgramSpec,
     folder: Path,
-    variables: Mapping[str, str],
+    seed: int,
     uid: int | None,
     port: int,
     forward: Path | None,
@@ -193,7 +192,7 @@ def _launched(
     script, site = (INSIDE, INSIDE) if confined else (HERE, folder.parent)
     forward = forward if confined else None
     prefix = bubblewrap(python, spec, folder, forward) if confined else []
-    settings = program_settings(spec, variables, uid, work, f"{site}/site")
+    settings = program_settings(spec, seed, uid, work, f"{site}/site")
     settings |= {"port": port, "socket": f"{INSIDE}/endpoint" if forward else ""}
     inner = [python.program, "-s", "-S", "-E", "-B", f"{script}/program_init.py"]
     return ControlledProcess([*prefix, *inner], settings, {})

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
+from agentenv.base.config import ESSENTIAL, PATH
 from agentenv.base.errors import ConfigError
 from agentenv.envs.sandbox.launch import HERE, Interpreter, namespaces, parents
 
@@ -45,18 +45,31 @@ class ProgramLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_output_chars: ClassVar[int] = 8000  # of its output; head and tail are kept
 
 
-class ProgramSpec(Struct, frozen=True, kw_only=True):
-    """The program: a command, the folder whose content is copied to its own, more files by name,
-    and additional readable paths. `seed` makes hashes and random numbers of Python programs
-    deterministic."""
+class ProgramSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The program and its sandbox."""
 
-    command: tuple[str, ...]
-    folder: str = ""
-    files: dict[str, str] = {}
-    read_only: tuple[str, ...] = ()
-    limits: ProgramLimits = ProgramLimits()
-    allow_unsafe: bool = False
-    seed: int = 0
+    command: Annotated[
+        tuple[str, ...], Meta(min_length=1, description="program and arguments", extra=ESSENTIAL)
+    ]
+    folder: Annotated[
+        str, Meta(description="initial files, copied into the program's own folder", extra=PATH)
+    ] = ""
+    files: Annotated[
+        dict[str, str], Meta(description="additional initial files: texts by name")
+    ] = field(default_factory=dict)
+    variables: Annotated[
+        dict[str, str],
+        Meta(description="environment variables in addition to those of the endpoint"),
+    ] = field(default_factory=dict)
+    read_only: Annotated[
+        tuple[str, ...], Meta(description="files and folders of the host that the program may read")
+    ] = ()
+    limits: Annotated[ProgramLimits, Meta(description="resource limits of one program")] = (
+        ProgramLimits()
+    )
+    allow_unsafe: Annotated[
+        bool, Meta(description="run it without a sandbox, with your own permissions")
+    ] = False
 
 
 def bubblewrap(
@@ -85,17 +98,14 @@ def bubblewrap(
 
 
 def program_settings(
-    spec: ProgramSpec,
-    variables: Mapping[str, str],
-    uid: int | None,
-    work: str,
-    site: str,
+    spec: ProgramSpec, seed: int, uid: int | None, work: str, site: str
 ) -> dict[str, object]:
-    """The settings for process 1, see program_init.py."""
+    """The settings for process 1, see program_init.py. `seed` makes hashes and random numbers of
+    Python programs deterministic."""
     limits, confined = spec.limits, not spec.allow_unsafe
     own = {"PATH": os.environ.get("PATH", os.defpath), "HOME": work, "LANG": "C.UTF-8", "TZ": "UTC"}
     own |= {"TMPDIR": "/tmp"} if confined else {}
-    own |= {"PYTHONHASHSEED": str(spec.seed % 2**32), SEED: str(spec.seed), "PYTHONPATH": site}
+    own |= {"PYTHONHASHSEED": str(seed % 2**32), SEED: str(seed), "PYTHONPATH": site}
     bin = str(Path(sys.executable).parent)
     if bin not in own["PATH"].split(os.pathsep):
         own["PATH"] = f"{bin}{os.pathsep}{own['PATH']}"
@@ -106,7 +116,7 @@ def program_settings(
         "command": spec.command,
         "confined": confined,
         "folder": work,
-        "variables": {**own, **variables},
+        "variables": {**own, **spec.variables},
         "uid": uid,
         "rlimits": rlimits,
         "limits": {

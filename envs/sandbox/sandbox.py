@@ -18,13 +18,12 @@ from msgspec.structs import asdict
 from agentenv.base.deadline import admitted, waiting
 from agentenv.base.errors import SHOWN, ConfigError, EnvError, InfraError
 from agentenv.envs.sandbox.confine import ONE_THREAD
-from agentenv.envs.sandbox.keys import SandboxLimits
+from agentenv.envs.sandbox.keys import PythonConfig
 from agentenv.envs.sandbox.launch import (
     LOST_BELOW,
     NAMESPACES_ADVICE,
     MissingModuleError,
     Rung,
-    SandboxSetup,
 )
 from agentenv.envs.sandbox.process import (
     CellAnswer,
@@ -268,27 +267,20 @@ class Sandbox:
     ConfigError reports the requirements that each lacks; only `allow_unsafe` falls back to a plain
     subprocess with resource limits, with a warning.
 
-    `interpreter` is a virtual or conda environment, `preload` the imports of each session; see
-    SandboxSetup. A module that is not installed is a ConfigError at the start.
+    A module of `config.preload` that is not installed is a ConfigError at the start.
     """
 
     def __init__(
         self,
-        *,
-        limits: SandboxLimits | None = None,
-        allow_unsafe: bool = False,
-        interpreter: str | None = None,
-        preload: Sequence[str] | None = None,
+        config: PythonConfig | None = None,
         rungs: Sequence[Rung] = ("namespaces", "landlock"),
     ) -> None:
-        self.limits = limits or SandboxLimits()
-        self.allow_unsafe = allow_unsafe
+        self.config = config or PythonConfig()
+        self.limits = self.config.limits
         self.counters = SandboxCounters()
         self.rung: Rung | None = None
         self.lacking: list[str] = []  # the reason against each higher rung
         self._rungs = tuple(rungs)
-        modules = None if preload is None else tuple(preload)
-        self._setup = SandboxSetup(self.limits, interpreter, modules)
         self._zygote: ZygoteProcess | None = None
         self._starting = asyncio.Lock()
         self._spawning = asyncio.Semaphore(MAX_CONCURRENT_SPAWNS)
@@ -391,7 +383,7 @@ class Sandbox:
             self.rung = rung
             return zygote
         reasons = ". ".join(problems)
-        if not self.allow_unsafe:
+        if not self.config.allow_unsafe:
             raise ConfigError(f"no Python sandbox is available. {reasons}. {UNSAFE_HINT}")
         text = "model-written code runs WITHOUT a sandbox (allow_unsafe): %s"
         logger.warning(text, reasons, extra=SHOWN)
@@ -399,7 +391,7 @@ class Sandbox:
         return await self._launch_on("unsafe")
 
     async def _launch_on(self, rung: Rung) -> ZygoteProcess:
-        zygote = await ZygoteProcess.launch(self._setup, rung)
+        zygote = await ZygoteProcess.launch(self.config, rung)
         tested = rung == "unsafe"
         try:
             escape = "" if tested else await find_escape(zygote)

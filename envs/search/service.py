@@ -16,8 +16,9 @@ from agentenv.base.errors import InfraError, ToolError
 from agentenv.base.offload import in_thread
 from agentenv.base.result_cache import ResultCache
 from agentenv.base.types import Info, Message, ToolResult
-from agentenv.contract.env import ForkMode, shared, summed_stats
+from agentenv.contract.env import shared, summed_stats
 from agentenv.contract.function_tool import argument_schema, read_arguments
+from agentenv.contract.tools import StatelessTool
 from agentenv.envs.search.cache import CachedBackend
 from agentenv.envs.search.corpus import (
     CORPUS_SCHEME,
@@ -205,10 +206,8 @@ class _OpenPageArguments(Struct, forbid_unknown_fields=True):
     query: str = ""
 
 
-class _EpisodeTool:
+class _EpisodeTool(StatelessTool):
     """Base of the tools; the state is the Episode, which the environment updates."""
-
-    fork_mode: ForkMode = "pure"
 
     def __init__(self, service: SearchService) -> None:
         self.service = service
@@ -224,9 +223,6 @@ class _EpisodeTool:
     async def fork(self, state: Episode) -> Episode:
         """An independent copy."""
         return state.copy()
-
-    async def close(self, state: Episode) -> None:
-        """Nothing to free."""
 
 
 class SearchPagesTool(_EpisodeTool):

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from agentenv.contract.env import close_shared
-from agentenv.envs.sandbox.keys import SandboxLimits
+from agentenv.envs.sandbox.keys import PythonConfig, SandboxLimits
 from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
 from agentenv.lab.diagnosis.doctor import RUNGS
 from tests.envs.search_server import serving
@@ -39,7 +39,7 @@ async def sandbox() -> AsyncIterator[Sandbox]:
     """A sandbox that leaves no process, descriptor or task."""
     await asyncio.to_thread(int)  # the loop's own helper thread is no leak
     before = num_descriptors(), len(asyncio.all_tasks())
-    one = Sandbox(limits=SandboxLimits(memory_bytes=200 << 20), preload=())
+    one = Sandbox(PythonConfig(limits=SandboxLimits(memory_bytes=200 << 20), preload=()))
     yield one
     await one.close()
     assert children() == []
@@ -49,7 +49,7 @@ async def sandbox() -> AsyncIterator[Sandbox]:
 @pytest.fixture(params=RUNGS)
 async def on_each_rung(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
     """A sandbox on each rung offered here."""
-    one = Sandbox(rungs=(request.param,), preload=())
+    one = Sandbox(PythonConfig(preload=()), rungs=(request.param,))
     yield one
     await one.close()
 

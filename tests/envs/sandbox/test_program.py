@@ -59,9 +59,9 @@ def python(code: str) -> tuple[str, ...]:
     return ("python3", "-c", textwrap.dedent(code), MARK)
 
 
-async def run(spec: ProgramSpec, port: int = 0, **variables: str) -> tuple[Ended, Path]:
+async def run(spec: ProgramSpec, port: int = 0) -> tuple[Ended, Path]:
     """The end of a program, whose folder is then removed."""
-    program = await Program.start(spec, variables, port, SOCKETS.get(port))
+    program = await Program.start(spec, 0, port, SOCKETS.get(port))
     try:
         async with asyncio.timeout(60):
             return await program.wait(), program.folder
@@ -100,8 +100,10 @@ async def test_a_program_reaches_the_endpoint_and_its_files(port: int, unsafe: b
     print(reply, open("data/a.txt").read(), os.environ["KEY"], os.listdir("."))
     """
     files = {"data/a.txt": "content"}
-    spec = ProgramSpec(command=python(code), files=files, allow_unsafe=unsafe)
-    ended, _ = await run(spec, port, KEY="value")
+    spec = ProgramSpec(
+        command=python(code), files=files, variables={"KEY": "value"}, allow_unsafe=unsafe
+    )
+    ended, _ = await run(spec, port)
     assert ended.output == "/hello content value ['data']\n"
     assert (ended.exit, ended.signal, ended.limit) == (0, None, "")
 
@@ -133,7 +135,7 @@ async def test_stopping_a_program_ends_all_its_processes(unsafe: bool) -> None:
              "time.sleep(600)", "{MARK}"]
     subprocess.run(inner, start_new_session=True)
     """
-    program = await Program.start(ProgramSpec(command=python(code), allow_unsafe=unsafe), {})
+    program = await Program.start(ProgramSpec(command=python(code), allow_unsafe=unsafe))
     await until(2)
     await program.stop()
     await program.stop()
@@ -213,7 +215,7 @@ async def test_files_are_read_only_within_the_folder_of_a_program(tmp_path: Path
     os.mkfifo("fifo")
     os.mkdir("folder")
     """
-    program = await Program.start(ProgramSpec(command=python(code)), {})
+    program = await Program.start(ProgramSpec(command=python(code)))
     await program.wait()
     assert program.read("good", 6) == "result"
     for name in ("link", f"root{secret}", "../errors", "fifo", "folder", "missing"):
@@ -233,7 +235,7 @@ async def test_read_only_files_below_tmp_are_readable_and_count_towards_no_limit
     ended, _ = await run(spec)
     assert (ended.exit, ended.output) == (0, f"{1 << 22}\n")
     with pytest.raises(ConfigError, match=r"read_only.*/no/such"):
-        await Program.start(ProgramSpec(command=("true",), read_only=("/no/such",)), {})
+        await Program.start(ProgramSpec(command=("true",), read_only=("/no/such",)))
 
 
 async def test_initial_files_are_copied(tmp_path: Path) -> None:
@@ -244,9 +246,9 @@ async def test_initial_files_are_copied(tmp_path: Path) -> None:
         ended, _ = await run(spec)
         assert ended.output == "one"
     with pytest.raises(ConfigError, match="/no/such"):
-        await Program.start(ProgramSpec(command=("true",), folder="/no/such"), {})
+        await Program.start(ProgramSpec(command=("true",), folder="/no/such"))
     with pytest.raises(ConfigError, match="leads out"):
-        await Program.start(ProgramSpec(command=("true",), files={"../x": ""}), {})
+        await Program.start(ProgramSpec(command=("true",), files={"../x": ""}))
 
 
 async def test_a_machine_without_namespaces_is_refused_with_advice(
@@ -256,11 +258,11 @@ async def test_a_machine_without_namespaces_is_refused_with_advice(
     (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(ConfigError, match="allow_unsafe = true"):
-        await Program.start(ProgramSpec(command=("true",)), {})
+        await Program.start(ProgramSpec(command=("true",)))
 
 
 async def test_a_killed_sandbox_is_an_infra_error() -> None:
-    program = await Program.start(ProgramSpec(command=python("import time; time.sleep(600)")), {})
+    program = await Program.start(ProgramSpec(command=python("import time; time.sleep(600)")))
     waiting = asyncio.ensure_future(program.wait())
     await until(1)
     os.killpg(program._process.process.pid, signal.SIGKILL)
@@ -280,7 +282,7 @@ def test_programs_end_with_their_killed_host(unsafe: bool, tmp_path: Path) -> No
     async def main():
         inner = ("python3", "-c", "import time; time.sleep(600)", "{MARK}")
         for _ in range(3):
-            program = await Program.start(ProgramSpec(command=inner, allow_unsafe={unsafe}), {{}})
+            program = await Program.start(ProgramSpec(command=inner, allow_unsafe={unsafe}))
             asyncio.ensure_future(program.wait())
         print("ready", flush=True)
         await asyncio.sleep(600)

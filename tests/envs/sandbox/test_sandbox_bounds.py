@@ -10,7 +10,7 @@ import pytest
 
 from agentenv.base.errors import InfraError
 from agentenv.envs.sandbox import launch
-from agentenv.envs.sandbox.keys import SandboxLimits
+from agentenv.envs.sandbox.keys import PythonConfig, SandboxLimits
 from agentenv.envs.sandbox.sandbox import VARIABLES_LOST, Sandbox, SandboxSession
 from tests.support.sandboxes import (
     RESIDENTS,
@@ -90,7 +90,7 @@ async def test_timers_and_handlers_run_only_within_calls(
 
 
 async def test_idle_sessions_beyond_the_maximum_are_replayed() -> None:
-    sandbox = Sandbox(limits=SandboxLimits(max_sessions=2), preload=())
+    sandbox = Sandbox(PythonConfig(limits=SandboxLimits(max_sessions=2), preload=()))
     sessions = [sandbox.session(number) for number in range(4)]
     for _ in range(2):
         for number, one in enumerate(sessions):
@@ -107,7 +107,7 @@ async def test_idle_sessions_beyond_the_maximum_are_replayed() -> None:
 
 
 async def test_a_session_waits_for_a_busy_one() -> None:
-    sandbox = Sandbox(limits=SandboxLimits(max_sessions=1), preload=())
+    sandbox = Sandbox(PythonConfig(limits=SandboxLimits(max_sessions=1), preload=()))
     first, second = sandbox.session(1), sandbox.session(2)
     await first.run("x = 1", 10)
     busy = asyncio.ensure_future(first.run("import time; time.sleep(0.2); x", 10))
@@ -134,7 +134,7 @@ async def test_the_largest_session_dies_when_all_together_exceed_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launch, "_machine_bytes", lambda: 300 << 20)
-    sandbox = Sandbox(preload=())
+    sandbox = Sandbox(PythonConfig(preload=()))
     small, large = sandbox.session(1), sandbox.session(2)
     assert await output_of(small, "x = bytearray(b'1') * (60 << 20); len(x) >> 20") == "60"
     result = await large.run("x = bytearray(b'1') * (120 << 20)\nwhile True: pass", 20)
@@ -147,7 +147,7 @@ async def test_the_largest_session_dies_when_all_together_exceed_the_memory(
 
 async def test_closing_a_sandbox_ends_the_wait_for_a_free_session() -> None:
     """The holder of the only session may keep it forever."""
-    sandbox = Sandbox(limits=SandboxLimits(max_sessions=1), preload=())
+    sandbox = Sandbox(PythonConfig(limits=SandboxLimits(max_sessions=1), preload=()))
     holder, comer = sandbox.session(0), sandbox.session(1)
     sandbox._holding[holder] = None
     holder.resting = lambda: False  # type: ignore[method-assign]

@@ -13,6 +13,7 @@ import pytest
 from agentenv.base.errors import EnvError
 from agentenv.envs.sandbox import launch, process
 from agentenv.envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
+from agentenv.envs.sandbox.keys import PythonConfig
 from agentenv.envs.sandbox.launch import HUGE_PAGES, environment
 from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
 from tests.support.sandboxes import output_of, process_of, until, zygote_of
@@ -342,7 +343,7 @@ async def test_forks_are_replays_without_a_seccomp_listener(
     inside.write_text(inside.read_text().replace(asking, "raise OSError"))
     for module in (launch, process):
         monkeypatch.setattr(module, "HERE", inside.parent)
-    other = Sandbox(rungs=(sandbox.rung or "landlock",), preload=())
+    other = Sandbox(PythonConfig(preload=()), rungs=(sandbox.rung or "landlock",))
     parent, child = await two(other, "import os; x = os.urandom(4)")
     assert await output_of(parent, "x") == await output_of(child, "x")
     assert (other.counters.num_live_forks, other.counters.num_replays) == (0, 1)

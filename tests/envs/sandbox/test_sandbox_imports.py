@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from agentenv.envs.sandbox.keys import PythonConfig
 from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
 from tests.support.sandboxes import output_of
 
@@ -19,7 +20,7 @@ USUAL = (
 
 @pytest.fixture
 async def session() -> AsyncIterator[SandboxSession]:
-    sandbox = Sandbox(rungs=("landlock",), preload=())
+    sandbox = Sandbox(PythonConfig(preload=()), rungs=("landlock",))
     one = sandbox.session(1)
     yield one
     one.close()

@@ -14,6 +14,7 @@ import pytest
 from agentenv.base.errors import ConfigError, InfraError
 from agentenv.envs.sandbox import confine
 from agentenv.envs.sandbox import process as zygote_process
+from agentenv.envs.sandbox.keys import PythonConfig
 from agentenv.envs.sandbox.launch import Interpreter
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.lab.diagnosis.doctor import RUNGS
@@ -31,7 +32,7 @@ def no_landlock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_namespaces_are_the_first_rung(caplog: pytest.LogCaptureFixture) -> None:
-    sandbox = Sandbox(preload=())
+    sandbox = Sandbox(PythonConfig(preload=()))
     await sandbox.start()
     assert (sandbox.rung, caplog.text) == ("namespaces", "")
     await sandbox.close()
@@ -39,7 +40,7 @@ async def test_namespaces_are_the_first_rung(caplog: pytest.LogCaptureFixture) -
 
 @pytest.mark.usefixtures("no_bubblewrap")
 async def test_the_second_rung_is_taken_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    sandbox = Sandbox(preload=())
+    sandbox = Sandbox(PythonConfig(preload=()))
     session = sandbox.session(1)
     assert await output_of(session, "x = 6 * 7; x") == "42"
     assert sandbox.rung == "landlock"
@@ -67,7 +68,7 @@ async def test_the_second_rung_is_taken_with_a_warning(caplog: pytest.LogCapture
 @pytest.mark.usefixtures("no_bubblewrap", "no_landlock")
 async def test_a_sandbox_without_any_rung_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        await Sandbox(preload=()).start()
+        await Sandbox(PythonConfig(preload=())).start()
     text = str(caught.value)
     for part in ("apt install bubblewrap", "Linux 5.13", "allow_unsafe = true"):
         assert part in text
@@ -83,7 +84,7 @@ async def test_a_sandbox_without_namespaces_is_refused(
     await asyncio.to_thread(int)
     before = num_descriptors()
     with pytest.raises(ConfigError, match=r"No permissions.*user namespaces must be allowed"):
-        await Sandbox(preload=(), rungs=["namespaces"]).start()
+        await Sandbox(PythonConfig(preload=()), rungs=["namespaces"]).start()
     assert (num_descriptors(), children()) == (before, [])
 
 
@@ -98,7 +99,7 @@ async def test_a_sandbox_that_fails_its_self_test_is_refused(
 
     monkeypatch.setattr(zygote_process, "bubblewrap", with_a_hole)
     with pytest.raises(ConfigError, match="the host: /etc/"):
-        await Sandbox(preload=(), rungs=["namespaces"]).start()
+        await Sandbox(PythonConfig(preload=()), rungs=["namespaces"]).start()
     assert children() == []
 
 
@@ -106,7 +107,7 @@ async def test_a_sandbox_that_fails_its_self_test_is_refused(
 async def test_a_plain_subprocess_is_used_only_when_allowed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    sandbox = Sandbox(allow_unsafe=True, preload=())
+    sandbox = Sandbox(PythonConfig(allow_unsafe=True, preload=()))
     session = sandbox.session(1)
     assert await output_of(session, "x = 1; x") == "1"
     assert "WITHOUT a sandbox" in caplog.text
@@ -144,7 +145,7 @@ async def test_numpy_and_sympy_are_available_and_seeded() -> None:
 
 
 async def test_a_missing_package_is_reported_at_the_start() -> None:
-    sandbox = Sandbox(preload=["json", "no_such_package"])
+    sandbox = Sandbox(PythonConfig(preload=("json", "no_such_package")))
     with pytest.raises(ConfigError, match=r"python\.preload: .*no_such_package.*pip install"):
         await sandbox.start()
     assert children() == []
@@ -166,7 +167,9 @@ def virtual_environment(folder: Path) -> Path:
 async def test_the_interpreter_of_another_environment_is_used(tmp_path: Path) -> None:
     folder = virtual_environment(tmp_path / "venv")
     for rung in RUNGS:
-        sandbox = Sandbox(interpreter=str(folder), preload=["only_here"], rungs=[rung])
+        sandbox = Sandbox(
+            PythonConfig(interpreter=str(folder), preload=("only_here",)), rungs=[rung]
+        )
         session = sandbox.session(1)
         assert await output_of(session, "import sys, only_here; only_here.answer") == "42"
         assert folder.name in await output_of(session, "sys.prefix")
@@ -177,10 +180,10 @@ async def test_the_interpreter_of_another_environment_is_used(tmp_path: Path) ->
 
 async def test_a_path_without_a_working_interpreter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"python\.interpreter"):
-        await Sandbox(interpreter=str(tmp_path)).start()
+        await Sandbox(PythonConfig(interpreter=str(tmp_path))).start()
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin" / "python"
     program.write_text("#!/bin/sh\necho no")
     program.chmod(0o755)
     with pytest.raises(ConfigError, match="does not work"):
-        await Sandbox(interpreter=str(tmp_path)).start()
+        await Sandbox(PythonConfig(interpreter=str(tmp_path))).start()

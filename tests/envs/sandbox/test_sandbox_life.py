@@ -127,10 +127,11 @@ async def test_no_process_outlives_a_killed_host() -> None:
     code = """
 import asyncio
 import psutil
+from agentenv.envs.sandbox.keys import PythonConfig
 from agentenv.envs.sandbox.sandbox import Sandbox
 
 async def main():
-    session = Sandbox(preload=()).session(1)
+    session = Sandbox(PythonConfig(preload=())).session(1)
     await session.run("1", 10)
     print(*[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
     await session.run("while True: pass", 60)
