@@ -32,7 +32,6 @@ from agentenv.text.tags import check_tags, tag_calls
 
 T = TypeVar("T")
 CallProtocol = Literal["tags", "native"]  # of renderers
-Ending = Literal["cancelled", "finished before", "went on", "stuck"]
 Make = Callable[[Task], Env]
 Outcome = tuple[list[Message], float, bool, bool]
 
@@ -66,51 +65,15 @@ async def check_tool_env(
     resources are closed at the end.
     """
     async with isolated_shared():
-        tools = await _tools(make, task)
+        env = make(task)
+        try:
+            _, info = _refuse(check_reset, await env.reset(seed=SEED))
+        finally:
+            await env.close()
+        tools: Sequence[dict[str, Any]] = info.get("tools", ())
         if renderer == "tags":
             _refuse(check_tags, tools)
-        await _check_env(make, task, [_message(action, tools) for action in actions])
-
-
-async def _check_env(make: Make, task: Task, actions: Sequence[Message]) -> None:
-    """The seed determines an episode; it does not block the loop, nor depend on other episodes."""
-    before = getstate()
-    held: list[list[float]] = [[], []]
-    reference = await play(make, task, actions, held[0])
-    assert getstate() == before, "an episode changed the state of the global random generator"
-    check_end(reference)
-    for observation, *_ in reference[:-1]:
-        _refuse(check_observation, observation)
-    again = await play(make, task, actions, held[1])
-    same(reference, again, "two episodes with the same seed")
-    for number, seconds in enumerate(map(min, *held)):  # the first call may load something
-        assert seconds <= HELD_S, (
-            f"step {number} blocked the event loop, and with it every other rollout, for "
-            f"{seconds:.1f} s: await I/O, and run computations in a thread (asyncio.to_thread) or "
-            "a process"
-        )
-    await _check_reset_and_close(make, task)
-    await _check_second_reset(make, task, actions, reference)
-    await _check_finish(make, task, actions)
-    await _check_concurrency(make, task, actions, reference)
-    await _check_cancellation(make, task, actions)
-    async with _begun(make, task, ()) as env:
-        fork_mode = env.fork_mode
-    assert fork_mode in get_args(ForkMode), f"fork_mode is {fork_mode!r}"
-    if fork_mode != "none":
-        await _check_forks(make, task, actions, reference)
-        await _check_concurrent_forks(make, task, actions, reference)
-
-
-async def _tools(make: Make, task: Task) -> Sequence[dict[str, Any]]:
-    """The schemas of the tools of a new env, after its reset."""
-    env = make(task)
-    try:
-        _, info = _refuse(check_reset, await env.reset(seed=SEED))
-    finally:
-        await env.close()
-    tools: Sequence[dict[str, Any]] = info.get("tools", ())
-    return tools
+        await _Trial(make, task, [_message(action, tools) for action in actions]).check()
 
 
 def _refuse(check: Callable[..., T], *given: Any) -> T:
@@ -128,126 +91,136 @@ def _message(action: Message | str, tools: Sequence[dict[str, Any]]) -> Message:
     return Message("assistant", action, tag_calls(action, tools))
 
 
-async def _check_reset_and_close(make: Make, task: Task) -> None:
-    """A step before `reset` and after `close` must raise; `close` may be called at any time, and
-    twice."""
-    unused = make(task)
-    try:
-        await unused.step(Message("assistant", "too early"))
-    except AgentEnvError:
-        pass
-    else:
-        raise AssertionError("step before reset must raise EnvError")
-    await unused.close()  # an env that was never reset
-    prompts = []
-    choices: tuple[dict[str, Any] | None, ...] = (None, {})
-    for options in choices:
-        env = make(task)
-        outcome = await env.reset(seed=SEED, options=options)
-        messages, _ = _refuse(check_reset, outcome)
-        assert messages, "reset returned no prompt"
-        prompts.append(messages)
+class _Trial:
+    """The checks of an environment by one episode; `reference` has the outcomes of its actions."""
+
+    def __init__(self, make: Make, task: Task, actions: Sequence[Message]) -> None:
+        self.make, self.task, self.actions = make, task, actions
+        self.reference: list[Outcome] = []
+
+    async def check(self) -> None:
+        """The seed determines an episode; it does not block the loop, nor depend on others."""
+        before = getstate()
+        held: list[list[float]] = [[], []]
+        self.reference = await self.play(held[0])
+        assert getstate() == before, "an episode changed the state of the global random generator"
+        check_end(self.reference)
+        for observation, *_ in self.reference[:-1]:
+            _refuse(check_observation, observation)
+        self.same(await self.play(held[1]), "two episodes with the same seed")
+        for number, seconds in enumerate(map(min, *held)):  # the first call may load something
+            assert seconds <= HELD_S, (
+                f"step {number} blocked the event loop, and with it every other rollout, for "
+                f"{seconds:.1f} s: await I/O, and run computations in a thread (asyncio.to_thread) "
+                "or a process"
+            )
+        await self.check_reset_and_close()
+        async with self.begun(len(self.actions) - 1) as env:
+            await env.reset(seed=SEED)
+            outcomes = await act(env, self.actions)
+            self.same(outcomes, "an episode and the next one of the same env")
+        async with self.begun(len(self.actions) - 1) as env:
+            found = await env.finish(Limit.TURNS, self.actions[-1])
+            _refuse(check_finish, found)
+            check_reward(found[0], "finish")
+        for episode in await asyncio.gather(*(self.play() for _ in range(NUM_CONCURRENT))):
+            self.same(episode, "an episode alone and one of several at the same time")
+        await self.check_cancellation()
+        async with self.begun(0) as env:
+            fork_mode = env.fork_mode
+        assert fork_mode in get_args(ForkMode), f"fork_mode is {fork_mode!r}"
+        if fork_mode != "none":
+            await self.check_forks()
+
+    async def check_reset_and_close(self) -> None:
+        """A step before `reset` and after `close` must raise; `close` may be called at any time,
+        and twice."""
+        unused = self.make(self.task)
+        try:
+            await unused.step(Message("assistant", "too early"))
+        except AgentEnvError:
+            pass
+        else:
+            raise AssertionError("step before reset must raise EnvError")
+        await unused.close()  # an env that was never reset
+        prompts = []
+        choices: tuple[dict[str, Any] | None, ...] = (None, {})
+        for options in choices:
+            env = self.make(self.task)
+            messages, _ = _refuse(check_reset, await env.reset(seed=SEED, options=options))
+            assert messages, "reset returned no prompt"
+            prompts.append(messages)
+            await env.close()
+            await env.close()  # idempotent
+        env = self.make(self.task)
+        await env.reset()  # no seed is allowed too
         await env.close()
-        await env.close()  # idempotent
-    env = make(task)
-    await env.reset()  # no seed is allowed too
-    await env.close()
-    assert prompts[0] == prompts[1], (
-        f"two resets with the same seed returned different prompts: {prompts}"
-    )
+        assert prompts[0] == prompts[1], (
+            f"two resets with the same seed returned different prompts: {prompts}"
+        )
 
+    async def check_cancellation(self) -> None:
+        """Cancel each step, and each fork, at every point where it waits; closing must still
+        work."""
+        before = await Leftovers.settled(None, SETTLE_S)
+        for number, action in enumerate(self.actions):
+            for suspension in range(1, MAX_SUSPENSIONS):
+                async with self.begun(number) as env:
+                    finished = await cancel_at(env.step(action), suspension, f"step {number}")
+                if finished:
+                    break
+        async with self.begun(len(self.actions) - 1) as env:
+            for suspension in range(1, MAX_SUSPENSIONS if env.fork_mode != "none" else 1):
+                if await cancel_at(_fork_and_close(env), suspension, "fork"):
+                    break
+        after = await Leftovers.settled(before, SETTLE_S)
+        assert after.beyond(before) == "", f"after cancelled steps: {after.beyond(before)}"
 
-async def _check_second_reset(
-    make: Make, task: Task, actions: Sequence[Message], reference: list[Outcome]
-) -> None:
-    async with _begun(make, task, actions[:-1]) as env:
-        await env.reset(seed=SEED)
-        same(reference, await act(env, actions), "an episode and the next one of the same env")
+    async def check_forks(self) -> None:
+        """At each place a child plays the rest, then its parent, or both at the same time: all as
+        if there were no fork."""
+        for place in range(len(self.actions)):
+            rest = self.actions[place:]
+            async with self.begun(place) as env:
+                async with _forked(env) as child:
+                    await _fork_and_close(child)
+                    self.same(await act(child, rest), f"a fork after {place} steps", place)
+                outcomes = await act(env, rest)
+                self.same(
+                    outcomes, f"an env after its fork at {place} steps acted and closed", place
+                )
+        place = len(self.actions) // 2
+        rest = self.actions[place:]
+        async with self.begun(place) as env, _forked(env) as child:
+            for outcomes in await asyncio.gather(act(env, rest), act(child, rest)):
+                self.same(outcomes, "a parent and its fork that act at the same time", place)
 
+    @asynccontextmanager
+    async def begun(self, num_actions: int) -> AsyncIterator[Env]:
+        """An episode with SEED after the first actions; closed at the end."""
+        env = self.make(self.task)
+        try:
+            await env.reset(seed=SEED)
+            await act(env, self.actions[:num_actions])
+            yield env
+        finally:
+            await env.close()
 
-async def _check_concurrency(
-    make: Make, task: Task, actions: Sequence[Message], reference: list[Outcome]
-) -> None:
-    episodes = await asyncio.gather(*(play(make, task, actions) for _ in range(NUM_CONCURRENT)))
-    for episode in episodes:
-        same(reference, episode, "an episode alone and one of several at the same time")
+    async def play(self, held: list[float] | None = None) -> list[Outcome]:
+        """The outcomes of one whole episode with SEED; `held` as in `act`."""
+        async with self.begun(0) as env:
+            return await act(env, self.actions, held)
 
-
-async def _check_concurrent_forks(
-    make: Make, task: Task, actions: Sequence[Message], reference: list[Outcome]
-) -> None:
-    """A parent and its child play the rest concurrently."""
-    place = len(actions) // 2
-    async with _begun(make, task, actions[:place]) as env:
-        async with _forked(env) as child:
-            both = await asyncio.gather(act(env, actions[place:]), act(child, actions[place:]))
-        for outcomes in both:
-            same(reference[place:], outcomes, "a parent and its fork that act at the same time")
-
-
-async def _check_finish(make: Make, task: Task, actions: Sequence[Message]) -> None:
-    async with _begun(make, task, actions[:-1]) as env:
-        found = await env.finish(Limit.TURNS, actions[-1])
-        _refuse(check_finish, found)
-        check_reward(found[0], "finish")
-
-
-async def _check_cancellation(make: Make, task: Task, actions: Sequence[Message]) -> None:
-    """Cancel each step, and each fork, at every point where it waits; closing must still work."""
-    before = await Leftovers.settled(None, SETTLE_S)
-    for number, action in enumerate(actions):
-        for suspension in range(1, MAX_SUSPENSIONS):
-            async with _begun(make, task, actions[:number]) as env:
-                ending = await cancel_at(env.step(action), suspension, CANCEL_TIMEOUT_S)
-                _check_ending(ending, f"step {number}", suspension)
-            if ending == "finished before":
-                break
-    async with _begun(make, task, actions[:-1]) as env:
-        for suspension in range(1, MAX_SUSPENSIONS if env.fork_mode != "none" else 1):
-            ending = await cancel_at(_fork_and_close(env), suspension, CANCEL_TIMEOUT_S)
-            _check_ending(ending, "fork", suspension)
-            if ending == "finished before":
-                break
-    after = await Leftovers.settled(before, SETTLE_S)
-    assert after.beyond(before) == "", f"after cancelled steps: {after.beyond(before)}"
-
-
-def _check_ending(ending: Ending, what: str, suspension: int) -> None:
-    """A cancellation must end the call, since deadlines cancel it."""
-    assert ending not in ("went on", "stuck"), (
-        f"{what}, cancelled at its wait number {suspension}, {ending}: a deadline could not stop it"
-    )
+    def same(self, found: list[Outcome], what: str, place: int = 0) -> None:
+        """The outcomes are those of the reference from this action on."""
+        expected = self.reference[place:]
+        for number, (one, other) in enumerate(zip(expected, found, strict=True)):
+            assert one == other, f"{what} differ at step {number}:\n  {one}\n  {other}"
 
 
 async def _fork_and_close(env: Env) -> None:
     async with _forked(env):
         pass
-
-
-async def _check_forks(
-    make: Make, task: Task, actions: Sequence[Message], reference: list[Outcome]
-) -> None:
-    """At each place a child plays the rest, then its parent: both as if there were no fork."""
-    for place in range(len(actions)):
-        rest = reference[place:]
-        async with _begun(make, task, actions[:place]) as env:
-            async with _forked(env) as child:
-                await _fork_and_close(child)
-                same(rest, await act(child, actions[place:]), f"a fork after {place} steps")
-            outcomes = await act(env, actions[place:])
-            same(rest, outcomes, f"an env after its fork at {place} steps acted and closed")
-
-
-@asynccontextmanager
-async def _begun(make: Make, task: Task, actions: Sequence[Message]) -> AsyncIterator[Env]:
-    """An episode with SEED after these actions; closed at the end."""
-    env = make(task)
-    try:
-        await env.reset(seed=SEED)
-        await act(env, actions)
-        yield env
-    finally:
-        await env.close()
 
 
 @asynccontextmanager
@@ -258,14 +231,6 @@ async def _forked(env: Env) -> AsyncIterator[Env]:
         yield child
     finally:
         await child.close()
-
-
-async def play(
-    make: Make, task: Task, actions: Sequence[Message], held: list[float] | None = None
-) -> list[Outcome]:
-    """The outcomes of one whole episode with SEED; `held` as in `act`."""
-    async with _begun(make, task, ()) as env:
-        return await act(env, actions, held)
 
 
 async def act(
@@ -313,15 +278,9 @@ def check_end(outcomes: list[Outcome]) -> None:
             assert ended, "the last action does not end the episode"
 
 
-def same(expected: list[Outcome], found: list[Outcome], what: str) -> None:
-    """Both have the same outcomes, as many and equal."""
-    for number, (one, other) in enumerate(zip(expected, found, strict=True)):
-        assert one == other, f"{what} differ at step {number}:\n  {one}\n  {other}"
-
-
-async def cancel_at(awaitable: Awaitable[Any], suspension: int, timeout_s: float) -> Ending:
-    """Run the awaitable, cancel it in its n-th wait (`suspension`), and return the ending: "went
-    on" returned a result anyway, "stuck" did not end within `timeout_s` seconds."""
+async def cancel_at(awaitable: Awaitable[Any], suspension: int, what: str) -> bool:
+    """Run the awaitable, and cancel it in its n-th wait (`suspension`); whether it ended before.
+    Raises AssertionError if the cancellation does not end it, as deadlines require."""
     held: list[float] = []
 
     def cancel() -> None:
@@ -329,14 +288,19 @@ async def cancel_at(awaitable: Awaitable[Any], suspension: int, timeout_s: float
             asyncio.get_running_loop().call_soon(task.cancel)
 
     task = asyncio.ensure_future(_watched(awaitable, held, cancel))
-    await asyncio.wait({task}, timeout=timeout_s)
-    if not task.done():
-        task.cancel()
-        return "stuck"
+    await asyncio.wait({task}, timeout=CANCEL_TIMEOUT_S)
     if task.cancelled():
-        return "cancelled"
-    task.result()
-    return "went on" if len(held) > suspension else "finished before"
+        return False
+    ending = "went on" if len(held) > suspension else ""
+    if task.done():
+        task.result()
+    else:
+        task.cancel()
+        ending = "stuck"
+    assert not ending, (
+        f"{what}, cancelled at its wait number {suspension}, {ending}: a deadline could not stop it"
+    )
+    return True
 
 
 @types.coroutine

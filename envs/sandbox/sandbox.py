@@ -53,15 +53,6 @@ class RunResult(Struct, frozen=True):
     problem: str = ""
 
 
-class Cell(Struct, frozen=True):
-    """A completed cell, and its output."""
-
-    code: str
-    timeout_s: float
-    output: str
-    ok: bool
-
-
 class SandboxSession:
     """The interpreter of one episode. Variables persist from cell to cell.
 
@@ -72,7 +63,7 @@ class SandboxSession:
 
     def __init__(self, sandbox: Sandbox, seed: int) -> None:
         self.seed = seed
-        self.cells: tuple[Cell, ...] = ()
+        self.cells: tuple[tuple[str, float, RunResult], ...] = ()  # code, time limit, result
         self._sandbox = sandbox
         self._lost = False  # a cell has lost the variables; the next result reports it
         self._live: SessionProcess | None = None
@@ -96,7 +87,7 @@ class SandboxSession:
                 self.cells = ()
             else:
                 self._sandbox.used(self)
-                self.cells += (Cell(code, timeout_s, result.output, result.ok),)
+                self.cells += ((code, timeout_s, result),)
         output = (notice + result.output).rstrip("\n")
         return RunResult(output, result.ok, result.end, result.problem)
 
@@ -161,13 +152,13 @@ class SandboxSession:
         self._sandbox.counters.num_replays += bool(self.cells)
         complete = False
         try:
-            for cell in self.cells:
-                result = await self._exchange(cell.code, REPLAY_PATIENCE * cell.timeout_s)
-                if (result.output, result.ok) != (cell.output, cell.ok):
+            for code, timeout_s, first in self.cells:
+                result = await self._exchange(code, REPLAY_PATIENCE * timeout_s)
+                if (result.output, result.ok) != (first.output, first.ok):
                     self._sandbox.counters.num_replays_refused += 1
                     raise EnvError(
                         "an interpreter session cannot be replayed: a cell printed "
-                        f"{result.output[:100]!r}, the first time {cell.output[:100]!r}"
+                        f"{result.output[:100]!r}, the first time {first.output[:100]!r}"
                     )
             complete = True
         finally:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlencode
 
 from msgspec import Meta, Struct
+from msgspec.structs import asdict
 
 from agentenv.base.config import ESSENTIAL
 from agentenv.base.errors import ConfigError, ForeignError, InfraError, ToolError
@@ -298,13 +299,15 @@ class RemoteSearchConfig(BackendConfig, frozen=True, forbid_unknown_fields=True,
         return RemoteBackend(self)
 
 
-class _Found(Struct):
+class _Retrieved(Struct):
+    """The answer of /retrieve: the results of one query, in a list or a list of lists."""
+
+    result: list[list[dict[str, Any]] | dict[str, Any]]
+
+
+class _Scored(Struct):
     document: dict[str, Any]
     score: float | None = None
-
-
-class _Retrieved(Struct):
-    result: list[Any]
 
 
 class _Contents(Struct):
@@ -347,15 +350,25 @@ _BATCH = '[[[{"id": text, "contents": text}, ..]], [[score, ..]]]'
 def retrieved_hits(reply: Reply, url: str) -> list[Hit]:
     """The hits of one query, with or without scores, in a flat or a nested list."""
     name = f"retriever {url}"
-    rows = _decoded(reply, _Retrieved, name, _RETRIEVED).result
+    rows: Any = _decoded(reply, _Retrieved, name, _RETRIEVED).result
+    if rows and isinstance(rows[0], list):
+        rows = rows[0]
     try:
-        return [_retrieved_hit(row) for row in (rows[0] if _is_nested(rows) else rows)]
+        found = [convert(row if "document" in row else {"document": row}, _Scored) for row in rows]
     except ForeignError as error:
         raise InfraError(f"{name}: {error}; expected {_RETRIEVED}") from error
+    return [_retrieved_hit(one.document, one.score or 0.0) for one in found]
 
 
-def _is_nested(rows: list[Any]) -> bool:
-    return bool(rows) and isinstance(rows[0], list)
+def _retrieved_hit(document: dict[str, Any], score: float) -> Hit:
+    title, text = split_contents(str(document.get("contents") or ""))
+    return Hit(
+        str(document.get("text") or text),
+        str(document.get("title") or title),
+        str(document.get("url") or ""),
+        str(document.get("id") or ""),
+        score,
+    )
 
 
 def batch_hits(reply: Reply, url: str) -> list[Hit]:
@@ -365,23 +378,5 @@ def batch_hits(reply: Reply, url: str) -> list[Hit]:
         (rows,), (scores,) = found.documents, found.scores
     except ValueError as error:  # not exactly one list of each
         raise InfraError(f"retriever {url}: {error}; expected {_BATCH}") from error
-    hits = []
-    for row, score in zip(rows, scores, strict=False):
-        title, text = split_contents(row.contents)
-        hits.append(Hit(text, title, "", str(row.id), score))
-    return hits
-
-
-def _retrieved_hit(row: Any) -> Hit:
-    if isinstance(row, dict) and "document" not in row:
-        row = {"document": row}
-    found = convert(row, _Found)
-    document = found.document
-    title, text = split_contents(str(document.get("contents") or ""))
-    return Hit(
-        str(document.get("text") or text),
-        str(document.get("title") or title),
-        str(document.get("url") or ""),
-        str(document.get("id") or ""),
-        found.score or 0.0,
-    )
+    found_by = zip(rows, scores, strict=False)
+    return [_retrieved_hit(asdict(row), score) for row, score in found_by]
