@@ -73,7 +73,13 @@ class _Output(io.TextIOBase):
         self.parts: list[str] = []
         self.num_pending = 0
 
-    def write(self, text: str) -> int:
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str | bytes) -> int:
+        size = len(text)
+        if not isinstance(text, str):
+            text = bytes(text).decode("utf-8", "backslashreplace")
         self.parts.append(text)
         self.total += len(text)
         self.num_pending += len(text)
@@ -81,11 +87,12 @@ class _Output(io.TextIOBase):
             self._compact()
         if self.total > 2 * self.half * FLOOD_FACTOR:
             raise RuntimeError("too much output")
-        return len(text)
+        return size
 
     @property
-    def buffer(self) -> _Bytes:
-        return _Bytes(self)
+    def buffer(self) -> _Output:
+        """The binary layer: `write` also takes bytes."""
+        return self
 
     def _compact(self) -> None:
         text = "".join(self.parts)
@@ -99,20 +106,6 @@ class _Output(io.TextIOBase):
         num_left_out = self.total - len(self.head) - self.num_pending
         gap = f"\n... {num_left_out} characters left out ...\n" if num_left_out > 0 else ""
         return (self.head + gap + self.parts[0]).rstrip("\n")
-
-
-class _Bytes(io.RawIOBase):
-    """The binary layer of the standard output."""
-
-    def __init__(self, output: _Output) -> None:
-        self._output = output
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self._output.write(bytes(data).decode("utf-8", "backslashreplace"))
-        return len(data)
 
 
 def run_cell(code: str, scope: dict[str, Any], number: int, max_chars: int) -> tuple[str, str]:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from msgspec import Struct
 
 from agentenv.base.deadline import uncancelled
 from agentenv.base.errors import ConfigError, ForeignError, InfraError
-from agentenv.base.offload import in_thread, kill, start_process
+from agentenv.base.offload import in_thread
 from agentenv.base.untrusted import decode
 from agentenv.envs.sandbox import confine
 from agentenv.envs.sandbox.keys import PythonConfig
@@ -63,32 +64,20 @@ async def find_interpreter(where: str | None) -> Interpreter:
     if where is None:
         return _interpreter(sys.executable, sys.prefix, sys.base_prefix)
     program = await in_thread(_program, where)
+    probe = partial(subprocess.run, [program, "-I", "-c", _PROBE], stdin=subprocess.DEVNULL)
     try:
-        process = await start_process(
-            program,
-            "-I",
-            "-c",
-            _PROBE,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
+        ended = await in_thread(probe, capture_output=True, timeout=PROBE_TIMEOUT_S)
+        prefix, base_prefix, version = decode(ended.stdout, tuple[str, str, tuple[int, int]])
     except OSError as error:
         raise ConfigError(f"python.interpreter: {program} cannot be started: {error}") from error
-    try:
-        async with asyncio.timeout(PROBE_TIMEOUT_S):
-            output, errors = await process.communicate()
-        prefix, base_prefix, version = decode(output, tuple[str, str, tuple[int, int]])
-    except (TimeoutError, ForeignError) as error:
+    except (subprocess.TimeoutExpired, ForeignError) as error:
         raise ConfigError(
             f"python.interpreter: {program} does not work as a Python interpreter"
         ) from error
-    finally:
-        await kill(process)
     if version < (3, 11):
         raise ConfigError(
             f"python.interpreter: {program} is Python {version[0]}.{version[1]}, "
-            f"3.11 or newer is needed; {errors.decode(errors='replace')[:200]}".rstrip("; ")
+            f"3.11 or newer is needed"
         )
     return _interpreter(program, prefix, base_prefix)
 

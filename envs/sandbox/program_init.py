@@ -24,7 +24,6 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -184,9 +183,8 @@ class _Output:
 
     def __init__(self, max_chars: int) -> None:
         self._half = max_chars // 2
-        self._head = b""
-        self._tail: deque[bytes] = deque()
-        self._num_tail = self.num_bytes = 0
+        self._head = self._tail = b""
+        self.num_bytes = 0
 
     def read_all(self, fd: int) -> None:
         """Read to the end."""
@@ -195,18 +193,13 @@ class _Output:
                 self.num_bytes += len(data)
                 room = self._half - len(self._head)
                 self._head += data[:room]
-                if data[room:]:
-                    self._tail.append(data[room:])
-                    self._num_tail += len(data[room:])
-                while self._tail and self._num_tail - len(self._tail[0]) >= self._half:
-                    self._num_tail -= len(self._tail.popleft())
+                self._tail = (self._tail + data[room:])[-self._half :]
 
     def text(self) -> str:
         """Head and tail, with the number of missing bytes between them."""
-        tail = b"".join(self._tail)[-self._half :]
-        num_cut = self.num_bytes - len(self._head) - len(tail)
+        num_cut = self.num_bytes - len(self._head) - len(self._tail)
         gap = f"\n... {num_cut} bytes ...\n".encode() if num_cut > 0 else b""
-        return (self._head + gap + tail).decode(errors="replace")
+        return (self._head + gap + self._tail).decode(errors="replace")
 
 
 def _end_all(ended: dict[int, int]) -> None:

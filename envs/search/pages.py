@@ -150,6 +150,9 @@ MAX_BYTES = 2_000_000  # of a page; the rest is not read
 MAX_PAGE_CHARS = 100_000  # of the text of a page; the rest is not kept
 MAX_CONCURRENCY = 64  # pages fetched at the same time
 NUM_RETRIES = 2  # after 429 and 5xx
+MEMORY_BYTES = 2_000_000_000
+NUM_WORKERS = 2  # processes that extract text
+EXTRACT_S = 5.0  # CPU time for the text of one page
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 30.0  # before a retry; doubles, jittered
 _REDIRECTS = (301, 302, 303, 307, 308)
 _TEXT_TYPES = ("text/", "application/xhtml", "application/xml", "application/json")
@@ -265,12 +268,26 @@ def _named(url: str, error: BaseException) -> ToolError | InfraError:
 
 
 class PageReader:
-    """Reads the text of pages; shared by all episodes."""
+    """Reads the text of pages; shared by all episodes. At most NUM_WORKERS processes extract it at
+    once, each in `limit_s` seconds of CPU time."""
 
-    def __init__(self, config: FetchConfig, cache: ResultCache) -> None:
+    def __init__(
+        self,
+        config: FetchConfig,
+        cache: ResultCache,
+        limit_s: float = EXTRACT_S,
+        handler: str = "agentenv.envs.search.pages:PageText",
+    ) -> None:
         self._cache = cache
+        self._limit_s = limit_s
         self._fetcher = PageFetcher(config)
-        self._extractor = TextExtractor()
+        self._pool = WorkerPool(
+            handler,
+            name="pages",
+            max_jobs=NUM_WORKERS,
+            memory_bytes=MEMORY_BYTES,
+            environment={},
+        )
 
     @staticmethod
     def check() -> None:
@@ -284,17 +301,28 @@ class PageReader:
         """The page's text, at most MAX_PAGE_CHARS. Raises ToolError or InfraError."""
         return await self._cache.through(f"page:{url}", lambda: self._read(url), decode_text)
 
+    async def extract(self, page: Reply) -> str:
+        """The text of a fetched page; plain text is only decoded. Raises ToolError if the page
+        needs too much time or memory, and InfraError if no process can be started."""
+        try:
+            payload = {"kind": page.content_type, "body": page.body}
+            return str(await self._pool.run(payload, self._limit_s))
+        except JobStoppedError:
+            raise ToolError(f"{page.url} could not be read: its text takes too long.") from None
+        except JobError as error:
+            raise ToolError(f"{page.url} could not be read.") from error
+
     def stats(self) -> dict[str, float]:
-        """The number of extracted pages."""
-        return self._extractor.stats()
+        """The number of extracted pages, and of aborted ones."""
+        return self._pool.stats()
 
     async def close(self) -> None:
         """Kill the workers and close the connections; idempotent."""
-        self._extractor.close()
+        self._pool.close()
         await self._fetcher.close()
 
     async def _read(self, url: str) -> bytes:
-        text = await self._extractor.extract(await self._fetcher.fetch(url))
+        text = await self.extract(await self._fetcher.fetch(url))
         text = text[:MAX_PAGE_CHARS].strip()
         if not text:
             raise ToolError(f"{url} holds no text.")
@@ -302,10 +330,6 @@ class PageReader:
 
 
 # Extraction of text, in workers that are killed if a page makes them hang.
-
-MEMORY_BYTES = 2_000_000_000
-NUM_WORKERS = 2  # processes that extract text
-EXTRACT_S = 5.0  # CPU time for the text of one page
 
 _CHARSET = re.compile(rb"""<meta[^>]{0,200}charset\s{0,9}=\s{0,9}["']?([\w-]{1,40})""", re.I)
 
@@ -341,38 +365,3 @@ class PageText:
         keys = {"include_comments": False, "include_tables": True, "fast": True}
         found = self._trafilatura.extract(page, **keys)
         return str(found or self._trafilatura.html2txt(f"<html>{page}"))
-
-
-class TextExtractor:
-    """Extracts at most NUM_WORKERS pages at once, each in `limit_s` seconds of CPU time."""
-
-    def __init__(
-        self, limit_s: float = EXTRACT_S, handler: str = "agentenv.envs.search.pages:PageText"
-    ) -> None:
-        self.limit_s = limit_s
-        self._pool = WorkerPool(
-            handler,
-            name="pages",
-            max_jobs=NUM_WORKERS,
-            memory_bytes=MEMORY_BYTES,
-            environment={},
-        )
-
-    async def extract(self, page: Reply) -> str:
-        """The text of a fetched page; plain text is only decoded. Raises ToolError if the page
-        needs too much time or memory, and InfraError if no process can be started."""
-        try:
-            payload = {"kind": page.content_type, "body": page.body}
-            return str(await self._pool.run(payload, self.limit_s))
-        except JobStoppedError:
-            raise ToolError(f"{page.url} could not be read: its text takes too long.") from None
-        except JobError as error:
-            raise ToolError(f"{page.url} could not be read.") from error
-
-    def stats(self) -> dict[str, float]:
-        """The number of pages, and of aborted ones."""
-        return self._pool.stats()
-
-    def close(self) -> None:
-        """Kill the workers; idempotent."""
-        self._pool.close()

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from agentenv.base.errors import ToolError
 from agentenv.base.result_cache import ResultCache
-from agentenv.envs.search.pages import PageReader, PageText, TextExtractor
+from agentenv.envs.search.pages import PageReader, PageText
 from agentenv.envs.search.service import passages, window
 from agentenv.envs.search.upstream import Reply
 from tests.envs.search_server import ONLY_127_0_0_1, PAGE, serving
@@ -28,7 +28,7 @@ def test_the_text_of_a_page_has_no_boilerplate() -> None:
 
 
 async def test_pages_are_extracted_in_workers() -> None:
-    extractor = TextExtractor(limit_s=60)
+    extractor = PageReader(ONLY_127_0_0_1, ResultCache(), 60)
     umlauts = "<html><p>Gr\u00f6\u00dfe</p>" + "<p>L\u00e4nge und Breite</p>" * 3
     try:
         page = Reply(200, umlauts.encode("latin-1"), "text/html; charset=latin-1", "http://x/")
@@ -38,11 +38,11 @@ async def test_pages_are_extracted_in_workers() -> None:
         nested = Reply(200, b"<div>" * 100_000 + b"deep", "text/html", "http://x/")
         assert (await extractor.extract(nested)).strip() in ("", "deep")
     finally:
-        extractor.close()
+        await extractor.close()
 
 
 async def test_a_page_that_hangs_or_kills_its_worker_cannot_be_read() -> None:
-    extractor = TextExtractor(limit_s=0.3, handler="tests.support.jobs:read")
+    extractor = PageReader(ONLY_127_0_0_1, ResultCache(), 0.3, "tests.support.jobs:read")
 
     def page(body: bytes) -> Reply:
         return Reply(200, body, "text/html", "http://x/")
@@ -55,7 +55,7 @@ async def test_a_page_that_hangs_or_kills_its_worker_cannot_be_read() -> None:
         assert extractor.stats() == {"pages/num_jobs": 2, "pages/num_killed": 2}
         assert await extractor.extract(page(b"fine")) == "fine"
     finally:
-        extractor.close()
+        await extractor.close()
 
 
 # reading
