@@ -310,7 +310,7 @@ class VerifiersEnv(ProgramEnv):
         made = task.metadata.get(KEY)
         if not isinstance(made, dict):
             raise ConfigError(f'task {task.id} is not a row of data.train = "verifiers:NAME"')
-        own = {"command": ["verifiers"], "reward": "post"}
+        own: dict[str, Any] = {"command": ["verifiers"], "reward": "post"}
         own |= {"normalise": dict.fromkeys(NORMALIZERS, "")}  # nothing counts as random
         super().__init__(task, program_config({**own, **(program or {})}))
         self.right, self._row = right, made["row"]

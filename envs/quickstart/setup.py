@@ -146,26 +146,22 @@ def write_dialogues(folder: Path, seed: int) -> None:
     """Write the files named above; held-out rows have separate questions."""
     reserved = set(make_world(seed).reserved())
     registry = {}
-    for name, rows, ranking in (
-        ("sharegpt", _dialogues, False),
-        ("pairs", _pairs, True),
-    ):
+    kinds: dict[str, Any] = {
+        "sharegpt": (_dialogues, DIALOGUES, {}),
+        "pairs": (_pairs, PAIRS, {"chosen": "chosen", "rejected": "rejected"}),
+    }
+    for name, (rows, count, columns) in kinds.items():
         held = list(rows(Random(f"{name} held out {seed}"), HELD_OUT, reserved))
         held_out = {row["conversations"][0]["value"] for row in held}
-        count = PAIRS if ranking else DIALOGUES
-        learned = list(rows(Random(f"{name} {seed}"), count, reserved | held_out))
+        learned = rows(Random(f"{name} {seed}"), count, reserved | held_out)
         for suffix, part in (("", learned), ("-heldout", held)):
             file = f"{name}{suffix}.jsonl"
-            text = "".join(json.dumps(row) + "\n" for row in part)
-            (folder / file).write_text(text, encoding="utf-8")
-            columns = {"messages": "conversations"}
-            if ranking:
-                columns |= {"chosen": "chosen", "rejected": "rejected"}
+            _write(folder / file, part)
             registry[f"{name}{suffix}"] = {
                 "file_name": file,
                 "formatting": "sharegpt",
-                "columns": columns,
-                "ranking": ranking,
+                "columns": {"messages": "conversations", **columns},
+                "ranking": bool(columns),
             }
     (folder / "dataset_info.json").write_text(json.dumps(registry, indent=2), encoding="utf-8")
 

@@ -248,14 +248,8 @@ NOT_READING = 0o30001103  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_TMPFILE, O_PAT
 AT_EMPTY_PATH = 0x1000
 ALL_BITS = 0xFFFFFFFF
 FCNTL = (0, 1, 2, 3, 4, 1030, 1031, 1032)  # duplicates, flags, pipe sizes; no owner, lock or lease
-IOCTL = (
-    0x5401,
-    0x5413,
-    0x541B,
-    0x5421,
-    0x5450,
-    0x5451,
-)  # is it a terminal, its size, FION*, FIOCLEX
+# is it a terminal, its size, FION*, FIOCLEX
+IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 PRCTL = (15, 16)  # the name of a thread
 PDEATHSIG = 1
 SECCOMP = (317, 277)

@@ -108,7 +108,6 @@ class SandboxSession:
                 await self._be_open()
             before = await self._digest()
             self._sandbox.used(self)
-        complete = False
         try:
             async with other._using:
                 await other._be_open()
@@ -120,10 +119,9 @@ class SandboxSession:
                     "an interpreter session cannot be replayed: its variables or files differ from "
                     "the first time"
                 )
-            complete = True
-        finally:
-            if not complete:
-                other.close()
+        except BaseException:
+            other.close()
+            raise
         return other
 
     def close(self) -> None:
@@ -150,7 +148,6 @@ class SandboxSession:
             return
         self._live = await self._sandbox.spawn(self)
         self._sandbox.counters.num_replays += bool(self.cells)
-        complete = False
         try:
             for code, timeout_s, first in self.cells:
                 result = await self._exchange(code, REPLAY_PATIENCE * timeout_s)
@@ -160,10 +157,9 @@ class SandboxSession:
                         "an interpreter session cannot be replayed: a cell printed "
                         f"{result.output[:100]!r}, the first time {first.output[:100]!r}"
                     )
-            complete = True
-        finally:
-            if not complete:
-                self.rest()
+        except BaseException:
+            self.rest()
+            raise
 
     async def _copy_to(self, other: SandboxSession) -> bool:
         """Whether `other` now has a copy of the process."""
@@ -208,21 +204,18 @@ class SandboxSession:
         process."""
         assert self._live is not None
         live = self._live
-        finished = False
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await live.request(request)
-            finished = True
-        except TimeoutError:
-            return RunResult(f"TimeoutError: stopped after {timeout_s:g} s", False, "timed_out")
-        except ChannelClosedError as error:
+                return await live.request(request)
+        except BaseException as error:  # also a cancellation, after which the answer is unread
+            self.rest()
+            if isinstance(error, TimeoutError):
+                return RunResult(f"TimeoutError: stopped after {timeout_s:g} s", False, "timed_out")
+            if not isinstance(error, ChannelClosedError):
+                raise
             if not live.zygote.alive():
                 raise InfraError("the sandbox died") from error
             return RunResult("The interpreter died.", False, "died")
-        finally:
-            if not finished:  # also after a cancellation, when the answer remains unread
-                self.rest()
-        return answer
 
 
 MAX_CONCURRENT_SPAWNS = 8  # forks are serial; others wait here instead of in the zygote's queue
@@ -303,12 +296,11 @@ class Sandbox:
         async with admitted(self._spawning, "a sandbox session to start"):
             with waiting("a slot for a sandbox session"):
                 await self._wait_for_room(session)
-            process = None
             try:
                 process = await zygote.spawn(session.seed)
-            finally:
-                if process is None:
-                    self.left(session)
+            except BaseException:
+                self.left(session)
+                raise
         self.counters.num_sessions += 1
         return process
 
