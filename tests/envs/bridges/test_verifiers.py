@@ -17,7 +17,6 @@ from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.base.config import build_config
 from agentenv.base.errors import ConfigError, DataError, EnvError
 from agentenv.base.types import Limit, Message, Task, ToolCall, Turn
-from agentenv.contract.env import close_shared
 from agentenv.data.dataset import load_tasks
 from agentenv.data.rows import RowsConfig
 from agentenv.envs.bridges.verifiers_env import KEY, VerifiersEnv, rows
@@ -32,6 +31,7 @@ PARCELS = {"python": str(TASKSETS), "folder": str(ROOT / "examples/verifiers")}
 SIZE = 30
 
 real = pytest.mark.verifiers
+pytestmark = pytest.mark.usefixtures("services")
 
 
 @cache
@@ -77,84 +77,72 @@ def test_training_and_held_out_rows_are_disjoint(name: str) -> None:
 async def test_an_episode_has_the_messages_tools_and_rewards_of_the_package(name: str) -> None:
     task, actions = episode(name)
     env = VerifiersEnv(task)
-    try:
-        prompt, info = await env.reset(seed=0)
-        assert prompt[-1].content == task.question
-        first, last = await play(env, *actions)
-        assert not first[2]
-        assert task.answers[0] in first[0][0].content
-        if name == "desk":
-            assert [one.role for one in prompt] == ["system", "user"]
-            assert [one["name"] for one in info["tools"]] == ["track"]
-            assert first[0][0].role == "tool"
-            assert last[1] == 1.5
-            assert {"correct", "brief", "track_calls"} <= {*last[4]["parts"]}
-        else:
-            assert first[0][0].role == "user"
-            assert last[4]["parts"] == {"correct": 1.0, "tracked": 1.0}
-        assert last[4]["success"]
-    finally:
-        await env.close()
-        await close_shared()
+    prompt, info = await env.reset(seed=0)
+    assert prompt[-1].content == task.question
+    first, last = await play(env, *actions)
+    assert not first[2]
+    assert task.answers[0] in first[0][0].content
+    if name == "desk":
+        assert [one.role for one in prompt] == ["system", "user"]
+        assert [one["name"] for one in info["tools"]] == ["track"]
+        assert first[0][0].role == "tool"
+        assert last[1] == 1.5
+        assert {"correct", "brief", "track_calls"} <= {*last[4]["parts"]}
+    else:
+        assert first[0][0].role == "user"
+        assert last[4]["parts"] == {"correct": 1.0, "tracked": 1.0}
+    assert last[4]["success"]
+    await env.close()
 
 
 @real
 @pytest.mark.parametrize("name", ["desk", "parcels"])
 async def test_a_cut_episode_is_scored_by_the_package(name: str) -> None:
     task, actions = episode(name)
-    try:
-        for last in (actions[1], None):
-            env = VerifiersEnv(task)
-            await env.reset(seed=0)
-            await env.step(actions[0])
-            reward, info = await env.finish(Limit.TURNS, last)
-            assert info["success"] is (last is not None)
-            assert (reward >= 1.0) is (last is not None)
-            assert (reward, info) == await env.finish(Limit.TURNS, last)
-            await env.close()
-    finally:
-        await close_shared()
+    for last in (actions[1], None):
+        env = VerifiersEnv(task)
+        await env.reset(seed=0)
+        await env.step(actions[0])
+        reward, info = await env.finish(Limit.TURNS, last)
+        assert info["success"] is (last is not None)
+        assert (reward >= 1.0) is (last is not None)
+        assert (reward, info) == await env.finish(Limit.TURNS, last)
+        await env.close()
 
 
 @real
 async def test_forks_are_enabled_after_exact_replays() -> None:
     task, actions = episode("desk")
-    try:
-        for number in range(NUM_MEASURED):
-            env = VerifiersEnv(task)
-            assert env.fork_mode == "none"
-            await env.reset(seed=number)
-            await play(env, *actions)
-            await env.close()
+    for number in range(NUM_MEASURED):
         env = VerifiersEnv(task)
-        assert env.fork_mode == "replay"
-        await env.reset(seed=0)
-        await env.step(actions[0])
-        child = await env.fork()
-        one, other = await asyncio.gather(child.step(actions[1]), env.step(action("Rome or Oslo")))
-        assert one[1] == 1.5
-        assert other[1] < 1.5
-        await child.close()
+        assert env.fork_mode == "none"
+        await env.reset(seed=number)
+        await play(env, *actions)
         await env.close()
-    finally:
-        await close_shared()
+    env = VerifiersEnv(task)
+    assert env.fork_mode == "replay"
+    await env.reset(seed=0)
+    await env.step(actions[0])
+    child = await env.fork()
+    one, other = await asyncio.gather(child.step(actions[1]), env.step(action("Rome or Oslo")))
+    assert one[1] == 1.5
+    assert other[1] < 1.5
+    await child.close()
+    await env.close()
 
 
 @real
 async def test_forks_stay_disabled_without_exact_replays() -> None:
     task, actions = episode("dice")
-    try:
-        for number in range(NUM_MEASURED):
-            env = VerifiersEnv(task)
-            await env.reset(seed=number)
-            await play(env, *actions)
-            assert env.fork_mode == "none"
-            await env.close()
-        stats = env._replays.stats()
-        assert stats["program/replays"] >= NUM_MEASURED
-        assert stats["program/replays_exact"] == 0
-    finally:
-        await close_shared()
+    for number in range(NUM_MEASURED):
+        env = VerifiersEnv(task)
+        await env.reset(seed=number)
+        await play(env, *actions)
+        assert env.fork_mode == "none"
+        await env.close()
+    stats = env._replays.stats()
+    assert stats["program/replays"] >= NUM_MEASURED
+    assert stats["program/replays_exact"] == 0
 
 
 @real
@@ -166,21 +154,18 @@ async def test_a_package_keeps_the_contract() -> None:
 @real
 async def test_a_dead_process_is_replaced() -> None:
     task, actions = episode("desk")
-    try:
-        env = VerifiersEnv(task)
-        await env.reset(seed=0)
-        assert env._server._process is not None
-        env._server._process.kill()
-        with pytest.raises(EnvError, match="ended with exit"):
-            await env.step(actions[0])
-        await env.close()
-        env = VerifiersEnv(task)
-        await env.reset(seed=0)
-        *_, last = await play(env, *actions)
-        assert last[1] == 1.5
-        await env.close()
-    finally:
-        await close_shared()
+    env = VerifiersEnv(task)
+    await env.reset(seed=0)
+    assert env._server._process is not None
+    env._server._process.kill()
+    with pytest.raises(EnvError, match="ended with exit"):
+        await env.step(actions[0])
+    await env.close()
+    env = VerifiersEnv(task)
+    await env.reset(seed=0)
+    *_, last = await play(env, *actions)
+    assert last[1] == 1.5
+    await env.close()
 
 
 @real

@@ -256,6 +256,19 @@ async def test_a_session_with_shared_resources_is_replayed(sandbox: Sandbox, nam
     child.close()
 
 
+async def run_beside_forks(sandbox: Sandbox, code: str) -> tuple[str, list[SandboxSession]]:
+    """The output of a cell, and the forks of another session and of its own meanwhile and then."""
+    session, other = sandbox.session(1), sandbox.session(2)
+    await other.run("x = 1", 10)
+    running = asyncio.ensure_future(session.run(code, 10))
+    forks = [session, other]
+    while not running.done():
+        forks.append(await other.fork())
+    forks.append(await session.fork())
+    assert sandbox.counters.num_live_forks == len(forks) - 2 > 2
+    return (await running).output, forks
+
+
 async def test_a_cell_cannot_fork_without_the_host(sandbox: Sandbox) -> None:
     """The clone of a fork is refused to a cell, also while the host forks other sessions."""
     await sandbox.start()
@@ -271,15 +284,9 @@ while time.monotonic() < end:
     made += pid > 0
 made, ctypes.get_errno()
 """
-    greedy, other = sandbox.session(1), sandbox.session(2)
-    await other.run("x = 1", 10)
-    trying = asyncio.ensure_future(greedy.run(code, 10))
-    forks = []
-    while not trying.done():
-        forks.append(await other.fork())
-    assert (await trying).output == f"(0, {errno.EAGAIN})"
-    assert sandbox.counters.num_live_forks == len(forks) > 0
-    for one in (greedy, other, *forks):
+    output, sessions = await run_beside_forks(sandbox, code)
+    assert output == f"(0, {errno.EAGAIN})"
+    for one in sessions:
         one.close()
 
 
@@ -295,19 +302,12 @@ while time.monotonic() < end:
     granted += libc.prctl(1, 9, 0, 0, 0) == 0
 granted, ctypes.get_errno()
 """
-    asking, other = sandbox.session(1), sandbox.session(2)
-    await other.run("x = 1", 10)
-    running = asyncio.ensure_future(asking.run(code, 10))
-    forks = []
-    while not running.done():
-        forks.append(await other.fork())
-    forks.append(await asking.fork())
+    output, sessions = await run_beside_forks(sandbox, code)
     refused = f"(0, {errno.EPERM})"
-    assert (await running).output == refused
-    assert (await forks[-1].run(code, 10)).output == refused
-    assert await output_of(forks[0], "x") == "1"
-    assert sandbox.counters.num_live_forks == len(forks) > 2
-    for one in (asking, other, *forks):
+    assert output == refused
+    assert (await sessions[-1].run(code, 10)).output == refused
+    assert await output_of(sessions[2], "x") == "1"
+    for one in sessions:
         one.close()
 
 
