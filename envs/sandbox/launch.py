@@ -225,8 +225,8 @@ def settings_of(config: PythonConfig, python: Interpreter, rung: Rung, home: str
         # process limits do not bind uid 0
         "uid": UNUSED_ID if root else None,
         "live_forks": rung != "unsafe",
-        "preload": config.preload or (),
-        "preload_if_installed": PRELOAD_IF_INSTALLED if config.preload is None else (),
+        "preload": PRELOAD_IF_INSTALLED if config.preload is None else config.preload,
+        "preload_is_optional": config.preload is None,
         "readable": [path for path in (*READABLE, *python.folders) if os.path.exists(path)],
         "below_tmp": [path for path in python.folders if path.startswith("/tmp/")],
         "tmp_bytes": limits.tmp_bytes,

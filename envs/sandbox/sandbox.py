@@ -166,20 +166,19 @@ class SandboxSession:
         live = self._live
         if live is None or not live.zygote.live_forks or not self._sandbox.make_room_for(other):
             return False
-        complete = False
         try:
             async with asyncio.timeout(FORK_TIMEOUT_S):
                 other._live = await live.zygote.fork(live)
-            complete = True
-        except (TimeoutError, ChannelClosedError):
-            pass
-        finally:
-            if other._live is None:
+        except BaseException as error:
+            self.rest()
+            if not isinstance(error, TimeoutError | ChannelClosedError):
                 self._sandbox.left(other)
-            if not complete:
-                self.rest()
-        self._sandbox.counters.num_live_forks += other._live is not None
-        return other._live is not None
+                raise
+        if other._live is None:
+            self._sandbox.left(other)
+            return False
+        self._sandbox.counters.num_live_forks += 1
+        return True
 
     async def _digest(self) -> str:
         """The digest of the variables. Raises EnvError if it is not available."""

@@ -81,7 +81,7 @@ def main() -> None:
     if config["live_forks"] and config["rung"] == "namespaces":
         initializer = ForkInitializer(config["tmp_bytes"], config["below_tmp"])
     del sys.path[0]
-    missing = preload(config["preload"], config["preload_if_installed"])
+    missing = preload(config["preload"], config["preload_is_optional"])
     home = "/"
     if config["rung"] == "namespaces":
         home = "/tmp"
@@ -313,18 +313,19 @@ STANDARD = (
 )
 
 
-def preload(names: Sequence[str], optional: Sequence[str]) -> list[str]:
+def preload(names: Sequence[str], optional: bool) -> list[str]:
     """Import modules and trigger their lazy setup; returns the names that cannot be imported.
 
-    Of `optional` the ones that are not installed are left out without a word.
+    If they are `optional`, the ones that are not installed are left out without a word.
     """
     for name in STANDARD.split():
         importlib.import_module(name)
-    wanted = [*names, *(name for name in optional if importlib.util.find_spec(name))]
     missing = []
     warnings.filterwarnings("ignore", "tqdm:disabling monitor")  # a thread that no session has
     os.environ.update(dict.fromkeys(confine.ONE_THREAD, "1"))
-    for name in wanted:
+    for name in names:
+        if optional and importlib.util.find_spec(name) is None:
+            continue
         try:
             importlib.import_module(name)
         except ImportError as error:
