@@ -77,7 +77,8 @@ class Given(NamedTuple):
 class Request(Struct, kw_only=True):
     """A request. `tools` are (name, description, parameters) in JSON. `logprobs`: return those of
     the sampled tokens. `raw`: return the turn as sampled, and malformed calls. `compact`: its
-    client writes JSON without blanks."""
+    client writes JSON without blanks. `id` and `created` (seconds since 1970) are those of its
+    reply."""
 
     model: str
     messages: tuple[Given, ...]
@@ -98,6 +99,8 @@ class Request(Struct, kw_only=True):
     raw: bool = False
     compact: bool = False
     body: Json = {}
+    id: str = ""
+    created: int = 0
 
 
 class TokenLogprob(NamedTuple):
@@ -133,16 +136,14 @@ class Writer(Protocol):
 
 
 class Dialect(Protocol):
-    """One of the APIs. `id` is the id of the reply."""
+    """One of the APIs."""
 
     path: str
     done: bytes  # the end of a stream
 
     def read(self, body: Json) -> Request: ...
-    def reply(
-        self, request: Request, answers: Sequence[ServedTurn], id: str, created: int
-    ) -> Json: ...
-    def writer(self, request: Request, index: int, id: str, created: int) -> Writer: ...
+    def reply(self, request: Request, answers: Sequence[ServedTurn]) -> Json: ...
+    def writer(self, request: Request, index: int) -> Writer: ...
     def error(self, error: ApiError) -> Json: ...
 
 
