@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 from agentenv.base.errors import ForeignError
 from agentenv.base.types import MALFORMED_CALL, ToolCall
 from agentenv.base.untrusted import decode, decode_first, typed
+from agentenv.contract.function_tool import inlined
 
 _THOUGHT = THOUGHT_OPEN, THOUGHT_CLOSE = "<think>", "</think>"
 MAX_QUOTED = 100  # invalid call markers in a thought, after which the rest are not parsed
@@ -379,15 +380,9 @@ def _tagged_call(body: str, tags: _Tags, tools: Sequence[dict[str, Any]]) -> lis
 
 def properties_of(tool: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of each parameter, with references resolved."""
-    found, named = tool["parameters"].get("properties", {}), tool["parameters"].get("$defs", {})
-    if not isinstance(found, dict) or not named:
-        return found if isinstance(found, dict) else {}
-    return {
-        key: named.get(str(one.get("$ref", "")).rpartition("/")[2], one)
-        if isinstance(one, dict)
-        else one
-        for key, one in found.items()
-    }
+    schema = tool["parameters"]
+    found = inlined(schema.get("properties", {}), schema.get("$defs") or {}, ())
+    return found if isinstance(found, dict) else {}
 
 
 # calls in Python's notation
