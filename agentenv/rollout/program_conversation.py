@@ -13,7 +13,7 @@ from agentenv.base.tree import Ids, Node, Prefix, packed_ids
 from agentenv.base.types import Completion, Info, Message, NextTurn, SamplingParams, Turn
 from agentenv.base.untrusted import convert
 from agentenv.rollout.conversation import Context, Conversation
-from agentenv.text.call_syntax import call_marks, split_thoughts
+from agentenv.text.call_syntax import said
 from agentenv.text.contexts import context_ids
 from agentenv.text.renderer import ContextRenderer
 
@@ -58,14 +58,9 @@ class ProgramConversation(Conversation):
         if completion.finish_reason == "length":
             reason = "length"
         self._is_cut = reason == "length" or stop is not None
-        text = action.content.removesuffix(stop or "")
-        readable = any("problem" not in call.arguments for call in action.tool_calls)
-        marks = call_marks(self._writer.style, self.tools) if readable else ()
-        thoughts, text = split_thoughts(text, self._writer.style, marks)
-        size, number = len(prefix), len(completion.token_ids)
-        return replace(
-            action, turn=Turn(thoughts.strip(), text.strip(), reason, size, number, stop)
-        )
+        own = said(action, self._writer.style, self.tools, stop)
+        sizes = len(prefix), len(completion.token_ids)
+        return replace(action, turn=Turn(*own, reason, *sizes, stop))
 
     async def observe(
         self, action: Message, node: Node, prefix: Prefix, messages: list[Message]

@@ -33,7 +33,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from agentenv.base.errors import ForeignError
-from agentenv.base.types import MALFORMED_CALL, ToolCall
+from agentenv.base.types import MALFORMED_CALL, Message, ToolCall
 from agentenv.base.untrusted import decode, decode_first, typed
 from agentenv.contract.function_tool import inlined
 
@@ -135,6 +135,21 @@ def split_thoughts(text: str, style: str, marks: Sequence[str]) -> tuple[str, st
         return thoughts, ""
     places = [place for mark in marks if (place := text.find(mark)) >= 0]
     return thoughts, text[: min(places)] if places else text
+
+
+def said(
+    action: Message,
+    style: str,
+    tools: Sequence[dict[str, Any]],
+    stop: str | None,
+    raw: bool = False,
+) -> tuple[str, str]:
+    """Thoughts and text of a turn, which a stop string of the caller may have ended, without its
+    calls. Malformed calls stay in the text, unless the caller gets them (`raw`)."""
+    is_read = any(raw or "problem" not in call.arguments for call in action.tool_calls)
+    marks = call_marks(style, tools) if is_read else ()
+    thoughts, text = split_thoughts(action.content.removesuffix(stop or ""), style, marks)
+    return thoughts.strip(), text.strip()
 
 
 _BLANKS = re.compile(r"\s*")
