@@ -199,13 +199,8 @@ class CaptureSession:
         number, thoughts, text = len(self._turns), turn.thoughts, turn.text
         if self.thoughts == "text" and thoughts:
             thoughts, text = "", with_thoughts(thoughts, text)
-        message = served(
-            thoughts,
-            text,
-            action.tool_calls,
-            lambda place: f"call_{number}_{place}",
-            compact=call.request.compact,
-        )
+        compact = call.request.compact
+        message = served(thoughts, text, action.tool_calls, str(number), compact=compact)
         finish: Finish = "tool_calls" if message.calls else turn.finish_reason
         found = ServedTurn(
             message=message,

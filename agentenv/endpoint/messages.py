@@ -6,7 +6,7 @@ Only this module decodes client input; every fault is a named `ApiError`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -321,16 +321,18 @@ def served(
     thoughts: str,
     text: str,
     calls: Sequence[ToolCall],
-    new_id: Callable[[int], str],
+    reply: str,
     *,
     raw: bool = False,
     compact: bool = False,
 ) -> Given:
-    """The served message of a turn. A malformed call stays in the text, unless the client requests
-    it (`raw`)."""
+    """The served message of a turn; `reply` is the id of its reply. A malformed call stays in the
+    text, unless the client requests it (`raw`)."""
     readable = [call for call in calls if raw or call.name != MALFORMED_CALL]
     found = tuple(
-        ServedCall(new_id(place), call.name, arguments_text(call.arguments, compact=compact))
+        ServedCall(
+            f"call_{reply}_{place}", call.name, arguments_text(call.arguments, compact=compact)
+        )
         for place, call in enumerate(readable)
     )
     return Given("assistant", text, thoughts, found)

@@ -180,11 +180,10 @@ class PolicyHandler:
         renderer, tools = self.renderer, prompt.tools
         action = renderer.parse(done, tools, prompt.ids)
         stop = done.stop if done.stop in request.stop else None
-        reply = self.new_id()
         message = served(
             *said(action, renderer.style, tools, stop, request.raw),
             action.tool_calls,
-            lambda place: f"call_{reply}_{place}",
+            self.new_id(),
             raw=request.raw,
             compact=request.compact,
         )

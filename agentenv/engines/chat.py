@@ -36,7 +36,7 @@ from agentenv.text.renderer import (
     TextCodec,
     ToolSchemas,
 )
-from agentenv.text.tags import Shown, check_tags, tagged_call, with_tools
+from agentenv.text.tags import Shown, check_tags, tag_calls, with_tools
 
 FILL = 0
 OURS = "agentenv"  # owner of the models of `agentenv serve`
@@ -123,10 +123,8 @@ class ChatRenderer:
             return Message("assistant", piece.text)
         if self.native:
             return Message("assistant", piece.text, tuple(map(native_call, piece.calls)))
-        for tool in tools:
-            if completion.stop == f"</{tool['name']}>":
-                return Message("assistant", piece.text, tagged_call(piece.text, tool))
-        return Message("assistant", piece.text)
+        calls = tag_calls(piece.text, tools, completion.stop or "")
+        return Message("assistant", piece.text, calls)
 
     async def prepare(
         self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int

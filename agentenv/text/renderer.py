@@ -31,7 +31,7 @@ from agentenv.base.untrusted import shortened
 from agentenv.contract.env import check_observation
 from agentenv.text.encoder import Encoder, EncoderLostError, decoder, fast_tokenizer
 from agentenv.text.prompt import PromptConfig
-from agentenv.text.tags import TAGS, Shown, check_tags, tagged_call, with_tools, written_arguments
+from agentenv.text.tags import TAGS, Shown, check_tags, tag_calls, with_tools, written_arguments
 
 RESULT_OPEN = " <result>\n"
 RESULT_CLOSE = "\n</result>"
@@ -329,12 +329,7 @@ class TagRenderer(TextCodec):
     ) -> Message:
         """The action as a message. A turn that does not end with a complete call has no calls."""
         text = self.written(completion, prefix_ids)
-        calls: tuple[ToolCall, ...] = ()
-        if completion.stop is not None:
-            for tool in tools:
-                if completion.stop == f"</{tool['name']}>":
-                    calls = tagged_call(text, tool)
-        return Message("assistant", text, calls)
+        return Message("assistant", text, tag_calls(text, tools, completion.stop or ""))
 
     def observation(
         self,
