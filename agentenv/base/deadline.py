@@ -97,6 +97,10 @@ class WorkClock:
         self.doing = what
         self.since = self._now()
 
+    def waited_s(self, now: float) -> float:
+        """The duration of the current wait at this loop time; 0 without one."""
+        return now - self.since if self.doing else 0.0
+
     def marks(self, now: float) -> tuple[float, float]:
         """The readings of this clock and of the outer one at this loop time."""
         return self.at(now), 0.0 if self._outer is None else self._outer.at(now)

@@ -142,19 +142,12 @@ class Rollout:
         now_s = asyncio.get_running_loop().time()
         of = self.tree.task.id, self.tree.index
         found = [
-            (one.name, one.clock, one.num_turns, one.num_response_tokens, one.num_tool_calls)
+            (one.name, one.clock, (one.num_turns, one.num_response_tokens, one.num_tool_calls))
             for one in self.branches
-        ] or [("", self.clock, 0, 0, 0)]
+        ] or [("", self.clock, (0, 0, 0))]
         return [
-            BranchNow(
-                *of,
-                name,
-                clock.doing,
-                now_s - clock.since if clock.doing else 0.0,
-                *counts,
-                clock(),
-            )
-            for name, clock, *counts in found
+            BranchNow(*of, name, clock.doing, clock.waited_s(now_s), *counts, clock())
+            for name, clock, counts in found
             if name or clock.doing
         ]
 
