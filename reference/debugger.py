@@ -15,10 +15,11 @@ from msgspec.structs import replace
 
 from agentenv.base.errors import ConfigError, EngineError, InfraError, ToolError
 from agentenv.base.types import Info, ToolResult
+from agentenv.base.untrusted import shortened
 from agentenv.contract.server_config import ChatModelConfig
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import Tool, ToolLimits, prepare_tool
-from agentenv.text.chat_model import ChatModel, ModelReply, fenced, shortened
+from agentenv.text.chat_model import ChatModel, ModelReply, fenced
 
 
 class HelperConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -292,33 +292,6 @@ def content_of(trajectory: Trajectory) -> list[Any]:
     return [(node.branch, list(node.action_ids), node.reward) for node in trajectory.path]
 
 
-def test_a_failed_fork_is_replaced_by_a_fresh_root() -> None:
-    never_again = Limits(max_turn_retries=0)
-    actor = make_actor(faults={"fork": 1.0}, limits=never_again)
-    tree = rollout(actor, AlwaysFork(group_size=3))
-    assert tree.num_retries > 0
-    assert all("fork failed" in (leaf.error or "") for leaf in tree.failures())
-    assert len(list(tree.trajectories())) == 3
-
-
-def test_a_group_stays_incomplete_if_failures_exceed_the_retries() -> None:
-    actor = make_actor(limits=Limits(max_failures=2), faults={"step": 1.0})
-    tree = rollout(actor, Independent(4))
-    assert list(tree.trajectories()) == []
-    assert len(tree.failures()) == 6
-
-
-def test_sampling_depends_on_the_position_not_on_time() -> None:
-    trees = [
-        rollout(make_actor(engine={"tokens_per_s": speed}), AlwaysFork(group_size=8), index=3)
-        for speed in (0.0, 50.0)
-    ]
-    texts = [
-        {leaf.branch: tree.nodes[leaf.index].action_ids for leaf in tree.leaves()} for tree in trees
-    ]
-    assert texts[0] == texts[1]
-
-
 PLANS: list[RolloutPlan] = [
     Independent(5),
     AlwaysFork(group_size=5),

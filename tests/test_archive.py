@@ -4,8 +4,6 @@ files."""
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,23 +178,6 @@ def test_steps_after_the_resumed_checkpoint_are_removed(tmp_path: Path) -> None:
         written(tmp_path, [kept(step)], step)
     Archive(tmp_path, ArchiveConfig()).forget_after(2)
     assert list(steps_of(tmp_path)) == [1, 2]
-
-
-def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("agentenv.rollout.archive.os.fdatasync", full)
-    archive, trees = Archive(tmp_path / "trees", ArchiveConfig()), [kept(1)]
-
-    async def writing() -> None:
-        await archive.write_behind(header(7, 1), trees)
-        message = r"trees/step-000007\.frames cannot be written: no space"
-        with pytest.raises(ConfigError, match=message):
-            await archive.written()
-        await archive.close()
-
-    asyncio.run(writing())
 
 
 @pytest.mark.parametrize("is_full", [False, True], ids=["for a moment", "for good"])

@@ -339,12 +339,6 @@ def test_an_altered_message_is_never_mapped_to_sampled_tokens(cause: str) -> Non
     }  # fmt: skip
 
 
-def test_an_unchanged_message_is_mapped_to_its_tokens() -> None:
-    tree = captured(altering(lambda message: dict(reversed(message.items()))), calling)
-    assert [node.parent for node in tree.nodes] == [None, 0, 1]
-    assert not tree.is_captured
-
-
 @pytest.mark.parametrize(
     ("client", "blanks"),
     [
@@ -638,7 +632,7 @@ def test_a_call_that_cannot_be_rendered_fails_its_own_trajectory(protocol: str) 
     tree = captured(program, said, tokenizer=tokenizer, renderer=renderer, max_failures=0)
     (leaf,) = tree.leaves()
     assert leaf.end == "failed"
-    assert (leaf.error or "").startswith("EnvError: cannot render a call of the program: ")
+    assert (leaf.error or "").startswith("EnvError: cannot render")
 
 
 @pytest.mark.parametrize("protocol", ["tags", "native"])

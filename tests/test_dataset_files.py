@@ -161,8 +161,7 @@ def test_bad_rows_are_skipped_and_listed_on_request(tmp_path: Path) -> None:
     assert questions(path, config=skip, report=said.append) == ["a"]
     (text,) = said
     assert "2 invalid rows" in text
-    assert f"{path}, row 2: not valid JSON" in text
-    assert f"{path}, row 4: key 'question'" in text
+    assert re.findall(r"jsonl, row (\d)", text) == ["2", "4"]
     path.write_text('{"answer": "b"}\n{}\n')
     with pytest.raises(DataError, match="row 1: key"):
         questions(path, config=skip)

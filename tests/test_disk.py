@@ -73,16 +73,6 @@ def test_files_have_ordinary_modes(tmp_path: Path) -> None:
     assert {path.stat().st_mode for path in tmp_path.iterdir()} == {plain.stat().st_mode}
 
 
-def test_a_folder_replaces_an_older_one(tmp_path: Path) -> None:
-    folder, partial = tmp_path / "best", tmp_path / "best.partial"
-    for text in ("first", "second"):
-        (partial / "inside").mkdir(parents=True)
-        (partial / "inside" / "file").write_text(text)
-        replace_folder(partial, folder)
-        assert (folder / "inside" / "file").read_text() == text
-    assert [one.name for one in tmp_path.iterdir()] == ["best"]
-
-
 def test_after_a_crash_between_two_renames_the_older_folder_is_found(tmp_path: Path) -> None:
     folder = tmp_path / "best"
     folder.mkdir()

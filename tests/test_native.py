@@ -133,32 +133,19 @@ def test_an_env_may_speak_as_the_user() -> None:
         (chat_models.QWEN25.replace("</tool_call>' }}{%- endfor %}\n{{- '<|im_end|>",
                                     "</tool_call>' }}{%- endfor %}\n{{- '<end>"),
          "any of the end tokens"),
+        (chat_models.QWEN25.replace('"arguments"', '"with"'), "of models/Odd .*'<tool_call>"),
+        (chat_models.QWEN25.replace("in message.tool_calls or []", "in []"), "calls of earlier"),
+        (chat_models.QWEN25.replace("call.function", "message.tool_calls[-1].function"),
+         "writes two calls"),
     ],
 )  # fmt: skip
 def test_a_template_that_cannot_be_used_is_refused_with_the_reason(
     template: str, says: str
 ) -> None:
-    with pytest.raises(ConfigError, match=says):
-        NativeRenderer(chat_models.make_tokenizer(template))
-
-
-def test_a_template_whose_calls_cannot_be_parsed_back_is_refused() -> None:
-    """The message names the model, and the text of the template."""
-    tokenizer = chat_models.make_tokenizer(chat_models.QWEN25.replace('"arguments"', '"with"'))
+    tokenizer = chat_models.make_tokenizer(template)
     tokenizer.name_or_path = "models/Odd"
-    with pytest.raises(ConfigError, match=r"models/Odd.*'<tool_call>"):
+    with pytest.raises(ConfigError, match=says):
         NativeRenderer(tokenizer)
-
-
-def test_a_template_may_leave_out_or_mix_up_calls() -> None:
-    silent = chat_models.QWEN25.replace("in message.tool_calls or []", "in []")
-    with pytest.raises(ConfigError, match="calls of earlier"):
-        NativeRenderer(chat_models.make_tokenizer(silent))
-    twice = chat_models.QWEN25.replace(
-        "call.function.name + '\"", "message.tool_calls[-1].function.name + '\""
-    ).replace("call.function.arguments", "message.tool_calls[-1].function.arguments")
-    with pytest.raises(ConfigError, match="writes two calls"):
-        NativeRenderer(chat_models.make_tokenizer(twice))
 
 
 def test_a_template_may_require_arguments_as_json_text() -> None:

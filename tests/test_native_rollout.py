@@ -52,12 +52,11 @@ def policy(prompt: str, rng: Random) -> str:
     return said.removeprefix("<think>") if prompt.endswith("<think>\n") else said
 
 
-def grow(template: str, max_tool_calls: int = 8) -> tuple[TrajectoryTree, NativeRenderer]:
+def grow(template: str) -> tuple[TrajectoryTree, NativeRenderer]:
     tokenizer = chat_models.make_tokenizer(template)
     renderer = NativeRenderer(tokenizer)
     engine = ScriptedEngine(ScriptedConfig(max_model_len=9000), tokenizer, script=policy)
-    limits = Limits(max_tool_calls=max_tool_calls)
-    actor = Actor(engine, renderer, SearchEnv, limits, SamplingParams(max_tokens=1), seed=7)
+    actor = Actor(engine, renderer, SearchEnv, Limits(), SamplingParams(max_tokens=1), seed=7)
     return run_virtual(actor.rollout(TASK, Independent(2))), renderer
 
 
@@ -77,9 +76,3 @@ def test_a_rollout_in_native_tool_calls(template: str) -> None:
         trained = [token for token, mask in ids if mask]
         assert renderer.decode(trained) == "".join(sampled)
         assert renderer.decode(trajectory.token_ids).count("<|im_start|>assistant") == 2
-
-
-def test_a_limit_ends_the_rollout() -> None:
-    tree, _ = grow(chat_models.QWEN3, max_tool_calls=0)
-    for trajectory in tree.trajectories():
-        assert (trajectory.leaf.end, trajectory.leaf.limit) == ("truncated", "tool_calls")

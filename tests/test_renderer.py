@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agentenv.base.errors import EnvError
-from agentenv.base.types import Completion, Message, Role, ToolCall
+from agentenv.base.types import Completion, Message, Role
 from agentenv.text.renderer import TagRenderer
 from tests.support.toy import TOOL, CharTokenizer
 
@@ -19,17 +19,6 @@ def turn(text: str, stop: str | None = None, eos: bool = False) -> Completion:
 
 def test_the_closing_tags_of_the_tools_end_a_turn() -> None:
     assert RENDERER.stop([TOOL, {**TOOL, "name": "python"}]) == ("</search>", "</python>")
-
-
-def test_a_call_is_the_text_between_the_last_tags() -> None:
-    text = "<think>no <search> here</think><search> who is it </search>"
-    message = RENDERER.parse(turn(text, "</search>"), [TOOL])
-    assert message.content == text
-    assert message.tool_calls == (ToolCall("search", {"query": "who is it"}),)
-
-
-def test_a_closing_tag_without_an_opening_one_is_not_a_call() -> None:
-    assert RENDERER.parse(turn("oops</search>", "</search>"), [TOOL]).tool_calls == ()
 
 
 def test_an_answer_has_no_calls_and_no_end_of_sequence_text() -> None:
@@ -52,11 +41,6 @@ def test_tool_text_cannot_forge_tags_or_special_tokens(text: str) -> None:
 
 def test_ordinary_text_is_unchanged() -> None:
     assert observe("1 < 2 and <b>x</b>") == " <result>\n1 < 2 and <b>x</b>\n</result>"
-
-
-def test_a_long_result_keeps_head_and_tail() -> None:
-    shown = observe("A" * 500 + "Z" * 500, max_tokens=25)
-    assert shown == " <result>\n" + "A" * 10 + " ... " + "Z" * 10 + "\n</result>"
 
 
 def test_the_tokenized_part_of_a_result_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

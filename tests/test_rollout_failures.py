@@ -438,8 +438,8 @@ def test_a_judge_that_stays_unreachable_leads_to_a_fresh_root(limits: Limits) ->
     tree, _ = judged(replace(limits, max_failures=1), Judge(1e6), 1)
     assert [leaf.branch for leaf in tree.failures()] == ["0", "1"]
     for leaf in tree.failures():
-        assert str(leaf.error).startswith("GraderError: the grader Judge failed ")
-        assert str(leaf.error).endswith("times, the last time: connection refused")
+        assert str(leaf.error).startswith("GraderError: ")
+        assert str(leaf.error).endswith(": connection refused")
 
 
 class SlowToFinish(CountingEnv):

@@ -228,13 +228,6 @@ def test_a_prompt_describes_all_tools_if_any_call_form_is_not_obvious() -> None:
     assert with_tools([question], [schema(stock)], "several") == [question]
 
 
-def test_the_renderer_puts_the_description_of_tools_before_the_question() -> None:
-    renderer = TagRenderer(CharTokenizer())
-    ids = renderer.prompt([Message("user", "How many?")], [schema(order)])
-    text = renderer.decode(ids)
-    assert text.index("<order>{") < text.index("How many?")
-
-
 def named(name: str, **parameters: Any) -> dict[str, Any]:
     return {"name": name, "description": "", "parameters": {"type": "object", **parameters}}
 

@@ -143,12 +143,8 @@ def test_the_end_of_the_template_must_be_an_end_token(model: Model) -> None:
     tokenizer = model.set(generation=[two], tokenizer=TEXT_END)
     with pytest.raises(DataError) as caught:
         check_turn_end(model.folder, tokenizer, {})
-    told = str(caught.value)
-    assert f"ends an answer with '{TURN_END}' (token {one})" in told
-    assert f"eos_token_id of generation_config.json is [{two}]" in told
-    assert (
-        f"set eos_token_id in {model.folder / 'generation_config.json'} to [{one}, {two}]" in told
-    )
+    for part in (f"'{TURN_END}' (token {one})", f"is [{two}]", f"to [{one}, {two}]"):
+        assert part in str(caught.value)
     check_turn_end(model.folder, tokenizer, None)  # the template is not applied
     check_turn_end(model.folder, model.set(generation=[one, two]), {})
     check_turn_end(model.folder, model.set(config=one), {})
@@ -183,7 +179,7 @@ def test_demonstrations_end_with_a_token_at_which_engines_stop(model: Model) -> 
     for end in (TURN_END, TEXT_END):
         written = learned.encode(dialogue(f"<answer>5</answer>{end}\n"))
         assert written.equals(plain), "an end that the data has is not learned twice"
-    with pytest.raises(DataError, match=rf"an answer ends with '<\|other\|>'.*add token {three}"):
+    with pytest.raises(DataError, match=rf"'<\|other\|>'.*token {three}"):
         learned.encode(dialogue(f"<answer>5</answer>{OTHER}"))
     with pytest.raises(DataError, match="demonstrations would end"):
         encoder(model, model.set(generation=[two], tokenizer=TEXT_END))

@@ -97,6 +97,10 @@ class WorkClock:
         self.doing = what
         self.since = self._now()
 
+    def waited_s(self, now: float) -> float:
+        """The duration of the current wait at this loop time; 0 without one."""
+        return now - self.since if self.doing else 0.0
+
     def marks(self, now: float) -> tuple[float, float]:
         """The readings of this clock and of the outer one at this loop time."""
         return self.at(now), 0.0 if self._outer is None else self._outer.at(now)
@@ -163,11 +167,14 @@ def working(clock: WorkClock) -> Iterator[WorkClock]:
         _current.reset(token)
 
 
-class Wait:
-    """Pauses the clock of the current rollout from `begin` to `end`; both are idempotent."""
+class waiting:  # a context manager, in lower case like those of contextlib
+    """Within the block, or from `begin` to `end`, which are idempotent, the current rollout waits,
+    in the block for `what`, and its time does not count as work."""
 
-    def __init__(self) -> None:
-        self._clock = _current.get()
+    __slots__ = ("_before", "_clock", "_waits", "_what")
+
+    def __init__(self, what: str = "") -> None:
+        self._clock, self._what = _current.get(), what
         self._waits = False
 
     def begin(self) -> None:
@@ -179,6 +186,18 @@ class Wait:
         if self._clock is not None and self._waits:
             self._clock.go()
             self._waits = False
+
+    def __enter__(self) -> Self:
+        self.begin()
+        if self._clock is not None:
+            self._before = self._clock.doing
+            self._clock.now(self._what)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._clock is not None:
+            self._clock.now(self._before)
+        self.end()
 
 
 class Work:
@@ -201,7 +220,7 @@ class Work:
             self.begin()
 
 
-class doing:  # a context manager, in lower case like those of contextlib
+class doing:
     """Within the block, the current rollout waits for `what`."""
 
     __slots__ = ("_before", "_clock", "_what")
@@ -237,24 +256,6 @@ class deferring:
     def __exit__(self, *_: object) -> None:
         if self._clock is not None:
             self._clock.deferral = self._before
-
-
-class waiting:
-    """Within the block, time does not count as work; see Wait."""
-
-    __slots__ = ("_doing", "_wait")
-
-    def __init__(self, what: str) -> None:
-        self._wait, self._doing = Wait(), doing(what)
-
-    def __enter__(self) -> Wait:
-        self._wait.begin()
-        self._doing.__enter__()
-        return self._wait
-
-    def __exit__(self, *_: object) -> None:
-        self._doing.__exit__()
-        self._wait.end()
 
 
 @asynccontextmanager
@@ -302,7 +303,7 @@ _timers: Timers | None = None  # of the loop that last set an alarm
 
 
 class _Timed:
-    """Calls `ring` as soon as `clock()` has passed `when`."""
+    """Calls `expire` as soon as `clock()` has passed `when`."""
 
     __slots__ = ("_clock", "_when", "check_at", "span", "timer")
 
@@ -312,7 +313,7 @@ class _Timed:
         self.span: dict[_Timed, None] | None = None  # its span, while it has no own timer
         self.check_at = 0.0
 
-    def ring(self) -> None:
+    def expire(self) -> None:
         """Called once, when it is due."""
         raise NotImplementedError
 
@@ -332,12 +333,12 @@ class _Timed:
         _timers.add(self, seconds)
 
     def check(self) -> None:
-        """Ring if it is due, else check again later."""
+        """Expire if it is due, else check again later."""
         left_s = self._when - self._clock()
         if left_s <= CLOSE_S and isinstance(self._clock, WorkClock) and self._clock.deferral:
             left_s = self._clock.deferral()
         if left_s <= CLOSE_S:
-            self.ring()
+            self.expire()
         else:
             self._check_in(max(left_s, CHECK_S), asyncio.get_running_loop())
 
@@ -351,7 +352,7 @@ class Alarm(_Timed):
         super().__init__(when, clock)
         self._call = ring
 
-    def ring(self) -> None:
+    def expire(self) -> None:
         self._call()
 
 
@@ -378,9 +379,6 @@ class Deadline(_Timed):
         `what` took longer."""
         clock = work_clock() or asyncio.get_running_loop().time
         return cls(clock() + seconds, clock, lambda: error(f"{what} took over {seconds} s"))
-
-    def ring(self) -> None:
-        self.expire()
 
     def expire(self) -> None:
         """Expire now, independently of the clock."""

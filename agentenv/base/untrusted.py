@@ -124,6 +124,12 @@ def printable(text: str) -> str:
     return text
 
 
+def shortened(text: str, max_chars: int, gap: str = "\n...\n") -> str:
+    """The text, or the head and tail of a text longer than `max_chars`."""
+    half = max_chars // 2
+    return text if len(text) <= max_chars else text[:half] + gap + text[len(text) - half :]
+
+
 @cache
 def _decoder(kind: Any, packed: bool) -> tuple[Callable[[bytes | bytearray], Any], bool]:
     """The decoder of a type, and whether the type has a field for arbitrary JSON, nested to any

@@ -30,7 +30,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from agentenv.base.deadline import ReportingClock, Wait, work_clock, working
+from agentenv.base.deadline import ReportingClock, waiting, work_clock, working
 from agentenv.base.errors import EngineDeadError, EngineError
 from agentenv.base.tree import Prefix, packed_ids
 from agentenv.base.types import Chunk, Completion, SamplingParams
@@ -65,7 +65,7 @@ class _Pending:
     def __init__(self, on_tokens: Callable[[Chunk], None] | None) -> None:
         self.done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self.on_tokens = on_tokens
-        self.wait = Wait()
+        self.wait = waiting()
         self.clock = work_clock()
 
 

@@ -38,7 +38,6 @@ from agentenv.base.crashes import guarded
 from agentenv.base.deadline import (
     Deadline,
     ReportingClock,
-    Wait,
     doing,
     retrieve_exception,
     waiting,
@@ -144,7 +143,7 @@ class _Pending:
         self.answer: asyncio.Future[Gave] = asyncio.get_running_loop().create_future()
         self.has_begun = False
         self.clock = work_clock()
-        self.wait = Wait()  # until the process begins the call
+        self.wait = waiting()  # until the process begins the call
 
 
 class _Process(Worker):

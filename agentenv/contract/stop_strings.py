@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING
 
 from agentenv.base.errors import EngineError
@@ -72,24 +71,16 @@ class StopStrings:
         self._vocab_size = vocab_size
         self._tokenizer: Tokenizer | None = None
         self._texts: list[str] = []
-        self._loading = Lock()
         self._matchers: dict[tuple[str, ...], StopMatcher] = {}
-        self._making: dict[tuple[str, ...], asyncio.Task[StopMatcher | None]] = {}
+        self._making = asyncio.Lock()
 
     async def ready(self, stops: tuple[str, ...]) -> StopMatcher | None:
         """As `matcher`, off the event loop: new strings are compared with each token of the
         vocabulary, and the first use decodes all tokens, which can take seconds."""
         if not stops or stops in self._matchers or self._vocab_size <= MAX_AT_ONCE:
             return self.matcher(stops)
-        if stops not in self._making:
-            self._making[stops] = asyncio.create_task(self._make(stops))
-        return await asyncio.shield(self._making[stops])
-
-    async def _make(self, stops: tuple[str, ...]) -> StopMatcher | None:
-        try:
+        async with self._making:
             return await in_thread(self.matcher, stops)
-        finally:
-            del self._making[stops]
 
     def matcher(self, stops: tuple[str, ...]) -> StopMatcher | None:
         """The matcher of these strings; None if there are none.
@@ -106,10 +97,6 @@ class StopStrings:
         return self._matchers[stops]
 
     def _load(self) -> Tokenizer:
-        with self._loading:
-            return self._load_once()
-
-    def _load_once(self) -> Tokenizer:
         if self._tokenizer is None:
             if not self._path.is_file():
                 raise EngineError(f"stop strings need {self._path}, which does not exist")

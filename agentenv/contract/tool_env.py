@@ -52,7 +52,7 @@ from agentenv.base.types import (
     ToolCall,
     ToolResult,
 )
-from agentenv.base.untrusted import printable
+from agentenv.base.untrusted import printable, shortened
 from agentenv.contract.env import (
     ForkMode,
     Grader,
@@ -452,9 +452,8 @@ async def _called(tool: Tool, arguments: dict[str, Any], state: Any) -> ToolResu
 
 def _kept(found: Any) -> Any:
     """The recorded part of a failed call: head and tail of long texts, also nested ones."""
-    if isinstance(found, str) and len(found) > MAX_ERROR_CHARS:
-        half = MAX_ERROR_CHARS // 2
-        return f"{found[:half]}\n...\n{found[-half:]}"
+    if isinstance(found, str):
+        return shortened(found, MAX_ERROR_CHARS)
     if isinstance(found, dict):
         return {key: _kept(value) for key, value in found.items()}
     if isinstance(found, list | tuple):

@@ -8,7 +8,7 @@ finds prompts that are too long before a run starts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from math import gcd, lcm
@@ -145,11 +145,6 @@ class TaskStream:
             periods * self._pattern.count(number) + self._pattern[:place].count(number)
             for number in range(len(self._parts))
         ]
-
-    def __iter__(self) -> Iterator[tuple[int, Task]]:
-        """Yields (position of the task, task)."""
-        while True:
-            yield self.position, self.next()
 
     def next(self, drawn: str = "") -> Task:
         """The task at `position`, which advances. `drawn` is the id of the task that the curriculum

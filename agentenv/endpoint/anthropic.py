@@ -59,14 +59,14 @@ class Anthropic:
             )
         )
 
-    def reply(self, request: Request, answers: Sequence[ServedTurn], id: str, created: int) -> Json:
+    def reply(self, request: Request, answers: Sequence[ServedTurn]) -> Json:
         (answer,) = answers
-        reply = _head(request, id) | {"content": list(_blocks(answer)), **_end(answer)}
+        reply = _head(request) | {"content": list(_blocks(answer)), **_end(answer)}
         reply["usage"] = _usage(answer)
         return reply if answer.raw is None else {**reply, "raw": answer.raw}
 
-    def writer(self, request: Request, index: int, id: str, created: int) -> AnthropicWriter:
-        return AnthropicWriter(request, id)
+    def writer(self, request: Request, index: int) -> AnthropicWriter:
+        return AnthropicWriter(request)
 
     def error(self, error: ApiError) -> Json:
         kind = ERRORS[error.name][3]
@@ -77,13 +77,13 @@ class Anthropic:
 class AnthropicWriter:
     """The events of a message; its first delta opens a block."""
 
-    def __init__(self, request: Request, id: str) -> None:
-        self._request, self._id = request, id
+    def __init__(self, request: Request) -> None:
+        self._request = request
         self._place, self._open = -1, ""
 
     def start(self) -> Iterable[Event]:
         usage = {"input_tokens": 0, "output_tokens": 0}
-        head = _head(self._request, self._id) | {"content": [], "usage": usage}
+        head = _head(self._request) | {"content": [], "usage": usage}
         yield _event("message_start", message=head | {"stop_reason": None, "stop_sequence": None})
 
     def thoughts(self, delta: str) -> Iterable[Event]:
@@ -127,8 +127,9 @@ def _event(kind: str, **data: Any) -> Event:
     return kind, {"type": kind, **data}
 
 
-def _head(request: Request, id: str) -> Json:
-    return {"id": f"msg_{id}", "type": "message", "role": "assistant", "model": request.model}
+def _head(request: Request) -> Json:
+    id = f"msg_{request.id}"
+    return {"id": id, "type": "message", "role": "assistant", "model": request.model}
 
 
 def _blocks(answer: ServedTurn) -> Iterator[Json]:

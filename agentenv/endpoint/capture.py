@@ -52,6 +52,7 @@ from agentenv.endpoint.messages import (
     with_thoughts,
 )
 from agentenv.endpoint.server import ApiServer, Delta
+from agentenv.text.contexts import num_common
 
 ENDED = "the branch of this key has ended"
 NUM_KEY_BYTES = 24
@@ -103,7 +104,7 @@ def _turn(
     before: tuple[Given, ...], request: Request, kind: Kind | None, answer: ServedTurn
 ) -> _Turn:
     """An answered call; messages that it shares with `before` are stored once."""
-    same = _num_common(before, request.messages)
+    same = num_common(before, request.messages)
     request.messages, request.body = (*before[:same], *request.messages[same:]), {}
     return _Turn((*request.messages, answer.message), request, kind, answer)
 
@@ -198,13 +199,8 @@ class CaptureSession:
         number, thoughts, text = len(self._turns), turn.thoughts, turn.text
         if self.thoughts == "text" and thoughts:
             thoughts, text = "", with_thoughts(thoughts, text)
-        message = served(
-            thoughts,
-            text,
-            action.tool_calls,
-            lambda place: f"call_{number}_{place}",
-            compact=call.request.compact,
-        )
+        compact = call.request.compact
+        message = served(thoughts, text, action.tool_calls, str(number), compact=compact)
         finish: Finish = "tool_calls" if message.calls else turn.finish_reason
         found = ServedTurn(
             message=message,
@@ -421,7 +417,7 @@ class CaptureSession:
         given = request.messages
         shared, held = -1, self._turns[-1]
         for turn in self._turns:
-            common = _num_common(turn.context, given)
+            common = num_common(turn.context, given)
             if common >= shared:
                 shared, held = common, turn
         context = held.context
@@ -450,15 +446,6 @@ def _shown(request: Request) -> Json:
         for given in request.messages
     ]
     return {"messages": messages, "tools": list(request.tools)}
-
-
-def _num_common(one: Sequence[Given], other: Sequence[Given]) -> int:
-    number = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        number += 1
-    return number
 
 
 def _quotes(given: Sequence[Given], turn: _Turn) -> bool:

@@ -63,7 +63,7 @@ class Chat:
             )
         )
 
-    def reply(self, request: Request, answers: Sequence[ServedTurn], id: str, created: int) -> Json:
+    def reply(self, request: Request, answers: Sequence[ServedTurn]) -> Json:
         """All choices."""
         choices = []
         for index, answer in enumerate(answers):
@@ -81,18 +81,14 @@ class Chat:
             choice["logprobs"] = logprobs_of(answer.logprobs)
             choice["stop_reason"] = answer.stop
             choices.append(choice)
-        return {
-            "id": id, "object": "chat.completion", "created": created, "model": request.model,
-            "choices": choices, "usage": _usage(answers),
-        }  # fmt: skip
+        return {**_head(request), "choices": choices, "usage": _usage(answers)}
 
-    def writer(self, request: Request, index: int, id: str, created: int) -> ChatWriter:
-        return ChatWriter(request, index, id, created)
+    def writer(self, request: Request, index: int) -> ChatWriter:
+        return ChatWriter(request, index)
 
-    def usage(self, request: Request, answers: Sequence[ServedTurn], id: str, created: int) -> Json:
+    def usage(self, request: Request, answers: Sequence[ServedTurn]) -> Json:
         """The last event of a stream that requests the usage."""
-        head = {"id": id, "object": "chat.completion.chunk", "created": created}
-        return {**head, "model": request.model, "choices": [], "usage": _usage(answers)}
+        return {**_head(request, ".chunk"), "choices": [], "usage": _usage(answers)}
 
     def error(self, error: ApiError) -> Json:
         return openai_error(error)
@@ -101,10 +97,8 @@ class Chat:
 class ChatWriter:
     """One choice of a stream."""
 
-    def __init__(self, request: Request, index: int, id: str, created: int) -> None:
-        self._head = {"id": id, "object": "chat.completion.chunk", "created": created,
-                      "model": request.model}  # fmt: skip
-        self._index = index
+    def __init__(self, request: Request, index: int) -> None:
+        self._head, self._index = _head(request, ".chunk"), index
 
     def start(self) -> Iterable[Event]:
         yield self._event({"role": "assistant", "content": ""})
@@ -193,6 +187,11 @@ def _message(raw: Json, where: str) -> Given:
             read_call(one.get("id"), function.get("name"), function.get("arguments"), spot)
         )
     return Given("assistant", text, thoughts, tuple(calls))
+
+
+def _head(request: Request, part: str = "") -> Json:
+    kind = f"chat.completion{part}"
+    return {"id": request.id, "object": kind, "created": request.created, "model": request.model}
 
 
 def _call(call: Any) -> Json:

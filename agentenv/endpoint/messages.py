@@ -6,7 +6,7 @@ Only this module decodes client input; every fault is a named `ApiError`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from agentenv.base.errors import ForeignError
 from agentenv.base.types import MALFORMED_CALL, Message, ToolCall
-from agentenv.base.untrusted import decode, printable
+from agentenv.base.untrusted import convert, decode, printable
 from agentenv.text.call_syntax import THOUGHT_CLOSE, THOUGHT_OPEN
 
 Json = dict[str, Any]
@@ -22,7 +22,7 @@ T = TypeVar("T")
 Finish = Literal["stop", "length", "tool_calls"]
 
 MAX_MESSAGES, MAX_TOOLS, MAX_CALLS, MAX_CHOICES = 10_000, 1_000, 1_000, 128
-MAX_STOPS, MAX_SCHEMA_DEPTH = 16, 64
+MAX_STOPS = 16
 
 # name of an error -> status, type and code of OpenAI's APIs, type of Anthropic's
 ERRORS: dict[str, tuple[int, str, str | None, str]] = {
@@ -77,7 +77,8 @@ class Given(NamedTuple):
 class Request(Struct, kw_only=True):
     """A request. `tools` are (name, description, parameters) in JSON. `logprobs`: return those of
     the sampled tokens. `raw`: return the turn as sampled, and malformed calls. `compact`: its
-    client writes JSON without blanks."""
+    client writes JSON without blanks. `id` and `created` (seconds since 1970) are those of its
+    reply."""
 
     model: str
     messages: tuple[Given, ...]
@@ -98,6 +99,8 @@ class Request(Struct, kw_only=True):
     raw: bool = False
     compact: bool = False
     body: Json = {}
+    id: str = ""
+    created: int = 0
 
 
 class TokenLogprob(NamedTuple):
@@ -133,16 +136,14 @@ class Writer(Protocol):
 
 
 class Dialect(Protocol):
-    """One of the APIs. `id` is the id of the reply."""
+    """One of the APIs."""
 
     path: str
     done: bytes  # the end of a stream
 
     def read(self, body: Json) -> Request: ...
-    def reply(
-        self, request: Request, answers: Sequence[ServedTurn], id: str, created: int
-    ) -> Json: ...
-    def writer(self, request: Request, index: int, id: str, created: int) -> Writer: ...
+    def reply(self, request: Request, answers: Sequence[ServedTurn]) -> Json: ...
+    def writer(self, request: Request, index: int) -> Writer: ...
     def error(self, error: ApiError) -> Json: ...
 
 
@@ -223,36 +224,29 @@ def read_call(id: Any, name: Any, arguments: Any, where: str) -> ServedCall:
     return ServedCall(id, name, arguments)
 
 
+class _Schema(Struct):
+    """The parts of a JSON schema that renderers and parsers use."""
+
+    type: str | list[str] | None = None
+    properties: dict[str, _Schema | bool] | None = None
+    anyOf: list[_Schema | bool] | None = None
+    oneOf: list[_Schema | bool] | None = None
+    enum: list[Any] | None = None
+    required: list[str] | None = None
+    items: _Schema | bool | list[Any] | None = None
+
+
 def read_tool(tool: Mapping[str, Any], parameters: str, where: str) -> Json:
     """A tool in the renderers' form."""
     name, schema = get(tool, "name", str, "", where), get(tool, parameters, dict, {}, where)
     if not name:
         raise ApiError("invalid", "a tool needs a name", where + "name")
-    _check_schema(schema, where + parameters)
+    try:
+        convert(schema, _Schema)
+    except ForeignError as error:
+        raise ApiError("invalid", f"not a JSON schema: {error}", where + parameters) from error
     described = get(tool, "description", str, "", where)
     return {"name": name, "description": described, "parameters": {"type": "object", **schema}}
-
-
-def _check_schema(schema: Any, where: str, depth: int = 0) -> None:
-    """Check the parts of a JSON schema that renderers and parsers use."""
-    if isinstance(schema, bool) and depth:
-        return
-    if not isinstance(schema, dict) or depth > MAX_SCHEMA_DEPTH:
-        raise ApiError("invalid", f"expected a JSON schema, got {_kind(schema)}", where)
-    for key, inner in get(schema, "properties", dict, {}, f"{where}.").items():
-        _check_schema(inner, f"{where}.properties.{key}", depth + 1)
-    for key in ("anyOf", "oneOf", "enum", "required"):
-        choices = get(schema, key, list, [], f"{where}.")
-        for place, inner in enumerate(choices if key.endswith("Of") else ()):
-            _check_schema(inner, f"{where}.{key}[{place}]", depth + 1)
-    kinds = schema.get("type")
-    kinds = [kinds or "any"] if isinstance(kinds, str | None) else kinds
-    if not isinstance(kinds, list) or not all(isinstance(one, str) for one in kinds):
-        raise ApiError("invalid", "expected the name of a type, or a list", f"{where}.type")
-    if not all(isinstance(one, str) for one in schema.get("required") or ()):
-        raise ApiError("invalid", "expected a list of names", f"{where}.required")
-    if "items" in schema and not isinstance(schema["items"], list):
-        _check_schema(schema["items"], f"{where}.items", depth + 1)
 
 
 def stops(body: Mapping[str, Any], key: str) -> tuple[str, ...]:
@@ -327,16 +321,18 @@ def served(
     thoughts: str,
     text: str,
     calls: Sequence[ToolCall],
-    new_id: Callable[[int], str],
+    reply: str,
     *,
     raw: bool = False,
     compact: bool = False,
 ) -> Given:
-    """The served message of a turn. A malformed call stays in the text, unless the client requests
-    it (`raw`)."""
+    """The served message of a turn; `reply` is the id of its reply. A malformed call stays in the
+    text, unless the client requests it (`raw`)."""
     readable = [call for call in calls if raw or call.name != MALFORMED_CALL]
     found = tuple(
-        ServedCall(new_id(place), call.name, arguments_text(call.arguments, compact=compact))
+        ServedCall(
+            f"call_{reply}_{place}", call.name, arguments_text(call.arguments, compact=compact)
+        )
         for place, call in enumerate(readable)
     )
     return Given("assistant", text, thoughts, found)

@@ -39,7 +39,7 @@ from agentenv.endpoint.messages import (
     served,
 )
 from agentenv.endpoint.server import Delta
-from agentenv.text.call_syntax import call_marks, split_thoughts
+from agentenv.text.call_syntax import call_marks, said, split_thoughts
 from agentenv.text.contexts import context_ids
 from agentenv.text.encoder import fast_tokenizer, token_texts
 from agentenv.text.renderer import ContextRenderer
@@ -180,16 +180,10 @@ class PolicyHandler:
         renderer, tools = self.renderer, prompt.tools
         action = renderer.parse(done, tools, prompt.ids)
         stop = done.stop if done.stop in request.stop else None
-        text = action.content.removesuffix(stop or "")
-        marks = call_marks(renderer.style, tools)
-        readable = any(request.raw or "problem" not in call.arguments for call in action.tool_calls)
-        thoughts, text = split_thoughts(text, renderer.style, marks if readable else ())
-        reply = self.new_id()
         message = served(
-            thoughts.strip(),
-            text.strip(),
+            *said(action, renderer.style, tools, stop, request.raw),
             action.tool_calls,
-            lambda place: f"call_{reply}_{place}",
+            self.new_id(),
             raw=request.raw,
             compact=request.compact,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -14,7 +14,6 @@ from agentenv.endpoint.messages import (
     Given,
     Json,
     Request,
-    ServedCall,
     ServedTurn,
     checked,
     get,
@@ -57,13 +56,11 @@ class Responses:
             )
         )
 
-    def reply(self, request: Request, answers: Sequence[ServedTurn], id: str, created: int) -> Json:
-        (answer,) = answers
-        items = [item for item, _ in _items(answer, id)]
-        return _response(request, id, created, items, answer)
+    def reply(self, request: Request, answers: Sequence[ServedTurn]) -> Json:
+        return _response(request, answers[0])
 
-    def writer(self, request: Request, index: int, id: str, created: int) -> ResponsesWriter:
-        return ResponsesWriter(request, id, created)
+    def writer(self, request: Request, index: int) -> ResponsesWriter:
+        return ResponsesWriter(request)
 
     def error(self, error: ApiError) -> Json:
         return openai_error(error)
@@ -72,8 +69,8 @@ class Responses:
 class ResponsesWriter:
     """The events of a response; its first delta opens an item."""
 
-    def __init__(self, request: Request, id: str, created: int) -> None:
-        self._request, self._id, self._created = request, id, created
+    def __init__(self, request: Request) -> None:
+        self._request, self._id = request, request.id
         self._numbers = count()
         self._place = -1  # of the item that is open
         self._open = ""  # its type
@@ -81,8 +78,7 @@ class ResponsesWriter:
 
     def start(self) -> Iterable[Event]:
         for kind in ("created", "in_progress"):
-            response = _response(self._request, self._id, self._created, [], None)
-            yield self._event(f"response.{kind}", response=response)
+            yield self._event(f"response.{kind}", response=_response(self._request, None))
 
     def thoughts(self, delta: str) -> Iterable[Event]:
         yield from self._delta("reasoning", delta)
@@ -91,24 +87,21 @@ class ResponsesWriter:
         yield from self._delta("message", delta)
 
     def finish(self, answer: ServedTurn) -> Iterable[Event]:
-        items = _items(answer, self._id)
-        for item, call in items:
-            if call is None and item["type"] == self._open:
-                yield from self._close(item)
-            elif call is None and not self._text:  # an empty text
-                yield from self._delta(item["type"], "")
-                yield from self._close(item)
-            elif call is not None:
+        for item in _items(answer, self._id):
+            if item["type"] == "function_call":
                 self._place += 1
                 yield self._item("added", {**item, "arguments": "", "status": "in_progress"})
                 at = {"item_id": item["id"], "output_index": self._place}
-                kind = "response.function_call_arguments"
-                yield self._event(f"{kind}.delta", delta=call.arguments, **at)
-                done = {"arguments": call.arguments, "name": call.name, **at}
-                yield self._event(f"{kind}.done", **done)
+                kind, arguments = "response.function_call_arguments", item["arguments"]
+                yield self._event(f"{kind}.delta", delta=arguments, **at)
+                yield self._event(f"{kind}.done", arguments=arguments, name=item["name"], **at)
                 yield self._item("done", item)
-        whole = [item for item, _ in items]
-        response = _response(self._request, self._id, self._created, whole, answer)
+                continue
+            if item["type"] != self._open and not self._text:  # an empty text
+                yield from self._delta(item["type"], "")
+            if item["type"] == self._open:
+                yield from self._close(item)
+        response = _response(self._request, answer)
         yield self._event(f"response.{response['status']}", response=response)
 
     def _delta(self, kind: str, delta: str) -> Iterable[Event]:
@@ -150,20 +143,17 @@ _NAME = {"reasoning": "reasoning_text", "message": "output_text"}
 _ID = {"reasoning": "rs_", "message": "msg_"}
 
 
-def _items(answer: ServedTurn, id: str) -> list[tuple[Json, ServedCall | None]]:
-    """The items of a turn, each with its call, if it is one."""
-    given, found = answer.message, []
-    logprobs = list(token_logprobs(answer.logprobs or ()))
+def _items(answer: ServedTurn, id: str) -> Iterator[Json]:
+    """The items of a turn."""
+    given = answer.message
     if given.thoughts:
-        found.append((_text_item("reasoning", id, given.thoughts, ()), None))
+        yield _text_item("reasoning", id, given.thoughts, ())
     if given.text or not given.calls:
-        found.append((_text_item("message", id, given.text, logprobs), None))
-    calls: list[tuple[Json, ServedCall | None]] = [
-        ({"type": "function_call", "id": f"fc_{call.id}", "call_id": call.id, "name": call.name,
-          "arguments": call.arguments, "status": "completed"}, call)
-        for call in given.calls
-    ]  # fmt: skip
-    return [*found, *calls]
+        yield _text_item("message", id, given.text, [*token_logprobs(answer.logprobs or ())])
+    for call in given.calls:
+        yield {"type": "function_call", "id": f"fc_{call.id}", "call_id": call.id,
+               "name": call.name, "arguments": call.arguments,
+               "status": "completed"}  # fmt: skip
 
 
 def _text_item(
@@ -181,16 +171,16 @@ def _part(kind: str, text: str, logprobs: Sequence[Json]) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
-def _response(
-    request: Request, id: str, created: int, items: Sequence[Json], answer: ServedTurn | None
-) -> Json:
+def _response(request: Request, answer: ServedTurn | None) -> Json:
+    """The response before its turn, or with it."""
     body = request.body
     status = "in_progress"
     if answer is not None:
         status = "incomplete" if answer.finish == "length" else "completed"
     found: Json = {
-        "id": f"resp_{id}", "object": "response", "created_at": created, "model": request.model,
-        "status": status, "error": None, "output": list(items),
+        "id": f"resp_{request.id}", "object": "response", "created_at": request.created,
+        "model": request.model, "status": status, "error": None,
+        "output": [] if answer is None else [*_items(answer, request.id)],
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "instructions": body.get("instructions"), "metadata": body.get("metadata") or {},
         "parallel_tool_calls": True, "previous_response_id": None, "store": False,

@@ -146,11 +146,11 @@ class ApiServer(Listener):
         handler = self._handler(http)
         request = dialect.read(await _body(http))
         request.compact = not isinstance(dialect, Anthropic) and _writes_compact(http)
-        id = handler.new_id()
+        request.id, request.created = handler.new_id(), self._created
         if request.stream:
-            return await self._stream(dialect, http, handler, request, id)
+            return await self._stream(dialect, http, handler, request)
         answers = await handler.answer(request, None)
-        return json_response(dialect.reply(request, answers, id, self._created))
+        return json_response(dialect.reply(request, answers))
 
     async def _count(self, http: web.Request) -> web.Response:
         handler = self._handler(http)
@@ -166,7 +166,7 @@ class ApiServer(Listener):
         return json_response({"ok": True})
 
     async def _stream(
-        self, dialect: Dialect, http: web.Request, handler: Handler, request: Request, id: str
+        self, dialect: Dialect, http: web.Request, handler: Handler, request: Request
     ) -> web.StreamResponse:
         """Stream a reply. The stream begins with the first delta, so that earlier errors have their
         HTTP status."""
@@ -177,27 +177,26 @@ class ApiServer(Listener):
 
         answering = asyncio.ensure_future(handler.answer(request, delta))
         answering.add_done_callback(lambda _: queue.put_nowait(None))
-        writers = [dialect.writer(request, i, id, self._created) for i in range(request.n)]
+        writers = [dialect.writer(request, i) for i in range(request.n)]
         response: web.StreamResponse | None = None
-        written = [["", ""] for _ in writers]
+        written = [{"thoughts": 0, "text": 0} for _ in writers]  # characters
         try:
             while (item := await queue.get()) is not None:
                 if response is None:
                     response = await _begin(http, writers)
                 index, kind, text = item
-                written[index][kind == "text"] += text
-                await _send(response, _written(writers[index], kind, text))
+                written[index][kind] += len(text)
+                await _send(response, getattr(writers[index], kind)(text))
             answers = await answering
             if response is None:
                 response = await _begin(http, writers)
-            for writer, found, (thoughts, text) in zip(writers, answers, written, strict=True):
-                rest = found.message.thoughts[len(thoughts) :], found.message.text[len(text) :]
-                for kind, more in zip(("thoughts", "text"), rest, strict=True):
-                    await _send(response, _written(writer, kind, more) if more else ())
+            for writer, found, sizes in zip(writers, answers, written, strict=True):
+                for kind, size in sizes.items():
+                    more = getattr(found.message, kind)[size:]
+                    await _send(response, getattr(writer, kind)(more) if more else ())
                 await _send(response, writer.finish(found))
             if request.usage_in_stream and isinstance(dialect, Chat):
-                usage = dialect.usage(request, answers, id, self._created)
-                await _send(response, [("", usage)])
+                await _send(response, [("", dialect.usage(request, answers))])
         except ApiError as error:
             if response is None:
                 raise
@@ -254,10 +253,6 @@ async def _begin(http: web.Request, writers: Sequence[Writer]) -> web.StreamResp
     for writer in writers:
         await _send(response, writer.start())
     return response
-
-
-def _written(writer: Writer, kind: str, text: str) -> Iterable[Event]:
-    return writer.text(text) if kind == "text" else writer.thoughts(text)
 
 
 async def _send(response: web.StreamResponse, events: Iterable[Event]) -> None:

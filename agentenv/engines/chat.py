@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from agentenv.base.errors import CrashError, EngineError, ForeignError
 from agentenv.base.types import MALFORMED_CALL, Chunk, Completion, Message, SamplingParams, ToolCall
-from agentenv.base.untrusted import decode
+from agentenv.base.untrusted import decode, shortened
 from agentenv.contract.env import check_observation
 from agentenv.contract.http_client import MalformedReplyError
 from agentenv.engines.openai import EndpointEngine, OpenAIConfig, unmeasured
@@ -28,13 +28,19 @@ from agentenv.text.chat_model import (
     read_chat,
 )
 from agentenv.text.endpoint import Json
-from agentenv.text.renderer import RESULT_CLOSE, RESULT_OPEN, TextCodec, ToolSchemas, bounded
-from agentenv.text.tags import Shown, check_tags, tagged_call, with_tools
+from agentenv.text.renderer import (
+    CUT_MARKER,
+    MAX_CHARS_A_TOKEN,
+    RESULT_CLOSE,
+    RESULT_OPEN,
+    TextCodec,
+    ToolSchemas,
+)
+from agentenv.text.tags import Shown, check_tags, tag_calls, with_tools
 
 FILL = 0
 OURS = "agentenv"  # owner of the models of `agentenv serve`
 BYTES_PER_TOKEN = 4
-CUT_MARKER = " ... "
 # structural tokens of common models, since those of the served one are unknown
 MARKERS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|start_header_id|>",
            "<|end_header_id|>", "<tool_call>", "</tool_call>")  # fmt: skip
@@ -117,10 +123,8 @@ class ChatRenderer:
             return Message("assistant", piece.text)
         if self.native:
             return Message("assistant", piece.text, tuple(map(native_call, piece.calls)))
-        for tool in tools:
-            if completion.stop == f"</{tool['name']}>":
-                return Message("assistant", piece.text, tagged_call(piece.text, tool))
-        return Message("assistant", piece.text)
+        calls = tag_calls(piece.text, tools, completion.stop or "")
+        return Message("assistant", piece.text, calls)
 
     async def prepare(
         self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
@@ -138,12 +142,11 @@ class ChatRenderer:
         `max_tokens`."""
         check_observation(messages)
         self._check_answered(messages, turn_ids)
+        most = max_tokens * MAX_CHARS_A_TOKEN
+        texts = (shortened(one.content, most, CUT_MARKER) for one in messages)
         kept = tuple(
-            msgspec.structs.replace(
-                one,
-                content=_cut(self.neutralise(bounded(one.content, max_tokens), tools), max_tokens),
-            )
-            for one in messages
+            msgspec.structs.replace(one, content=_cut(self.neutralise(text, tools), max_tokens))
+            for one, text in zip(messages, texts, strict=True)
         )
         text = _results(kept) + "".join(f"\n\nuser: {one}\n\n" for one in _texts_of_user(kept))
         return self.pieces.add(ChatPiece(text=text, messages=kept), estimated_tokens(text))

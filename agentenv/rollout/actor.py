@@ -7,10 +7,9 @@ It serves any number of concurrent rollouts, each of which grows one tree (`roll
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -18,6 +17,7 @@ from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task
 from agentenv.contract.plan import RolloutPlan
 from agentenv.rollout.actor_parts import ActorParts
+from agentenv.rollout.branch import BranchNow
 from agentenv.rollout.frames import Recorded
 from agentenv.rollout.hooks import RolloutHooks
 from agentenv.rollout.journal import TreeRecord
@@ -25,28 +25,6 @@ from agentenv.rollout.recovery import OtherPromptError
 from agentenv.rollout.rollout import Rollout
 
 logger = logging.getLogger(__name__)
-
-
-class Awaited(NamedTuple):
-    """A branch's current wait for `what`, since `since` (loop time, seconds); `branch` is "" for a
-    wait of the tree itself."""
-
-    task_id: str
-    tree: int
-    branch: str
-    what: str
-    since: float
-
-
-def awaited_by(rollout: Rollout) -> Iterator[Awaited]:
-    """The wait of each live branch, or of the tree when all have ended; none for a branch that is
-    just starting.
-    """
-    task, index = rollout.tree.task.id, rollout.tree.index
-    clocks = [(branch.name, branch.clock) for branch in rollout.branches] or [("", rollout.clock)]
-    for name, clock in clocks:
-        if clock.doing:
-            yield Awaited(task, index, name, clock.doing, clock.since)
 
 
 @dataclass(eq=False)
@@ -131,9 +109,10 @@ class Actor(ActorParts):
         finally:
             self.rollouts.discard(rollout)
 
-    def awaited(self) -> list[Awaited]:
-        """The current waits of all branches of all rollouts."""
-        return [one for rollout in self.rollouts for one in awaited_by(rollout)]
+    def awaited(self) -> list[BranchNow]:
+        """The current waits of all branches of all rollouts; none for a branch that is just
+        starting."""
+        return [one for rollout in self.rollouts for one in rollout.now() if one.what]
 
     def longest(self) -> dict[str, float]:
         """By kind of wait, the start of the longest current one (loop time, seconds)."""

@@ -19,6 +19,8 @@ class BranchNow(Struct, array_like=True, frozen=True):
     """State of a live branch of a tree (the tree itself: ""): its current wait and the duration in
     seconds, its counts so far, and its working seconds."""
 
+    task_id: str
+    tree: int
     branch: str
     what: str
     for_s: float
@@ -94,12 +96,6 @@ class Branch:
     def num_response_tokens(self) -> int:
         """Tokens after the prompt, sampled and observed; max_response_tokens limits them."""
         return len(self.prefix_ids) - self.num_prompt_tokens
-
-    def now(self, now_s: float) -> BranchNow:
-        """Its state at this loop time."""
-        waited_s = now_s - self.clock.since if self.clock.doing else 0.0
-        counts = self.num_turns, self.num_response_tokens, self.num_tool_calls
-        return BranchNow(self.name, self.clock.doing, waited_s, *counts, self.clock())
 
     def act(
         self, tree: TrajectoryTree, completion: Completion, action: Message, limits: Limits

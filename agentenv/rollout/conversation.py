@@ -7,19 +7,21 @@
     recall    a recorded turn, for a later replay
     replay    the actions so far, in a fresh environment
 
-`message_conversation.py` is that of an environment which answers each turn, and
-`program_conversation.py` that of an agent program, whose calls may begin anywhere.
+`program_conversation.py` has that of an agent program, whose calls may begin anywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple, Protocol, Self
+from copy import copy
+from typing import NamedTuple, Self
 
-from agentenv.base.tree import Node, Prefix
+from msgspec.structs import replace
+
+from agentenv.base.tree import Node, Prefix, packed_ids
 from agentenv.base.types import Completion, Info, Message, SamplingParams
 from agentenv.contract.env import StepResult
-from agentenv.text.renderer import ToolSchemas
+from agentenv.text.renderer import Renderer, ToolSchemas
 
 
 class Context(NamedTuple):
@@ -34,52 +36,79 @@ class Context(NamedTuple):
     num_used: int | None = None
 
 
-class Conversation(Protocol):
-    """`prompt` and `tools` are those of the environment, `max_tokens` is the conversation's own
-    limit of the next turn (0: none). `replayable`: the environment's state follows from the actions
-    of the conversation. `opens_contexts`: roots with another prompt than the first are contexts of
-    their own. `continues`: the next turn continues the episode, so that forks may begin there."""
+class Conversation:
+    """With an environment that answers each turn with messages; `most`: tokens of an answer.
 
-    prompt: list[Message]
-    tools: ToolSchemas
-    replayable: bool
-    continues: bool
+    `prompt` and `tools` are those of the environment, `max_tokens` is the conversation's own limit
+    of the next turn (0: none). `replayable`: the environment's state follows from the actions of
+    the conversation. `opens_contexts`: roots with another prompt than the first are contexts of
+    their own. `continues`: the next turn continues the episode, so that forks may begin there.
+    """
 
-    @property
-    def max_tokens(self) -> int: ...
-    @property
-    def opens_contexts(self) -> bool: ...
+    max_tokens = 0
+    opens_contexts = False
+
+    def __init__(self, renderer: Renderer, most: int) -> None:
+        self.prompt: list[Message] = []
+        self.tools: ToolSchemas = ()
+        self.replayable = self.continues = True
+        self._renderer, self._most = renderer, most
+        self._actions: list[Message] = []  # that the environment received
+
     def begin(self, messages: list[Message], info: Info) -> None:
         """A fresh environment was reset, with this result."""
-        ...
+        self.prompt, self.tools = messages, info.get("tools", ())
 
     def fork(self) -> Self:
         """An independent copy."""
-        ...
+        other = copy(self)
+        other._actions = [*self._actions]
+        return other
 
-    def open(self) -> list[int]: ...
+    def open(self) -> list[int]:
+        return list(self._renderer.prompt(self.prompt, self.tools))
+
     def limited(self, sampling: SamplingParams, room: int) -> SamplingParams:
         """`room`: tokens that are left for the whole context."""
-        ...
+        return replace(sampling, stop=(*self._renderer.stop(self.tools), *sampling.stop))
 
     def read(self, completion: Completion, prefix: Prefix) -> Message:
         """`prefix`: the tokens before the turn."""
-        ...
+        return self._renderer.parse(completion, self.tools, prefix)
 
     async def observe(
         self, action: Message, node: Node, prefix: Prefix, messages: list[Message]
     ) -> Sequence[int] | Context:
         """The answer to the action of the node, whose info is that of the step. `prefix` ends with
         the action."""
-        ...
+        self._actions.append(action)
+        return await self._answer(node, messages)
+
+    async def _answer(self, node: Node, messages: list[Message]) -> Sequence[int]:
+        await self._renderer.prepare(messages, self.tools, self._most)
+        return self._renderer.observation(messages, self.tools, self._most, node.action_ids)
 
     def recall(self, node: Node, stop: str | None, prefix: Prefix) -> Message:
         """The action of a recorded node, which the environment has to receive in a replay. `stop`:
         the stop string that ended it."""
-        ...
+        action = self.read(Completion(list(node.action_ids), [], [], "stop", [], stop), prefix)
+        self._actions.append(action)
+        return action
 
     async def replay(
         self, path: Sequence[Node], step: Callable[[Message], Awaitable[StepResult]]
     ) -> bool:
         """Take all steps again; returns whether the answers are those of the path."""
-        ...
+        is_equal = True
+        for node, action in zip(path, self._actions, strict=True):
+            messages, _, terminated, truncated, info = await step(action)
+            ids = await self._answer_again(node, messages, info)
+            same = ids is not None and packed_ids(ids) == node.observation_ids
+            is_equal = is_equal and same and not terminated and not truncated
+        return is_equal
+
+    async def _answer_again(
+        self, node: Node, messages: list[Message], info: Info
+    ) -> Sequence[int] | None:
+        """The answer in a replay; None if the next turn is in another context."""
+        return await self._answer(node, messages)

@@ -25,7 +25,6 @@ from agentenv.rollout.frames import (
     WorkerLost,
     assembled,
     frames_of,
-    read_payloads,
     trees_of,
 )
 
@@ -107,16 +106,13 @@ class EarlierTrees:
         """The state of a tree from an earlier process; None unless it can be resumed: it must have
         this task and equal settings, and be undamaged. Blocks."""
         try:
-            frames = [
-                DECODER.decode(payload) for payload in read_payloads(self._places.get(index, ()))
-            ]
+            frames = [DECODER.decode(place.read()) for place in self._places.get(index, ())]
         except (OSError, msgspec.DecodeError):
             return None
-        if not frames or not isinstance(began := frames[0], Began):
+        began = frames[0] if frames else None
+        if not isinstance(began, Began) or began.settings != self._settings:
             return None
-        if (began.task_id, began.settings) != (task.id, self._settings):
-            return None
-        return assembled(began, frames[1:], task)
+        return assembled(frames, task) if began.task_id == task.id else None
 
     def forget_before(self, oldest: int) -> None:
         """Forget the trees before this index."""

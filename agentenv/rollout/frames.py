@@ -300,6 +300,12 @@ class Place(NamedTuple):
     offset: int  # of its payload
     size: int
 
+    def read(self) -> bytes:
+        """Its payload."""
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            return file.read(self.size)
+
 
 def trees_of(frame: Frame | Packed) -> list[int]:
     """The indices of the trees that a frame refers to."""
@@ -340,15 +346,16 @@ class TreeFrames:
     def recorded(self, task: Task) -> Recorded | None:
         """The tree that they record; None if it cannot be resumed."""
         frames = [DECODER.decode(memoryview(frame)[HEADER.size :]) for frame in self._frames]
-        if not frames or not isinstance(began := frames[0], Began):
-            return None
-        return assembled(began, frames[1:], task)
+        return assembled(frames, task)
 
 
-def assembled(began: Began, rest: Sequence[Frame], task: Task) -> Recorded | None:
+def assembled(recorded: Sequence[Frame], task: Task) -> Recorded | None:
     """The tree of these frames; None if one is missing."""
-    frames = [frame for frame in rest if isinstance(frame, Grown | Finished)]
-    if not frames or len(frames) < len(rest) or not _is_chain([began, *frames]):
+    began = recorded[0] if recorded else None
+    frames = [frame for frame in recorded if isinstance(frame, Grown | Finished)]
+    if not isinstance(began, Began) or not frames or len(frames) + 1 < len(recorded):
+        return None
+    if not all(two.mark.follows(one.mark) for one, two in pairwise([began, *frames])):
         return None
     turns: dict[int, Turned] = {}
     live: dict[str, OpenBranch] = {}
@@ -390,15 +397,3 @@ def assembled(began: Began, rest: Sequence[Frame], task: Task) -> Recorded | Non
     branches = [OpenBranch(one.name, new[one.cursor], one.seconds) for one in live.values()]
     stops = [(new[old], turn.stop) for old, turn in turns.items() if turn.stop is not None]
     return Recorded(tree, isinstance(last, Finished), branches, stops)
-
-
-def _is_chain(frames: Sequence[Began | Grown | Finished]) -> bool:
-    """Whether each frame follows the previous one."""
-    return all(two.mark.follows(one.mark) for one, two in pairwise(frames))
-
-
-def read_payloads(places: Sequence[Place]) -> Iterator[bytes]:
-    for place in places:
-        with place.path.open("rb") as file:
-            file.seek(place.offset)
-            yield file.read(place.size)

@@ -32,10 +32,81 @@ def rollout_metrics(trees: Sequence[TrajectoryTree], learner_version: int) -> Me
     """Metrics of one step's trees, averaged over trajectories. Lengths are in tokens, entropy in
     nats; staleness is the number of published versions between the oldest sampled token and the
     learner."""
-    seen = _Seen(learner_version)
-    for tree in trees:
-        seen.add(tree)
-    return seen.metrics(trees)
+    nodes = [node for tree in trees for node in tree.nodes]
+    calls = [call for node in nodes for call in node.info.get("tool_calls", ())]
+    failures = Counter(failure_kind_of(node) for node in nodes if node.end == "failed")
+    paths = [(path, tree.task.kind) for tree in trees for path in tree.trajectories()]
+    metrics: Metrics = {
+        "rollout/trees": len(trees),
+        "rollout/trajectories": len(paths),
+        "rollout/forks": sum(tree.num_forks for tree in trees),
+        "rollout/roots": sum(tree.num_roots for tree in trees),
+        "rollout/sampled_tokens": sum(len(node.action_ids) for node in nodes),
+        "rollout/tool_calls": len(calls),
+        "rollout/led_calls": sum(node.info.get(LED, 0) for node in nodes),
+        "failed/trajectories": failures.total(),
+        "failed/retaken": sum(tree.num_retaken for tree in trees),
+    }
+    metrics |= {f"failed/by_kind/{kind}": count for kind, count in sorted(failures.items())}
+    if trees:
+        metrics |= _staleness(trees, learner_version)
+        entropies = np.concatenate([np.asarray(node.entropies) for node in nodes])
+        known = entropies[~np.isnan(entropies)]
+        if len(known):
+            metrics["rollout/entropy"] = float(known.mean(dtype=np.float64))
+    if num := len(paths) + failures.total():
+        metrics["failed/share"] = failures.total() / num
+    if paths:
+        metrics |= _trajectory_metrics(paths, metrics["failed/share"])
+        if len({tree.task.kind for tree in trees}) > 1:
+            for kind in sorted({kind for _, kind in paths}):
+                done = [path for path, its_kind in paths if its_kind == kind]
+                metrics[f"by_kind/{kind}/reward"] = fmean(path.reward for path in done)
+                metrics[f"by_kind/{kind}/success"] = fmean(path.success for path in done)
+        metrics |= _tool_metrics(calls)
+    return metrics
+
+
+def _staleness(trees: Sequence[TrajectoryTree], learner_version: int) -> Metrics:
+    oldest = [learner_version - tree.oldest_version() for tree in trees]
+    ages = _ages((node for tree in trees for node in tree.nodes), learner_version)
+    shares = {f"staleness/tokens_{age}": ages[age] / ages.total() for age in sorted(ages)}
+    return {"staleness/max": max(oldest), "staleness/mean": fmean(oldest), **shares}
+
+
+def _ages(nodes: Iterable[Node], learner_version: int) -> Counter[int]:
+    """The number of sampled tokens by staleness."""
+    ages: Counter[int] = Counter()
+    for node in nodes:
+        for span in node.version_spans:
+            ages[learner_version - span.version] += span.end - span.start
+    return ages
+
+
+def _trajectory_metrics(paths: Sequence[tuple[Trajectory, str]], failed_share: float) -> Metrics:
+    """Means over trajectories that did not fail."""
+    done = [path for path, _ in paths]
+    lengths = [path.num_tokens - len(path.path[0].observation_ids) for path in done]
+    success = fmean(path.success for path in done)
+    metrics: Metrics = {
+        "reward/mean": fmean(path.reward for path in done),
+        "reward/success": success,
+        "reward/success_if_failed_wrong": success * (1 - failed_share),
+        "rollout/response_tokens": fmean(lengths),
+        "rollout/response_tokens_max": max(lengths),
+        "rollout/turns": fmean(len(path.turns) for path in done),
+        "rollout/calls_per_trajectory": fmean(path.num_tool_calls for path in done),
+        "rollout/truncated": fmean(path.leaf.end == "truncated" for path in done),
+    }
+    parts: dict[str, list[float]] = {}
+    for path in done:
+        for name, value in path.leaf.info.get("parts", {}).items():
+            parts.setdefault(f"reward/{name}", []).append(value)
+    metrics |= {name: fmean(values) for name, values in parts.items()}
+    if "reward/format" in parts:
+        metrics["reward/format_errors"] = fmean(value < 0 for value in parts["reward/format"])
+    limits = Counter(path.leaf.limit for path in done if path.leaf.limit)
+    return metrics | {f"truncated/{limit}": num / len(done) for limit, num in limits.items()}
 
 
 Trained = Sequence[tuple[TrajectoryTree, Sequence[Node]]]  # trees with the leaves that counted
@@ -50,10 +121,7 @@ def trained_metrics(
     paths = [Trajectory(tree.history(leaf)) for tree, leaves in trained for leaf in leaves]
     metrics |= _lengths("trained", paths)
     nodes = {id(node): node for path in paths for node in path.path}
-    ages: Counter[int] = Counter()
-    for node in nodes.values():
-        for span in node.version_spans:
-            ages[learner_version - span.version] += span.end - span.start
+    ages = _ages(nodes.values(), learner_version)
     if num_tokens := ages.total():
         metrics["staleness/trained_mean"] = sum(a * n for a, n in ages.items()) / num_tokens
         metrics["staleness/trained_median"] = int(
@@ -75,124 +143,10 @@ def _lengths(name: str, paths: Sequence[Trajectory]) -> Metrics:
     }
 
 
-class _Seen:
-    """The sums of one pass over the trees of a step."""
-
-    def __init__(self, learner_version: int) -> None:
-        self._version = learner_version
-        self._counts: Counter[str] = Counter()
-        self._kinds: Counter[str] = Counter()  # of failures
-        self._staleness: list[int] = []  # of each tree
-        self._ages: Counter[int] = Counter()  # sampled tokens by staleness
-        self._entropy = (0.0, 0)  # sum, and number of tokens with known entropy
-        self._done: dict[str, list[tuple[float, bool]]] = {}  # reward and success, by kind of task
-        self._lengths: list[int] = []
-        self._limits: Counter[str] = Counter()
-        self._parts: dict[str, list[float]] = {}
-        self._calls: dict[str, list[Info]] = {}  # by tool
-
-    def add(self, tree: TrajectoryTree) -> None:
-        counts, num_calls = self._counts, 0
-        oldest = None
-        for node in tree.nodes:
-            counts["sampled_tokens"] += len(node.action_ids)
-            counts["forks"] += node.num_forks or 0
-            counts["led"] += node.info.get(LED, 0)
-            for span in node.version_spans:
-                self._ages[self._version - span.version] += span.end - span.start
-                oldest = span.version if oldest is None else min(oldest, span.version)
-            for call in node.info.get("tool_calls", ()):
-                self._calls.setdefault(call["name"], []).append(call)
-                num_calls += 1
-            if node.end == "failed":
-                self._kinds[failure_kind_of(node)] += 1
-        self._staleness.append(self._version - (tree.policy_version if oldest is None else oldest))
-        counts["roots"] += tree.num_roots
-        counts["tool_calls"] += num_calls
-        counts["retaken"] += tree.num_retaken
-        self._add_entropies(tree)
-        for trajectory in tree.trajectories():
-            self._add_trajectory(trajectory)
-            self._add_return(trajectory, tree.task.kind)
-
-    def _add_entropies(self, tree: TrajectoryTree) -> None:
-        known = np.concatenate([np.asarray(node.entropies) for node in tree.nodes])
-        known = known[~np.isnan(known)]
-        self._entropy = (
-            self._entropy[0] + float(known.sum(dtype=np.float64)),
-            self._entropy[1] + len(known),
-        )
-
-    def _add_return(self, trajectory: Trajectory, kind: str) -> None:
-        self._done.setdefault(kind, []).append((trajectory.reward, trajectory.success))
-        for name, value in trajectory.leaf.info.get("parts", {}).items():
-            self._parts.setdefault(f"reward/{name}", []).append(value)
-
-    def _add_trajectory(self, trajectory: Trajectory) -> None:
-        leaf, counts = trajectory.leaf, self._counts
-        self._lengths.append(trajectory.num_tokens - len(trajectory.path[0].observation_ids))
-        counts["turns"] += len(trajectory.turns)
-        counts["calls"] += trajectory.num_tool_calls
-        counts["truncated"] += leaf.end == "truncated"
-        if leaf.limit:
-            self._limits[leaf.limit] += 1
-
-    def metrics(self, trees: Sequence[TrajectoryTree]) -> Metrics:
-        """Counts, rewards, ends and lengths of the trees of one update, as metrics by name."""
-        counts = self._counts
-        done = [one for of_kind in self._done.values() for one in of_kind]
-        num_done = len(self._lengths)
-        metrics: Metrics = {
-            "rollout/trees": len(trees),
-            "rollout/trajectories": num_done,
-            "rollout/forks": counts["forks"],
-            "rollout/roots": counts["roots"],
-            "rollout/sampled_tokens": counts["sampled_tokens"],
-            "rollout/tool_calls": counts["tool_calls"],
-            "rollout/led_calls": counts["led"],
-            "failed/trajectories": self._kinds.total(),
-            "failed/retaken": counts["retaken"],
-        }
-        metrics |= {f"failed/by_kind/{kind}": count for kind, count in sorted(self._kinds.items())}
-        if trees:
-            metrics["staleness/max"] = max(self._staleness)
-            metrics["staleness/mean"] = fmean(self._staleness)
-            total = self._ages.total()
-            metrics |= {
-                f"staleness/tokens_{age}": self._ages[age] / total
-                for age in sorted(self._ages)
-                if total
-            }
-        if self._entropy[1]:
-            metrics["rollout/entropy"] = self._entropy[0] / self._entropy[1]
-        if num := num_done + self._kinds.total():
-            metrics["failed/share"] = self._kinds.total() / num
-        if not num_done:
-            return metrics
-        metrics["reward/mean"] = fmean(reward for reward, _ in done)
-        metrics["reward/success"] = success = fmean(success for _, success in done)
-        metrics["reward/success_if_failed_wrong"] = success * (1 - metrics["failed/share"])
-        metrics["rollout/response_tokens"] = fmean(self._lengths)
-        metrics["rollout/response_tokens_max"] = max(self._lengths)
-        metrics["rollout/turns"] = counts["turns"] / num_done
-        metrics["rollout/calls_per_trajectory"] = counts["calls"] / num_done
-        metrics["rollout/truncated"] = counts["truncated"] / num_done
-        metrics |= {name: fmean(values) for name, values in self._parts.items()}
-        if "reward/format" in self._parts:
-            wrong = (value < 0 for value in self._parts["reward/format"])
-            metrics["reward/format_errors"] = fmean(wrong)
-        for limit, count in self._limits.items():
-            metrics[f"truncated/{limit}"] = count / num_done
-        if len({tree.task.kind for tree in trees}) > 1:
-            for kind in sorted(self._done):
-                metrics[f"by_kind/{kind}/reward"] = fmean(one[0] for one in self._done[kind])
-                metrics[f"by_kind/{kind}/success"] = fmean(one[1] for one in self._done[kind])
-        return metrics | _tool_metrics(self._calls)
-
-
-def _tool_metrics(calls: dict[str, list[Info]]) -> Metrics:
+def _tool_metrics(calls: Sequence[Info]) -> Metrics:
     metrics: Metrics = {}
-    for name, of_name in sorted(calls.items()):
+    for name in sorted({call["name"] for call in calls}):
+        of_name = [call for call in calls if call["name"] == name]
         metrics[f"tool/{name}/calls"] = len(of_name)
         metrics[f"tool/{name}/errors"] = sum(not call.get("ok", True) for call in of_name)
         metrics[f"tool/{name}/mean_s"] = fmean(call.get("duration_s", 0.0) for call in of_name)
@@ -383,7 +337,7 @@ class Throughput:
 
 NO_TOOL = "no tool"  # an observation that does not answer a call
 USER = "a user"  # a message that answers a turn without a call
-OTHER_TOOLS = "other tools"  # a policy can invent any number of names
+OTHER_TOOLS = "after/other tools"  # a policy can invent any number of names
 MAX_TOOLS = 32  # curves by tool in a merged profile
 
 
@@ -410,44 +364,36 @@ class EntropyCurve(Struct, frozen=True):
         return sum(mean * count for mean, count in pairs) / total if total else float("nan")
 
 
-class EntropyProfile(Struct, frozen=True):
-    """Curves of first turns, of all turns after an observation, and of these by tool; turns after
-    user messages are separate.
+# By name: start, the first turns; after_result, all turns after an observation; after/TOOL, these
+# by tool; turns after user messages are separate. ARPO and AEPO compare those of each tool with
+# `start` over the first 10 to 50 tokens.
+EntropyProfile = dict[str, EntropyCurve]
 
-    ARPO and AEPO compare `after` each tool with `start`, the first turn of a trajectory, over the
-    first 10 to 50 tokens.
-    """
 
-    start: EntropyCurve = EntropyCurve()
-    after_result: EntropyCurve = EntropyCurve()
-    after: dict[str, EntropyCurve] = {}
+def merged_profile(one: EntropyProfile, other: EntropyProfile) -> EntropyProfile:
+    """The profile over the trees of both. Tools beyond the first MAX_TOOLS are combined, which
+    bounds repeated merges."""
+    curves = dict(one)
+    for name, curve in other.items():
+        known = name in curves or "/" not in name or len(curves) < MAX_TOOLS + 2
+        name = name if known else OTHER_TOOLS
+        curves[name] = curves.get(name, EntropyCurve()).merged(curve)
+    return _in_order(curves)
 
-    def merged(self, other: EntropyProfile) -> EntropyProfile:
-        """The profile over the trees of both. Tools beyond the first MAX_TOOLS are combined, which
-        bounds repeated merges."""
-        after = dict(self.after)
-        for tool, curve in other.after.items():
-            known = tool in after or len(after.keys() - {OTHER_TOOLS}) < MAX_TOOLS
-            name = tool if known else OTHER_TOOLS
-            after[name] = after.get(name, EntropyCurve()).merged(curve)
-        return EntropyProfile(
-            start=self.start.merged(other.start),
-            after_result=self.after_result.merged(other.after_result),
-            after={tool: after[tool] for tool in sorted(after)},
-        )
 
-    def curves(self) -> dict[str, EntropyCurve]:
-        """By name: start, after_result, after/TOOL."""
-        curves = {"start": self.start, "after_result": self.after_result}
-        return curves | {f"after/{tool}": curve for tool, curve in self.after.items()}
+def _in_order(curves: EntropyProfile) -> EntropyProfile:
+    return {
+        name: curves[name] for name in sorted(curves, key=lambda n: (n != "start", "/" in n, n))
+    }
 
-    def rows(self) -> list[dict[str, float | int | str]]:
-        """A table: one row per curve and position."""
-        return [
-            {"curve": name, "position": place, "entropy": mean, "turns": count}
-            for name, curve in self.curves().items()
-            for place, (mean, count) in enumerate(zip(curve.mean, curve.count, strict=True))
-        ]
+
+def profile_rows(profile: EntropyProfile) -> list[dict[str, float | int | str]]:
+    """A table: one row per curve and position."""
+    return [
+        {"curve": name, "position": place, "entropy": mean, "turns": count}
+        for name, curve in profile.items()
+        for place, (mean, count) in enumerate(zip(curve.mean, curve.count, strict=True))
+    ]
 
 
 def entropy_profile(trees: Iterable[TrajectoryTree], num_positions: int = 50) -> EntropyProfile:
@@ -455,31 +401,23 @@ def entropy_profile(trees: Iterable[TrajectoryTree], num_positions: int = 50) ->
 
     A result that answers calls of several tools counts for each of them once.
     """
-    start: list[Sequence[float]] = []
-    after: dict[str, list[Sequence[float]]] = {}
-    followed: list[Sequence[float]] = []
+    turns: dict[str, list[Sequence[float]]] = {"start": [], "after_result": []}
     for tree in trees:
         for node in tree.nodes[1:]:
             if not node.entropies or node.parent is None:
                 continue
-            first = node.entropies[:num_positions]
             above = tree.nodes[node.parent]
-            if above.parent is None:
-                start.append(first)
-            elif above.observation_ids:
-                followed.append(first)
-                for tool in _tools(above):
-                    after.setdefault(tool, []).append(first)
-    return EntropyProfile(
-        start=_curve(start),
-        after_result=_curve(followed),
-        after={tool: _curve(after[tool]) for tool in sorted(after)},
-    )
+            names = ["start"] if above.parent is None else []
+            if not names and above.observation_ids:
+                names = ["after_result", *(f"after/{tool}" for tool in _tools(above))]
+            for name in names:
+                turns.setdefault(name, []).append(node.entropies[:num_positions])
+    return _in_order({name: _curve(found) for name, found in turns.items()})
 
 
 def _tools(node: Node) -> list[str]:
     names = {str(call["name"]) for call in node.info.get("tool_calls", ())}
-    return sorted(names) or [USER if node.is_of_user else NO_TOOL]
+    return [*names] or [USER if node.is_of_user else NO_TOOL]
 
 
 def _curve(turns: Sequence[Sequence[float]]) -> EntropyCurve:

@@ -12,15 +12,16 @@ from agentenv.base.errors import ConfigError, CrashError, DataError, EnvError
 from agentenv.base.tree import Ids, Node, Prefix, packed_ids
 from agentenv.base.types import Completion, Info, Message, NextTurn, SamplingParams, Turn
 from agentenv.base.untrusted import convert
-from agentenv.rollout.conversation import Context
-from agentenv.rollout.message_conversation import MessageConversation
-from agentenv.text.call_syntax import call_marks, split_thoughts
+from agentenv.rollout.conversation import Context, Conversation
+from agentenv.text.call_syntax import said
 from agentenv.text.contexts import context_ids
 from agentenv.text.renderer import ContextRenderer
 
 
-class ProgramConversation(MessageConversation):
-    """See `Conversation`; the environment describes each next turn in its info (`NextTurn`)."""
+class ProgramConversation(Conversation):
+    """The environment describes each next turn in its info (`NextTurn`)."""
+
+    opens_contexts = True
 
     def __init__(self, renderer: ContextRenderer, most: int) -> None:
         super().__init__(renderer, most)
@@ -30,14 +31,6 @@ class ProgramConversation(MessageConversation):
         self._tips: dict[int, tuple[Node, Prefix]] = {}  # unanswered turns, and tokens up to them
         self._cut: set[int] = set()  # turns without an end token
         self._is_cut = False  # the turn that was read last
-
-    @property
-    def max_tokens(self) -> int:
-        return self._next.max_tokens
-
-    @property
-    def opens_contexts(self) -> bool:
-        return True
 
     def begin(self, messages: list[Message], info: Info) -> None:
         super().begin(messages, info)
@@ -65,14 +58,9 @@ class ProgramConversation(MessageConversation):
         if completion.finish_reason == "length":
             reason = "length"
         self._is_cut = reason == "length" or stop is not None
-        text = action.content.removesuffix(stop or "")
-        readable = any("problem" not in call.arguments for call in action.tool_calls)
-        marks = call_marks(self._writer.style, self.tools) if readable else ()
-        thoughts, text = split_thoughts(text, self._writer.style, marks)
-        size, number = len(prefix), len(completion.token_ids)
-        return replace(
-            action, turn=Turn(thoughts.strip(), text.strip(), reason, size, number, stop)
-        )
+        own = said(action, self._writer.style, self.tools, stop)
+        sizes = len(prefix), len(completion.token_ids)
+        return replace(action, turn=Turn(*own, reason, *sizes, stop))
 
     async def observe(
         self, action: Message, node: Node, prefix: Prefix, messages: list[Message]
@@ -110,6 +98,7 @@ class ProgramConversation(MessageConversation):
         given = info.pop("turn", None)
         if given is not None:
             self._next = convert(given, NextTurn)
+            self.max_tokens = self._next.max_tokens
             if self._next.tools is not None:
                 self.tools = self._next.tools
 

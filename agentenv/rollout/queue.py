@@ -20,69 +20,54 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from statistics import median
+from functools import partial
+from statistics import fmean, median
+from typing import NamedTuple
 
 from msgspec import Struct
 
 from agentenv.base.tree import TrajectoryTree
 
 
-class Waiting:
-    """An undelivered rollout, with its start and end (loop time, seconds)."""
+class TreeTimes(Struct):
+    """Start and end of a rollout, and the time at which the learner was expected to request its
+    tree (loop times, seconds)."""
 
-    __slots__ = ("began_s", "due_s", "ended_s", "rollout")
+    began_s: float
+    ended_s: float
+    due_s: float
 
-    def __init__(self, rollout: asyncio.Task[TrajectoryTree], due_s: float | None) -> None:
-        """`due_s`: when the learner is expected to request it; None: do not measure its time."""
-        self.rollout = rollout
-        self.due_s = due_s
-        self.began_s = rollout.get_loop().time()
-        self.ended_s: float | None = None
-        rollout.add_done_callback(self._ends)
+    def needed_s(self, requested_s: float) -> float:
+        """The lead with which the tree would have ended exactly at the learner's request."""
+        return self.ended_s - self.began_s + max(0.0, self.due_s - max(requested_s, self.began_s))
 
-    def _ends(self, rollout: asyncio.Task[TrajectoryTree]) -> None:
-        self.ended_s = rollout.get_loop().time()
 
-    def grown(self) -> TreeTimes | None:
-        """Its times after its end, if they are measured."""
-        ended_s = self.rollout.get_loop().time() if self.ended_s is None else self.ended_s
-        return None if self.due_s is None else TreeTimes(self.began_s, ended_s, self.due_s)
+class Waiting(NamedTuple):
+    """An undelivered rollout. `is_new`: its time is measured."""
 
-    def age_s(self) -> float:
-        """Seconds since its end; 0 before its end is recorded."""
-        return 0.0 if self.ended_s is None else self.rollout.get_loop().time() - self.ended_s
+    rollout: asyncio.Task[TrajectoryTree]
+    times: TreeTimes
+    is_new: bool
 
 
 class Flow:
-    """Waiting times between feeder and learner, since the last `take`."""
+    """Waiting times between feeder and learner, in seconds, since the last `take`: from a tree's
+    end to its delivery; in which no tree could begin, since all slots were held; and in which the
+    next tree was not needed yet."""
 
     def __init__(self) -> None:
-        self._ages_s: list[float] = []
-        self._blocked_s = self._early_s = 0.0
-
-    def selected(self, age_s: float) -> None:
-        """Record the seconds from a tree's end to its delivery."""
-        self._ages_s.append(age_s)
-
-    def blocked(self, seconds: float) -> None:
-        """Record seconds in which no tree could begin, since all slots were held."""
-        self._blocked_s += seconds
-
-    def early(self, seconds: float) -> None:
-        """Record seconds in which the next tree was not needed yet."""
-        self._early_s += seconds
+        self.ages_s: list[float] = []
+        self.blocked_s = self.early_s = 0.0
 
     def take(self) -> dict[str, float]:
         """The metrics, flow/NAME; resets them."""
-        ages_s = self._ages_s
         figures = {
-            "flow/producer_blocked_s": self._blocked_s,
-            "flow/producer_early_s": self._early_s,
+            "flow/producer_blocked_s": self.blocked_s,
+            "flow/producer_early_s": self.early_s,
         }
-        self._ages_s, self._blocked_s, self._early_s = [], 0.0, 0.0
-        if ages_s:
-            figures["flow/age_s"] = sum(ages_s) / len(ages_s)
-            figures["flow/age_max_s"] = max(ages_s)
+        if self.ages_s:
+            figures |= {"flow/age_s": fmean(self.ages_s), "flow/age_max_s": max(self.ages_s)}
+        self.ages_s, self.blocked_s, self.early_s = [], 0.0, 0.0
         return figures
 
 
@@ -117,7 +102,7 @@ class ReplayQueue:
             while self.num_reserved >= self.capacity:
                 self._freed.clear()
                 await self._freed.wait()
-            self.flow.blocked(now() - began_s)
+            self.flow.blocked_s += now() - began_s
         began_s = now()
         while self._pace is not None and not at_once:
             left_s = self._pace.early_s(now(), self._steps_ahead())
@@ -128,7 +113,7 @@ class ReplayQueue:
                 async with asyncio.timeout(left_s):
                     await self._changed.wait()
         early_s = now() - began_s
-        self.flow.early(early_s)
+        self.flow.early_s += early_s
         self.num_reserved += 1
         return early_s
 
@@ -140,10 +125,11 @@ class ReplayQueue:
     def put(self, rollout: asyncio.Task[TrajectoryTree], *, is_new: bool = True) -> None:
         """Add a rollout that holds a slot, right after its start. If it is not new, it resumes a
         tree of an earlier process, and its time is not measured."""
-        due_s = None
-        if self._pace is not None and is_new:
-            due_s = self._pace.due_s(rollout.get_loop().time(), self._steps_ahead())
-        self._rollouts.append(Waiting(rollout, due_s))
+        now_s = rollout.get_loop().time()
+        due_s = now_s if self._pace is None else self._pace.due_s(now_s, self._steps_ahead())
+        times = TreeTimes(now_s, now_s, due_s)
+        rollout.add_done_callback(partial(_ended, times))
+        self._rollouts.append(Waiting(rollout, times, is_new))
         self._arrived.set()
 
     def finish(self) -> None:
@@ -182,7 +168,7 @@ class ReplayQueue:
                     taken.append(one)
                     self._num_taken = len(taken)
                 else:
-                    self.flow.selected(one.age_s())
+                    self.flow.ages_s.append(now() - one.times.ended_s)
                     self.release(1)
                 self._changed.set()
         except BaseException:
@@ -191,10 +177,9 @@ class ReplayQueue:
         finally:
             self._num_taken = 0
         if self._pace is not None:
-            self._pace.learner_takes(now(), [*filter(None, (one.grown() for one in taken))])
+            self._pace.learner_takes(now(), [one.times for one in taken if one.is_new])
             self._changed.set()
-        for one in taken:  # together they form a step
-            self.flow.selected(one.age_s())
+        self.flow.ages_s += [now() - one.times.ended_s for one in taken]  # they form a step
         return [one.rollout.result() for one in taken]
 
     def release(self, count: int) -> None:
@@ -221,21 +206,13 @@ class ReplayQueue:
         return sum(one.rollout.done() for one in self._rollouts)
 
 
+def _ended(times: TreeTimes, rollout: asyncio.Task[TrajectoryTree]) -> None:
+    times.ended_s = rollout.get_loop().time()
+
+
 NUM_UPDATES = 5  # window of the median, which ignores an update with an evaluation
 NARROW = 0.1  # smaller: fewer waits of the learner; larger: staleness falls sooner
 LEAST_S = 1e-3  # a shorter wait would not advance a clock that rounds
-
-
-class TreeTimes(Struct, frozen=True):
-    """Start and end of a tree, and the time at which the learner was expected to request it."""
-
-    began_s: float
-    ended_s: float
-    due_s: float
-
-    def needed_s(self, requested_s: float) -> float:
-        """The lead with which the tree would have ended exactly at the learner's request."""
-        return self.ended_s - self.began_s + max(0.0, self.due_s - max(requested_s, self.began_s))
 
 
 class Pace:

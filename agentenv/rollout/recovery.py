@@ -34,7 +34,6 @@ from agentenv.contract.env import StepResult
 from agentenv.rollout.actor_parts import ActorParts
 from agentenv.rollout.branch import Branch
 from agentenv.rollout.conversation import Conversation
-from agentenv.rollout.message_conversation import MessageConversation
 from agentenv.rollout.program_conversation import ProgramConversation
 from agentenv.text.renderer import ContextRenderer
 
@@ -145,7 +144,7 @@ class Recovery:
         messages, info = await self._reset(branch)
         renderer, most = self._actor.renderer, self._limits.max_tool_result_tokens
         if "turn" not in info:
-            branch.conversation = MessageConversation(renderer, most)
+            branch.conversation = Conversation(renderer, most)
         elif isinstance(renderer, ContextRenderer):
             branch.conversation = ProgramConversation(renderer, most)
         else:

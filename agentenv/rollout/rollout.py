@@ -140,11 +140,16 @@ class Rollout:
     def now(self) -> list[BranchNow]:
         """The state of each live branch, or of the tree when all have ended."""
         now_s = asyncio.get_running_loop().time()
-        found = [one.now(now_s) for one in self.branches]
-        if not found and self.clock.doing:
-            waited_s, worked_s = now_s - self.clock.since, self.clock()
-            found = [BranchNow("", self.clock.doing, waited_s, worked_s=worked_s)]
-        return found
+        of = self.tree.task.id, self.tree.index
+        found = [
+            (one.name, one.clock, (one.num_turns, one.num_response_tokens, one.num_tool_calls))
+            for one in self.branches
+        ] or [("", self.clock, (0, 0, 0))]
+        return [
+            BranchNow(*of, name, clock.doing, clock.waited_s(now_s), *counts, clock())
+            for name, clock, counts in found
+            if name or clock.doing
+        ]
 
     def cancel(self, reason: str) -> int:
         """Cancel the tree on a user's request: its live branches fail, with the kind `cancelled`,

@@ -33,8 +33,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from agentenv.base.errors import ForeignError
-from agentenv.base.types import MALFORMED_CALL, ToolCall
+from agentenv.base.types import MALFORMED_CALL, Message, ToolCall
 from agentenv.base.untrusted import decode, decode_first, typed
+from agentenv.contract.function_tool import inlined
 
 _THOUGHT = THOUGHT_OPEN, THOUGHT_CLOSE = "<think>", "</think>"
 MAX_QUOTED = 100  # invalid call markers in a thought, after which the rest are not parsed
@@ -136,6 +137,21 @@ def split_thoughts(text: str, style: str, marks: Sequence[str]) -> tuple[str, st
     return thoughts, text[: min(places)] if places else text
 
 
+def said(
+    action: Message,
+    style: str,
+    tools: Sequence[dict[str, Any]],
+    stop: str | None,
+    raw: bool = False,
+) -> tuple[str, str]:
+    """Thoughts and text of a turn, which a stop string of the caller may have ended, without its
+    calls. Malformed calls stay in the text, unless the caller gets them (`raw`)."""
+    is_read = any(raw or "problem" not in call.arguments for call in action.tool_calls)
+    marks = call_marks(style, tools) if is_read else ()
+    thoughts, text = split_thoughts(action.content.removesuffix(stop or ""), style, marks)
+    return thoughts.strip(), text.strip()
+
+
 _BLANKS = re.compile(r"\s*")
 
 
@@ -209,11 +225,12 @@ def harmony_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall,
     return tuple(calls)
 
 
-def _json_call(body: str) -> ToolCall:
+def _json_call(body: str) -> list[ToolCall]:
     raw = _read(body, "not valid JSON", EXPECTED)
     if not isinstance(raw, dict) or not isinstance(raw.get("name"), str):
         raise MalformedCall(f"no name; {EXPECTED}")
-    return ToolCall(raw["name"], _object(raw.get("arguments", raw.get("parameters", {}))))
+    arguments = raw.get("arguments", raw.get("parameters", {}))
+    return [ToolCall(raw["name"], _object(arguments))]
 
 
 def _read(text: str, problem: str, expected: str) -> Any:
@@ -232,14 +249,14 @@ def _object(value: object, expected: str = EXPECTED) -> dict[str, Any]:
     return value
 
 
-def _harmony_call(written: tuple[str, str]) -> ToolCall:
+def _harmony_call(written: tuple[str, str]) -> list[ToolCall]:
     address, body = written
     prefix, _, name = address.partition(".")
     expected = "expected to=functions.NAME and a JSON object after <|message|>"
     if prefix != "functions" or not name:
         raise MalformedCall(f"the message is addressed to {address[:60]!r}; {expected}")
     arguments = _read(body, "the arguments are not valid JSON", expected)
-    return ToolCall(name, _object(arguments, expected))
+    return [ToolCall(name, _object(arguments, expected))]
 
 
 _GEMMA_QUOTE = '<|"|>'
@@ -263,7 +280,7 @@ def _gemma_end(text: str, start: int) -> int:
     return -1
 
 
-def _gemma_call(body: str) -> ToolCall:
+def _gemma_call(body: str) -> list[ToolCall]:
     """JSON with bare keys, and <|"|> around strings, which have no escapes."""
     found = re.fullmatch(r"\s*call:([^\s{]+)\s*(\{.*\})\s*", body, re.DOTALL)
     expected = f"expected call:NAME{{key:value}}, texts between {_GEMMA_QUOTE}"
@@ -273,7 +290,7 @@ def _gemma_call(body: str) -> ToolCall:
     # texts have odd indices; the parts between them are the structure
     parts[::2] = [_BARE_KEY.sub(r'\1"\2"', part) for part in parts[::2]]
     parts[1::2] = [json.dumps(part) for part in parts[1::2]]
-    return ToolCall(found[1], _object("".join(parts), expected))
+    return [ToolCall(found[1], _object("".join(parts), expected))]
 
 
 # tag formats, whose values have no types
@@ -352,7 +369,7 @@ def _tagged_calls(
     return _each(found, lambda body: _tagged_call(body, tags, tools))
 
 
-def _tagged_call(body: str, tags: _Tags, tools: Sequence[dict[str, Any]]) -> ToolCall:
+def _tagged_call(body: str, tags: _Tags, tools: Sequence[dict[str, Any]]) -> list[ToolCall]:
     found = tags.call.fullmatch(body)
     if found is None:
         raise MalformedCall(f"no name; {tags.expected}")
@@ -373,20 +390,14 @@ def _tagged_call(body: str, tags: _Tags, tools: Sequence[dict[str, Any]]) -> Too
     left = rest[end:].strip()
     if left:
         raise MalformedCall(f"{left[:60]!r} is not an argument; {tags.expected}")
-    return ToolCall(name, _unique(pairs))
+    return [ToolCall(name, _unique(pairs))]
 
 
 def properties_of(tool: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of each parameter, with references resolved."""
-    found, named = tool["parameters"].get("properties", {}), tool["parameters"].get("$defs", {})
-    if not isinstance(found, dict) or not named:
-        return found if isinstance(found, dict) else {}
-    return {
-        key: named.get(str(one.get("$ref", "")).rpartition("/")[2], one)
-        if isinstance(one, dict)
-        else one
-        for key, one in found.items()
-    }
+    schema = tool["parameters"]
+    found = inlined(schema.get("properties", {}), schema.get("$defs") or {}, ())
+    return found if isinstance(found, dict) else {}
 
 
 # calls in Python's notation
@@ -398,17 +409,6 @@ _PYTHON_PART = re.compile(
     + re.escape(LFM_CLOSE),
     re.DOTALL,
 )
-
-
-def lfm_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
-    """The calls in the lists between <|tool_call_start|> and <|tool_call_end|>."""
-    calls: list[ToolCall] = []
-    for block in blocks(text, Markers("<|tool_call_start|>", LFM_CLOSE, _python_end)):
-        try:
-            calls += _python_calls(block)
-        except MalformedCall as error:
-            calls.append(malformed(str(error)))
-    return tuple(calls)
 
 
 def _python_end(text: str, start: int) -> int:
@@ -423,9 +423,7 @@ def _python_end(text: str, start: int) -> int:
     return -1
 
 
-def _python_calls(block: str | MalformedCall) -> list[ToolCall]:
-    if isinstance(block, MalformedCall):
-        raise block
+def _python_calls(block: str) -> list[ToolCall]:
     expected = "expected a list of calls such as [NAME(key='value')]"
     try:
         with warnings.catch_warnings():  # about unknown escapes
@@ -472,14 +470,14 @@ def _literal(node: ast.expr) -> Any:
 # shared by the formats
 
 
-def _each(written: Any, read: Callable[[Any], ToolCall]) -> tuple[ToolCall, ...]:
-    """The calls, each parsed independently."""
-    calls = []
+def _each(written: Any, read: Callable[[Any], list[ToolCall]]) -> tuple[ToolCall, ...]:
+    """The calls, each of `written` parsed independently."""
+    calls: list[ToolCall] = []
     for one in written:
         try:
             if isinstance(one, MalformedCall):
                 raise one
-            calls.append(read(one.strip() if isinstance(one, str) else one))
+            calls += read(one.strip() if isinstance(one, str) else one)
         except MalformedCall as error:
             calls.append(malformed(str(error)))
     return tuple(calls)
@@ -504,13 +502,14 @@ def _block_calls(
     tools: Sequence[dict[str, Any]],
     *,
     markers: Markers,
-    read: Callable[[str], ToolCall],
+    read: Callable[[str], list[ToolCall]],
 ) -> tuple[ToolCall, ...]:
     """The calls between markers outside the thoughts of a turn."""
     return _each(blocks(text, markers), read)
 
 
 _HERMES = Markers(CALL_OPEN, CALL_CLOSE, json_end)
+_LFM = Markers("<|tool_call_start|>", LFM_CLOSE, _python_end)
 _GEMMA = Markers("<|tool_call>", "<tool_call|>", _gemma_end, ("<|channel>", "<channel|>"))
 PARSERS: dict[str, Parser] = {
     "hermes": partial(_block_calls, markers=_HERMES, read=_json_call),
@@ -518,7 +517,7 @@ PARSERS: dict[str, Parser] = {
     "qwen_xml": partial(_tagged_calls, tags=_QWEN_XML),
     "glm": partial(_tagged_calls, tags=_GLM),
     "atem": atem_calls,
-    "lfm": lfm_calls,
+    "lfm": partial(_block_calls, markers=_LFM, read=_python_calls),
     "harmony": harmony_calls,
     "gemma": partial(_block_calls, markers=_GEMMA, read=_gemma_call),
 }

@@ -18,7 +18,6 @@ from agentenv.text.call_syntax import after_thoughts
 from agentenv.text.endpoint import Json, ModelEndpoint
 
 CHAT_PATH = "/chat/completions"
-GAP = "\n...\n"
 MAX_TOKENS = 1 << 20  # of a turn, as counted by its server
 
 
@@ -109,12 +108,6 @@ def fenced(text: str, *, name: str = "DATA", digest_of: str = "") -> str:
     digest = hashlib.sha256((digest_of or text).encode(errors="replace")).hexdigest()
     mark = f"{name}-{digest[:16]}"
     return f"[{mark}]\n{text}\n[/{mark}]"
-
-
-def shortened(text: str, max_chars: int, gap: str = GAP) -> str:
-    """The text, or the head and tail of a text longer than `max_chars`."""
-    half = max_chars // 2
-    return text if len(text) <= max_chars else text[:half] + gap + text[-half:]
 
 
 class ChatModel:

@@ -40,5 +40,11 @@ def context_ids(
     return ids
 
 
+def num_common(one: Sequence[object], other: Sequence[object]) -> int:
+    """The length of the common prefix."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 def _is_turn(one: Message | Sequence[int]) -> bool:
     return not isinstance(one, Message) or one.role == "assistant"

@@ -23,6 +23,7 @@ from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.types import UNKNOWN_TOOL, Completion, Message, ToolCall
 from agentenv.contract.env import check_observation
 from agentenv.text.call_syntax import PARSERS, THOUGHT_CLOSE, Parser, after_thoughts
+from agentenv.text.contexts import num_common
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.renderer import TextCodec, ToolSchemas, template_errors
 
@@ -284,7 +285,7 @@ class NativeRenderer(TextCodec):
         before = self._try([_QUESTION])
         self._must_start(text, before, f"an answer and {roles}")
         prompt = self._try([_QUESTION], generation=True)
-        start = _num_common(text, prompt)
+        start = num_common(text, prompt)
         if start < len(prompt):  # not within a tag that both begin with
             start = max(len(before), *(text.rfind(mark, 0, start) + 1 for mark in "\n>"))
         text = text[start:]
@@ -317,7 +318,7 @@ class NativeRenderer(TextCodec):
     def _must_start(self, longer: str, shorter: str, what: str) -> None:
         if longer.startswith(shorter):
             return
-        place = _num_common(longer, shorter)
+        place = num_common(longer, shorter)
         raise self._refusal(
             f"cannot append: with {what} added it writes {longer[place : place + 40]!r} where "
             f"{shorter[place : place + 40]!r} stood"
@@ -379,12 +380,6 @@ def _calling(calls: Sequence[ToolCall], as_text: bool) -> dict[str, Any]:
         for number, call in enumerate(calls)
     ]
     return {"role": "assistant", "content": "", "tool_calls": written}
-
-
-def _num_common(one: str, other: str) -> int:
-    """The length of the common prefix of two texts."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _call_id(number: int) -> str:

@@ -27,10 +27,11 @@ from msgspec import Meta, Struct
 from agentenv.base.errors import ConfigError
 from agentenv.base.model_files import template_end
 from agentenv.base.types import Completion, Message, ToolCall
+from agentenv.base.untrusted import shortened
 from agentenv.contract.env import check_observation
 from agentenv.text.encoder import Encoder, EncoderLostError, decoder, fast_tokenizer
 from agentenv.text.prompt import PromptConfig
-from agentenv.text.tags import TAGS, Shown, check_tags, tagged_call, with_tools, written_arguments
+from agentenv.text.tags import TAGS, Shown, check_tags, tag_calls, with_tools, written_arguments
 
 RESULT_OPEN = " <result>\n"
 RESULT_CLOSE = "\n</result>"
@@ -328,12 +329,7 @@ class TagRenderer(TextCodec):
     ) -> Message:
         """The action as a message. A turn that does not end with a complete call has no calls."""
         text = self.written(completion, prefix_ids)
-        calls: tuple[ToolCall, ...] = ()
-        if completion.stop is not None:
-            for tool in tools:
-                if completion.stop == f"</{tool['name']}>":
-                    calls = tagged_call(text, tool)
-        return Message("assistant", text, calls)
+        return Message("assistant", text, tag_calls(text, tools, completion.stop or ""))
 
     def observation(
         self,
@@ -407,15 +403,10 @@ def _opening(tags: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile(rf"<(?=/?(?:{'|'.join(map(re.escape, tags))})>)")
 
 
-def bounded(text: str, max_tokens: int) -> str:
-    """Head and tail of a text that is far longer than max_tokens, so that its processing on the
-    event loop takes a bounded time."""
-    half = max_tokens * MAX_CHARS_A_TOKEN // 2
-    return text if len(text) <= 2 * half else text[:half] + CUT_MARKER + text[len(text) - half :]
-
-
 def _key(text: str, tools: ToolSchemas, max_tokens: int) -> Known:
-    return bounded(text, max_tokens), tuple([str(tool["name"]) for tool in tools]), max_tokens
+    """Far longer texts are shortened, so that their processing on the loop takes a bounded time."""
+    text = shortened(text, max_tokens * MAX_CHARS_A_TOKEN, CUT_MARKER)
+    return text, tuple([str(tool["name"]) for tool in tools]), max_tokens
 
 
 def _markers(tokenizer: Any) -> set[str]:

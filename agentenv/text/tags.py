@@ -76,11 +76,14 @@ def _text_start(body: str, opened: str) -> int:
         place = end + len(THOUGHT_CLOSE)
 
 
-def tag_calls(text: str, tools: Sequence[ToolSchema]) -> tuple[ToolCall, ...]:
-    """The call at the end of a whole turn, if any."""
-    text = text.rstrip()
+def tag_calls(
+    text: str, tools: Sequence[ToolSchema], stop: str | None = None
+) -> tuple[ToolCall, ...]:
+    """The call at the end of a whole turn, or at the closing tag `stop` that ended it, if any."""
+    end = text.rstrip() if stop is None else stop
     for tool in tools:
-        if text.endswith(f"</{tool['name']}>"):
+        closing = f"</{tool['name']}>"
+        if end.endswith(closing) if stop is None else end == closing:
             return tagged_call(text, tool)
     return ()
 

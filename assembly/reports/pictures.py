@@ -21,7 +21,7 @@ from typing import Any
 
 from agentenv.base.disk import write_whole
 from agentenv.data.data_files import Row
-from agentenv.rollout.metrics import EntropyProfile
+from agentenv.rollout.metrics import EntropyProfile, profile_rows
 
 
 def panels(
@@ -79,7 +79,7 @@ def write_entropy(profile: EntropyProfile, folder: Path, name: str) -> None:
     text = io.StringIO(newline="")
     table = csv.DictWriter(text, COLUMNS)
     table.writeheader()
-    table.writerows(profile.rows())
+    table.writerows(profile_rows(profile))
     write_whole(folder / "entropy.csv", text.getvalue())
     _plot(profile, folder / "entropy.png", name)
 
@@ -93,7 +93,7 @@ def _plot(profile: EntropyProfile, target: Path, name: str) -> None:
     titles = {"start": "first turn", "after_result": "after any tool result"}
     title = f"{name}: entropy by position, rollouts of the whole run"
     figure, (left, right) = panels(1, 2, (11, 4.2), title)
-    for label, curve in profile.curves().items():
+    for label, curve in profile.items():
         if not curve.count:
             continue
         style = styles.get(label, {})

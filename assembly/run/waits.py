@@ -8,18 +8,22 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 
 from agentenv.assembly.run.terminal import View
 from agentenv.base.deadline import WaitKind
 from agentenv.base.offload import poll_pause
-from agentenv.rollout.actor import Actor, Awaited
+from agentenv.rollout.actor import Actor
+from agentenv.rollout.branch import BranchNow
 
 LOOK_S = 5.0
 EXPECTED_S = 60.0
 LONG_S = 300.0  # for a slot on a busy server, and for a whole turn
 AGAIN = 4  # a wait is reported again at AGAIN times its last reported length
-_OLDEST = attrgetter("since", "tree", "branch")
+
+
+def oldest(one: BranchNow) -> tuple[float, int, str]:
+    """The order of waits, the longest first."""
+    return -one.for_s, one.tree, one.branch
 
 
 def expected_s(what: str) -> float:
@@ -29,10 +33,10 @@ def expected_s(what: str) -> float:
     return LONG_S if what in (WaitKind.TURN, WaitKind.SLOT) else EXPECTED_S
 
 
-def line_of(what: str, waiting: Sequence[Awaited], now: float) -> str:
-    """Describes the rollouts that wait for `what`; `now` is the loop's time in seconds."""
-    first = min(waiting, key=_OLDEST)
-    seconds = now - first.since
+def line_of(what: str, waiting: Sequence[BranchNow]) -> str:
+    """Describes the rollouts that wait for `what`."""
+    first = min(waiting, key=oldest)
+    seconds = first.for_s
     who = "1 rollout waits" if len(waiting) == 1 else f"{len(waiting)} rollouts wait"
     since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
     branch = f", branch {first.branch}" if first.branch else ""
@@ -42,9 +46,9 @@ def line_of(what: str, waiting: Sequence[Awaited], now: float) -> str:
     )
 
 
-def by_what(awaited: Iterable[Awaited]) -> dict[str, list[Awaited]]:
+def by_what(awaited: Iterable[BranchNow]) -> dict[str, list[BranchNow]]:
     """The waits, grouped by their `what`."""
-    found: dict[str, list[Awaited]] = {}
+    found: dict[str, list[BranchNow]] = {}
     for one in awaited:
         found.setdefault(one.what, []).append(one)
     return found
@@ -96,19 +100,18 @@ class WaitWatch:
                 due_s = expected_s(what)
             if now - since >= due_s:
                 group = [one for one in self._awaited() if one.what == what]
-                late = [one for one in group if now - one.since >= expected_s(what)]
-                self._report(line_of(what, late, now))
+                late = [one for one in group if one.for_s >= expected_s(what)]
+                self._report(line_of(what, late))
                 due_s = AGAIN * (now - since)
             self._reported[what] = since, due_s
 
     def longest(self) -> str:
         """A description of the longest wait; empty: none."""
-        now = asyncio.get_running_loop().time()
         awaited = list(self._awaited())
         if not awaited:
             return ""
-        what = min(awaited, key=_OLDEST).what
-        return line_of(what, by_what(awaited)[what], now)
+        what = min(awaited, key=oldest).what
+        return line_of(what, by_what(awaited)[what])
 
-    def _awaited(self) -> Iterator[Awaited]:
+    def _awaited(self) -> Iterator[BranchNow]:
         return (one for actor in self._actors() for one in actor.awaited())

@@ -24,11 +24,11 @@ from msgspec.structs import replace
 
 from agentenv.base.errors import ConfigError, EngineDeadError, EngineError, GraderError, InfraError
 from agentenv.base.result_cache import ResultCache
-from agentenv.base.untrusted import decode_text
+from agentenv.base.untrusted import decode_text, shortened
 from agentenv.contract.http_client import MalformedReplyError, RefusedError
 from agentenv.envs.grading.keys import JudgeConfig
 from agentenv.envs.grading.verdict import GraderDownError, Matcher, Verdict, shown
-from agentenv.text.chat_model import ChatModel, fenced, read_reply, shortened
+from agentenv.text.chat_model import ChatModel, fenced, read_reply
 
 PROMPT_VERSION = 2  # part of the cache key: a changed prompt is sent again
 MAX_CACHED = 50_000

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from agentenv.base.errors import ConfigError, EngineDeadError
+from agentenv.base.untrusted import shortened
 from agentenv.contract.http_client import MalformedReplyError
 from agentenv.contract.server_config import ChatModelConfig
-from agentenv.text.chat_model import ChatModel, fenced, read_chat, read_reply, shortened
+from agentenv.text.chat_model import ChatModel, fenced, read_chat, read_reply
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
 
 

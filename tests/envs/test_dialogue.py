@@ -226,7 +226,7 @@ def test_plans_fork_after_user_messages() -> None:
     assert all(node.is_of_user for node in forked)
     assert len(tree.leaves()) == 4
     assert not tree.failures()
-    assert "a user" in entropy_profile([tree]).after
+    assert "after/a user" in entropy_profile([tree])
 
 
 class Flaky(DeskEnv):

@@ -91,8 +91,8 @@ def test_entropies_are_those_of_the_updated_policy(agreement: Agreement) -> None
     forget_entropies([untrained])
     metrics = rollout_metrics([*trees, untrained], 0)
     assert metrics["rollout/entropy"] == pytest.approx(float(np.mean(expected)), rel=1e-6)
-    assert entropy_profile([untrained]).start.mean == []
-    assert entropy_profile(trees).start.mean
+    assert entropy_profile([untrained])["start"].mean == []
+    assert entropy_profile(trees)["start"].mean
 
 
 @pytest.mark.parametrize("agreement", ["exact", "unknown"])

@@ -27,9 +27,9 @@ from agentenv.assembly.run.control import (
     SaveCheckpoint,
     listening,
 )
-from agentenv.assembly.run.waits import by_what, expected_s
+from agentenv.assembly.run.waits import by_what, expected_s, oldest
 from agentenv.base.errors import ConfigError
-from agentenv.rollout.actor import Actor, Awaited, awaited_by
+from agentenv.rollout.actor import Actor
 from agentenv.rollout.branch import BranchNow
 from agentenv.rollout.metrics import failure_kind_of
 from agentenv.training.loop.brief_reports import phase_title
@@ -139,27 +139,25 @@ class Control:
         training = self.training
         if training.phase == "set-up":
             return RequestDone([f"training has not started: {training.view.activity or 'set-up'}"])
-        now = asyncio.get_running_loop().time()
-        awaited: list[Awaited] = []
+        awaited: list[BranchNow] = []
         for actor in self._actors():
             for number, rollout in enumerate(list(actor.rollouts)):
-                awaited += awaited_by(rollout)
+                awaited += (one for one in rollout.now() if one.what)
                 if number % PIECE == PIECE - 1:
                     await asyncio.sleep(0)
         waits: list[dict[str, Any]] = []
         for what, group in by_what(awaited).items():
-            first = min(group, key=lambda one: (one.since, one.tree, one.branch))
-            for_s = now - first.since
+            first = min(group, key=oldest)
             waits.append(
                 {
                     "what": what,
                     "branches": len(group),
-                    "longest_s": for_s,
-                    "since": clock_text(for_s),
+                    "longest_s": first.for_s,
+                    "since": clock_text(first.for_s),
                     "tree": first.tree,
                     "branch": first.branch,
                     "task": first.task_id,
-                    "is_long": for_s >= expected_s(what),
+                    "is_long": first.for_s >= expected_s(what),
                 }
             )
         waits.sort(key=lambda one: -one["longest_s"])

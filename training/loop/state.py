@@ -100,7 +100,7 @@ class RunState(Struct):
     totals: Totals = field(default_factory=Totals)
     outcomes: Outcomes = field(default_factory=Outcomes)  # for the curriculum
     parity: ParityGap = field(default_factory=ParityGap)
-    entropy: EntropyProfile = EntropyProfile()
+    entropy: EntropyProfile = {}
     reports: dict[str, dict[str, BriefReport]] = field(default_factory=dict)
     best: float | None = None
     evaluating: Evaluating | None = None

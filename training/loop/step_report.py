@@ -14,6 +14,7 @@ from agentenv.rollout.metrics import (
     LoopLag,
     Throughput,
     entropy_profile,
+    merged_profile,
     rollout_metrics,
     trained_metrics,
 )
@@ -56,7 +57,7 @@ class StepReport:
         counted = [(tree, counted_leaves(tree, credit)) for tree, credit in batch.learned]
         metrics |= await in_thread(trained_metrics, trees, counted, version)
         profile = await in_thread(entropy_profile, trees)
-        state.entropy = state.entropy.merged(profile)
+        state.entropy = merged_profile(state.entropy, profile)
         state.totals.add(metrics)
         return metrics
 

@@ -23,10 +23,12 @@ WINDOW = 20  # tokens of the entropy line
 
 def entropy_line(profile: EntropyProfile) -> str:
     """A line with mean entropies of the first tokens, for terminal and log; empty without data."""
-    means = {name: curve.window(WINDOW) for name, curve in profile.curves().items()}
-    if math.isnan(means["start"]) or math.isnan(means["after_result"]):
+    means = {name: curve.window(WINDOW) for name, curve in profile.items()}
+    if math.isnan(means.get("start", math.nan)) or math.isnan(means["after_result"]):
         return ""
-    tools = ", ".join(f"{tool} {means[f'after/{tool}']:.3f}" for tool in profile.after)
+    tools = ", ".join(
+        f"{name.removeprefix('after/')} {mean:.3f}" for name, mean in means.items() if "/" in name
+    )
     return (
         f"entropy of a turn's first {WINDOW} tokens, nats: first turn {means['start']:.3f}, after "
         f"a tool result {means['after_result']:.3f} ({tools})"

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from agentenv.base.deadline import Wait
+from agentenv.base.deadline import waiting
 from agentenv.base.errors import EngineDeadError, EngineError
 from agentenv.base.offload import in_thread, start_thread
 from agentenv.base.types import Chunk, Completion, SamplingParams
@@ -49,7 +49,7 @@ class EngineCall:
     ) -> None:
         self.future, self._on_tokens = future, on_tokens
         self.over = False  # generate has returned or is about to
-        self.wait = Wait()  # until it is admitted, and while the engine sleeps
+        self.wait = waiting()  # until it is admitted, and while the engine sleeps
 
     def report(self, chunk: Chunk) -> None:
         """Pass a chunk to the callback; if that raises, the call fails and the loop logs the

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from agentenv.base.deadline import Wait, Work, WorkClock
+from agentenv.base.deadline import Work, WorkClock, waiting
 from agentenv.base.errors import SHOWN
 from agentenv.base.retries import backoff_s
 from agentenv.contract.request import ForeignWeightsError, ServerLoad
@@ -113,7 +113,7 @@ class RequestMonitor:
     `work` is the work since the last token, `problem` the silence after which it was ended."""
 
     def __init__(self, slot: Slot, heartbeat: Heartbeat) -> None:
-        self.wait, self.work, self.problem = Wait(), Work(), ""
+        self.wait, self.work, self.problem = waiting(), Work(), ""
         self._slot, self._heartbeat = slot, heartbeat
         self._since_s = slot.clock()
         self._has_tokens = False
