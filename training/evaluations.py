@@ -1,4 +1,4 @@
-"""Evaluations of a training run: between phases, after steps, or concurrent with training.
+"""Evaluations of a training run: between phases, and after steps.
 
 RUN/eval/step-000040/           a complete evaluation, for `evaluate report`, `compare`, `regrade`
 RUN/eval/step-000040.partial/   an evaluation that is in progress, or was interrupted
@@ -13,24 +13,22 @@ import copy
 import json
 import logging
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.reports.records import FAILED, EvalRow, Wanted
-from agentenv.assembly.run.checkpoints import REMOVED, load_state
-from agentenv.assembly.run.kept import best_checkpoint, keep_best
-from agentenv.assembly.run.terminal import Pulse, View, first_reason
+from agentenv.assembly.run.kept import keep_best
+from agentenv.assembly.run.terminal import Pulse, View
 from agentenv.base.config import to_plain
 from agentenv.base.deadline import uncancelled
 from agentenv.base.disk import PARTIAL, replace_folder
-from agentenv.base.errors import SHOWN, AgentEnvError, DataError, EnvError, TooManyFailuresError
+from agentenv.base.errors import SHOWN, DataError
 from agentenv.base.offload import in_thread
 from agentenv.base.tree import CANCELLED
 from agentenv.base.types import Task
@@ -46,7 +44,7 @@ from agentenv.training.loop.clocks import PhaseClock
 from agentenv.training.loop.loop import Evaluator
 from agentenv.training.loop.parts import Parts
 from agentenv.training.loop.recorder import Recorder
-from agentenv.training.loop.state import Evaluating, RunSaver, RunState
+from agentenv.training.loop.state import Evaluating, RunSaver
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +56,7 @@ Sample = Callable[[Actor, str], Awaitable[list[EvalRow]]]  # (actor, name of the
 
 @dataclass(eq=False)
 class RunEvaluator(Evaluator):
-    """Evaluates the policy of a run: between updates, or overlapping training, on a separate engine
-    that keeps the weights of one step until its evaluation is done. Overlapping evaluations run
-    one at a time."""
+    """Evaluates the policy of a run, while no weights are published."""
 
     parts: Parts
     recorder: Recorder
@@ -70,8 +66,7 @@ class RunEvaluator(Evaluator):
     def __post_init__(self) -> None:
         self.config, self.state = self.recorder.config, self.recorder.state
         folder, view = self.recorder.run.path, self.recorder.view
-        self._overlapping: asyncio.Task[None] | None = None
-        self._folder, self._weights = folder / EVALUATIONS, folder / "evaluating"
+        self._folder = folder / EVALUATIONS
         self._evaluations = Evaluations(self.config, folder, self.parts.eval_tasks, view)
 
     def due(self, step: int) -> list[str]:
@@ -88,22 +83,18 @@ class RunEvaluator(Evaluator):
     async def evaluate(self, names: list[str], when: str = "") -> dict[str, BriefReport]:
         """Evaluate these sets. `when`: the phase; empty: after a step. No weights are published
         meanwhile, so that all rows have one policy version."""
-        if not names:  # keep `state.evaluating`, which may be an overlapping evaluation
+        if not names:
             return {}
         self.state.evaluating = what = self._now(names, when)
         with self.clock.phase("eval"):
-            found = await self._in_time(self._evaluate(self.parts.eval_actor, what), what)
+            found = await self._in_time(what)
         self.state.evaluating = None
         return found
 
     async def after_step(self, names: list[str]) -> None:
         """Evaluate these sets after a step, and update the best checkpoint."""
-        step = self.state.step
-        if names and self.parts.overlapping is not None:
-            await self._begin_overlapping(names)
-            return
         for report in (await self.evaluate(names)).values():
-            await consider_best(self.saver, step, report)
+            await consider_best(self.saver, report)
 
     async def resume(self, due: list[str]) -> None:
         """Resume the evaluation after a step that was interrupted, or run that of the sets `due`
@@ -111,17 +102,12 @@ class RunEvaluator(Evaluator):
         what = self.state.evaluating or self._now(due)
         if what.when or not what.sets:
             return
-        actor = self.parts.overlapping
         if not self._has_sets(what):
             self._warn_of_gap(what, "eval.sets no longer has them")
         elif await in_thread(self._evaluations.is_done, what):
             await self._consider_again(what)
-        elif actor is not None and await in_thread(self._weights_of(what).is_dir):
-            return self._begin(actor, what)
-        elif what.step == self.state.step:
-            return await self.after_step(what.sets)
         else:
-            self._warn_of_gap(what, "its weights were deleted")
+            await self.after_step(what.sets)
         self.state.evaluating = None
 
     async def _consider_again(self, what: Evaluating) -> None:
@@ -131,7 +117,7 @@ class RunEvaluator(Evaluator):
         rows = await in_thread(read_rows, self._folder / what.phase)
         for name in what.sets:
             of_set = [row for row in rows if row.dataset == name]
-            await consider_best(self.saver, what.step, brief_report(name, of_set))
+            await consider_best(self.saver, brief_report(name, of_set))
 
     def _has_sets(self, what: Evaluating) -> bool:
         """Whether the configuration still has all sets of the evaluation."""
@@ -146,82 +132,19 @@ class RunEvaluator(Evaluator):
             return self._evaluations.is_done(pending)
         return not (self._folder / f"{phase}{PARTIAL}").is_dir()
 
-    async def finish(self) -> None:
-        """Wait for the overlapping evaluation, if there is one."""
-        if self._overlapping is not None:
-            await self._overlapping
-            self._overlapping = None
-
-    def cancel(self) -> None:
-        """Stop the overlapping evaluation; the state records that it is still due."""
-        if self._overlapping is not None:
-            self._overlapping.cancel()
-
     # inner workings
 
     def _now(self, names: list[str], when: str = "") -> Evaluating:
         state, version = self.state, self.parts.learner.policy_version
         return Evaluating(state.step, version, names, state.line, when)
 
-    async def _begin_overlapping(self, names: list[str]) -> None:
-        actor, learner = self.parts.overlapping, self.parts.learner
-        assert actor is not None
-        with self.clock.phase("eval"):
-            await self.finish()
-            await in_thread(self._forget_weights)
-            what = self._now(names)
-            await learner.export(self._weights_of(what))
-        self.state.evaluating = what
-        if self.config.checkpoint.best_metric.partition("/")[0] in names:
-            await self.saver.save()  # these weights may become the best checkpoint
-        self._begin(actor, what)
-
-    def _begin(self, actor: Actor, what: Evaluating) -> None:
-        self._overlapping = asyncio.create_task(self._evaluate_overlapping(actor, what))
-
-    async def _evaluate_overlapping(self, actor: Actor, what: Evaluating) -> None:
-        """Evaluate; a failure only leaves a gap in the curve, and training continues. If every
-        trajectory failed, raise: training has the same problem."""
-        try:
-            found = await self._in_time(self._with_weights(actor, what), what)
-            for report in found.values():
-                await consider_best(self.saver, what.step, report)
-        except* (AgentEnvError, OSError) as errors:
-            error = first_reason(errors)
-            of_env = isinstance(error, TooManyFailuresError) and not error.is_of_engine
-            if isinstance(error, EnvError) or of_env:
-                raise
-            self._warn_of_gap(what, str(error))
-        self.state.evaluating = None
-        await in_thread(self._forget_weights)
-
-    def _weights_of(self, what: Evaluating) -> Path:
-        """The folder of its weights; the state of a checkpoint may name older weights than the
-        latest."""
-        return self._weights / f"{what.phase}-{what.incarnation}"
-
-    def _forget_weights(self) -> None:
-        """Remove the weights, atomically for a later process."""
-        removed = self._weights.with_name(self._weights.name + REMOVED)
-        shutil.rmtree(removed, ignore_errors=True)
-        with suppress(FileNotFoundError):
-            self._weights.rename(removed)
-        shutil.rmtree(removed, ignore_errors=True)
-
-    async def _with_weights(self, actor: Actor, what: Evaluating) -> dict[str, BriefReport]:
-        if actor.engine.policy_version != what.policy_version:
-            await actor.engine.load_weights(self._weights_of(what), what.policy_version)
-        return await self._evaluate(actor, what)
-
-    async def _in_time(
-        self, evaluation: Coroutine[Any, Any, dict[str, BriefReport]], what: Evaluating
-    ) -> dict[str, BriefReport]:
+    async def _in_time(self, what: Evaluating) -> dict[str, BriefReport]:
         """The result, or an empty one, with a warning, after `eval.timeout_s`."""
         limit_s = self.config.eval.timeout_s
         deadline = asyncio.timeout(limit_s)
         try:
             async with deadline:
-                return await evaluation
+                return await self._evaluate(what)
         except TimeoutError:
             if not deadline.expired():
                 raise
@@ -231,13 +154,11 @@ class RunEvaluator(Evaluator):
     def _warn_of_gap(self, what: Evaluating, reason: str) -> None:
         logger.warning("the evaluation %s is missing: %s", what.phase, reason, extra=SHOWN)
 
-    async def _evaluate(self, actor: Actor, what: Evaluating) -> dict[str, BriefReport]:
-        if not what.sets:
-            return {}
+    async def _evaluate(self, what: Evaluating) -> dict[str, BriefReport]:
         found = {}
         async with self._evaluations.begin(what) as sample:
             for name in what.sets:
-                rows = await sample(actor, name)
+                rows = await sample(self.parts.eval_actor, name)
                 refuse_failed(name, rows, is_before=what.when in BEFORE_TRAINING)
                 found[name] = brief_report(name, rows)
                 await self.recorder.record_evaluation(found[name], rows, what.step, what.phase)
@@ -280,8 +201,8 @@ def _figures(rows: Sequence[EvalRow]) -> BriefFigures:
     )
 
 
-async def consider_best(saver: RunSaver, step: int, report: BriefReport) -> None:
-    """Make the checkpoint of `step` the best one if `report` has the best value so far of
+async def consider_best(saver: RunSaver, report: BriefReport) -> None:
+    """Make the checkpoint of the last step the best one if `report` has the best value so far of
     checkpoint.best_metric."""
     name, _, figure = saver.best_metric.partition("/")
     if report.name != name:
@@ -290,28 +211,19 @@ async def consider_best(saver: RunSaver, step: int, report: BriefReport) -> None
     if value is None or (saver.state.best is not None and value <= saver.state.best):
         return
     cancelled = None
-    if step == saver.state.step and not await in_thread(saver.has, step):
+    if not await in_thread(saver.has, saver.state.step):
         try:
             await saver.save()
         except asyncio.CancelledError as error:  # the checkpoint is saved nevertheless
             cancelled = error
-    await uncancelled(_keep_best(saver, step, value))
+    await uncancelled(_keep_best(saver, value))
     if cancelled is not None:
         raise cancelled
 
 
-def _best_step(saver: RunSaver) -> int | None:
-    """The step of the best checkpoint, which may be of an earlier process."""
-    best = best_checkpoint(saver.checkpoints)
-    return None if best is None else load_state(best, RunState).step
-
-
-async def _keep_best(saver: RunSaver, step: int, value: float) -> None:
+async def _keep_best(saver: RunSaver, value: float) -> None:
     """Record a new best value, only with an existing checkpoint; see Evaluator.resume."""
-    if await in_thread(saver.has, step):
-        await in_thread(keep_best, saver.checkpoints, step)
-    elif await in_thread(_best_step, saver) != step:
-        return
+    await in_thread(keep_best, saver.checkpoints, saver.state.step)
     saver.state.best = value
     await saver.amend()
 
@@ -418,7 +330,6 @@ class Evaluations:
         plain = json.loads(json.dumps(to_plain(config)))
         raw = evaluation_of(plain, names, SET_KEYS)
         raw["concurrency"] = config.eval.concurrency
-        raw["engine"] = plain["eval"]["engine"] or raw["engine"]
         return resolve_sets(raw, "eval")
 
 

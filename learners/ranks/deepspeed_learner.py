@@ -206,28 +206,16 @@ class DeepSpeedLearner:
         replies = await self._call_replicas([command([trees[i] for i in one]) for one in shards])
         return list(zip(shards, replies, strict=True))
 
-    async def reset_optimizer(self, config: OptimizerConfig) -> None:
-        """Replace the optimizer by one without state, for instance between SFT and RL."""
-        await self.call_all(wire.ResetOptimizer(optimizer_of(config)))
+    async def reset_optimizer(self, config: OptimizerConfig, state: wire.OldState = "drop") -> None:
+        """Replace the optimizer by one of `config` without state, for instance between SFT and RL.
+        "set_aside" keeps the old state in the ranks' main memory, not in checkpoints; "take_back"
+        restores it for an optimizer of the same configuration."""
+        await self.call_all(wire.ResetOptimizer(optimizer_of(config), state))
 
-    async def save_optimizer(self, config: OptimizerConfig) -> None:
-        """As `reset_optimizer`, but keep the old state in the ranks' main memory, not in
-        checkpoints, until `restore_optimizer`."""
-        await self.call_all(wire.ResetOptimizer(optimizer_of(config), "set_aside"))
-
-    async def restore_optimizer(self, config: OptimizerConfig) -> None:
-        """Restore the saved state, which must belong to an optimizer of `config`."""
-        await self.call_all(wire.ResetOptimizer(optimizer_of(config), "take_back"))
-
-    async def publish(self, directory: Path) -> Path:
-        """Write the weights as a Hugging Face directory and increment the policy version."""
-        await self.call_all(wire.WriteModel(_absolute(directory), publish=True))
-        return directory
-
-    async def publish_adapter(self, directory: Path) -> Path:
-        """As `publish`, only the LoRA adapter, in peft's format."""
-        command = wire.WriteModel(_absolute(directory), publish=True, adapter_only=True)
-        await self.call_all(command)
+    async def publish(self, directory: Path, *, adapter_only: bool = False) -> Path:
+        """Write the weights as a Hugging Face directory, or only the LoRA adapter in peft's format,
+        and increment the policy version."""
+        await self.call_all(wire.WriteModel(_absolute(directory), True, False, adapter_only))
         return directory
 
     async def sleep(self) -> None:

@@ -39,6 +39,8 @@ class RankMessage(Struct, tag=True, tag_field="type"):
 
 # Of a rank
 
+OldState = Literal["drop", "set_aside", "take_back"]  # of an optimizer that is replaced
+
 
 class RankFailed(RankMessage):
     """The command raised an error; the rank keeps its state and continues."""
@@ -192,7 +194,7 @@ class ResetOptimizer(RankCommand[RankDone]):
     """Drop the optimizer's state, or save it, or restore it."""
 
     config: OptimizerConfig
-    state: Literal["drop", "set_aside", "take_back"] = "drop"
+    state: OldState = "drop"
 
 
 class WriteModel(RankCommand[RankDone]):

@@ -70,13 +70,14 @@ class Rank:
         if self._offloaded is not None and not isinstance(command, WHILE_ASLEEP):
             raise LearnerError(f"cannot run {type(command).__name__}: the learner is offloaded")
         try:
-            reply: R = COMMANDS[type(command)](self, command)
+            found: R | None = COMMANDS[type(command)](self, command)
         except Exception:
             if isinstance(command, wire.Update | wire.Imitate | wire.Prefer):
                 self.backend.abandon()
             raise
+        reply: Any = wire.RankDone() if found is None else found
         reply.policy_version = self.policy_version
-        return reply
+        return reply  # type: ignore[no-any-return]
 
     # Training
 
@@ -96,31 +97,28 @@ class Rank:
     def score(self, command: wire.ScoreSequences) -> wire.RankScores:
         return wire.RankScores(self.trainer.score(command.sequences))
 
-    def warm_up(self, command: wire.WarmUp) -> wire.RankDone:
+    def warm_up(self, command: wire.WarmUp) -> None:
         if self.backend.device.type == command.device:
             self.trainer.warm_up()
-        return wire.RankDone()
 
-    def reset_optimizer(self, command: wire.ResetOptimizer) -> wire.RankDone:
+    def reset_optimizer(self, command: wire.ResetOptimizer) -> None:
         if command.state == "set_aside":
             self.backend.save_state()
         self.backend.reset_optimizer(command.config)
         if command.state == "take_back":
             self.backend.restore_state()
-        return wire.RankDone()
 
-    def sleep(self, command: wire.Sleep) -> wire.RankDone:
+    def sleep(self, command: wire.Sleep) -> None:
         if command.asleep and self._offloaded is None:
             reference = self.trainer.reference.weights or {}
             self._offloaded = OffloadedMemory(self.backend, reference, memory=self._host)
         elif not command.asleep and self._offloaded is not None:
             self._offloaded.restore()
             self._offloaded = None
-        return wire.RankDone()
 
     # Weights
 
-    def write(self, command: wire.WriteModel) -> wire.RankDone:
+    def write(self, command: wire.WriteModel) -> None:
         if command.unmoved and self.trainer.moved:
             raise LearnerError("the learner's weights are no longer the published ones")
         directory = Path(command.directory)
@@ -130,7 +128,6 @@ class Rank:
             write_model(self.backend, self.source, directory, durable=not command.publish)
         if command.publish:
             self.count_version()
-        return wire.RankDone()
 
     def announce(self, _: wire.Announce) -> wire.RankManifest:
         manifest = self.broadcaster.manifest()
@@ -147,9 +144,8 @@ class Rank:
     def send_weights(self, _: wire.SendWeights) -> wire.RankTransfer:
         return wire.RankTransfer(self.broadcaster.send())
 
-    def leave_group(self, _: wire.LeaveGroup) -> wire.RankDone:
+    def leave_group(self, _: wire.LeaveGroup) -> None:
         self.broadcaster.leave()
-        return wire.RankDone()
 
     def share(self, command: wire.ShareWeights) -> wire.RankShared:
         shared, problem = self.shared.publish(
@@ -160,15 +156,13 @@ class Rank:
             self.shared.policy_version = self.policy_version
         return wire.RankShared(problem, shared)
 
-    def release_shared(self, _: wire.ReleaseShared) -> wire.RankDone:
+    def release_shared(self, _: wire.ReleaseShared) -> None:
         self.shared.release()
-        return wire.RankDone()
 
-    def write_shared(self, command: wire.WriteShared) -> wire.RankDone:
+    def write_shared(self, command: wire.WriteShared) -> None:
         if self.shared.policy_version != command.policy_version:
             raise LearnerError("the learner has moved on to newer weights")
         self.shared.write(self.source, Path(command.directory))
-        return wire.RankDone()
 
     def count_version(self) -> None:
         """Make the current weights the next policy version."""
@@ -177,7 +171,7 @@ class Rank:
 
     # Checkpoints
 
-    def save(self, command: wire.Save) -> wire.RankDone:
+    def save(self, command: wire.Save) -> None:
         """Write a checkpoint for a bitwise exact resume."""
         config, reference = self.config, self.trainer.reference
         meta = SavedLearner(
@@ -193,9 +187,8 @@ class Rank:
             lora=config.lora,
         )
         checkpoint.save(self.backend, meta, Path(command.directory), reference.weights)
-        return wire.RankDone()
 
-    def load(self, command: wire.Load) -> wire.RankDone:
+    def load(self, command: wire.Load) -> None:
         """Resume from a checkpoint of any number of ranks and any ZeRO stage."""
         saved = Checkpoint(Path(command.directory))
         restore(self.backend, saved)
@@ -208,7 +201,6 @@ class Rank:
         self.policy_version = saved.meta.policy_version
         self.trainer.optimizer_step = saved.meta.optimizer_step
         self.trainer.moved = saved.meta.moved
-        return wire.RankDone()
 
 
 COMMANDS: dict[type[wire.RankCommand[Any]], Callable[[Rank, Any], Any]] = {

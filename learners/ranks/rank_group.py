@@ -330,7 +330,7 @@ class RankGroup:
         command. Reports silent ranks of a command that takes far longer than usual."""
         pending: set[asyncio.Task[Any]] = set(tasks)
         clock = asyncio.get_running_loop().time
-        began_s, silent_s = clock(), self._silent_s(name)
+        began_s, silent_s = clock(), max(LEAST_SILENT_S, SILENT * self._usual_s(name))
         deadline = began_s + timeout_s
         failed: list[int] = []
         while pending and not any(_is_lost(task) for task in tasks):
@@ -357,27 +357,19 @@ class RankGroup:
         await self.close()
         return problem
 
-    def _usual_s(self, name: str) -> float | None:
-        """Usual duration of the command, in seconds; None before its first reply."""
-        seconds = self._seconds.get(name)
-        return median(seconds) if seconds else None
-
-    def _silent_s(self, name: str) -> float:
-        """Time of the command after which silent ranks are reported."""
-        usual_s = self._usual_s(name)
-        return max(LEAST_SILENT_S, SILENT * (FIRST_S if usual_s is None else usual_s))
+    def _usual_s(self, name: str) -> float:
+        """Usual duration of the command, in seconds."""
+        return median(self._seconds.get(name) or [FIRST_S])
 
     def _report_silence(
         self, tasks: list[asyncio.Task[Any]], name: str, seconds: float, timeout_s: float
     ) -> None:
-        usual_s = self._usual_s(name)
-        usual = "" if usual_s is None else f", which usually takes {usual_s:.3g} s"
         silent = [link for link, task in zip(self._links, tasks, strict=True) if not task.done()]
         states = ", ".join(f"rank {link.rank} ({link.state()})" for link in silent)
         logger.warning(
-            "no answer from the learner for %.0f s in %s%s: waiting for %s; after %.0f s "
-            "(learner.command_timeout_s) the run ends",
-            *(seconds, name, usual, states, timeout_s),
+            "no answer from the learner for %.0f s in %s, expected after %.3g s: waiting for %s; "
+            "after %.0f s (learner.command_timeout_s) the run ends",
+            *(seconds, name, self._usual_s(name), states, timeout_s),
             extra=SHOWN,
         )
 

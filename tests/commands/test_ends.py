@@ -684,9 +684,6 @@ def test_a_cold_start_reports_its_loss_and_its_checkpoint_is_kept_for_other_algo
     assert train.main(other) == 0
 
 
-OWN_ENGINE = 'eval.engine={name="scripted",script="tests.support.warehouse:warehouse_turn"}'
-
-
 def act_at_step_2(
     monkeypatch: pytest.MonkeyPatch, act: Callable[[], Coroutine[Any, Any, None]]
 ) -> None:
@@ -700,10 +697,6 @@ def act_at_step_2(
         return await generate(engine, *args, **kwargs)
 
     monkeypatch.setattr(ScriptedEngine, "generate", generating)
-
-
-async def die() -> None:
-    raise EngineDeadError("the GPU fell off")
 
 
 async def hang() -> None:
@@ -720,41 +713,24 @@ def test_an_evaluation_whose_trajectories_all_failed_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Also an evaluation on a separate engine: its failures are raised in training."""
     act_at_step_2(monkeypatch, break_down)
-    assert train.main(arguments(warehouse, "all-failed", OWN_ENGINE)) == 1
+    assert train.main(arguments(warehouse, "all-failed")) == 1
     told = (
         "all of the first 10 attempts failed; the evaluation stops here; the last error: EnvError"
     )
     assert told in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("act", "override", "told"),
-    [
-        (die, OWN_ENGINE, "the GPU fell off"),
-        (hang, OWN_ENGINE, "eval.timeout_s"),
-        (hang, "", "eval.timeout_s"),
-    ],
-    ids=["dies", "hangs", "hangs-on-the-engine-of-the-policy"],
-)
-def test_an_evaluation_that_fails_is_a_gap_in_the_curve(
-    warehouse: Path,
-    rank: type[ToyRank],
-    act: Callable[[], Coroutine[Any, Any, None]],
-    override: str,
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+def test_a_late_evaluation_is_a_gap_in_the_curve(
+    warehouse: Path, rank: type[ToyRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    act_at_step_2(monkeypatch, act)
+    act_at_step_2(monkeypatch, hang)
     monkeypatch.setattr(start_checks, "contradictions", lambda config: ())  # for a short test
-    name = f"gap-{request.node.callspec.id}"
-    given = arguments(warehouse, name, "eval.timeout_s=1", *([override] if override else []))
-    assert train.main(given) == 0
-    run = warehouse.parent / "runs" / name
-    assert "the evaluation step-000002" in (run / "run.log").read_text()
-    assert told in (run / "run.log").read_text()
+    assert train.main(arguments(warehouse, "gap", "eval.timeout_s=1")) == 0
+    run = warehouse.parent / "runs" / "gap"
+    log = (run / "run.log").read_text()
+    assert "evaluation step-000002" in log
+    assert "eval.timeout_s" in log
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     evaluated = [row["phase"] for row in rows if "eval/a/success" in row]
     assert sorted(evaluated) == ["after_rl", "before_sft", "step-000004"]

@@ -29,7 +29,7 @@ from agentenv.assembly.run.control import (
 )
 from agentenv.assembly.run.waits import by_what, expected_s
 from agentenv.base.errors import ConfigError
-from agentenv.rollout.actor import Actor, Awaited, awaited_by
+from agentenv.rollout.actor import Awaited, awaited_by
 from agentenv.rollout.branch import BranchNow
 from agentenv.rollout.metrics import failure_kind_of
 from agentenv.training.loop.brief_reports import phase_title
@@ -126,14 +126,6 @@ class Control:
         state = "ended" if one.has_ended else "grows" if is_growing else "begins"
         return {"tree": index, "task": one.task.id, "state": state, "age_s": age_s}
 
-    def _actors(self) -> list[Actor]:
-        """The actors of this process, one per table of rollouts."""
-        parts = self.training.loop.parts
-        found = {id(one.rollouts): one for one in (parts.actor, parts.eval_actor)}
-        if parts.overlapping is not None:
-            found.setdefault(id(parts.overlapping.rollouts), parts.overlapping)
-        return list(found.values())
-
     async def _waits(self) -> RequestDone:
         """The waits of rollouts, the longest first, and other delays of the run."""
         training = self.training
@@ -141,7 +133,7 @@ class Control:
             return RequestDone([f"training has not started: {training.view.activity or 'set-up'}"])
         now = asyncio.get_running_loop().time()
         awaited: list[Awaited] = []
-        for actor in self._actors():
+        for actor in training.loop.actors():
             for number, rollout in enumerate(list(actor.rollouts)):
                 awaited += awaited_by(rollout)
                 if number % PIECE == PIECE - 1:

@@ -18,8 +18,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, cast
 
-from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.assembly.run.terminal import View
 from agentenv.base.deadline import uncancelled
 from agentenv.base.errors import AgentEnvError, LearnerError
 from agentenv.base.tree import TrajectoryTree
@@ -29,16 +27,14 @@ from agentenv.learners.trees.partition import forget_entropies
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.archive import StepHeader
 from agentenv.rollout.frames import Leased, StepRefused, Trained
-from agentenv.rollout.queue import ReplayQueue
-from agentenv.training.loop.batching import BatchBuilder, StepBatch
+from agentenv.training.loop.batching import StepBatch
 from agentenv.training.loop.brief_reports import BriefReport
 from agentenv.training.loop.clocks import PhaseClock, Stopwatch
 from agentenv.training.loop.feeder import Feeder
-from agentenv.training.loop.parts import Parts
 from agentenv.training.loop.publishing import ParityCheck
 from agentenv.training.loop.recorder import Recorder
 from agentenv.training.loop.refusals import RefusedStepError
-from agentenv.training.loop.state import RunSaver, RunState
+from agentenv.training.loop.state import RunSaver
 from agentenv.training.loop.step_report import StepReport
 
 T = TypeVar("T")
@@ -97,12 +93,6 @@ class Evaluator(Protocol):
     def is_recorded(self, phase: str) -> bool:
         """Whether the metrics of this evaluation are complete, and will not be written again."""
 
-    async def finish(self) -> None:
-        """Wait for the overlapping evaluation, if there is one."""
-
-    def cancel(self) -> None:
-        """Stop the overlapping evaluation."""
-
 
 class Critic(Protocol):
     """Trains on the policy's own answers between updates (`training/supervised/self_critic.py`)."""
@@ -122,12 +112,7 @@ class Loop:
     """Trains the policy, step by step, and has all objects of the run; built by
     `Training.set_up`."""
 
-    config: TrainConfig
-    state: RunState
-    parts: Parts
-    queue: ReplayQueue
     feeder: Feeder
-    batches: BatchBuilder
     parity: ParityCheck
     saver: RunSaver
     recorder: Recorder
@@ -137,8 +122,12 @@ class Loop:
     actions: PendingActions
     clock: PhaseClock
     watch: Stopwatch
-    view: View
     settings: str  # see training.rollout_settings
+
+    def __post_init__(self) -> None:
+        feeder = self.feeder
+        self.config, self.state, self.parts = feeder.config, feeder.state, feeder.parts
+        self.queue, self.batches, self.view = feeder.queue, feeder.batches, self.recorder.view
 
     def actors(self) -> list[Actor]:
         """Those of training and of evaluations between steps."""

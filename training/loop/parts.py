@@ -62,8 +62,8 @@ LEARNER_READY = "learner-ready"
 
 @dataclass
 class Parts:
-    """The parts of the loop. `overlapping`: the actor of evaluations that overlap training, with a
-    separate engine. `demonstrations`: of a pending cold start, for training and for its gate."""
+    """The parts of the loop. `demonstrations`: of a pending cold start, for training and for its
+    gate."""
 
     tokenizer: Any
     tasks: Sequence[Task]
@@ -76,7 +76,6 @@ class Parts:
     eval_actor: Actor
     probe: ParityProbe
     publisher: Publisher
-    overlapping: Actor | None
     demonstrations: Any
     vocab_size: int = 0  # for the plan
     model: Path = Path()  # with weights, and the tokenizer of rollout workers
@@ -135,11 +134,7 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
         return await in_thread(link_model, self.checkpoint, folder)
 
     async def contexts(self) -> Sequence[int]:
-        model, config = await self.model(), self.config
-        found = [config.engine.max_context(model)]
-        if config.eval.engine is not None:
-            found.append(config.eval.engine.max_context(model, "eval.engine"))
-        return found
+        return [self.config.engine.max_context(await self.model())]
 
     async def read_rows(self, one: SetConfig) -> Sequence[Task]:
         rows, env_id = one.rows, one.env.id
@@ -184,11 +179,6 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
     async def demonstrations(self) -> Any:
         """Demonstrations of a pending cold start, for training and for its gate; None if none is
         pending."""
-        raise NotImplementedError
-
-    async def overlapping(self, actor: Actor, learner: DeepSpeedLearner) -> Actor | None:
-        """The actor of evaluations that overlap training, if they have an engine: like `actor`,
-        with equal seeds."""
         raise NotImplementedError
 
     async def weights_place(self) -> Path:
@@ -338,7 +328,6 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
         trained = questions[TRAINED]
         encode_in_process(trained.renderer, self.stack)
         make_env = await self.make_env(TRAINED)
-        eval_actor = self._actor(trained, make_env, config.sampling.eval, engine, EVALUATING)
         num_words = vocab_size(await self.model())
         return Parts(
             tokenizer=await self.tokenizer(),
@@ -349,13 +338,12 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
             engine=engine,
             learner=learner,
             actor=self._actor(trained, make_env, config.sampling.train, engine, TRAINING),
-            eval_actor=eval_actor,
+            eval_actor=self._actor(trained, make_env, config.sampling.eval, engine, EVALUATING),
             probe=probe,
             publisher=make_publisher(
                 config, engine, learner, await self.weights(), colocation, handover
             ),
             handover=handover,
-            overlapping=await self.overlapping(eval_actor, learner),
             demonstrations=await self.demonstrations(),
             vocab_size=num_words,
             model=await self.model(),

@@ -254,8 +254,8 @@ class DirectoryPublisher:
         version = self.learner.policy_version + 1
         async with self.learner.turn():
             with self.handover.part("publish"):
-                write = self.learner.publish_adapter if self.is_adapter else self.learner.publish
-                path = await write(self.folder / f"v{version}")
+                folder = self.folder / f"v{version}"
+                path = await self.learner.publish(folder, adapter_only=self.is_adapter)
             if self.release is not None:
                 await self.release()
         with self.handover.part("load"):

@@ -59,8 +59,7 @@ class Totals(Struct):
 
 
 class Evaluating(Struct, frozen=True):
-    """A pending evaluation of `sets`, of the weights of `step` from the process `incarnation`. The
-    run's folder keeps the weights of an overlapping evaluation until it is done."""
+    """A pending evaluation of `sets`, of the weights of `step` from the process `incarnation`."""
 
     step: int
     policy_version: int
@@ -143,7 +142,7 @@ class RunSaver(Saver):
             view,
             step=lambda: state.step,
             snapshot=state.resumable,
-            needed=lambda: {*kept, *([state.evaluating.step] if state.evaluating else [])},
+            needed=lambda: kept,
             turn=learner.turn,
         )
         self.state = state

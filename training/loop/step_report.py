@@ -75,7 +75,7 @@ class StepReport:
         )
         hits = self.parts.actor.prefixes.take()
         self.alarms.check_hits(hits)
-        self.alarms.check_tools(batch.metrics, batch.delivered)
+        self.alarms.check_tools(batch.delivered)
         self.alarms.check_update(batch.metrics)
         self.row = self._row(batch.metrics, hits)
         await self.recorder.record_step(self.row, self.parts.num_steps, batch.delivered)

@@ -33,13 +33,14 @@ from agentenv.base.config import to_plain
 from agentenv.base.deadline import uncancelled
 from agentenv.base.offload import in_thread
 from agentenv.base.types import TIMES
+from agentenv.cluster.workers import RolloutWorkers
 from agentenv.rollout.journal import Journal
 from agentenv.rollout.metrics import LoopLag
 from agentenv.rollout.queue import ReplayQueue
 from agentenv.rollout.redactor import Redactor
 from agentenv.training.loop.batching import BatchBuilder
 from agentenv.training.loop.clocks import PhaseClock, Stopwatch
-from agentenv.training.loop.feeder import Feeder, Workers
+from agentenv.training.loop.feeder import Feeder
 from agentenv.training.loop.loop import Critic, Evaluator, Loop, PendingActions
 from agentenv.training.loop.parts import Build, Parts
 from agentenv.training.loop.publishing import ParityCheck
@@ -60,7 +61,7 @@ def rollout_settings(config: TrainConfig) -> str:
 
 
 Subscriber = Callable[["Training"], AbstractAsyncContextManager[None]]
-StartWorkers = Callable[..., Awaitable[Workers | None]]
+StartWorkers = Callable[..., Awaitable[RolloutWorkers | None]]
 MakeRecorder = Callable[[TrainConfig, RunDirectory, View, RunState, Any], Recorder]
 
 
@@ -150,9 +151,7 @@ class Training:
         parts = await self._build(config, run, self.checkpoint, stack, self.view.log)
         log = parts.actor.failures.log
         log.redactor = Redactor(to_plain(config))
-        for actor in (parts.eval_actor, parts.overlapping):
-            if actor is not None:
-                actor.failures.log = log
+        parts.eval_actor.failures.log = log
         stack.callback(log.report)
         recorder = self._make_recorder(config, run, self.view, state, parts.tokenizer)
         stack.push_async_callback(recorder.close)
@@ -180,12 +179,7 @@ class Training:
         )
         watch = Stopwatch()
         self.loop = Loop(
-            config=config,
-            state=state,
-            parts=parts,
-            queue=queue,
             feeder=feeder,
-            batches=batches,
             parity=ParityCheck(config, parts.probe, parts.learner, state.parity),
             saver=saver,
             recorder=recorder,
@@ -195,7 +189,6 @@ class Training:
             actions=self.actions,
             clock=self.clock,
             watch=watch,
-            view=self.view,
             settings=settings,
         )
         return self.loop
@@ -295,14 +288,11 @@ class Training:
                     raise
             await loop.recorder.written()
             await loop.recorder.archive.written()
-            await loop.evaluator.finish()
-            await loop.saver.amend()
         except BaseException:
             with suppress(OSError), self.view.doing("the plots"):
                 await uncancelled(in_thread(loop.recorder.draw))
             raise
         finally:
-            loop.evaluator.cancel()
             self.view.end()
 
     async def _take_steps(self, rollouts: asyncio.TaskGroup) -> None:

@@ -1,15 +1,13 @@
 """The Ray client process of a run: `python -m agentenv.training.workers.ray_driver`, which
 training/workers/ray_placement.py starts.
 
-Each process gets a placement group with one bundle, preferably on the node with the fewest
-processes of the run, and in it a `NodeHolder`, which keeps the resources as long as the process
-lives.
+Each process gets a `NodeHolder`, which Ray spreads over the nodes, and which keeps the resources as
+long as the process lives.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import sys
 import time
@@ -145,7 +143,6 @@ class Ray:
             )
         self.ray: Any = ray
         self.setup = setup
-        self.groups: dict[str, Any] = {}
 
     def connect(self) -> None:
         """Connect to the cluster, or start a local one. Raises ConfigError and WorkerError."""
@@ -221,36 +218,24 @@ class Ray:
             return "127.0.0.1"
         return str(self.ray.util.get_node_ip_address())
 
-    def hold(self, spec: ProcessSpec, on: str | None) -> Any:
-        """Create a Holder, which starts when there are resources, preferably on the node `on`."""
-        from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        wish: dict[str, Any] = {}
-        if on and "_soft_target_node_id" in inspect.signature(placement_group).parameters:
-            wish = {"_soft_target_node_id": on}
-        bundle = {name: much for name, much in spec.resources.items() if much}
-        group = placement_group([bundle], strategy="STRICT_PACK", name=spec.name, **wish)
-        self.groups[spec.name] = group
+    def hold(self, spec: ProcessSpec) -> Any:
+        """Create a NodeHolder, which starts when there are resources."""
         return (
             self.ray.remote(NodeHolder)
             .options(
-                num_cpus=bundle.get("CPU", 0),
-                num_gpus=bundle.get("GPU", 0),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+                num_cpus=spec.resources.get("CPU", 0),
+                num_gpus=spec.resources.get("GPU", 0),
+                scheduling_strategy="SPREAD",
                 max_restarts=0,
                 max_concurrency=3,  # `ended` waits in one of these threads
             )
             .remote()
         )
 
-    def release(self, name: str, holder: Any) -> None:
+    def release(self, holder: Any) -> None:
         """Free the resources of a holder."""
         with suppress(Exception):  # Ray may be gone
             self.ray.kill(holder)
-        if (group := self.groups.pop(name, None)) is not None:
-            with suppress(Exception):
-                self.ray.util.remove_placement_group(group)
 
 
 def _in_one_line(error: Exception) -> str:
@@ -318,11 +303,9 @@ class RayDriver:
     async def _hold(self, spec: ProcessSpec, held: _Held) -> None:
         how = ""
         try:
-            on = await in_thread(self._choice, spec)
-            held.holder = await in_thread(self._ray.hold, spec, on)
-            env, cwd = spec.env, os.getcwd()
+            held.holder = await in_thread(self._ray.hold, spec)
             host, held.node, pid = await held.holder.start.remote(
-                spec.command, env, spec.log, cwd, DETACH
+                spec.command, spec.env, spec.log, os.getcwd(), DETACH
             )
             self._link.send(pack(ProcessStarted(spec.name, host, held.node, pid)))
             how = await held.holder.ended.remote()
@@ -334,19 +317,8 @@ class RayDriver:
             if self._held.get(spec.name) is held:
                 del self._held[spec.name]
             if held.holder is not None:
-                await in_thread(self._ray.release, spec.name, held.holder)
+                await in_thread(self._ray.release, held.holder)
         self._link.send(pack(ProcessEnded(spec.name, how)))
-
-    def _choice(self, spec: ProcessSpec) -> str | None:
-        """The node with enough free resources and the fewest processes of this run, or None."""
-        num = Counter(held.node for held in self._held.values())
-        leaving = self._ray.draining()
-        room = [
-            node
-            for node, free in self._ray.free().items()
-            if node not in leaving and not left_over([spec.resources], [free])
-        ]
-        return min(room, key=lambda node: num[node], default=None)
 
     async def _stop(self, name: str) -> None:
         held = self._held.get(name)
