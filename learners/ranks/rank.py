@@ -230,7 +230,9 @@ def make_backend(init: wire.Init) -> RankBackend:
     model."""
     config = init.config
     transformers_logging.disable_progress_bar()
-    check_model(Path(init.model_dir), config.context_parallel, is_flat=config.is_flat)
+    check_model(
+        Path(init.model_dir), config.context_parallel, by_segments=config.layout == "segments"
+    )
     # In the dtype of the files, weights are mapped, so that ranks of a machine share the pages.
     model = AutoModelForCausalLM.from_pretrained(
         init.model_dir,

@@ -35,9 +35,6 @@ def forked_tree(size: int) -> EncodedTree:
     return from_arrays(token_ids, action, [0, size, 2 * size], [-1, 0, 0], weight=[1.0] * 3)
 
 
-NUM_TOKENS = {"segments": "num_segments_tokens", "padded": "num_padded_tokens"}  # by layout
-
-
 class Trainer:
     """Trains on a rank. `optimizer_step` counts all steps; `moved`: the weights have changed since
     they were published, so that no token belongs to the current policy."""
@@ -198,8 +195,8 @@ class Trainer:
             loss, metrics = self.algorithm.loss(loss_batch, logprobs, entropies)
             self.backend.backward(self._with_router(loss, batch, num_computed))
             sums["num_computed_tokens"] += len(batch.token_ids)
-            if batch.layout != "tree":
-                sums[NUM_TOKENS[batch.layout]] += len(batch.token_ids)
+            if batch.layout == "segments":
+                sums["num_segments_tokens"] += len(batch.token_ids)
             for name, value in metrics.items():
                 if name.endswith("_max"):
                     maxima[name] = max(maxima.get(name, -math.inf), float(value))

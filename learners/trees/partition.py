@@ -13,7 +13,6 @@ anyway when it trains a token. numpy only.
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 from array import array
 from collections.abc import Iterator, Sequence
@@ -328,8 +327,7 @@ class MicroBatch:
 
     token_ids, position_ids, end: int64 [length], end counted in this micro-batch.
     source: int64 [tokens], place of each trained token's predecessor; targets: int64 [tokens],
-    its id; index: int64 [tokens], its place in ActionTokens. A padded one is `rows` rows of equal
-    length, one after the other.
+    its id; index: int64 [tokens], its place in ActionTokens.
     """
 
     token_ids: Longs
@@ -339,7 +337,6 @@ class MicroBatch:
     targets: Longs
     index: Longs
     layout: Layout = "tree"
-    rows: int = 1
 
     @property
     def paths(self) -> Longs:
@@ -364,19 +361,12 @@ def pack(
     """Pack trees into micro-batches of at most max_tokens tokens.
 
     A tree stays whole unless it is larger; then it is cut (`cut`). A longer single path is a
-    separate micro-batch. First fit by decreasing size, without padding. Padded: each trajectory is
-    a row, as long as the longest of its micro-batch; rows of similar length are together. A shared
-    token is computed in all of its rows and trained in one.
+    separate micro-batch. First fit by decreasing size, without padding.
     """
-    most = 0 if layout == "padded" else max_tokens
-    pieces = [piece for i, tree in enumerate(trees) for piece in cut(tree, i, most)]
-    group = _in_rows if layout == "padded" else _first_fit
-    batches = group(pieces, max_tokens)
+    pieces = [piece for i, tree in enumerate(trees) for piece in cut(tree, i, max_tokens)]
     first_action = np.concatenate(([0], np.cumsum([tree.num_action_tokens for tree in trees])))
-    found = [_assemble(trees, batch, first_action) for batch in batches]
-    if layout == "padded":
-        return [_pad(*pair) for pair in zip(found, batches, strict=True)]
-    return [dataclasses.replace(one, layout=layout) for one in found]
+    batches = _first_fit(pieces, max_tokens)
+    return [_assemble(trees, batch, first_action, layout) for batch in batches]
 
 
 def _first_fit(pieces: list[TreePiece], max_tokens: int) -> list[list[TreePiece]]:
@@ -391,34 +381,6 @@ def _first_fit(pieces: list[TreePiece], max_tokens: int) -> list[list[TreePiece]
         batches[place].append(piece)
         left[place] -= size
     return batches
-
-
-def _in_rows(pieces: list[TreePiece], max_tokens: int) -> list[list[TreePiece]]:
-    batches: list[list[TreePiece]] = []
-    for piece in sorted(pieces, key=lambda piece: len(piece.tokens)):
-        if not batches or (len(batches[-1]) + 1) * len(piece.tokens) > max_tokens:
-            batches.append([])
-        batches[-1].append(piece)
-    return batches
-
-
-def _pad(batch: MicroBatch, pieces: Sequence[TreePiece]) -> MicroBatch:
-    """The micro-batch of these pieces, in ascending order of their length, in rows."""
-    sizes = np.array([len(piece.tokens) for piece in pieces])
-    rows, length = len(sizes), int(sizes[-1])
-    row = np.arange(rows)
-    place = np.arange(sizes.sum()) + np.repeat(row * length - np.cumsum(sizes) + sizes, sizes)
-    token_ids = np.zeros(rows * length, np.int64)
-    token_ids[place] = batch.token_ids
-    return dataclasses.replace(
-        batch,
-        token_ids=token_ids,
-        position_ids=np.tile(np.arange(length), rows),
-        end=np.repeat((row + 1) * length, length),
-        source=place[batch.source],
-        layout="padded",
-        rows=rows,
-    )
 
 
 def cut(tree: EncodedTree, number: int, max_tokens: int) -> list[TreePiece]:
@@ -468,7 +430,10 @@ def cut(tree: EncodedTree, number: int, max_tokens: int) -> list[TreePiece]:
 
 
 def _assemble(
-    trees: Sequence[EncodedTree], pieces: list[TreePiece], first_action: NDArray[np.int64]
+    trees: Sequence[EncodedTree],
+    pieces: list[TreePiece],
+    first_action: NDArray[np.int64],
+    layout: Layout,
 ) -> MicroBatch:
     """One micro-batch of these pieces, in their order."""
     columns: list[tuple[NDArray[Any], ...]] = []
@@ -494,4 +459,4 @@ def _assemble(
     ids, positions, end, source, targets, index = (
         np.concatenate(column).astype(np.int64) for column in zip(*columns, strict=True)
     )
-    return MicroBatch(ids, positions, end, source, targets, index)
+    return MicroBatch(ids, positions, end, source, targets, index, layout)

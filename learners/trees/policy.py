@@ -292,8 +292,8 @@ class Policy(nn.Module):
         if balances:
             keys["output_router_logits"] = True
         found = causal.base_model(
-            input_ids=token_ids.view(layout.rows, -1),
-            position_ids=position_ids.view(layout.rows, -1),
+            input_ids=token_ids[None],
+            position_ids=position_ids[None],
             tree_layout=layout,
             use_cache=False,
             **keys,
@@ -377,5 +377,5 @@ def tensors(
     arrays = (batch.token_ids, batch.position_ids, batch.source, batch.targets)
     token_ids, position_ids, source, targets = (torch.from_numpy(a).to(device) for a in arrays)
     form = None if batch.layout == "tree" else batch.layout
-    layout = TreeLayout(batch.end, device, form, share, batch.rows)
+    layout = TreeLayout(batch.end, device, form, share)
     return token_ids, position_ids, layout, source, targets
