@@ -27,7 +27,6 @@ from agentenv.learners.ranks.messages import R, RankCommand, RankDone
 from agentenv.learners.ranks.rank_group import RankGroup, RemoteRanks
 from agentenv.learners.trees.batch import EncodedTree, computed, encode
 from agentenv.learners.trees.partition import (
-    Share,
     assign,
     idle_share,
     minibatches,
@@ -153,9 +152,8 @@ class DeepSpeedLearner:
         for number, (one, ours, (parts, _)) in enumerate(
             zip(cut, encoded, partitions, strict=True)
         ):
-            reported = ("entropies", "proximal", "logprobs")
-            found = [_shares(parts, replies, name, number) for name in reported]
-            await in_thread(write_back, one, ours, *found)
+            values = [reply.values[number] if reply.values else [] for reply in replies]
+            await in_thread(write_back, one, ours, list(zip(parts, values, strict=True)))
         num_equal = sum(not credit.has_signal for _, credit in groups)
         metrics = {
             "num_trained": float(len(groups)),
@@ -291,17 +289,6 @@ def encode_groups(
         replace(encode(tree, credit, version), is_counted=not (is_computed or credit.has_signal))
         for tree, credit in groups
     ]
-
-
-def _shares(
-    parts: Sequence[Sequence[EncodedTree]],
-    replies: Sequence[wire.RankUpdated],
-    name: str,
-    minibatch: int,
-) -> list[Share]:
-    """Each rank's trees in a mini-batch, and the values that it reported for them."""
-    reported = [getattr(reply, name) for reply in replies]
-    return [(one, of[minibatch] if of else []) for one, of in zip(parts, reported, strict=True)]
 
 
 def _check(config: LearnerConfig, algorithm: Algorithm, model_dir: Path) -> None:

@@ -62,13 +62,11 @@ class RankMetrics(RankDone):
 
 
 class RankUpdated(RankMetrics):
-    """`steps`: metrics of skipped optimizer steps, with "minibatch" and "epoch". The rest by
-    mini-batch and tree; see agentenv.learners.trees.partition."""
+    """`steps`: metrics of skipped optimizer steps, with "minibatch" and "epoch". `values`: by
+    mini-batch and tree; see `agentenv.learners.trees.partition.Share`."""
 
     steps: list[dict[str, float]] = []
-    entropies: list[list[bytes]] = []
-    proximal: list[list[bytes]] = []
-    logprobs: list[list[bytes]] = []
+    values: list[list[bytes]] = []
 
 
 class RankScores(RankDone):

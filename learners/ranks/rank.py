@@ -84,8 +84,7 @@ class Rank:
     def update(self, command: wire.Update) -> wire.RankUpdated:
         trainer = self.trainer
         metrics = trainer.update(command.minibatches, command.lr_scale, command.agreement)
-        values = trainer.entropies, trainer.proximal, trainer.logprobs
-        return wire.RankUpdated(metrics, list(trainer.skipped_steps), *values)
+        return wire.RankUpdated(metrics, list(trainer.skipped_steps), trainer.values)
 
     def imitate(self, command: wire.Imitate) -> wire.RankMetrics:
         return wire.RankMetrics(self.trainer.imitate(command.sequences, command.lr_scale))

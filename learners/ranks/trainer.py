@@ -47,10 +47,7 @@ class Trainer:
         self.moved = False
         self.agreement: Agreement = "exact"  # of the engine's values, in the running update
         self.skipped_steps: list[Metrics] = []  # of the last update, as evidence
-        # Of the last update, by mini-batch and tree; nan where they are the engine's.
-        self.entropies: list[list[bytes]] = []
-        self.proximal: list[list[bytes]] = []
-        self.logprobs: list[list[bytes]] = []
+        self.values: list[list[bytes]] = []  # of the last update, by mini-batch and tree
         self.reference = Reference(backend, algorithm.reference_every)
         self.layouts = Layouts(backend.config, backend.policy, backend.device)
 
@@ -74,9 +71,7 @@ class Trainer:
                     place = {"minibatch": float(number), "epoch": float(epoch)}
                     steps.append((place, self._policy_step(minibatch, lr_scale)))
         self.skipped_steps = [place | step for place, step in steps if step["num_skipped"]]
-        self.entropies = [split_by_tree(one.trees, one.computed) for one in prepared]
-        self.proximal = [split_by_tree(one.trees, one.measured) for one in prepared]
-        self.logprobs = [split_by_tree(one.trees, one.logprobs) for one in prepared]
+        self.values = [split_by_tree(one.trees, one.values) for one in prepared]
         metrics = over_steps([step for _, step in steps])
         metrics |= means(self.backend.gather_replicas(behavior_ratios(prepared)))
         counts = [

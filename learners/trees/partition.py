@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import nan
@@ -25,8 +25,8 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import ArrayLike, NDArray
 
-from agentenv.base.tree import Node, Scored, TrajectoryTree
-from agentenv.learners.algorithms.credit import CreditedTree, Floats, TreeCredit
+from agentenv.base.tree import Scored, TrajectoryTree
+from agentenv.learners.algorithms.credit import CreditedTree, Floats
 from agentenv.learners.trees.batch import (
     EncodedTree,
     Layout,
@@ -251,66 +251,53 @@ def forget_entropies(trees: Sequence[TrajectoryTree]) -> None:
             node.entropies = array("f")
 
 
-Share = tuple[Sequence[EncodedTree], Sequence[bytes]]  # of a rank: trees, values of each
+# Of a rank: trees, and for each the values of its trained tokens, float32 [3, tokens]: entropies,
+# log-probs before the update, and log-probs at the first training.
+Share = tuple[Sequence[EncodedTree], Sequence[bytes]]
 
 
-def split_by_tree(trees: Sequence[EncodedTree], figures: Floats) -> list[bytes]:
-    """Values of trained tokens, tree after tree: float32 bytes for each tree."""
+def split_by_tree(trees: Sequence[EncodedTree], values: Floats) -> list[bytes]:
+    """The values of a Share, from those of all trained tokens, tree after tree."""
     cuts = np.cumsum([tree.num_action_tokens for tree in trees])[:-1]
-    parts = np.split(figures.astype(np.float32), cuts) if trees else []
+    parts = np.split(values.astype(np.float32), cuts, axis=1) if trees else []
     return [part.tobytes() for part in parts]
 
 
 def gathered(encoded: Sequence[EncodedTree], shares: Sequence[Share]) -> list[NDArray[np.float32]]:
-    """Values of the trained tokens of each tree of a mini-batch, in the order of its tokens, nan
-    where no rank reported any. `shares`: for each rank its trees and parts of trees, and their
-    `split_by_tree`."""
-    found = [np.full(tree.num_action_tokens, nan, np.float32) for tree in encoded]
+    """The values of each tree of a mini-batch, [3, tokens] in the order of its tokens, nan where no
+    rank reported any. `shares`: of each rank."""
+    found = [np.full((3, tree.num_action_tokens), nan, np.float32) for tree in encoded]
     whole = {id(tree): number for number, tree in enumerate(encoded)}
-    for parts, figures in shares:
-        for part, values in zip(parts, figures, strict=False):
+    for parts, values in shares:
+        for part, own in zip(parts, values, strict=False):
             number = whole[id(part)] if part.whole is None else part.whole.number
-            if values:
-                places = trained_places(part, encoded[number])
-                found[number][places] = np.frombuffer(values, np.float32)
+            places = trained_places(part, encoded[number])
+            found[number][:, places] = np.frombuffer(own, np.float32).reshape(3, -1)
     return found
 
 
 def write_back(
-    groups: Sequence[CreditedTree],
-    encoded: Sequence[EncodedTree],
-    entropies: Sequence[Share],
-    proximal: Sequence[Share] = (),
-    logprobs: Sequence[Share] = (),
+    groups: Sequence[CreditedTree], encoded: Sequence[EncodedTree], shares: Sequence[Share]
 ) -> None:
     """Write the ranks' values into the trees of a mini-batch: into `scored`, and entropies into the
     nodes of trees without any. Untrained tokens get nan."""
-    found = zip(*(gathered(encoded, one) for one in (entropies, proximal, logprobs)), strict=True)
-    for (tree, credit), one, (exact, before, first) in zip(groups, encoded, found, strict=True):
+    every = zip(groups, encoded, gathered(encoded, shares), strict=True)
+    for (tree, credit), one, values in every:
         tree.scored = [Scored() for _ in tree.nodes]
-        for node, values in _by_node(tree, credit, before):
-            tree.scored[node.index].proximal = values
-        for node, values in _by_node(tree, credit, first):
-            tree.scored[node.index].logprobs = values
         if not one.entropies:
             for node in tree.nodes:
                 node.entropies = array("f", [nan]) * len(node.action_ids)
-        for node, values in _by_node(tree, credit, exact):
-            if one.entropies:
-                tree.scored[node.index].entropies = values
-            else:
-                node.entropies = values
-
-
-def _by_node(
-    tree: TrajectoryTree, credit: TreeCredit, figures: NDArray[np.float32]
-) -> Iterator[tuple[Node, array[float]]]:
-    """Trained nodes with the values of their tokens; empty if no rank reported on the tree."""
-    start = 0
-    for node in encoded_nodes(tree, credit) if not np.isnan(figures).all() else ():
-        stop = start + len(node.action_ids)
-        yield node, array("f", figures[start:stop].tobytes())
-        start = stop
+        is_reported = ~np.isnan(values).all(axis=1)
+        stop = 0
+        for node in encoded_nodes(tree, credit):
+            start, stop = stop, stop + len(node.action_ids)
+            exact, before, first = (
+                array("f", row[start:stop].tobytes() if known else b"")
+                for row, known in zip(values, is_reported, strict=True)
+            )
+            tree.scored[node.index] = Scored(before, first, exact if one.entropies else array("f"))
+            if is_reported[0] and not one.entropies:
+                node.entropies = exact
 
 
 def trained_places(part: EncodedTree, tree: EncodedTree) -> Longs:
