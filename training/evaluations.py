@@ -13,7 +13,7 @@ import copy
 import json
 import logging
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,22 +21,19 @@ from pathlib import Path
 from statistics import fmean
 
 from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
-from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.reports.records import FAILED, EvalRow, Wanted
 from agentenv.assembly.run.kept import keep_best
-from agentenv.assembly.run.terminal import Pulse, View
+from agentenv.assembly.run.terminal import Pulse
 from agentenv.base.config import to_plain
 from agentenv.base.deadline import uncancelled
 from agentenv.base.disk import PARTIAL, replace_folder
 from agentenv.base.errors import SHOWN, DataError
 from agentenv.base.offload import in_thread
 from agentenv.base.tree import CANCELLED
-from agentenv.base.types import Task
 from agentenv.evaluation import statistics
 from agentenv.evaluation.run import Progress, broken, named_causes, row_of, sample_into
 from agentenv.evaluation.store import Saved, Store, identity, load_saved, read_rows
 from agentenv.evaluation.subject import evaluation_of
-from agentenv.rollout.actor import Actor
 from agentenv.rollout.questions import Answer
 from agentenv.rollout.redactor import Redactor
 from agentenv.training.loop.brief_reports import EVALUATIONS, PHASES, BriefFigures, BriefReport
@@ -51,7 +48,7 @@ logger = logging.getLogger(__name__)
 SET_KEYS = ("max_tasks", "num_samples")
 BEFORE_TRAINING = ("before_sft", "after_sft", "before_rl")  # phases
 MAX_FAILED = 0.2  # share of failed trajectories from which such an evaluation ends the run
-Sample = Callable[[Actor, str], Awaitable[list[EvalRow]]]  # (actor, name of the set) -> rows
+Sample = Callable[[str], Awaitable[list[EvalRow]]]  # name of a set -> rows
 
 
 @dataclass(eq=False)
@@ -65,9 +62,8 @@ class RunEvaluator(Evaluator):
 
     def __post_init__(self) -> None:
         self.config, self.state = self.recorder.config, self.recorder.state
-        folder, view = self.recorder.run.path, self.recorder.view
-        self._folder = folder / EVALUATIONS
-        self._evaluations = Evaluations(self.config, folder, self.parts.eval_tasks, view)
+        self._run = self.recorder.run.path
+        self._folder = self._run / EVALUATIONS
 
     def due(self, step: int) -> list[str]:
         """The sets to evaluate after this step."""
@@ -104,7 +100,7 @@ class RunEvaluator(Evaluator):
             return
         if not self._has_sets(what):
             self._warn_of_gap(what, "eval.sets no longer has them")
-        elif await in_thread(self._evaluations.is_done, what):
+        elif await in_thread(self.is_done, what):
             await self._consider_again(what)
         else:
             await self.after_step(what.sets)
@@ -129,7 +125,7 @@ class RunEvaluator(Evaluator):
             return phase in self.state.reports
         pending = self.state.evaluating
         if pending is not None and pending.phase == phase and self._has_sets(pending):
-            return self._evaluations.is_done(pending)
+            return self.is_done(pending)
         return not (self._folder / f"{phase}{PARTIAL}").is_dir()
 
     # inner workings
@@ -156,13 +152,89 @@ class RunEvaluator(Evaluator):
 
     async def _evaluate(self, what: Evaluating) -> dict[str, BriefReport]:
         found = {}
-        async with self._evaluations.begin(what) as sample:
+        async with self.begin(what) as sample:
             for name in what.sets:
-                rows = await sample(self.parts.eval_actor, name)
+                rows = await sample(name)
                 refuse_failed(name, rows, is_before=what.when in BEFORE_TRAINING)
                 found[name] = brief_report(name, rows)
                 await self.recorder.record_evaluation(found[name], rows, what.step, what.phase)
         return found
+
+    @asynccontextmanager
+    async def begin(self, what: Evaluating) -> AsyncIterator[Sample]:
+        """Inside, the yielded function evaluates a set. RUN/eval/PHASE is complete when the context
+        exits without an error. An interrupted evaluation of the same weights is resumed; that of
+        other weights is removed."""
+        config = await in_thread(self._configuration, what.sets)
+        saved = self._saved(what, config)
+        folder = self._folder / what.phase
+        unfinished = folder.with_name(folder.name + PARTIAL)
+        opened: list[Store] = []  # filled by a thread, even if the caller is cancelled
+
+        def open_store() -> None:
+            if is_of(folder, saved):  # it was done, but its figures were not recorded yet
+                shutil.rmtree(unfinished, ignore_errors=True)
+                folder.rename(unfinished)
+            opened.append(_reopen(unfinished, saved))
+
+        try:
+            await uncancelled(in_thread(open_store))
+            yield partial(self._sample, opened[0], config)
+        finally:
+            for store in opened:
+                store.close()
+        await in_thread(replace_folder, unfinished, folder)
+
+    def is_done(self, what: Evaluating) -> bool:
+        """Whether the evaluation is stored and complete."""
+        saved = self._saved(what, self._configuration(what.sets))
+        return is_of(self._folder / what.phase, saved)
+
+    def _saved(self, what: Evaluating, config: EvaluateConfig) -> Saved:
+        subject = {
+            "name": self._run.name,
+            "step": what.step,
+            "policy_version": what.policy_version,
+            "incarnation": what.incarnation,
+        }
+        return Saved(subject=subject, run=str(self._run.absolute()), config=to_plain(config))
+
+    async def _sample(self, store: Store, config: EvaluateConfig, name: str) -> list[EvalRow]:
+        """All rows of a set, in the order of its questions; samples only the missing ones. Uses the
+        seed of the set, as `agentenv evaluate` does: equal seeds give equal samples."""
+        own = config.sets[name]
+        seed = own.sampling.seed if own.sampling is not None else None
+        number = config.seed if seed is None else seed
+        seeded = copy.copy(self.parts.eval_actor)
+        seeded.seed = f"{number}/eval/{name}"
+
+        def make_row(name: str, answer: Answer) -> EvalRow:
+            return row_of(name, answer, number)
+
+        tasks, samples = self.parts.eval_tasks[name], range(own.num_samples)
+        wanted = [Wanted(name, task, sample) for task in tasks for sample in samples]
+        missing, many = store.missing(wanted), self.config.eval.concurrency
+        view, title = self.recorder.view, f"evaluation of {name}"
+        shows = view.is_idle  # else beside the training, whose bar it is
+        if shows:
+            view.begin(title, len(missing))
+        update = view.advance if shows else Pulse(view, title, len(missing)).update
+        progress = Progress(update, seeded.engine)
+        try:
+            await sample_into(store, missing, {name: seeded}, make_row, progress, concurrency=many)
+        finally:
+            progress.close()
+            if shows:
+                view.end()
+        return [store.rows[one.key] for one in wanted]
+
+    def _configuration(self, names: Sequence[str]) -> EvaluateConfig:
+        """That of the run, as `agentenv evaluate RUN` has it."""
+        config = self.config
+        plain = json.loads(json.dumps(to_plain(config)))
+        raw = evaluation_of(plain, names, SET_KEYS)
+        raw["concurrency"] = config.eval.concurrency
+        return resolve_sets(raw, "eval")
 
 
 def brief_report(name: str, rows: Sequence[EvalRow]) -> BriefReport:
@@ -243,94 +315,6 @@ def refuse_failed(name: str, rows: Sequence[EvalRow], *, is_before: bool = False
         f"{f' before training, {MAX_FAILED:.0%} or more' if is_before else ''}: {named}; fix it "
         "and continue with --resume, which retries them"
     )
-
-
-@dataclass(eq=False)
-class Evaluations:
-    """Runs the evaluations of the run in the folder `run`, and shows their progress in `view`."""
-
-    config: TrainConfig
-    run: Path
-    tasks: Mapping[str, Sequence[Task]]
-    view: View
-
-    @asynccontextmanager
-    async def begin(self, what: Evaluating) -> AsyncIterator[Sample]:
-        """Inside, the yielded function evaluates a set. RUN/eval/PHASE is complete when the context
-        exits without an error. An interrupted evaluation of the same weights is resumed; that of
-        other weights is removed."""
-        config = await in_thread(self._configuration, what.sets)
-        saved = self._saved(what, config)
-        folder = self.run / EVALUATIONS / what.phase
-        unfinished = folder.with_name(folder.name + PARTIAL)
-        opened: list[Store] = []  # filled by a thread, even if the caller is cancelled
-
-        def open_store() -> None:
-            if is_of(folder, saved):  # it was done, but its figures were not recorded yet
-                shutil.rmtree(unfinished, ignore_errors=True)
-                folder.rename(unfinished)
-            opened.append(_reopen(unfinished, saved))
-
-        try:
-            await uncancelled(in_thread(open_store))
-            yield partial(self._sample, opened[0], config)
-        finally:
-            for store in opened:
-                store.close()
-        await in_thread(replace_folder, unfinished, folder)
-
-    def is_done(self, what: Evaluating) -> bool:
-        """Whether the evaluation is stored and complete."""
-        saved = self._saved(what, self._configuration(what.sets))
-        return is_of(self.run / EVALUATIONS / what.phase, saved)
-
-    def _saved(self, what: Evaluating, config: EvaluateConfig) -> Saved:
-        subject = {
-            "name": self.run.name,
-            "step": what.step,
-            "policy_version": what.policy_version,
-            "incarnation": what.incarnation,
-        }
-        return Saved(subject=subject, run=str(self.run.absolute()), config=to_plain(config))
-
-    async def _sample(
-        self, store: Store, config: EvaluateConfig, actor: Actor, name: str
-    ) -> list[EvalRow]:
-        """All rows of a set, in the order of its questions; samples only the missing ones. Uses the
-        seed of the set, as `agentenv evaluate` does: equal seeds give equal samples."""
-        own = config.sets[name]
-        seed = own.sampling.seed if own.sampling is not None else None
-        number = config.seed if seed is None else seed
-        seeded = copy.copy(actor)
-        seeded.seed = f"{number}/eval/{name}"
-
-        def make_row(name: str, answer: Answer) -> EvalRow:
-            return row_of(name, answer, number)
-
-        samples = range(own.num_samples)
-        wanted = [Wanted(name, task, sample) for task in self.tasks[name] for sample in samples]
-        missing, many = store.missing(wanted), self.config.eval.concurrency
-        view, title = self.view, f"evaluation of {name}"
-        shows = view.is_idle  # else beside the training, whose bar it is
-        if shows:
-            view.begin(title, len(missing))
-        update = view.advance if shows else Pulse(view, title, len(missing)).update
-        progress = Progress(update, actor.engine)
-        try:
-            await sample_into(store, missing, {name: seeded}, make_row, progress, concurrency=many)
-        finally:
-            progress.close()
-            if shows:
-                view.end()
-        return [store.rows[one.key] for one in wanted]
-
-    def _configuration(self, names: Sequence[str]) -> EvaluateConfig:
-        """That of the run, as `agentenv evaluate RUN` has it."""
-        config = self.config
-        plain = json.loads(json.dumps(to_plain(config)))
-        raw = evaluation_of(plain, names, SET_KEYS)
-        raw["concurrency"] = config.eval.concurrency
-        return resolve_sets(raw, "eval")
 
 
 def is_of(path: Path, saved: Saved) -> bool:

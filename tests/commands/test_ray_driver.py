@@ -37,27 +37,13 @@ def ray_of(
     return Ray(RaySetup("10.0.0.1:6379", 0, "", [], 0.0))
 
 
-def refusal(monkeypatch: pytest.MonkeyPatch, error: Exception) -> str:
-    with pytest.raises(ConfigError) as refused:
-        ray_of(monkeypatch, error=error).connect()
-    return str(refused.value)
-
-
-def test_a_version_mismatch_of_the_cluster_is_reported_with_both_versions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert refusal(monkeypatch, RuntimeError(MISMATCH)) == (
-        "cluster.address: the Ray cluster 10.0.0.1:6379 cannot be reached: Version mismatch: The "
-        "cluster was started with: Ray: 2.51.0; Python: 3.10.14; This process on node 10.0.0.7 was "
-        "started with: Ray: 2.60.0; Python: 3.11.7; install the cluster's versions of Ray and "
-        "Python here (cluster.python sets the interpreter on its nodes if its path differs), or "
-        "start the cluster with the versions installed here"
-    )
-
-
 def test_the_whole_error_of_ray_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = refusal(monkeypatch, ConnectionError("No node there.\n\n  Is GCS up?\n"))
-    assert "cannot be reached" in text
+    with pytest.raises(ConfigError) as refused:
+        ray_of(monkeypatch, error=RuntimeError(MISMATCH)).connect()
+    text = str(refused.value)
+    assert text.startswith("cluster.address: the Ray cluster 10.0.0.1:6379")
+    assert "Ray: 2.51.0; Python: 3.10.14; This" in text
+    assert "cluster.python" in text
 
 
 @pytest.mark.parametrize("version", ["2.9.3", "2.39.0", "1.13.0rc1"])

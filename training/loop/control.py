@@ -287,12 +287,10 @@ class Control:
                 f"{training.phase!r}, which saves on its own schedule"
             )
 
-        async def save() -> tuple[str, int]:
+        async with training.loop.weights_at_rest:
             await training.loop.saver.save()
             step = training.state.step
-            return str(training.run.checkpoints.path(step)), step
-
-        path, step = await training.actions.run(save)
+        path = str(training.run.checkpoints.path(step))
         line = f"{path} is saved; it is deleted after checkpoint.keep_last later ones"
         return self._done("checkpoint", [line], {"path": path, "step": step})
 

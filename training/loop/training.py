@@ -41,7 +41,7 @@ from agentenv.rollout.redactor import Redactor
 from agentenv.training.loop.batching import BatchBuilder
 from agentenv.training.loop.clocks import PhaseClock, Stopwatch
 from agentenv.training.loop.feeder import Feeder
-from agentenv.training.loop.loop import Critic, Evaluator, Loop, PendingActions
+from agentenv.training.loop.loop import Critic, Evaluator, Loop
 from agentenv.training.loop.parts import Build, Parts
 from agentenv.training.loop.publishing import ParityCheck
 from agentenv.training.loop.recorder import Recorder
@@ -106,7 +106,6 @@ class Training:
         self.queue = ReplayQueue(config.queue.groups_per_step, config.queue.max_staleness)
         self.lag = LoopLag()
         self.phase = "set-up"  # cold start, RL, end
-        self.actions = PendingActions()
 
     async def run_all(self) -> None:
         """The whole run. A cancellation stops it cleanly, with a checkpoint if RL has begun."""
@@ -186,7 +185,6 @@ class Training:
             evaluator=self._make_evaluator(parts, recorder, saver, self.clock),
             report=self._make_report(feeder, recorder, watch, self.lag),
             critic=None if config.self_critic is None else self._make_critic(config, parts, run),
-            actions=self.actions,
             clock=self.clock,
             watch=watch,
             settings=settings,
@@ -300,11 +298,7 @@ class Training:
         loop = self.loop
         feeding = rollouts.create_task(loop.feeder.run(rollouts))
         showing = rollouts.create_task(loop.recorder.show(self.queue, loop.parts.engine))
-        self.actions.group = rollouts
-        try:
-            await loop.run()
-        finally:
-            self.actions.group = None
+        await loop.run()
         feeding.cancel()
         showing.cancel()
         for rollout in self.queue.drain():

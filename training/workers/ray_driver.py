@@ -39,7 +39,6 @@ from agentenv.training.workers.ray_placement import (
 from agentenv.training.workers.worker_process import main
 
 OLDEST = "2.40"  # as in pyproject.toml
-MISMATCH = "Version mismatch"  # prefix of Ray's error
 LOOK_S = 2.0  # between two polls of the nodes
 STOP_S = GRACE_S + 4.0
 NUM_STARTS = 4  # attempts to start a local cluster; a busy machine may need several
@@ -163,19 +162,12 @@ class Ray:
                 )
                 return
             except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-                where, why = setup.address or "of this machine", _in_one_line(error)
-                remedy = (
-                    "start one with `ray start --head` here and `ray start --address=HOST:6379` on "
-                    "other nodes, or leave cluster.address empty"
-                )
-                if why.startswith(MISMATCH):
-                    remedy = (
-                        "install the cluster's versions of Ray and Python here (cluster.python "
-                        "sets the interpreter on its nodes if its path differs), or start the "
-                        "cluster with the versions installed here"
-                    )
                 raise ConfigError(
-                    f"cluster.address: the Ray cluster {where} cannot be reached: {why}; {remedy}"
+                    f"cluster.address: the Ray cluster {setup.address or 'of this machine'} cannot "
+                    f"be reached: {_in_one_line(error)}; start one with `ray start --head` here "
+                    "and `ray start --address=HOST:6379` on other nodes, with the versions of Ray "
+                    "and Python that are installed here (cluster.python sets the interpreter "
+                    "there), or leave cluster.address empty"
                 ) from error
             except Exception as error:  # Ray waits only half a minute for a node to start
                 self.ray.shutdown()
@@ -366,21 +358,19 @@ def does_not_fit(
     free: dict[str, dict[str, float]],
 ) -> str:
     """The text of the error: the requested and the available resources, and the remedy."""
-    requested: dict[str, list[dict[str, float]]] = {}
-    for key, bundle in setup.needed:
-        requested.setdefault(key, []).append(bundle)
-    lines = [f"{key}: {len(one)} x {in_words(one[0])}" for key, one in requested.items()]
-    has = "; ".join(
-        f"a node with {in_words(all_of_it)}, of which {in_words(free.get(node, {}))} free"
-        for node, all_of_it in nodes.items()
-    )
+    requested = Counter(f"{key} of {in_words(bundle)}" for key, bundle in setup.needed)
+    lines = [f"{count} x {what}" for what, count in requested.items()]
+    has = [
+        f"a node with {in_words(every)}, of which {in_words(free.get(node, {}))} free"
+        for node, every in nodes.items()
+    ]
     keys = dict.fromkeys(setup.needed[number][0] for number in missing)
     return (
         f"the Ray cluster {setup.address or 'of this machine'} has no room for {len(missing)} of "
-        f"{len(setup.needed)} processes. Requested: {', '.join(lines)}. Available: {has}. Lower "
-        f"{' or '.join(keys)}, or the resources of each (cluster.cpus_per_worker, gpus_per_rank); "
-        "let the run start with fewer workers (cluster.min_workers); or add nodes within "
-        "cluster.wait_for_nodes_s"
+        f"{len(setup.needed)} processes. Requested: {', '.join(lines)}. Available: "
+        f"{'; '.join(has)}. Lower {' or '.join(keys)}, or the resources of each "
+        "(cluster.cpus_per_worker, gpus_per_rank); let the run start with fewer workers "
+        "(cluster.min_workers); or add nodes within cluster.wait_for_nodes_s"
     )
 
 
