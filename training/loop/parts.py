@@ -50,8 +50,8 @@ from agentenv.learners.ranks.rank_group import RankGroup, RemoteRanks
 from agentenv.processes.supervisor import Placement
 from agentenv.rollout.actor import Actor
 from agentenv.text.encoder import encode_in_process
-from agentenv.training.loop.publishing import Handover, ParityProbe, Publisher
-from agentenv.training.loop.transports import Colocation, make_publisher
+from agentenv.training.loop.publishing import ParityProbe, Publisher
+from agentenv.training.loop.transports import make_publisher
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,6 @@ class Parts:
     model: Path = Path()  # with weights, and the tokenizer of rollout workers
     urls: dict[str, str] = field(default_factory=dict)  # of roles
     ray: Placement | None = None
-    handover: Handover = field(default_factory=Handover)
 
     async def publish(self) -> None:
         """Publish new weights to the engine while rollouts run, and start a parity probe."""
@@ -320,11 +319,6 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
         learner, engine = await self.learner_and_engine()
         probe = ParityProbe(engine, learner, prompts)
         self.stack.push_async_callback(probe.close)
-        colocation, handover = None, Handover()
-        if config.resources.in_turn:
-            engine.require("sleep")
-            colocation = Colocation(engine, learner, probe, handover)
-            learner.turn = colocation.turn
         trained = questions[TRAINED]
         encode_in_process(trained.renderer, self.stack)
         make_env = await self.make_env(TRAINED)
@@ -340,10 +334,7 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
             actor=self._actor(trained, make_env, config.sampling.train, engine, TRAINING),
             eval_actor=self._actor(trained, make_env, config.sampling.eval, engine, EVALUATING),
             probe=probe,
-            publisher=make_publisher(
-                config, engine, learner, await self.weights(), colocation, handover
-            ),
-            handover=handover,
+            publisher=make_publisher(config, engine, learner, probe, await self.weights()),
             demonstrations=await self.demonstrations(),
             vocab_size=num_words,
             model=await self.model(),

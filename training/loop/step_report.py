@@ -105,7 +105,7 @@ class StepReport:
                 asyncio.get_running_loop().time() - self._began_s
             ),
             **self.watch.take(),
-            **self.parts.handover.take(),
+            **self.parts.publisher.handover.take(),
             **{f"event_loop/{name}": value for name, value in self.lag.figures().items()},
         }
 

@@ -179,7 +179,7 @@ class Training:
         watch = Stopwatch()
         self.loop = Loop(
             feeder=feeder,
-            parity=ParityCheck(config, parts.probe, parts.learner, state.parity),
+            parity=ParityCheck(config, parts.probe, state.parity),
             saver=saver,
             recorder=recorder,
             evaluator=self._make_evaluator(parts, recorder, saver, self.clock),
