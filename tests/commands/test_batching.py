@@ -81,7 +81,7 @@ def test_a_tool_that_always_fails_and_a_policy_jump_are_warned_of_once(
         step(*figures)
     assert len(caplog.records) == 2
     assert "'search'" in caplog.messages[0]
-    assert caplog.messages[0].endswith("the index is locked")
+    assert caplog.messages[0].endswith("is locked")
     assert "learner/kl_to_proximal" in caplog.messages[1]
     assert all(one.shown for one in caplog.records)  # type: ignore[attr-defined]
 
