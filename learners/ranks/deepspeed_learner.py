@@ -224,10 +224,6 @@ class DeepSpeedLearner:
         """Allocate GPU memory again. A sleeping learner rejects all other commands."""
         await self._exchange([wire.Sleep(False)] * self.config.num_ranks)
 
-    async def warm_up(self) -> None:
-        """On GPUs, compile the code of the first update, without training."""
-        await self.call_all(wire.WarmUp(), self.config.start_timeout_s)
-
     async def call_asleep(self, command: RankCommand[RankDone]) -> None:
         """A command that ranks also execute while they sleep, such as `ReleaseShared`."""
         await self._exchange([command] * self.config.num_ranks)

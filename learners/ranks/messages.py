@@ -182,12 +182,6 @@ class ScoreSequences(RankCommand[RankScores]):
     sequences: list[EncodedTree]
 
 
-class WarmUp(RankCommand[RankDone]):
-    """Compile the code of the first update on GPUs, without other effects."""
-
-    device: str = "cuda"
-
-
 class ResetOptimizer(RankCommand[RankDone]):
     """Drop the optimizer's state, or save it, or restore it."""
 

@@ -86,20 +86,6 @@ class Rank:
         metrics = trainer.update(command.minibatches, command.lr_scale, command.agreement)
         return wire.RankUpdated(metrics, list(trainer.skipped_steps), trainer.values)
 
-    def imitate(self, command: wire.Imitate) -> wire.RankMetrics:
-        return wire.RankMetrics(self.trainer.imitate(command.sequences, command.lr_scale))
-
-    def prefer(self, command: wire.Prefer) -> wire.RankMetrics:
-        metrics = prefer(self.trainer, command.pairs, command.beta, command.lr_scale)
-        return wire.RankMetrics(metrics)
-
-    def score(self, command: wire.ScoreSequences) -> wire.RankScores:
-        return wire.RankScores(self.trainer.score(command.sequences))
-
-    def warm_up(self, command: wire.WarmUp) -> None:
-        if self.backend.device.type == command.device:
-            self.trainer.warm_up()
-
     def reset_optimizer(self, command: wire.ResetOptimizer) -> None:
         if command.state == "set_aside":
             self.backend.save_state()
@@ -137,15 +123,6 @@ class Rank:
         address, problem = self.broadcaster.open(command)
         return wire.RankAddress(problem, address)
 
-    def join_group(self, command: wire.JoinGroup) -> wire.RankTransfer:
-        return wire.RankTransfer(self.broadcaster.join(command.group))
-
-    def send_weights(self, _: wire.SendWeights) -> wire.RankTransfer:
-        return wire.RankTransfer(self.broadcaster.send())
-
-    def leave_group(self, _: wire.LeaveGroup) -> None:
-        self.broadcaster.leave()
-
     def share(self, command: wire.ShareWeights) -> wire.RankShared:
         shared, problem = self.shared.publish(
             sleeps_next=command.sleeps_next, num_readers=command.num_readers
@@ -154,9 +131,6 @@ class Rank:
             self.count_version()
             self.shared.policy_version = self.policy_version
         return wire.RankShared(problem, shared)
-
-    def release_shared(self, _: wire.ReleaseShared) -> None:
-        self.shared.release()
 
     def write_shared(self, command: wire.WriteShared) -> None:
         if self.shared.policy_version != command.policy_version:
@@ -204,20 +178,23 @@ class Rank:
 
 COMMANDS: dict[type[wire.RankCommand[Any]], Callable[[Rank, Any], Any]] = {
     wire.Update: Rank.update,
-    wire.Imitate: Rank.imitate,
-    wire.Prefer: Rank.prefer,
-    wire.ScoreSequences: Rank.score,
-    wire.WarmUp: Rank.warm_up,
+    wire.Imitate: lambda rank, it: wire.RankMetrics(
+        rank.trainer.imitate(it.sequences, it.lr_scale)
+    ),
+    wire.Prefer: lambda rank, it: wire.RankMetrics(
+        prefer(rank.trainer, it.pairs, it.beta, it.lr_scale)
+    ),
+    wire.ScoreSequences: lambda rank, it: wire.RankScores(rank.trainer.score(it.sequences)),
     wire.ResetOptimizer: Rank.reset_optimizer,
     wire.Sleep: Rank.sleep,
     wire.WriteModel: Rank.write,
     wire.Announce: Rank.announce,
     wire.OpenGroup: Rank.open_group,
-    wire.JoinGroup: Rank.join_group,
-    wire.SendWeights: Rank.send_weights,
-    wire.LeaveGroup: Rank.leave_group,
+    wire.JoinGroup: lambda rank, it: wire.RankTransfer(rank.broadcaster.join(it.group)),
+    wire.SendWeights: lambda rank, _: wire.RankTransfer(rank.broadcaster.send()),
+    wire.LeaveGroup: lambda rank, _: rank.broadcaster.leave(),
     wire.ShareWeights: Rank.share,
-    wire.ReleaseShared: Rank.release_shared,
+    wire.ReleaseShared: lambda rank, _: rank.shared.release(),
     wire.WriteShared: Rank.write_shared,
     wire.Save: Rank.save,
     wire.Load: Rank.load,

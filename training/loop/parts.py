@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -249,8 +249,6 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
         self.stack.push_async_callback(learner.close)
         if self.checkpoint is not None:
             await learner.load(self.checkpoint / "trainer")
-        if config.engine.launched is not None:  # they start meanwhile
-            await learner.warm_up()
         if config.resources.in_turn:
             await learner.sleep()
         return learner
@@ -346,7 +344,7 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
     async def weights(self) -> Path:
         """A folder through which weights pass from learner to engine."""
         place = await self.weights_place()
-        return await uncancelled(in_thread(self.stack.enter_context, _weights_folder(place)))
+        return await uncancelled(in_thread(_weights_folder, self.stack, place))
 
     @property
     def is_wide(self) -> bool:
@@ -372,17 +370,14 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
         )
 
 
-@contextmanager
-def _weights_folder(place: Path) -> Iterator[Path]:
-    """A folder for new weights in `place`, which is created if missing."""
-    with ExitStack() as stack:
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-            own = stack.enter_context(own_folder(place, WEIGHTS_PREFIX))
-        except OSError as error:
-            reason = explain(error, WEIGHTS_KEY)
-            raise ConfigError(f"cannot transfer new weights through {place}: {reason}") from error
-        yield own
+def _weights_folder(stack: AsyncExitStack, place: Path) -> Path:
+    """A folder for new weights in `place`, which is created if missing; `stack` removes it."""
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        return stack.enter_context(own_folder(place, WEIGHTS_PREFIX))
+    except OSError as error:
+        reason = explain(error, WEIGHTS_KEY)
+        raise ConfigError(f"cannot transfer new weights through {place}: {reason}") from error
 
 
 def adapter_rank(config: TrainConfig) -> int:

@@ -33,14 +33,13 @@ from agentenv.base.config import to_plain
 from agentenv.base.deadline import uncancelled
 from agentenv.base.offload import in_thread
 from agentenv.base.types import TIMES
-from agentenv.cluster.workers import RolloutWorkers
 from agentenv.rollout.journal import Journal
 from agentenv.rollout.metrics import LoopLag
 from agentenv.rollout.queue import ReplayQueue
 from agentenv.rollout.redactor import Redactor
 from agentenv.training.loop.batching import BatchBuilder
 from agentenv.training.loop.clocks import PhaseClock, Stopwatch
-from agentenv.training.loop.feeder import Feeder
+from agentenv.training.loop.feeder import Feeder, Workers
 from agentenv.training.loop.loop import Critic, Evaluator, Loop
 from agentenv.training.loop.parts import Build, Parts
 from agentenv.training.loop.publishing import ParityCheck
@@ -61,7 +60,7 @@ def rollout_settings(config: TrainConfig) -> str:
 
 
 Subscriber = Callable[["Training"], AbstractAsyncContextManager[None]]
-StartWorkers = Callable[..., Awaitable[RolloutWorkers | None]]
+StartWorkers = Callable[..., Awaitable[Workers | None]]
 MakeRecorder = Callable[[TrainConfig, RunDirectory, View, RunState, Any], Recorder]
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from random import Random
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from msgspec import Struct
@@ -120,23 +121,23 @@ class SupervisedState(Struct):
     wall_s: float = 0.0
 
 
-class Objective(Protocol):
-    """An objective over `num_rows` rows. `name`: prefix of its metrics; `plotted`: the plotted
-    metrics."""
+@dataclass(frozen=True)
+class Objective(ABC):
+    """An objective over `rows`. `name`: prefix of its metrics; `plotted`: the plotted metrics."""
 
+    learner: DeepSpeedLearner
+    rows: Sequence[Any]
+    held_out: Sequence[Any]
     name: ClassVar[str]
     plotted: ClassVar[tuple[str, ...]]
 
-    @property
-    def num_rows(self) -> int: ...
-
+    @abstractmethod
     async def step(self, rows: Sequence[int], lr_scale: float) -> Metrics:
         """One optimizer step on these rows."""
-        ...
 
+    @abstractmethod
     async def measure(self) -> Metrics:
         """Metrics of the held-out rows, including "loss"; empty without such rows."""
-        ...
 
 
 @lru_cache(maxsize=1)
@@ -192,7 +193,7 @@ class SupervisedTraining:
             step=lambda: self.state.step,
             snapshot=lambda: self.state,
         )
-        self.num_rows = self.objective.num_rows
+        self.num_rows = len(self.objective.rows)
         self.steps_per_epoch = -(-self.num_rows // self.loop.rows_per_step)
         self.num_steps = self.loop.count_steps(self.num_rows)
 

@@ -19,7 +19,7 @@ from typing import Any
 from agentenv.base.errors import ConfigError, MissingError, WorkerError
 from agentenv.base.installation import install_hint
 from agentenv.base.offload import in_thread
-from agentenv.cluster.messages import Alive, Notice, WorkerFigures
+from agentenv.cluster.messages import Alive, WorkerFigures
 from agentenv.processes.link import Link
 from agentenv.processes.supervisor import GRACE_S, ProcessSpec
 from agentenv.processes.worker_group import serve
@@ -256,9 +256,6 @@ class RayDriver:
         self._ray, self._link = ray, link
         self._held: dict[str, _Held] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-
-    def notify(self, text: str) -> None:
-        self._link.send(pack(Notice(text)))
 
     async def serve(self) -> None:
         """Work until the connection ends."""
