@@ -90,7 +90,7 @@ class RunEvaluator(Evaluator):
     async def after_step(self, names: list[str]) -> None:
         """Evaluate these sets after a step, and update the best checkpoint."""
         for report in (await self.evaluate(names)).values():
-            await consider_best(self.saver, report)
+            await consider_best(self.saver, report, self.config.checkpoint.best_metric)
 
     async def resume(self, due: list[str]) -> None:
         """Resume the evaluation after a step that was interrupted, or run that of the sets `due`
@@ -108,12 +108,12 @@ class RunEvaluator(Evaluator):
 
     async def _consider_again(self, what: Evaluating) -> None:
         """Update the best checkpoint, in case the interruption came before that."""
-        if not self.config.checkpoint.best_metric:
+        if not (metric := self.config.checkpoint.best_metric):
             return
         rows = await in_thread(read_rows, self._folder / what.phase)
         for name in what.sets:
             of_set = [row for row in rows if row.dataset == name]
-            await consider_best(self.saver, brief_report(name, of_set))
+            await consider_best(self.saver, brief_report(name, of_set), metric)
 
     def _has_sets(self, what: Evaluating) -> bool:
         """Whether the configuration still has all sets of the evaluation."""
@@ -273,10 +273,10 @@ def _figures(rows: Sequence[EvalRow]) -> BriefFigures:
     )
 
 
-async def consider_best(saver: RunSaver, report: BriefReport) -> None:
+async def consider_best(saver: RunSaver, report: BriefReport, metric: str) -> None:
     """Make the checkpoint of the last step the best one if `report` has the best value so far of
-    checkpoint.best_metric."""
-    name, _, figure = saver.best_metric.partition("/")
+    `metric`, SET/FIGURE."""
+    name, _, figure = metric.partition("/")
     if report.name != name:
         return
     value: float | None = getattr(report.overall, figure)

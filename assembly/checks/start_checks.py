@@ -246,7 +246,7 @@ async def servers(assembly: RolloutAssembly[Any]) -> None:
     """The programs of servers to start are installed; running servers respond."""
     for name, launched, key in launched_servers(assembly.config):
         find_python(name, launched, key)
-    await assembly.config.engine.check_reachable("engine")
+    await assembly.config.engine.check_reachable()
 
 
 def launched_servers(

@@ -287,7 +287,7 @@ def write_back(
         if not one.entropies:
             for node in tree.nodes:
                 node.entropies = array("f", [nan]) * len(node.action_ids)
-        is_reported = ~np.isnan(values).all(axis=1)
+        is_reported = [not np.isnan(row).all() for row in values]
         stop = 0
         for node in encoded_nodes(tree, credit):
             start, stop = stop, stop + len(node.action_ids)
