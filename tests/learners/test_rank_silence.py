@@ -13,6 +13,7 @@ import pytest
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks.rank_group import RankGroup
+from agentenv.processes.worker_group import Hello
 from tests.support.virtual_clock import run_virtual
 
 COMMAND = wire.Announce
@@ -21,10 +22,10 @@ COMMAND = wire.Announce
 class Answering:
     """A link whose rank answers after so many seconds."""
 
-    host, pid, log_path = "here", 7, None
+    log_path, seconds = None, 0.0
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.seconds = rank, 0.0
+        self.hello = Hello("", rank, 7)
 
     async def exchange(self, command: object) -> wire.RankDone:
         await asyncio.sleep(self.seconds)
