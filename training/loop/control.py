@@ -120,12 +120,6 @@ class Control:
                 facts["workers"] = self._feeder.workers.stats()
         return RequestDone([], facts)
 
-    def _row(self, index: int, one: InflightRollout, *, is_growing: bool) -> dict[str, Any]:
-        """A tree in flight; an ended one waits for the learner."""
-        age_s = asyncio.get_running_loop().time() - one.began_s
-        state = "ended" if one.has_ended else "grows" if is_growing else "begins"
-        return {"tree": index, "task": one.task.id, "state": state, "age_s": age_s}
-
     async def _waits(self) -> RequestDone:
         """The waits of rollouts, the longest first, and other delays of the run."""
         training = self.training
@@ -185,7 +179,13 @@ class Control:
         training = self.training
         one = self._inflight(index)
         rollout = training.loop.parts.actor.growing(index)
-        row = self._row(index, one, is_growing=rollout is not None)
+        state = "ended" if one.has_ended else "begins" if rollout is None else "grows"
+        row: dict[str, Any] = {
+            "tree": index,
+            "task": one.task.id,
+            "state": state,
+            "age_s": asyncio.get_running_loop().time() - one.began_s,
+        }
         lines, branches = [], []
         limit_s = training.config.limits.max_seconds
         if self._feeder.workers is not None and not one.has_ended:
@@ -210,15 +210,13 @@ class Control:
                     ends[f"{node.end}{f' by {node.limit}' if node.limit else ''}"] += 1
             worked_s, allowed_s = rollout.clock(), rollout.limits.seconds_of_tree
             lines.append(f"used {worked_s:.1f} s of {allowed_s:g} s (limits.max_tree_seconds)")
-        lines += self._lines_of(index, one)
-        facts = {**row, "branches": branches, "ends": ends, "failures": failures}
-        return RequestDone(lines, facts)
-
-    def _lines_of(self, index: int, one: InflightRollout) -> list[str]:
-        lines = ["it is finished and waits for the learner"] if one.has_ended else []
+        if one.has_ended:
+            lines.append("it is finished and waits for the learner")
         number = sum(1 for other in self._feeder.inflight if other < index)
         before = f"{number} trees come before it" if number else "the learner takes it next"
-        return [*lines, f"{before} (start order)"]
+        lines.append(f"{before} (start order)")
+        facts = {**row, "branches": branches, "ends": ends, "failures": failures}
+        return RequestDone(lines, facts)
 
     # Requests that act.
 

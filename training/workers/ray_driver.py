@@ -224,11 +224,6 @@ class Ray:
             .remote()
         )
 
-    def release(self, holder: Any) -> None:
-        """Free the resources of a holder."""
-        with suppress(Exception):  # Ray may be gone
-            self.ray.kill(holder)
-
 
 def _in_one_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines()]
@@ -306,7 +301,8 @@ class RayDriver:
             if self._held.get(spec.name) is held:
                 del self._held[spec.name]
             if held.holder is not None:
-                await in_thread(self._ray.release, held.holder)
+                with suppress(Exception):  # Ray may be gone
+                    await in_thread(self._ray.ray.kill, held.holder)  # frees its resources
         self._link.send(pack(ProcessEnded(spec.name, how)))
 
     async def _stop(self, name: str) -> None:
