@@ -92,11 +92,10 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = "none"
     layout: Annotated[
-        Literal["auto", "tree", "segments", "padded"],
+        Literal["auto", "tree", "segments"],
         Meta(
-            description="layout of micro-batches, all with the same gradients: trees whose shared "
-            "tokens are computed once, the same with attention by segments (CPUs), or rows padded "
-            "to one length; auto: on a CPU segments where paths are short, else tree"
+            description="attention of micro-batches, with the same gradients: over trees, or by "
+            "segments (CPUs); auto: on a CPU segments where paths are short, else tree"
         ),
     ] = "auto"
     deepspeed_config: Annotated[
@@ -160,8 +159,7 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
             (self.offload == "params" and self.zero_stage in (0, 1, 2), OFFLOAD_PARAMS_NEEDS_3),
             ((self.launch == "external") != bool(self.address), EXTERNAL_NEEDS_ADDRESS),
             (self.num_ranks % self.context_parallel, REPLICAS_NEED_RANKS),
-            (self.is_flat and self.context_parallel > 1, RANKS_NEED_TREES),
-            (self.layout == "padded" and self.router_loss, ROUTERS_NEED_NO_PADDING),
+            (self.layout == "segments" and self.context_parallel > 1, RANKS_NEED_TREES),
         ):
             if wrong:
                 raise ConfigError(text.format(self))
@@ -191,11 +189,6 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
                 raise ConfigError(LORA_NEEDS_ADAMW.format(key=key))
             if self.zero_stage != 0:
                 raise ConfigError(MUON_NEEDS_0.format(key=key, stage=self.zero_stage))
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether the layout is set to something other than trees."""
-        return self.layout in ("segments", "padded")
 
     @property
     def num_replicas(self) -> int:
@@ -239,10 +232,6 @@ REPLICAS_NEED_RANKS = (
 RANKS_NEED_TREES = (
     "learner.layout = {0.layout} with learner.context_parallel = {0.context_parallel}: ranks share "
     'the tokens of trees; set learner.layout = "auto"'
-)
-ROUTERS_NEED_NO_PADDING = (
-    "learner.layout = padded with learner.router_loss = {0.router_loss}, an average over tokens, "
-    'which would count shared ones again; set learner.layout = "auto"'
 )
 
 

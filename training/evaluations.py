@@ -1,4 +1,4 @@
-"""Evaluations of a training run: between phases, after steps, or concurrent with training.
+"""Evaluations of a training run: between phases, and after steps.
 
 RUN/eval/step-000040/           a complete evaluation, for `evaluate report`, `compare`, `regrade`
 RUN/eval/step-000040.partial/   an evaluation that is in progress, or was interrupted
@@ -13,32 +13,27 @@ import copy
 import json
 import logging
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
-from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.reports.records import FAILED, EvalRow, Wanted
-from agentenv.assembly.run.checkpoints import REMOVED, load_state
-from agentenv.assembly.run.kept import best_checkpoint, keep_best
-from agentenv.assembly.run.terminal import Pulse, View, first_reason
+from agentenv.assembly.run.kept import keep_best
+from agentenv.assembly.run.terminal import Pulse
 from agentenv.base.config import to_plain
 from agentenv.base.deadline import uncancelled
 from agentenv.base.disk import PARTIAL, replace_folder
-from agentenv.base.errors import SHOWN, AgentEnvError, DataError, EnvError, TooManyFailuresError
+from agentenv.base.errors import SHOWN, DataError
 from agentenv.base.offload import in_thread
 from agentenv.base.tree import CANCELLED
-from agentenv.base.types import Task
 from agentenv.evaluation import statistics
 from agentenv.evaluation.run import Progress, broken, named_causes, row_of, sample_into
 from agentenv.evaluation.store import Saved, Store, identity, load_saved, read_rows
 from agentenv.evaluation.subject import evaluation_of
-from agentenv.rollout.actor import Actor
 from agentenv.rollout.questions import Answer
 from agentenv.rollout.redactor import Redactor
 from agentenv.training.loop.brief_reports import EVALUATIONS, PHASES, BriefFigures, BriefReport
@@ -46,21 +41,19 @@ from agentenv.training.loop.clocks import PhaseClock
 from agentenv.training.loop.loop import Evaluator
 from agentenv.training.loop.parts import Parts
 from agentenv.training.loop.recorder import Recorder
-from agentenv.training.loop.state import Evaluating, RunSaver, RunState
+from agentenv.training.loop.state import Evaluating, RunSaver
 
 logger = logging.getLogger(__name__)
 
 SET_KEYS = ("max_tasks", "num_samples")
 BEFORE_TRAINING = ("before_sft", "after_sft", "before_rl")  # phases
 MAX_FAILED = 0.2  # share of failed trajectories from which such an evaluation ends the run
-Sample = Callable[[Actor, str], Awaitable[list[EvalRow]]]  # (actor, name of the set) -> rows
+Sample = Callable[[str], Awaitable[list[EvalRow]]]  # name of a set -> rows
 
 
 @dataclass(eq=False)
 class RunEvaluator(Evaluator):
-    """Evaluates the policy of a run: between updates, or overlapping training, on a separate engine
-    that keeps the weights of one step until its evaluation is done. Overlapping evaluations run
-    one at a time."""
+    """Evaluates the policy of a run, while no weights are published."""
 
     parts: Parts
     recorder: Recorder
@@ -69,10 +62,8 @@ class RunEvaluator(Evaluator):
 
     def __post_init__(self) -> None:
         self.config, self.state = self.recorder.config, self.recorder.state
-        folder, view = self.recorder.run.path, self.recorder.view
-        self._overlapping: asyncio.Task[None] | None = None
-        self._folder, self._weights = folder / EVALUATIONS, folder / "evaluating"
-        self._evaluations = Evaluations(self.config, folder, self.parts.eval_tasks, view)
+        self._run = self.recorder.run.path
+        self._folder = self._run / EVALUATIONS
 
     def due(self, step: int) -> list[str]:
         """The sets to evaluate after this step."""
@@ -88,22 +79,18 @@ class RunEvaluator(Evaluator):
     async def evaluate(self, names: list[str], when: str = "") -> dict[str, BriefReport]:
         """Evaluate these sets. `when`: the phase; empty: after a step. No weights are published
         meanwhile, so that all rows have one policy version."""
-        if not names:  # keep `state.evaluating`, which may be an overlapping evaluation
+        if not names:
             return {}
         self.state.evaluating = what = self._now(names, when)
         with self.clock.phase("eval"):
-            found = await self._in_time(self._evaluate(self.parts.eval_actor, what), what)
+            found = await self._in_time(what)
         self.state.evaluating = None
         return found
 
     async def after_step(self, names: list[str]) -> None:
         """Evaluate these sets after a step, and update the best checkpoint."""
-        step = self.state.step
-        if names and self.parts.overlapping is not None:
-            await self._begin_overlapping(names)
-            return
         for report in (await self.evaluate(names)).values():
-            await consider_best(self.saver, step, report)
+            await consider_best(self.saver, report, self.config.checkpoint.best_metric)
 
     async def resume(self, due: list[str]) -> None:
         """Resume the evaluation after a step that was interrupted, or run that of the sets `due`
@@ -111,27 +98,22 @@ class RunEvaluator(Evaluator):
         what = self.state.evaluating or self._now(due)
         if what.when or not what.sets:
             return
-        actor = self.parts.overlapping
         if not self._has_sets(what):
             self._warn_of_gap(what, "eval.sets no longer has them")
-        elif await in_thread(self._evaluations.is_done, what):
+        elif await in_thread(self.is_done, what):
             await self._consider_again(what)
-        elif actor is not None and await in_thread(self._weights_of(what).is_dir):
-            return self._begin(actor, what)
-        elif what.step == self.state.step:
-            return await self.after_step(what.sets)
         else:
-            self._warn_of_gap(what, "its weights were deleted")
+            await self.after_step(what.sets)
         self.state.evaluating = None
 
     async def _consider_again(self, what: Evaluating) -> None:
         """Update the best checkpoint, in case the interruption came before that."""
-        if not self.config.checkpoint.best_metric:
+        if not (metric := self.config.checkpoint.best_metric):
             return
         rows = await in_thread(read_rows, self._folder / what.phase)
         for name in what.sets:
             of_set = [row for row in rows if row.dataset == name]
-            await consider_best(self.saver, what.step, brief_report(name, of_set))
+            await consider_best(self.saver, brief_report(name, of_set), metric)
 
     def _has_sets(self, what: Evaluating) -> bool:
         """Whether the configuration still has all sets of the evaluation."""
@@ -143,19 +125,8 @@ class RunEvaluator(Evaluator):
             return phase in self.state.reports
         pending = self.state.evaluating
         if pending is not None and pending.phase == phase and self._has_sets(pending):
-            return self._evaluations.is_done(pending)
+            return self.is_done(pending)
         return not (self._folder / f"{phase}{PARTIAL}").is_dir()
-
-    async def finish(self) -> None:
-        """Wait for the overlapping evaluation, if there is one."""
-        if self._overlapping is not None:
-            await self._overlapping
-            self._overlapping = None
-
-    def cancel(self) -> None:
-        """Stop the overlapping evaluation; the state records that it is still due."""
-        if self._overlapping is not None:
-            self._overlapping.cancel()
 
     # inner workings
 
@@ -163,65 +134,13 @@ class RunEvaluator(Evaluator):
         state, version = self.state, self.parts.learner.policy_version
         return Evaluating(state.step, version, names, state.line, when)
 
-    async def _begin_overlapping(self, names: list[str]) -> None:
-        actor, learner = self.parts.overlapping, self.parts.learner
-        assert actor is not None
-        with self.clock.phase("eval"):
-            await self.finish()
-            await in_thread(self._forget_weights)
-            what = self._now(names)
-            await learner.export(self._weights_of(what))
-        self.state.evaluating = what
-        if self.config.checkpoint.best_metric.partition("/")[0] in names:
-            await self.saver.save()  # these weights may become the best checkpoint
-        self._begin(actor, what)
-
-    def _begin(self, actor: Actor, what: Evaluating) -> None:
-        self._overlapping = asyncio.create_task(self._evaluate_overlapping(actor, what))
-
-    async def _evaluate_overlapping(self, actor: Actor, what: Evaluating) -> None:
-        """Evaluate; a failure only leaves a gap in the curve, and training continues. If every
-        trajectory failed, raise: training has the same problem."""
-        try:
-            found = await self._in_time(self._with_weights(actor, what), what)
-            for report in found.values():
-                await consider_best(self.saver, what.step, report)
-        except* (AgentEnvError, OSError) as errors:
-            error = first_reason(errors)
-            of_env = isinstance(error, TooManyFailuresError) and not error.is_of_engine
-            if isinstance(error, EnvError) or of_env:
-                raise
-            self._warn_of_gap(what, str(error))
-        self.state.evaluating = None
-        await in_thread(self._forget_weights)
-
-    def _weights_of(self, what: Evaluating) -> Path:
-        """The folder of its weights; the state of a checkpoint may name older weights than the
-        latest."""
-        return self._weights / f"{what.phase}-{what.incarnation}"
-
-    def _forget_weights(self) -> None:
-        """Remove the weights, atomically for a later process."""
-        removed = self._weights.with_name(self._weights.name + REMOVED)
-        shutil.rmtree(removed, ignore_errors=True)
-        with suppress(FileNotFoundError):
-            self._weights.rename(removed)
-        shutil.rmtree(removed, ignore_errors=True)
-
-    async def _with_weights(self, actor: Actor, what: Evaluating) -> dict[str, BriefReport]:
-        if actor.engine.policy_version != what.policy_version:
-            await actor.engine.load_weights(self._weights_of(what), what.policy_version)
-        return await self._evaluate(actor, what)
-
-    async def _in_time(
-        self, evaluation: Coroutine[Any, Any, dict[str, BriefReport]], what: Evaluating
-    ) -> dict[str, BriefReport]:
+    async def _in_time(self, what: Evaluating) -> dict[str, BriefReport]:
         """The result, or an empty one, with a warning, after `eval.timeout_s`."""
         limit_s = self.config.eval.timeout_s
         deadline = asyncio.timeout(limit_s)
         try:
             async with deadline:
-                return await evaluation
+                return await self._evaluate(what)
         except TimeoutError:
             if not deadline.expired():
                 raise
@@ -231,17 +150,91 @@ class RunEvaluator(Evaluator):
     def _warn_of_gap(self, what: Evaluating, reason: str) -> None:
         logger.warning("the evaluation %s is missing: %s", what.phase, reason, extra=SHOWN)
 
-    async def _evaluate(self, actor: Actor, what: Evaluating) -> dict[str, BriefReport]:
-        if not what.sets:
-            return {}
+    async def _evaluate(self, what: Evaluating) -> dict[str, BriefReport]:
         found = {}
-        async with self._evaluations.begin(what) as sample:
+        async with self.begin(what) as sample:
             for name in what.sets:
-                rows = await sample(actor, name)
+                rows = await sample(name)
                 refuse_failed(name, rows, is_before=what.when in BEFORE_TRAINING)
                 found[name] = brief_report(name, rows)
                 await self.recorder.record_evaluation(found[name], rows, what.step, what.phase)
         return found
+
+    @asynccontextmanager
+    async def begin(self, what: Evaluating) -> AsyncIterator[Sample]:
+        """Inside, the yielded function evaluates a set. RUN/eval/PHASE is complete when the context
+        exits without an error. An interrupted evaluation of the same weights is resumed; that of
+        other weights is removed."""
+        config = await in_thread(self._configuration, what.sets)
+        saved = self._saved(what, config)
+        folder = self._folder / what.phase
+        unfinished = folder.with_name(folder.name + PARTIAL)
+        opened: list[Store] = []  # filled by a thread, even if the caller is cancelled
+
+        def open_store() -> None:
+            if is_of(folder, saved):  # it was done, but its figures were not recorded yet
+                shutil.rmtree(unfinished, ignore_errors=True)
+                folder.rename(unfinished)
+            opened.append(_reopen(unfinished, saved))
+
+        try:
+            await uncancelled(in_thread(open_store))
+            yield partial(self._sample, opened[0], config)
+        finally:
+            for store in opened:
+                store.close()
+        await in_thread(replace_folder, unfinished, folder)
+
+    def is_done(self, what: Evaluating) -> bool:
+        """Whether the evaluation is stored and complete."""
+        saved = self._saved(what, self._configuration(what.sets))
+        return is_of(self._folder / what.phase, saved)
+
+    def _saved(self, what: Evaluating, config: EvaluateConfig) -> Saved:
+        subject = {
+            "name": self._run.name,
+            "step": what.step,
+            "policy_version": what.policy_version,
+            "incarnation": what.incarnation,
+        }
+        return Saved(subject=subject, run=str(self._run.absolute()), config=to_plain(config))
+
+    async def _sample(self, store: Store, config: EvaluateConfig, name: str) -> list[EvalRow]:
+        """All rows of a set, in the order of its questions; samples only the missing ones. Uses the
+        seed of the set, as `agentenv evaluate` does: equal seeds give equal samples."""
+        own = config.sets[name]
+        seed = own.sampling.seed if own.sampling is not None else None
+        number = config.seed if seed is None else seed
+        seeded = copy.copy(self.parts.eval_actor)
+        seeded.seed = f"{number}/eval/{name}"
+
+        def make_row(name: str, answer: Answer) -> EvalRow:
+            return row_of(name, answer, number)
+
+        tasks, samples = self.parts.eval_tasks[name], range(own.num_samples)
+        wanted = [Wanted(name, task, sample) for task in tasks for sample in samples]
+        missing, many = store.missing(wanted), self.config.eval.concurrency
+        view, title = self.recorder.view, f"evaluation of {name}"
+        shows = view.is_idle  # else beside the training, whose bar it is
+        if shows:
+            view.begin(title, len(missing))
+        update = view.advance if shows else Pulse(view, title, len(missing)).update
+        progress = Progress(update, seeded.engine)
+        try:
+            await sample_into(store, missing, {name: seeded}, make_row, progress, concurrency=many)
+        finally:
+            progress.close()
+            if shows:
+                view.end()
+        return [store.rows[one.key] for one in wanted]
+
+    def _configuration(self, names: Sequence[str]) -> EvaluateConfig:
+        """That of the run, as `agentenv evaluate RUN` has it."""
+        config = self.config
+        plain = json.loads(json.dumps(to_plain(config)))
+        raw = evaluation_of(plain, names, SET_KEYS)
+        raw["concurrency"] = config.eval.concurrency
+        return resolve_sets(raw, "eval")
 
 
 def brief_report(name: str, rows: Sequence[EvalRow]) -> BriefReport:
@@ -280,38 +273,29 @@ def _figures(rows: Sequence[EvalRow]) -> BriefFigures:
     )
 
 
-async def consider_best(saver: RunSaver, step: int, report: BriefReport) -> None:
-    """Make the checkpoint of `step` the best one if `report` has the best value so far of
-    checkpoint.best_metric."""
-    name, _, figure = saver.best_metric.partition("/")
+async def consider_best(saver: RunSaver, report: BriefReport, metric: str) -> None:
+    """Make the checkpoint of the last step the best one if `report` has the best value so far of
+    `metric`, SET/FIGURE."""
+    name, _, figure = metric.partition("/")
     if report.name != name:
         return
     value: float | None = getattr(report.overall, figure)
     if value is None or (saver.state.best is not None and value <= saver.state.best):
         return
     cancelled = None
-    if step == saver.state.step and not await in_thread(saver.has, step):
+    if not await in_thread(saver.has, saver.state.step):
         try:
             await saver.save()
         except asyncio.CancelledError as error:  # the checkpoint is saved nevertheless
             cancelled = error
-    await uncancelled(_keep_best(saver, step, value))
+    await uncancelled(_keep_best(saver, value))
     if cancelled is not None:
         raise cancelled
 
 
-def _best_step(saver: RunSaver) -> int | None:
-    """The step of the best checkpoint, which may be of an earlier process."""
-    best = best_checkpoint(saver.checkpoints)
-    return None if best is None else load_state(best, RunState).step
-
-
-async def _keep_best(saver: RunSaver, step: int, value: float) -> None:
+async def _keep_best(saver: RunSaver, value: float) -> None:
     """Record a new best value, only with an existing checkpoint; see Evaluator.resume."""
-    if await in_thread(saver.has, step):
-        await in_thread(keep_best, saver.checkpoints, step)
-    elif await in_thread(_best_step, saver) != step:
-        return
+    await in_thread(keep_best, saver.checkpoints, saver.state.step)
     saver.state.best = value
     await saver.amend()
 
@@ -331,95 +315,6 @@ def refuse_failed(name: str, rows: Sequence[EvalRow], *, is_before: bool = False
         f"{f' before training, {MAX_FAILED:.0%} or more' if is_before else ''}: {named}; fix it "
         "and continue with --resume, which retries them"
     )
-
-
-@dataclass(eq=False)
-class Evaluations:
-    """Runs the evaluations of the run in the folder `run`, and shows their progress in `view`."""
-
-    config: TrainConfig
-    run: Path
-    tasks: Mapping[str, Sequence[Task]]
-    view: View
-
-    @asynccontextmanager
-    async def begin(self, what: Evaluating) -> AsyncIterator[Sample]:
-        """Inside, the yielded function evaluates a set. RUN/eval/PHASE is complete when the context
-        exits without an error. An interrupted evaluation of the same weights is resumed; that of
-        other weights is removed."""
-        config = await in_thread(self._configuration, what.sets)
-        saved = self._saved(what, config)
-        folder = self.run / EVALUATIONS / what.phase
-        unfinished = folder.with_name(folder.name + PARTIAL)
-        opened: list[Store] = []  # filled by a thread, even if the caller is cancelled
-
-        def open_store() -> None:
-            if is_of(folder, saved):  # it was done, but its figures were not recorded yet
-                shutil.rmtree(unfinished, ignore_errors=True)
-                folder.rename(unfinished)
-            opened.append(_reopen(unfinished, saved))
-
-        try:
-            await uncancelled(in_thread(open_store))
-            yield partial(self._sample, opened[0], config)
-        finally:
-            for store in opened:
-                store.close()
-        await in_thread(replace_folder, unfinished, folder)
-
-    def is_done(self, what: Evaluating) -> bool:
-        """Whether the evaluation is stored and complete."""
-        saved = self._saved(what, self._configuration(what.sets))
-        return is_of(self.run / EVALUATIONS / what.phase, saved)
-
-    def _saved(self, what: Evaluating, config: EvaluateConfig) -> Saved:
-        subject = {
-            "name": self.run.name,
-            "step": what.step,
-            "policy_version": what.policy_version,
-            "incarnation": what.incarnation,
-        }
-        return Saved(subject=subject, run=str(self.run.absolute()), config=to_plain(config))
-
-    async def _sample(
-        self, store: Store, config: EvaluateConfig, actor: Actor, name: str
-    ) -> list[EvalRow]:
-        """All rows of a set, in the order of its questions; samples only the missing ones. Uses the
-        seed of the set, as `agentenv evaluate` does: equal seeds give equal samples."""
-        own = config.sets[name]
-        seed = own.sampling.seed if own.sampling is not None else None
-        number = config.seed if seed is None else seed
-        seeded = copy.copy(actor)
-        seeded.seed = f"{number}/eval/{name}"
-
-        def make_row(name: str, answer: Answer) -> EvalRow:
-            return row_of(name, answer, number)
-
-        samples = range(own.num_samples)
-        wanted = [Wanted(name, task, sample) for task in self.tasks[name] for sample in samples]
-        missing, many = store.missing(wanted), self.config.eval.concurrency
-        view, title = self.view, f"evaluation of {name}"
-        shows = view.is_idle  # else beside the training, whose bar it is
-        if shows:
-            view.begin(title, len(missing))
-        update = view.advance if shows else Pulse(view, title, len(missing)).update
-        progress = Progress(update, actor.engine)
-        try:
-            await sample_into(store, missing, {name: seeded}, make_row, progress, concurrency=many)
-        finally:
-            progress.close()
-            if shows:
-                view.end()
-        return [store.rows[one.key] for one in wanted]
-
-    def _configuration(self, names: Sequence[str]) -> EvaluateConfig:
-        """That of the run, as `agentenv evaluate RUN` has it."""
-        config = self.config
-        plain = json.loads(json.dumps(to_plain(config)))
-        raw = evaluation_of(plain, names, SET_KEYS)
-        raw["concurrency"] = config.eval.concurrency
-        raw["engine"] = plain["eval"]["engine"] or raw["engine"]
-        return resolve_sets(raw, "eval")
 
 
 def is_of(path: Path, saved: Saved) -> bool:

@@ -384,10 +384,6 @@ class EnvHost:
         except Exception as error:  # of user code, at the end
             logger.warning("closing an environment failed: %r", error)
 
-    def notify(self, text: str) -> None:
-        """Send a message for the user to the host."""
-        self._link.send(pack(Notice(text)))
-
     def _take(self, group: asyncio.TaskGroup, frame: bytes) -> None:
         request = read_call(frame)
         if isinstance(request, EnvCancel):

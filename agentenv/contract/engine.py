@@ -135,7 +135,6 @@ class EngineStart(Struct, frozen=True, kw_only=True):
     stack: AsyncExitStack
     servers: ServerStarter
     seed: int = 0
-    use: str = "policy"  # name of the servers that are started
     colocated: bool | str = False  # shares the learner's GPUs: alternating, or "at_once"
     lora_rank: int = 0  # of adapters that are sent as new weights; 0: whole models
     adapter: Path | None = None
@@ -227,25 +226,24 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if not self.capabilities.can_sleep:
             raise ConfigError(f"{key}: engine.name = {self.kind!r} has no GPU memory to release")
 
-    def max_context(self, model: Path, key: str = "engine") -> int:
-        """Context length (prompt and response, tokens) of the engine with this model; `key` is the
-        engine's table. Raises ConfigError for a max_model_len above the model's context."""
+    def max_context(self, model: Path) -> int:
+        """Context length (prompt and response, tokens) of the engine with this model. Raises
+        ConfigError for a max_model_len above the model's context."""
         of_model = self._positions(read_model_config(model))
         if of_model and self.max_model_len > of_model:
             raise ConfigError(
-                f"{key}.max_model_len = {self.max_model_len}: {model} has a context of {of_model} "
+                f"engine.max_model_len = {self.max_model_len}: {model} has a context of {of_model} "
                 "tokens (prompt and response); set at most that, or 0 for the model's own limit"
             )
         if not (of_model or self.max_model_len):
             raise ConfigError(
-                f"{key}.max_model_len: must be set, since {model} does not state its limit"
+                f"engine.max_model_len: must be set, since {model} does not state its limit"
             )
         of_model -= self.capabilities.num_reserved if of_model else 0
         return min(filter(None, (self.max_model_len, of_model)))
 
-    async def check_reachable(self, key: str = "engine") -> None:
-        """Raises ConfigError if a server that must already run does not answer; `key` is the table
-        that names it."""
+    async def check_reachable(self) -> None:
+        """Raises ConfigError if a server that must already run does not answer."""
 
     async def start(self, given: EngineStart) -> Engine:
         """Start the engine, ready to sample. Raises ConfigError if it cannot serve that model."""

@@ -46,7 +46,7 @@ class ScriptedConfig(EngineConfig, frozen=True, kw_only=True, tag="scripted", ta
     ] = 0.0
     latency_s: Annotated[float, Meta(ge=0, description="latency of a turn's first token")] = 0.0
 
-    def max_context(self, model: Path, key: str = "engine") -> int:
+    def max_context(self, model: Path) -> int:
         """The configured context, even if the model's is longer."""
         of_model = num_positions(read_model_config(model))
         return min(self.max_model_len, of_model or self.max_model_len)

@@ -246,24 +246,16 @@ async def servers(assembly: RolloutAssembly[Any]) -> None:
     """The programs of servers to start are installed; running servers respond."""
     for name, launched, key in launched_servers(assembly.config):
         find_python(name, launched, key)
-    for key, engine in engines_of(assembly.config):
-        await engine.check_reachable(key)
-
-
-def engines_of(config: TrainConfig | EvaluateConfig) -> Iterator[tuple[str, EngineConfig]]:
-    """The engines of the policy, each with its key."""
-    yield "engine", config.engine
-    if isinstance(config, TrainConfig) and config.eval.engine is not None:
-        yield "eval.engine", config.eval.engine
+    await assembly.config.engine.check_reachable()
 
 
 def launched_servers(
     config: TrainConfig | EvaluateConfig,
 ) -> Iterator[tuple[str, LaunchConfig, str]]:
     """The servers that a command starts: kind of engine, configuration, key."""
-    for key, engine in engines_of(config):
-        if engine.launched is not None:
-            yield engine.kind, engine.launched, f"{key}.servers"
+    engine = config.engine
+    if engine.launched is not None:
+        yield engine.kind, engine.launched, "engine.servers"
     for name, role in config.roles.items():
         if not role.url:
             yield role.engine, role, f"roles.{name}"

@@ -382,13 +382,6 @@ class EvalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         float,
         Meta(gt=0, description="deadline of one evaluation; beyond it the curve has a gap"),
     ] = 7200.0
-    engine: Annotated[
-        AnyEngine | None,
-        Meta(
-            description="separate engine on which evaluations overlap the training; none: the "
-            "policy's engine, and updates wait for evaluations"
-        ),
-    ] = None
 
     def with_sources_of(self, data: DataConfig) -> EvalConfig:
         """A copy in which sets from packages of verifiers take interpreter and folder from those of

@@ -630,7 +630,7 @@ class SimulatedLearner:
         counts = [one.num_action_tokens for one in sequences]
         return [Score([-0.5] * n, [0.5] * n, [False] * n) for n in counts]
 
-    async def publish(self, directory: Path) -> Path:
+    async def publish(self, directory: Path, *, adapter_only: bool = False) -> Path:
         await asyncio.sleep(self.model.publish_s)
         self.policy_version += 1
         return directory
@@ -836,7 +836,6 @@ def _parts(
         eval_actor=actor,
         probe=ParityProbe(engine, learner, probed),
         publisher=DirectoryPublisher(engine, learner, folder / "weights"),
-        overlapping=None,
         demonstrations=None,
         vocab_size=trace.vocab_size,
     )

@@ -27,7 +27,6 @@ from agentenv.learners.ranks.messages import R, RankCommand, RankDone
 from agentenv.learners.ranks.rank_group import RankGroup, RemoteRanks
 from agentenv.learners.trees.batch import EncodedTree, computed, encode
 from agentenv.learners.trees.partition import (
-    Share,
     assign,
     idle_share,
     minibatches,
@@ -153,9 +152,8 @@ class DeepSpeedLearner:
         for number, (one, ours, (parts, _)) in enumerate(
             zip(cut, encoded, partitions, strict=True)
         ):
-            reported = ("entropies", "proximal", "logprobs")
-            found = [_shares(parts, replies, name, number) for name in reported]
-            await in_thread(write_back, one, ours, *found)
+            values = [reply.values[number] if reply.values else [] for reply in replies]
+            await in_thread(write_back, one, ours, list(zip(parts, values, strict=True)))
         num_equal = sum(not credit.has_signal for _, credit in groups)
         metrics = {
             "num_trained": float(len(groups)),
@@ -206,28 +204,16 @@ class DeepSpeedLearner:
         replies = await self._call_replicas([command([trees[i] for i in one]) for one in shards])
         return list(zip(shards, replies, strict=True))
 
-    async def reset_optimizer(self, config: OptimizerConfig) -> None:
-        """Replace the optimizer by one without state, for instance between SFT and RL."""
-        await self.call_all(wire.ResetOptimizer(optimizer_of(config)))
+    async def reset_optimizer(self, config: OptimizerConfig, state: wire.OldState = "drop") -> None:
+        """Replace the optimizer by one of `config` without state, for instance between SFT and RL.
+        "set_aside" keeps the old state in the ranks' main memory, not in checkpoints; "take_back"
+        restores it for an optimizer of the same configuration."""
+        await self.call_all(wire.ResetOptimizer(optimizer_of(config), state))
 
-    async def save_optimizer(self, config: OptimizerConfig) -> None:
-        """As `reset_optimizer`, but keep the old state in the ranks' main memory, not in
-        checkpoints, until `restore_optimizer`."""
-        await self.call_all(wire.ResetOptimizer(optimizer_of(config), "set_aside"))
-
-    async def restore_optimizer(self, config: OptimizerConfig) -> None:
-        """Restore the saved state, which must belong to an optimizer of `config`."""
-        await self.call_all(wire.ResetOptimizer(optimizer_of(config), "take_back"))
-
-    async def publish(self, directory: Path) -> Path:
-        """Write the weights as a Hugging Face directory and increment the policy version."""
-        await self.call_all(wire.WriteModel(_absolute(directory), publish=True))
-        return directory
-
-    async def publish_adapter(self, directory: Path) -> Path:
-        """As `publish`, only the LoRA adapter, in peft's format."""
-        command = wire.WriteModel(_absolute(directory), publish=True, adapter_only=True)
-        await self.call_all(command)
+    async def publish(self, directory: Path, *, adapter_only: bool = False) -> Path:
+        """Write the weights as a Hugging Face directory, or only the LoRA adapter in peft's format,
+        and increment the policy version."""
+        await self.call_all(wire.WriteModel(_absolute(directory), True, False, adapter_only))
         return directory
 
     async def sleep(self) -> None:
@@ -237,10 +223,6 @@ class DeepSpeedLearner:
     async def wake(self) -> None:
         """Allocate GPU memory again. A sleeping learner rejects all other commands."""
         await self._exchange([wire.Sleep(False)] * self.config.num_ranks)
-
-    async def warm_up(self) -> None:
-        """On GPUs, compile the code of the first update, without training."""
-        await self.call_all(wire.WarmUp(), self.config.start_timeout_s)
 
     async def call_asleep(self, command: RankCommand[RankDone]) -> None:
         """A command that ranks also execute while they sleep, such as `ReleaseShared`."""
@@ -303,17 +285,6 @@ def encode_groups(
         replace(encode(tree, credit, version), is_counted=not (is_computed or credit.has_signal))
         for tree, credit in groups
     ]
-
-
-def _shares(
-    parts: Sequence[Sequence[EncodedTree]],
-    replies: Sequence[wire.RankUpdated],
-    name: str,
-    minibatch: int,
-) -> list[Share]:
-    """Each rank's trees in a mini-batch, and the values that it reported for them."""
-    reported = [getattr(reply, name) for reply in replies]
-    return [(one, of[minibatch] if of else []) for one, of in zip(parts, reported, strict=True)]
 
 
 def _check(config: LearnerConfig, algorithm: Algorithm, model_dir: Path) -> None:

@@ -39,6 +39,8 @@ class RankMessage(Struct, tag=True, tag_field="type"):
 
 # Of a rank
 
+OldState = Literal["drop", "set_aside", "take_back"]  # of an optimizer that is replaced
+
 
 class RankFailed(RankMessage):
     """The command raised an error; the rank keeps its state and continues."""
@@ -60,13 +62,11 @@ class RankMetrics(RankDone):
 
 
 class RankUpdated(RankMetrics):
-    """`steps`: metrics of skipped optimizer steps, with "minibatch" and "epoch". The rest by
-    mini-batch and tree; see agentenv.learners.trees.partition."""
+    """`steps`: metrics of skipped optimizer steps, with "minibatch" and "epoch". `values`: by
+    mini-batch and tree; see `agentenv.learners.trees.partition.Share`."""
 
     steps: list[dict[str, float]] = []
-    entropies: list[list[bytes]] = []
-    proximal: list[list[bytes]] = []
-    logprobs: list[list[bytes]] = []
+    values: list[list[bytes]] = []
 
 
 class RankScores(RankDone):
@@ -182,17 +182,11 @@ class ScoreSequences(RankCommand[RankScores]):
     sequences: list[EncodedTree]
 
 
-class WarmUp(RankCommand[RankDone]):
-    """Compile the code of the first update on GPUs, without other effects."""
-
-    device: str = "cuda"
-
-
 class ResetOptimizer(RankCommand[RankDone]):
     """Drop the optimizer's state, or save it, or restore it."""
 
     config: OptimizerConfig
-    state: Literal["drop", "set_aside", "take_back"] = "drop"
+    state: OldState = "drop"
 
 
 class WriteModel(RankCommand[RankDone]):

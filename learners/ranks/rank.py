@@ -70,57 +70,40 @@ class Rank:
         if self._offloaded is not None and not isinstance(command, WHILE_ASLEEP):
             raise LearnerError(f"cannot run {type(command).__name__}: the learner is offloaded")
         try:
-            reply: R = COMMANDS[type(command)](self, command)
+            found: R | None = COMMANDS[type(command)](self, command)
         except Exception:
             if isinstance(command, wire.Update | wire.Imitate | wire.Prefer):
                 self.backend.abandon()
             raise
+        reply: Any = wire.RankDone() if found is None else found
         reply.policy_version = self.policy_version
-        return reply
+        return reply  # type: ignore[no-any-return]
 
     # Training
 
     def update(self, command: wire.Update) -> wire.RankUpdated:
         trainer = self.trainer
         metrics = trainer.update(command.minibatches, command.lr_scale, command.agreement)
-        values = trainer.entropies, trainer.proximal, trainer.logprobs
-        return wire.RankUpdated(metrics, list(trainer.skipped_steps), *values)
+        return wire.RankUpdated(metrics, list(trainer.skipped_steps), trainer.values)
 
-    def imitate(self, command: wire.Imitate) -> wire.RankMetrics:
-        return wire.RankMetrics(self.trainer.imitate(command.sequences, command.lr_scale))
-
-    def prefer(self, command: wire.Prefer) -> wire.RankMetrics:
-        metrics = prefer(self.trainer, command.pairs, command.beta, command.lr_scale)
-        return wire.RankMetrics(metrics)
-
-    def score(self, command: wire.ScoreSequences) -> wire.RankScores:
-        return wire.RankScores(self.trainer.score(command.sequences))
-
-    def warm_up(self, command: wire.WarmUp) -> wire.RankDone:
-        if self.backend.device.type == command.device:
-            self.trainer.warm_up()
-        return wire.RankDone()
-
-    def reset_optimizer(self, command: wire.ResetOptimizer) -> wire.RankDone:
+    def reset_optimizer(self, command: wire.ResetOptimizer) -> None:
         if command.state == "set_aside":
             self.backend.save_state()
         self.backend.reset_optimizer(command.config)
         if command.state == "take_back":
             self.backend.restore_state()
-        return wire.RankDone()
 
-    def sleep(self, command: wire.Sleep) -> wire.RankDone:
+    def sleep(self, command: wire.Sleep) -> None:
         if command.asleep and self._offloaded is None:
             reference = self.trainer.reference.weights or {}
             self._offloaded = OffloadedMemory(self.backend, reference, memory=self._host)
         elif not command.asleep and self._offloaded is not None:
             self._offloaded.restore()
             self._offloaded = None
-        return wire.RankDone()
 
     # Weights
 
-    def write(self, command: wire.WriteModel) -> wire.RankDone:
+    def write(self, command: wire.WriteModel) -> None:
         if command.unmoved and self.trainer.moved:
             raise LearnerError("the learner's weights are no longer the published ones")
         directory = Path(command.directory)
@@ -130,7 +113,6 @@ class Rank:
             write_model(self.backend, self.source, directory, durable=not command.publish)
         if command.publish:
             self.count_version()
-        return wire.RankDone()
 
     def announce(self, _: wire.Announce) -> wire.RankManifest:
         manifest = self.broadcaster.manifest()
@@ -141,16 +123,6 @@ class Rank:
         address, problem = self.broadcaster.open(command)
         return wire.RankAddress(problem, address)
 
-    def join_group(self, command: wire.JoinGroup) -> wire.RankTransfer:
-        return wire.RankTransfer(self.broadcaster.join(command.group))
-
-    def send_weights(self, _: wire.SendWeights) -> wire.RankTransfer:
-        return wire.RankTransfer(self.broadcaster.send())
-
-    def leave_group(self, _: wire.LeaveGroup) -> wire.RankDone:
-        self.broadcaster.leave()
-        return wire.RankDone()
-
     def share(self, command: wire.ShareWeights) -> wire.RankShared:
         shared, problem = self.shared.publish(
             sleeps_next=command.sleeps_next, num_readers=command.num_readers
@@ -160,15 +132,10 @@ class Rank:
             self.shared.policy_version = self.policy_version
         return wire.RankShared(problem, shared)
 
-    def release_shared(self, _: wire.ReleaseShared) -> wire.RankDone:
-        self.shared.release()
-        return wire.RankDone()
-
-    def write_shared(self, command: wire.WriteShared) -> wire.RankDone:
+    def write_shared(self, command: wire.WriteShared) -> None:
         if self.shared.policy_version != command.policy_version:
             raise LearnerError("the learner has moved on to newer weights")
         self.shared.write(self.source, Path(command.directory))
-        return wire.RankDone()
 
     def count_version(self) -> None:
         """Make the current weights the next policy version."""
@@ -177,7 +144,7 @@ class Rank:
 
     # Checkpoints
 
-    def save(self, command: wire.Save) -> wire.RankDone:
+    def save(self, command: wire.Save) -> None:
         """Write a checkpoint for a bitwise exact resume."""
         config, reference = self.config, self.trainer.reference
         meta = SavedLearner(
@@ -193,9 +160,8 @@ class Rank:
             lora=config.lora,
         )
         checkpoint.save(self.backend, meta, Path(command.directory), reference.weights)
-        return wire.RankDone()
 
-    def load(self, command: wire.Load) -> wire.RankDone:
+    def load(self, command: wire.Load) -> None:
         """Resume from a checkpoint of any number of ranks and any ZeRO stage."""
         saved = Checkpoint(Path(command.directory))
         restore(self.backend, saved)
@@ -208,25 +174,27 @@ class Rank:
         self.policy_version = saved.meta.policy_version
         self.trainer.optimizer_step = saved.meta.optimizer_step
         self.trainer.moved = saved.meta.moved
-        return wire.RankDone()
 
 
 COMMANDS: dict[type[wire.RankCommand[Any]], Callable[[Rank, Any], Any]] = {
     wire.Update: Rank.update,
-    wire.Imitate: Rank.imitate,
-    wire.Prefer: Rank.prefer,
-    wire.ScoreSequences: Rank.score,
-    wire.WarmUp: Rank.warm_up,
+    wire.Imitate: lambda rank, it: wire.RankMetrics(
+        rank.trainer.imitate(it.sequences, it.lr_scale)
+    ),
+    wire.Prefer: lambda rank, it: wire.RankMetrics(
+        prefer(rank.trainer, it.pairs, it.beta, it.lr_scale)
+    ),
+    wire.ScoreSequences: lambda rank, it: wire.RankScores(rank.trainer.score(it.sequences)),
     wire.ResetOptimizer: Rank.reset_optimizer,
     wire.Sleep: Rank.sleep,
     wire.WriteModel: Rank.write,
     wire.Announce: Rank.announce,
     wire.OpenGroup: Rank.open_group,
-    wire.JoinGroup: Rank.join_group,
-    wire.SendWeights: Rank.send_weights,
-    wire.LeaveGroup: Rank.leave_group,
+    wire.JoinGroup: lambda rank, it: wire.RankTransfer(rank.broadcaster.join(it.group)),
+    wire.SendWeights: lambda rank, _: wire.RankTransfer(rank.broadcaster.send()),
+    wire.LeaveGroup: lambda rank, _: rank.broadcaster.leave(),
     wire.ShareWeights: Rank.share,
-    wire.ReleaseShared: Rank.release_shared,
+    wire.ReleaseShared: lambda rank, _: rank.shared.release(),
     wire.WriteShared: Rank.write_shared,
     wire.Save: Rank.save,
     wire.Load: Rank.load,
@@ -238,7 +206,9 @@ def make_backend(init: wire.Init) -> RankBackend:
     model."""
     config = init.config
     transformers_logging.disable_progress_bar()
-    check_model(Path(init.model_dir), config.context_parallel, is_flat=config.is_flat)
+    check_model(
+        Path(init.model_dir), config.context_parallel, by_segments=config.layout == "segments"
+    )
     # In the dtype of the files, weights are mapped, so that ranks of a machine share the pages.
     model = AutoModelForCausalLM.from_pretrained(
         init.model_dir,

@@ -16,6 +16,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -64,55 +65,53 @@ class RemoteRanks(NamedTuple):
     resources: Mapping[str, float]
 
 
+@dataclass(frozen=True, eq=False)
 class RankLink:
-    """A connected rank. `is_here`: it is a process that this process started on this machine."""
+    """A connected rank. `log_path`: None if its launcher has the log; `is_here`: it is a process
+    that this process started on this machine."""
 
-    def __init__(self, hello: Hello, link: Link, log_path: Path | None, is_here: bool) -> None:
-        self.rank = hello.number
-        self.pid = hello.pid
-        self.host = hello.host
-        self.store = hello.store
-        self.log_path = log_path  # None: its launcher has the log
-        self.is_here = is_here
-        self._link = link
+    hello: Hello
+    link: Link
+    log_path: Path | None
+    is_here: bool
 
     async def exchange(self, command: RankCommand[R]) -> R | RankFailed:
         """Send a command and wait for its reply. Raises OSError or EOFError if the rank is lost."""
         for message in messages_of(command):
-            self._link.send(msgspec.msgpack.encode(message))
-            await self._link.drain()
-        reply: Any = unpack_reply(await self._link.receive())
+            self.link.send(msgspec.msgpack.encode(message))
+            await self.link.drain()
+        reply: Any = unpack_reply(await self.link.receive())
         return reply  # type: ignore[no-any-return]
 
     def interrupt(self) -> None:
         """Abort the running command; see `AbortTransfer`."""
-        self._link.send(msgspec.msgpack.encode(AbortTransfer()))
-        self._link.flush()
+        self.link.send(msgspec.msgpack.encode(AbortTransfer()))
+        self.link.flush()
 
     async def close(self, *, idle: bool) -> None:
         """Close the connection, which ends an external rank; an idle rank first gets Stop."""
         if idle:
-            self._link.send(msgspec.msgpack.encode(StopRank()))
-        self._link.close()
-        await self._link.closed()
+            self.link.send(msgspec.msgpack.encode(StopRank()))
+        self.link.close()
+        await self.link.closed()
 
     def abort(self) -> None:
         """Break the connection."""
-        self._link.abort()
+        self.link.abort()
 
     def state(self) -> str:
         """The system's state of an unresponsive process, for messages."""
         if not self.is_here:
-            return f"process {self.pid} on {self.host}"
+            return f"process {self.hello.pid} on {self.hello.host}"
         with contextlib.suppress(psutil.Error):
-            return f"process {self.pid}, {psutil.Process(self.pid).status()}"
-        return f"process {self.pid}"
+            return f"process {self.hello.pid}, {psutil.Process(self.hello.pid).status()}"
+        return f"process {self.hello.pid}"
 
     def show_stack(self) -> None:
         """Let the rank write its stack to its log."""
         if self.is_here:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGUSR1)
+                os.kill(self.hello.pid, signal.SIGUSR1)
 
 
 SETTLE_S = 3.0  # for the other ranks to reply after a failure of one
@@ -158,12 +157,12 @@ class RankGroup:
     @property
     def pids(self) -> list[int]:
         """Process ids by rank; empty before the start and after close."""
-        return [link.pid for link in self._links]
+        return [link.hello.pid for link in self._links]
 
     @property
     def store(self) -> str:
         """Rendezvous of the ranks; see `Hello`."""
-        return self._links[0].store
+        return self._links[0].hello.store
 
     async def start(self, timeout_s: float) -> None:
         """Start the processes, or wait for external ones, until all have connected."""
@@ -266,7 +265,7 @@ class RankGroup:
                 link = arrival.result()
                 if isinstance(link, LearnerError):
                     raise link
-                links[link.rank] = link
+                links[link.hello.number] = link
             self._check_replicas(links)
         finally:
             for each in ended:
@@ -277,12 +276,13 @@ class RankGroup:
         """Raises LearnerError if the ranks of a context group, which communicate in every layer,
         are on several machines."""
         size = self.config.context_parallel
-        for rank, link in links.items():
-            first = links[rank - rank % size]
-            if link.host != first.host:
+        hosts = {rank: link.hello.host for rank, link in links.items()}
+        for rank, host in hosts.items():
+            first = rank - rank % size
+            if host != hosts[first]:
                 raise LearnerError(
-                    f"learner.context_parallel = {size}: the ranks {first.rank} and {rank} share "
-                    f"micro-batches but are on two machines ({first.host}, {link.host}); choose a "
+                    f"learner.context_parallel = {size}: the ranks {first} and {rank} share "
+                    f"micro-batches but are on two machines ({hosts[first]}, {host}); choose a "
                     "divisor of the ranks on a machine"
                 )
 
@@ -330,7 +330,7 @@ class RankGroup:
         command. Reports silent ranks of a command that takes far longer than usual."""
         pending: set[asyncio.Task[Any]] = set(tasks)
         clock = asyncio.get_running_loop().time
-        began_s, silent_s = clock(), self._silent_s(name)
+        began_s, silent_s = clock(), max(LEAST_SILENT_S, SILENT * self._usual_s(name))
         deadline = began_s + timeout_s
         failed: list[int] = []
         while pending and not any(_is_lost(task) for task in tasks):
@@ -357,27 +357,19 @@ class RankGroup:
         await self.close()
         return problem
 
-    def _usual_s(self, name: str) -> float | None:
-        """Usual duration of the command, in seconds; None before its first reply."""
-        seconds = self._seconds.get(name)
-        return median(seconds) if seconds else None
-
-    def _silent_s(self, name: str) -> float:
-        """Time of the command after which silent ranks are reported."""
-        usual_s = self._usual_s(name)
-        return max(LEAST_SILENT_S, SILENT * (FIRST_S if usual_s is None else usual_s))
+    def _usual_s(self, name: str) -> float:
+        """Usual duration of the command, in seconds."""
+        return median(self._seconds.get(name) or [FIRST_S])
 
     def _report_silence(
         self, tasks: list[asyncio.Task[Any]], name: str, seconds: float, timeout_s: float
     ) -> None:
-        usual_s = self._usual_s(name)
-        usual = "" if usual_s is None else f", which usually takes {usual_s:.3g} s"
         silent = [link for link, task in zip(self._links, tasks, strict=True) if not task.done()]
-        states = ", ".join(f"rank {link.rank} ({link.state()})" for link in silent)
+        states = ", ".join(f"rank {link.hello.number} ({link.state()})" for link in silent)
         logger.warning(
-            "no answer from the learner for %.0f s in %s%s: waiting for %s; after %.0f s "
-            "(learner.command_timeout_s) the run ends",
-            *(seconds, name, usual, states, timeout_s),
+            "no answer from the learner for %.0f s in %s, expected after %.3g s: waiting for %s; "
+            "after %.0f s (learner.command_timeout_s) the run ends",
+            *(seconds, name, self._usual_s(name), states, timeout_s),
             extra=SHOWN,
         )
 
@@ -388,11 +380,13 @@ class RankGroup:
         not answer."""
         lost = [link for link, task in zip(self._links, tasks, strict=True) if _is_lost(task)]
         if lost:
-            return self._error(lost[0].rank, await self._how_it_ended(lost[0]), lost[0].log_path)
+            return self._error(
+                lost[0].hello.number, await self._how_it_ended(lost[0]), lost[0].log_path
+            )
         if failed:
             return self._refusal(failed[0], tasks[failed[0]].result())
         silent = [link for link, task in zip(self._links, tasks, strict=True) if not task.done()]
-        states = ", ".join(f"rank {link.rank} is {link.state()}" for link in silent)
+        states = ", ".join(f"rank {link.hello.number} is {link.state()}" for link in silent)
         for link in silent:
             link.show_stack()
         await asyncio.sleep(STACK_S)
@@ -402,7 +396,7 @@ class RankGroup:
             "shows where; raise learner.command_timeout_s if it was only slow"
         )
         link = (stopped or silent)[0]
-        return self._error(link.rank, text, link.log_path)
+        return self._error(link.hello.number, text, link.log_path)
 
     def _refusal(self, rank: int, failed: RankFailed) -> LearnerError:
         who = f"learner rank {rank}: " if self.config.num_ranks > 1 else ""
@@ -430,10 +424,10 @@ class RankGroup:
     async def _how_it_ended(self, link: RankLink) -> str:
         """Describe the end of a rank whose connection broke."""
         if self._placement is None:
-            return f"(process {link.pid} on {link.host}) closed its connection"
+            return f"(process {link.hello.pid} on {link.hello.host}) closed its connection"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ENDED_S):
-                return await self._placement.ended(f"rank-{link.rank}")
+                return await self._placement.ended(f"rank-{link.hello.number}")
         return "closed its connection"
 
     def _error(self, rank: int, what: str, log_path: Path | None) -> LearnerError:

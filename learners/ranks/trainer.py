@@ -17,25 +17,12 @@ from agentenv.learners.algorithms.credit import Floats
 from agentenv.learners.keys import Agreement, LearnerConfig, Metrics, Score
 from agentenv.learners.ranks.backend import RankBackend
 from agentenv.learners.ranks.reference_policy import Reference
-from agentenv.learners.trees.batch import ActionTokens, EncodedTree, computed, from_arrays
+from agentenv.learners.trees.batch import ActionTokens, EncodedTree, computed
 from agentenv.learners.trees.layouts import Layouts
 from agentenv.learners.trees.minibatch import MiniBatch, over_all, prepare, ratios
 from agentenv.learners.trees.partition import MicroBatch, split_by_tree
 
 GIB = 2**30
-
-
-WARM_UP_SIZES = 96, 160  # tokens of a node: the second size makes torch compile for all
-
-
-def forked_tree(size: int) -> EncodedTree:
-    """A prompt and two continuations of `size` tokens each."""
-    token_ids = [index % 7 for index in range(3 * size)]
-    action = np.arange(3 * size) >= size
-    return from_arrays(token_ids, action, [0, size, 2 * size], [-1, 0, 0], weight=[1.0] * 3)
-
-
-NUM_TOKENS = {"segments": "num_segments_tokens", "padded": "num_padded_tokens"}  # by layout
 
 
 class Trainer:
@@ -50,10 +37,7 @@ class Trainer:
         self.moved = False
         self.agreement: Agreement = "exact"  # of the engine's values, in the running update
         self.skipped_steps: list[Metrics] = []  # of the last update, as evidence
-        # Of the last update, by mini-batch and tree; nan where they are the engine's.
-        self.entropies: list[list[bytes]] = []
-        self.proximal: list[list[bytes]] = []
-        self.logprobs: list[list[bytes]] = []
+        self.values: list[list[bytes]] = []  # of the last update, by mini-batch and tree
         self.reference = Reference(backend, algorithm.reference_every)
         self.layouts = Layouts(backend.config, backend.policy, backend.device)
 
@@ -77,9 +61,7 @@ class Trainer:
                     place = {"minibatch": float(number), "epoch": float(epoch)}
                     steps.append((place, self._policy_step(minibatch, lr_scale)))
         self.skipped_steps = [place | step for place, step in steps if step["num_skipped"]]
-        self.entropies = [split_by_tree(one.trees, one.computed) for one in prepared]
-        self.proximal = [split_by_tree(one.trees, one.measured) for one in prepared]
-        self.logprobs = [split_by_tree(one.trees, one.logprobs) for one in prepared]
+        self.values = [split_by_tree(one.trees, one.values) for one in prepared]
         metrics = over_steps([step for _, step in steps])
         metrics |= means(self.backend.gather_replicas(behavior_ratios(prepared)))
         counts = [
@@ -109,20 +91,6 @@ class Trainer:
         loss_sum = sum(self.backend.gather_replicas(loss_sum))
         metrics = {"loss": loss_sum, "num_tokens": total} | self.step(lr_scale, loss_sum)
         return metrics | gpu_peak(self.backend) | times(start_wall, start_cpu)
-
-    def warm_up(self) -> None:
-        """Run forward and backward passes on forked trees of two sizes, so that a GPU compiles its
-        kernels now; takes no step, and restores the random generators."""
-        device = self.backend.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            for size in WARM_UP_SIZES:
-                trees = [forked_tree(size)]
-                for batch in self.backend.passes(self.layouts.pack(trees)):
-                    logprobs, entropies, _ = self.backend.forward(batch)
-                    self.backend.backward(0.0 * (logprobs.sum() + entropies.sum()))
-                self.figures(trees)
-            self.backend.skip()
-        gpu_peak(self.backend)  # reset here
 
     def score(self, sequences: Sequence[EncodedTree]) -> list[Score]:
         """The scores of each sequence's predicted tokens, in order."""
@@ -198,8 +166,8 @@ class Trainer:
             loss, metrics = self.algorithm.loss(loss_batch, logprobs, entropies)
             self.backend.backward(self._with_router(loss, batch, num_computed))
             sums["num_computed_tokens"] += len(batch.token_ids)
-            if batch.layout != "tree":
-                sums[NUM_TOKENS[batch.layout]] += len(batch.token_ids)
+            if batch.layout == "segments":
+                sums["num_segments_tokens"] += len(batch.token_ids)
             for name, value in metrics.items():
                 if name.endswith("_max"):
                     maxima[name] = max(maxima.get(name, -math.inf), float(value))

@@ -10,7 +10,6 @@ layout chooses how to compute that:
     flex      on a GPU: FlexAttention, whose mask of blocks follows from `end`
     dense     elsewhere, and on the CPU through a window: a [tokens, tokens] mask
     segments  each segment between forks against the gathered keys of its path
-    padded    rows of equal length, one per path: plain causal attention
 
 A layer that looks through a window of w tokens sees k only if depth[q] - depth[k] < w too. A window
 at least as long as the longest path is ignored.
@@ -231,7 +230,7 @@ NAME = "agentenv_tree"
 # Arguments for any attention that this one need not read: dropout is refused before.
 _HARMLESS = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions"}
 _HARMLESS |= {"output_router_logits", "tree_cu_seqlens_q", "tree_segment_parents"}
-Form = Literal["blocked", "flex", "dense", "segments", "padded"]
+Form = Literal["blocked", "flex", "dense", "segments"]
 
 # Transformers passes a four-dimensional mask on unchanged. Without one it would read a tree as
 # packed sequences, from its positions, and build a wrong [tokens, tokens] mask.
@@ -242,8 +241,7 @@ class TreeLayout:
     """Which keys each token of a micro-batch sees: k <= q < end[k].
 
     end: int64 [tokens]. The data of a form are built once and shared by all layers. `share`: this
-    rank's tokens, if several ranks compute the micro-batch together. `rows`: of equal
-    length, in the form "padded".
+    rank's tokens, if several ranks compute the micro-batch together.
     """
 
     def __init__(
@@ -252,9 +250,8 @@ class TreeLayout:
         device: torch.device,
         form: Form | None = None,
         share: ContextShare | None = None,
-        rows: int = 1,
     ) -> None:
-        self.end, self.device, self.share, self.rows = end, device, share, rows
+        self.end, self.device, self.share = end, device, share
         self.form = form or default_form(device)
         self._masks: dict[int | None, Tensor] = {}  # by window
         self._block_masks: dict[int | None, BlockMask] = {}
@@ -279,16 +276,6 @@ class TreeLayout:
     @cached_property
     def segment_keys(self) -> SegmentKeys:
         return SegmentKeys.of(*self.segments)
-
-    def row_mask(self, window: int | None) -> Tensor | None:
-        """bool [length, length] of a row through a window; None without one."""
-        length = len(self.end) // self.rows
-        if window is None or window >= length:
-            return None
-        if window not in self._masks:
-            ones = torch.ones(length, length, dtype=torch.bool, device=self.device)
-            self._masks[window] = ones.tril().triu(1 - window)
-        return self._masks[window]
 
     @property
     def _end_and_depth(self) -> tuple[Tensor, Tensor]:
@@ -361,7 +348,7 @@ def _attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers calls it in each layer; query, key, value: [rows, heads, tokens, width]."""
+    """Transformers calls it in each layer; query, key, value: [1, heads, tokens, width]."""
     if tree_layout is None:
         if attention_mask is NO_MASK:
             raise ValueError("NO_MASK requires tree_layout")
@@ -373,7 +360,7 @@ def _attention(
         raise ValueError("tree_layout requires attention_mask = NO_MASK")
     share = tree_layout.share
     num_tokens = len(tree_layout.end) if share is None else share.num_tokens
-    if query.shape[0] != tree_layout.rows or query.shape[0] * query.shape[2] != num_tokens:
+    if query.shape[0] != 1 or query.shape[2] != num_tokens:
         raise ValueError(f"a layout of {num_tokens} tokens for {tuple(query.shape)}")
     unknown = [name for name in others if name not in _HARMLESS and others[name] is not None]
     if unknown:
@@ -382,10 +369,6 @@ def _attention(
             "supported over trees"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if tree_layout.form == "padded":
-        mask = tree_layout.row_mask(sliding_window)
-        output = sdpa_attention_forward(module, query, key, value, mask, scaling=scale)
-        return output
     if share is not None:
         query, key, value = share.to_heads(query, key, value)
     attended = _attend(query, key, value, tree_layout, scale, sliding_window)

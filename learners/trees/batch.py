@@ -30,8 +30,8 @@ from agentenv.learners.algorithms.credit import Floats, TreeCredit
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
-Layout = Literal["tree", "segments", "padded"]  # see `agentenv.learners.trees.layouts`
-LAYOUTS: tuple[Layout, ...] = ("tree", "segments", "padded")
+Layout = Literal["tree", "segments"]  # see `agentenv.learners.trees.layouts`
+LAYOUTS: tuple[Layout, ...] = ("tree", "segments")
 
 LINKS = ("pred", "depth", "end")
 FLOATS: dict[str, type[np.floating[Any]]] = {"entropies": np.float32}  # the others are float64

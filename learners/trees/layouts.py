@@ -3,7 +3,6 @@
     tree      every shared token once, attention in the form of the device
               (`agentenv.learners.trees.attention`)
     segments  the same tokens, attention by `agentenv.learners.trees.segments`, on CPUs
-    padded    one row per trajectory (`agentenv.learners.trees.partition.pack`)
 
 Ranks may choose different layouts for their trees: only the number of passes must be equal, which
 `RankBackend.passes` ensures.
@@ -33,14 +32,12 @@ class Layouts:
     def __init__(self, config: LearnerConfig, policy: Policy, device: torch.device) -> None:
         """`config`: resolved for the device."""
         self.max_tokens = config.replica_tokens
-        supported = supported_layouts(config, policy, device)
-        is_cpu = device.type != "cuda"
-        self._follows_lengths = config.layout == "auto" and is_cpu and "segments" in supported
+        is_cpu, has_recurrence = device.type != "cuda", policy.masks is not None
+        supports_segments = is_cpu and not has_recurrence and config.context_parallel == 1
+        self._follows_lengths = config.layout == "auto" and supports_segments
         self.now: Layout = "tree" if config.layout == "auto" else config.layout
-        if self.now not in supported:
-            raise ConfigError(
-                f"learner.layout = {self.now}: supported here: {' or '.join(supported)}"
-            )
+        if self.now == "segments" and not supports_segments:
+            raise ConfigError("learner.layout = segments: supported here: tree")
 
     @contextmanager
     def update(self, trees: Sequence[EncodedTree]) -> Iterator[None]:
@@ -58,20 +55,6 @@ class Layouts:
     def pack(self, trees: Sequence[EncodedTree]) -> list[MicroBatch]:
         """Micro-batches within a replica's token budget, in the current layout."""
         return pack(trees, self.max_tokens, self.now)
-
-
-def supported_layouts(
-    config: LearnerConfig, policy: Policy, device: torch.device
-) -> tuple[Layout, ...]:
-    """The layouts that model and device support."""
-    if policy.masks is not None or config.context_parallel > 1:
-        return ("tree",)
-    found: list[Layout] = ["tree"]
-    if device.type != "cuda":
-        found.append("segments")
-    if not config.router_loss:  # an average over the computed tokens
-        found.append("padded")
-    return tuple(found)
 
 
 def has_short_paths(batches: Sequence[MicroBatch]) -> bool:

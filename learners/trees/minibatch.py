@@ -132,15 +132,12 @@ class MiniBatch:
         return sum(tree.num_action_tokens for tree in computed(self.trees))
 
     @property
-    def measured(self) -> Floats:
-        """Proximal log-probs, nan where they are the engine's."""
-        return np.where(self.is_measured, self.proximal, np.nan)
-
-    @property
-    def computed(self) -> Floats:
-        """Entropies, nan where they are the engine's."""
-        brought = ~np.isnan(self.tokens.entropies)
-        return np.where(brought & ~self.is_measured, np.nan, self.found_entropies)
+    def values(self) -> Floats:
+        """Entropies and proximal log-probs, nan where they are the engine's, and log-probs."""
+        are_brought = ~np.isnan(self.tokens.entropies) & ~self.is_measured
+        entropies = np.where(are_brought, np.nan, self.found_entropies)
+        measured = np.where(self.is_measured, self.proximal, np.nan)
+        return np.stack([entropies, measured, self.logprobs])
 
     def terms(self, algorithm: Algorithm, current: Floats, gather: Gather) -> tuple[Floats, Floats]:
         """Value and slope per token of a loss that clips whole trajectories; `current` are the

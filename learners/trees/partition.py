@@ -13,10 +13,9 @@ anyway when it trains a token. numpy only.
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import nan
@@ -26,8 +25,8 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import ArrayLike, NDArray
 
-from agentenv.base.tree import Node, Scored, TrajectoryTree
-from agentenv.learners.algorithms.credit import CreditedTree, Floats, TreeCredit
+from agentenv.base.tree import Scored, TrajectoryTree
+from agentenv.learners.algorithms.credit import CreditedTree, Floats
 from agentenv.learners.trees.batch import (
     EncodedTree,
     Layout,
@@ -252,66 +251,53 @@ def forget_entropies(trees: Sequence[TrajectoryTree]) -> None:
             node.entropies = array("f")
 
 
-Share = tuple[Sequence[EncodedTree], Sequence[bytes]]  # of a rank: trees, values of each
+# Of a rank: trees, and for each the values of its trained tokens, float32 [3, tokens]: entropies,
+# log-probs before the update, and log-probs at the first training.
+Share = tuple[Sequence[EncodedTree], Sequence[bytes]]
 
 
-def split_by_tree(trees: Sequence[EncodedTree], figures: Floats) -> list[bytes]:
-    """Values of trained tokens, tree after tree: float32 bytes for each tree."""
+def split_by_tree(trees: Sequence[EncodedTree], values: Floats) -> list[bytes]:
+    """The values of a Share, from those of all trained tokens, tree after tree."""
     cuts = np.cumsum([tree.num_action_tokens for tree in trees])[:-1]
-    parts = np.split(figures.astype(np.float32), cuts) if trees else []
+    parts = np.split(values.astype(np.float32), cuts, axis=1) if trees else []
     return [part.tobytes() for part in parts]
 
 
 def gathered(encoded: Sequence[EncodedTree], shares: Sequence[Share]) -> list[NDArray[np.float32]]:
-    """Values of the trained tokens of each tree of a mini-batch, in the order of its tokens, nan
-    where no rank reported any. `shares`: for each rank its trees and parts of trees, and their
-    `split_by_tree`."""
-    found = [np.full(tree.num_action_tokens, nan, np.float32) for tree in encoded]
+    """The values of each tree of a mini-batch, [3, tokens] in the order of its tokens, nan where no
+    rank reported any. `shares`: of each rank."""
+    found = [np.full((3, tree.num_action_tokens), nan, np.float32) for tree in encoded]
     whole = {id(tree): number for number, tree in enumerate(encoded)}
-    for parts, figures in shares:
-        for part, values in zip(parts, figures, strict=False):
+    for parts, values in shares:
+        for part, own in zip(parts, values, strict=False):
             number = whole[id(part)] if part.whole is None else part.whole.number
-            if values:
-                places = trained_places(part, encoded[number])
-                found[number][places] = np.frombuffer(values, np.float32)
+            places = trained_places(part, encoded[number])
+            found[number][:, places] = np.frombuffer(own, np.float32).reshape(3, -1)
     return found
 
 
 def write_back(
-    groups: Sequence[CreditedTree],
-    encoded: Sequence[EncodedTree],
-    entropies: Sequence[Share],
-    proximal: Sequence[Share] = (),
-    logprobs: Sequence[Share] = (),
+    groups: Sequence[CreditedTree], encoded: Sequence[EncodedTree], shares: Sequence[Share]
 ) -> None:
     """Write the ranks' values into the trees of a mini-batch: into `scored`, and entropies into the
     nodes of trees without any. Untrained tokens get nan."""
-    found = zip(*(gathered(encoded, one) for one in (entropies, proximal, logprobs)), strict=True)
-    for (tree, credit), one, (exact, before, first) in zip(groups, encoded, found, strict=True):
+    every = zip(groups, encoded, gathered(encoded, shares), strict=True)
+    for (tree, credit), one, values in every:
         tree.scored = [Scored() for _ in tree.nodes]
-        for node, values in _by_node(tree, credit, before):
-            tree.scored[node.index].proximal = values
-        for node, values in _by_node(tree, credit, first):
-            tree.scored[node.index].logprobs = values
         if not one.entropies:
             for node in tree.nodes:
                 node.entropies = array("f", [nan]) * len(node.action_ids)
-        for node, values in _by_node(tree, credit, exact):
-            if one.entropies:
-                tree.scored[node.index].entropies = values
-            else:
-                node.entropies = values
-
-
-def _by_node(
-    tree: TrajectoryTree, credit: TreeCredit, figures: NDArray[np.float32]
-) -> Iterator[tuple[Node, array[float]]]:
-    """Trained nodes with the values of their tokens; empty if no rank reported on the tree."""
-    start = 0
-    for node in encoded_nodes(tree, credit) if not np.isnan(figures).all() else ():
-        stop = start + len(node.action_ids)
-        yield node, array("f", figures[start:stop].tobytes())
-        start = stop
+        is_reported = [not np.isnan(row).all() for row in values]
+        stop = 0
+        for node in encoded_nodes(tree, credit):
+            start, stop = stop, stop + len(node.action_ids)
+            exact, before, first = (
+                array("f", row[start:stop].tobytes() if known else b"")
+                for row, known in zip(values, is_reported, strict=True)
+            )
+            tree.scored[node.index] = Scored(before, first, exact if one.entropies else array("f"))
+            if is_reported[0] and not one.entropies:
+                node.entropies = exact
 
 
 def trained_places(part: EncodedTree, tree: EncodedTree) -> Longs:
@@ -328,8 +314,7 @@ class MicroBatch:
 
     token_ids, position_ids, end: int64 [length], end counted in this micro-batch.
     source: int64 [tokens], place of each trained token's predecessor; targets: int64 [tokens],
-    its id; index: int64 [tokens], its place in ActionTokens. A padded one is `rows` rows of equal
-    length, one after the other.
+    its id; index: int64 [tokens], its place in ActionTokens.
     """
 
     token_ids: Longs
@@ -339,7 +324,6 @@ class MicroBatch:
     targets: Longs
     index: Longs
     layout: Layout = "tree"
-    rows: int = 1
 
     @property
     def paths(self) -> Longs:
@@ -364,19 +348,12 @@ def pack(
     """Pack trees into micro-batches of at most max_tokens tokens.
 
     A tree stays whole unless it is larger; then it is cut (`cut`). A longer single path is a
-    separate micro-batch. First fit by decreasing size, without padding. Padded: each trajectory is
-    a row, as long as the longest of its micro-batch; rows of similar length are together. A shared
-    token is computed in all of its rows and trained in one.
+    separate micro-batch. First fit by decreasing size, without padding.
     """
-    most = 0 if layout == "padded" else max_tokens
-    pieces = [piece for i, tree in enumerate(trees) for piece in cut(tree, i, most)]
-    group = _in_rows if layout == "padded" else _first_fit
-    batches = group(pieces, max_tokens)
+    pieces = [piece for i, tree in enumerate(trees) for piece in cut(tree, i, max_tokens)]
     first_action = np.concatenate(([0], np.cumsum([tree.num_action_tokens for tree in trees])))
-    found = [_assemble(trees, batch, first_action) for batch in batches]
-    if layout == "padded":
-        return [_pad(*pair) for pair in zip(found, batches, strict=True)]
-    return [dataclasses.replace(one, layout=layout) for one in found]
+    batches = _first_fit(pieces, max_tokens)
+    return [_assemble(trees, batch, first_action, layout) for batch in batches]
 
 
 def _first_fit(pieces: list[TreePiece], max_tokens: int) -> list[list[TreePiece]]:
@@ -391,34 +368,6 @@ def _first_fit(pieces: list[TreePiece], max_tokens: int) -> list[list[TreePiece]
         batches[place].append(piece)
         left[place] -= size
     return batches
-
-
-def _in_rows(pieces: list[TreePiece], max_tokens: int) -> list[list[TreePiece]]:
-    batches: list[list[TreePiece]] = []
-    for piece in sorted(pieces, key=lambda piece: len(piece.tokens)):
-        if not batches or (len(batches[-1]) + 1) * len(piece.tokens) > max_tokens:
-            batches.append([])
-        batches[-1].append(piece)
-    return batches
-
-
-def _pad(batch: MicroBatch, pieces: Sequence[TreePiece]) -> MicroBatch:
-    """The micro-batch of these pieces, in ascending order of their length, in rows."""
-    sizes = np.array([len(piece.tokens) for piece in pieces])
-    rows, length = len(sizes), int(sizes[-1])
-    row = np.arange(rows)
-    place = np.arange(sizes.sum()) + np.repeat(row * length - np.cumsum(sizes) + sizes, sizes)
-    token_ids = np.zeros(rows * length, np.int64)
-    token_ids[place] = batch.token_ids
-    return dataclasses.replace(
-        batch,
-        token_ids=token_ids,
-        position_ids=np.tile(np.arange(length), rows),
-        end=np.repeat((row + 1) * length, length),
-        source=place[batch.source],
-        layout="padded",
-        rows=rows,
-    )
 
 
 def cut(tree: EncodedTree, number: int, max_tokens: int) -> list[TreePiece]:
@@ -468,7 +417,10 @@ def cut(tree: EncodedTree, number: int, max_tokens: int) -> list[TreePiece]:
 
 
 def _assemble(
-    trees: Sequence[EncodedTree], pieces: list[TreePiece], first_action: NDArray[np.int64]
+    trees: Sequence[EncodedTree],
+    pieces: list[TreePiece],
+    first_action: NDArray[np.int64],
+    layout: Layout,
 ) -> MicroBatch:
     """One micro-batch of these pieces, in their order."""
     columns: list[tuple[NDArray[Any], ...]] = []
@@ -494,4 +446,4 @@ def _assemble(
     ids, positions, end, source, targets, index = (
         np.concatenate(column).astype(np.int64) for column in zip(*columns, strict=True)
     )
-    return MicroBatch(ids, positions, end, source, targets, index)
+    return MicroBatch(ids, positions, end, source, targets, index, layout)

@@ -67,20 +67,22 @@ def test_a_tool_that_always_fails_and_a_policy_jump_are_warned_of_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ours = Alarms(load_config(TrainConfig, CONFIG))
-    calm = {"tool/search/calls": 40.0, "tool/search/errors": 39.0, "learner/kl_to_proximal": 0.01}
-    sick = {**calm, "tool/search/errors": 40.0, "learner/kl_to_proximal": 7.0}
-    few = {"tool/search/calls": 2.0, "tool/search/errors": 2.0}
-    few |= {"tool/<malformed>/calls": 40.0, "tool/<malformed>/errors": 40.0}  # the policy's doing
     (tree,) = trees()[:1]
-    failed = {"name": "search", "error": "the index is locked"}
-    tree.nodes[2].info["tool_calls"] = [{"name": "python", "error": None}, failed]
-    for metrics in (calm, few, sick, sick, calm):
-        ours.check_tools(metrics, [tree])
-        ours.check_update(metrics)
+
+    def step(num_calls: int, num_right: int, moved: float) -> None:
+        failed = {"name": "search", "ok": False, "error": "the index is locked"}
+        unknown = {"name": "<malformed>", "ok": False, "error": "?"}  # the policy's doing
+        calls = [{"name": "search"}] * num_right + [failed] * (num_calls - num_right)
+        tree.nodes[2].info["tool_calls"] = [*calls, *[unknown] * 40]
+        ours.check_tools([tree])
+        ours.check_update({"learner/kl_to_proximal": moved})
+
+    for figures in ((40, 1, 0.01), (2, 0, 0.01), (40, 0, 7.0), (40, 0, 7.0), (40, 1, 0.01)):
+        step(*figures)
     assert len(caplog.records) == 2
-    assert caplog.messages[0].startswith("all 40 calls of the tool 'search'")
-    assert caplog.messages[0].endswith("the index is locked")
-    assert "policy by 7" in caplog.messages[1]
+    assert "'search'" in caplog.messages[0]
+    assert caplog.messages[0].endswith("is locked")
+    assert "learner/kl_to_proximal" in caplog.messages[1]
     assert all(one.shown for one in caplog.records)  # type: ignore[attr-defined]
 
 

@@ -108,8 +108,6 @@ MISTAKES = [  # of a run whose model, rows and environment exist: override, chec
     ("run.setup=nowhere:nothing", "set-up", "run.setup: 'nowhere:nothing'", ""),
     ("engine={name='embedded', max_model_len=2048}", "context", "engine.max_model_len = 2048: ",
      "set at most that"),
-    ("eval.engine={name='embedded', max_model_len=2048}", "context",
-     "eval.engine.max_model_len = 2048: ", "set at most that"),
     ("limits.max_response_tokens=2000", "context", "exceed the engine's context",
      "lower them, or choose an engine"),
     ("python={}", "environments", "[python]: not used by me/Warehouse-v0", "remove the table"),

@@ -194,7 +194,7 @@ def test_a_name_in_dataset_info_refers_to_its_file(tmp_path: Path) -> None:
         ({"file_name": "d.json", "formatting": "xml"}, "cold_start: Invalid enum value 'xml'"),
         ({"file_name": "e.json"}, "cold_start.file_name: no such file"),
         ({"file_name": "d.json", "ranking": True}, "ranking: expected false or absent"),
-        ({"file_name": "d.json", "columns": {"images": "i"}}, "only texts are supported"),
+        ({"file_name": "d.json", "columns": {"images": "i"}}, "`images`"),
         ({"file_name": "d.json", "colums": {}}, "cold_start: Object contains unknown field"),
     ],
 )

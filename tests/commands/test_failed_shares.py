@@ -196,6 +196,6 @@ def test_a_line_without_progress_names_the_wait_and_no_remaining_time(
 
 async def test_an_evaluation_that_measured_nothing_is_never_the_best() -> None:
     saver = object.__new__(RunSaver)
-    saver.best_metric, saver.state = "held/reward", RunState(best=-0.5)
-    await consider_best(saver, 2, report_of(0, 0, 5))  # neither saved nor kept
+    saver.state = RunState(best=-0.5)
+    await consider_best(saver, report_of(0, 0, 5), "held/reward")  # neither saved nor kept
     assert saver.state.best == -0.5

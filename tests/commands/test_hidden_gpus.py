@@ -50,13 +50,12 @@ def test_a_controller_with_server_engines_hides_all_gpus_and_passes_them_on(
     "keys",
     [
         ("engine.name=embedded",),
-        ("engine.name=vllm", "eval.engine={name='embedded'}"),
         (
             "engine.name=vllm",
             "search.backend={name='faiss', index='i', corpus='c', encoder='m', device='cuda:0'}",
         ),
     ],
-    ids=["embedded", "evaluations", "encoder"],
+    ids=["embedded", "encoder"],
 )
 def test_a_controller_with_an_embedded_engine_sees_the_gpus(
     keys: tuple[str, ...], named: str | None

@@ -74,9 +74,9 @@ def test_a_table_used_in_several_places_is_shown_once_and_in_full_by_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = printed(capsys, "--help-keys")
-    assert "\neval.engine  (table)\n    the keys of engine\n" in text
+    assert "\nsampling.eval  (table)\n    the keys of sampling.train\n" in text
     assert "env.variants.NAME.search.preset" not in text
-    assert "eval.engine[embedded].device" in printed(capsys, "--help-keys", "eval.engine")
+    assert "sampling.eval.temperature" in printed(capsys, "--help-keys", "sampling.eval")
 
 
 def test_no_key_is_shown_twice_with_one_default() -> None:

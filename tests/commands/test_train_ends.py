@@ -107,7 +107,7 @@ def test_a_killed_learner_ends_the_run_with_the_reason(warehouse: Path) -> None:
         log = process.read_log()
     assert process.returncode == 1
     assert "learner was killed" in log.replace("\n", " ")
-    assert "Traceback (most recent call last)" not in log
+    assert "Traceback" not in log
 
 
 def test_a_killed_run_leaves_no_process_and_the_next_start_removes_its_files(

@@ -8,6 +8,8 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -27,7 +29,7 @@ from agentenv.launchers import evaluate
 from agentenv.rollout.actor import Actor
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.renderer import TagsConfig
-from agentenv.training.evaluations import Evaluations
+from agentenv.training.evaluations import RunEvaluator
 from agentenv.training.loop.state import Evaluating
 from tests.support.runs import rows_of
 from tests.support.warehouse import warehouse_turn
@@ -88,8 +90,12 @@ class Evaluator:
         engine = ScriptedEngine(ScriptedConfig(), tokenizer, script=warehouse_turn)
         renderer = make_renderer(TagsConfig(), PromptConfig(), tokenizer, model)
         params = config.sampling.eval.params()
-        self._actor = Actor(engine, renderer, self._made(make_env), config.limits, params, "0")
-        self._evaluations = Evaluations(config, folder, {"a": self.tasks}, View())
+        actor = Actor(engine, renderer, self._made(make_env), config.limits, params, "0")
+        parts: Any = SimpleNamespace(eval_tasks={"a": self.tasks}, eval_actor=actor)
+        run = SimpleNamespace(path=folder)
+        recorder: Any = SimpleNamespace(config=config, state=None, run=run, view=View())
+        unused: Any = None
+        self._evaluator = RunEvaluator(parts, recorder, unused, unused)
 
     def _made(self, make_env: EnvMaker) -> Callable[[Task], Env]:
         def make(task: Task) -> Env:
@@ -104,8 +110,8 @@ class Evaluator:
         """The evaluated questions."""
         self.asked, self.breaks_at = [], breaks_at
         what = Evaluating(4, 4, ["a"], incarnation)
-        async with self._evaluations.begin(what) as ask:
-            rows = await ask(self._actor, "a")
+        async with self._evaluator.begin(what) as sample:
+            rows = await sample("a")
             assert [row.task for row in rows] == [task.id for task in self.tasks]
         return self.asked
 

@@ -232,7 +232,6 @@ async def start_side_by_side(
             )
         )
         stack.push_async_callback(found.close)
-        took["warm-up"], _ = await timed(found.warm_up())
         await found.sleep()
         gate.touch()
         return found
@@ -247,16 +246,16 @@ async def start_side_by_side(
         for line in factory.processes[0].tail(10_000)
         if "for the learner" in line
     )
-    before = took["learner"] + took["warm-up"] + took["server"] - waited
+    before = took["learner"] + took["server"] - waited
     print(
-        f"\nstart side by side {whole:.1f} s (learner {took['learner']:.1f}, its kernels "
-        f"{took['warm-up']:.1f}, server {took['server']:.1f}, of which it waited {waited:.1f}); "
-        f"one after the other {before:.1f} s"
+        f"\nstart side by side {whole:.1f} s (learner {took['learner']:.1f}, server "
+        f"{took['server']:.1f}, of which it waited {waited:.1f}); one after the other "
+        f"{before:.1f} s"
     )
     await started.wake()
     first_s, _ = await timed(started.imitate(some_sequences()))
     second_s, _ = await timed(started.imitate(some_sequences()))
-    print(f"first step after the warm-up {first_s:.2f} s, second {second_s:.2f} s")
+    print(f"first step {first_s:.2f} s, second {second_s:.2f} s")
     return started, url
 
 

@@ -187,8 +187,8 @@ def test_speed_on_random_weights(shape: str, size: str) -> None:
             took = pool.submit(seconds_with_liger, shape, size).result()
         print(f"  tree, liger: {took:.3f} s")
     counted = count("varlen", trees, policy)[2] / count("tree", trees, policy)[2]
-    ratio = min(times["varlen"], times["padded"]) / times["tree"]
-    print(f"  flat best over tree {ratio:.2f}, counted {counted:.2f}")
+    ratio = times["varlen"] / times["tree"]
+    print(f"  varlen over tree {ratio:.2f}, counted {counted:.2f}")
     assert counted >= 1
 
 

@@ -82,16 +82,6 @@ def test_every_key_is_described() -> None:
             assert (field.type.extra_json_schema or {})["description"], field.name
 
 
-def test_each_part_of_aepo_is_switched_separately() -> None:
-    off = {"budget_split": False, "branch_penalty": 0.0, "entropy_advantage": 0.0}
-    plain = algorithm(name="aepo", **off)
-    assert (plain.budget_split, plain.penalty_per_fork) == (False, 0.0)
-    assert not plain.needs_entropies
-    chosen = algorithm(name="aepo")
-    assert chosen.needs_entropies
-    assert (chosen.beta_of_split, chosen.penalty_per_fork) == (10.0, 0.1)
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -114,9 +104,3 @@ def test_dapo_masks_overlong_trajectories_and_refills() -> None:
     assert chosen[Limit.RESPONSE_TOKENS] == chosen[Limit.TURN_TOKENS] == "mask"
     assert chosen[Limit.TURNS] == "zero"
     assert (dapo.clip_low, dapo.clip_high) == (0.2, 0.28)
-
-
-def test_wall_time_is_masked_by_default() -> None:
-    truncated = algorithm(name="grpo").truncated
-    assert truncated[Limit.SECONDS] == "mask"
-    assert all(truncated[limit] == "score" for limit in Limit if limit is not Limit.SECONDS)

@@ -87,7 +87,7 @@ def test_an_out_of_memory_error_gives_a_hint() -> None:
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
     ):
         reported = failure(error, "traceback").error
-        assert reported.startswith("ran out of memory (")
+        assert "max_tokens_per_microbatch" in reported
         assert "learner.max_tokens_per_microbatch" in reported
     assert failure(RuntimeError("else"), "traceback").traceback == "traceback"
 

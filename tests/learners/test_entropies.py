@@ -49,7 +49,7 @@ def test_each_entropy_is_assigned_to_its_token(num_ranks: int) -> None:
     marked = [_marked(tree, 1000 * number) for number, tree in enumerate(encoded)]
     parts, _ = partition(marked, num_ranks, 10**6)
     assert num_ranks == 1 or any(one.whole is not None for share in parts for one in share)
-    found = [split_by_tree(share, ActionTokens.of(share).behavior) for share in parts]
+    found = [split_by_tree(one, np.stack([ActionTokens.of(one).behavior] * 3)) for one in parts]
     write_back(groups, marked, list(zip(parts, found, strict=True)))
     assert {h for node in kept.nodes for h in node.entropies} == {0.25}
     for number, ((tree, _), one) in enumerate(zip(groups, encoded, strict=True)):
@@ -82,7 +82,7 @@ def test_entropies_are_those_of_the_updated_policy(agreement: Agreement) -> None
     encoded = [encode(tree, credit, 0) for tree, credit in groups]
     _, expected, _ = one.figures(encoded)
     one.update([encoded], 1.0, agreement)
-    write_back(groups, encoded, [(encoded, one.entropies[0])])
+    write_back(groups, encoded, [(encoded, one.values[0])])
     trees = [tree for tree, _ in groups]
     reported = [h for entropies in known(trees) for h in entropies if not math.isnan(h)]
     assert sorted(reported) == pytest.approx(sorted(expected), rel=1e-6)
@@ -105,8 +105,7 @@ def test_log_probs_of_the_learner_are_reported_too(agreement: Agreement) -> None
     encoded = [encode(tree, credit, 0) for tree, credit in groups]
     expected, _, _ = one.figures(encoded)
     one.update([encoded], 1.0, agreement)
-    shares = [[(encoded, reported[0])] for reported in (one.entropies, one.proximal, one.logprobs)]
-    write_back(groups, encoded, *shares)
+    write_back(groups, encoded, [(encoded, one.values[0])])
     scored = [figures for tree, _ in groups for figures in tree.scored]
     reported = sorted(value for figures in scored for value in figures.logprobs)
     assert reported == pytest.approx(sorted(expected), rel=1e-6)

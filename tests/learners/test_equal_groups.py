@@ -15,7 +15,7 @@ from agentenv.base.tree import TrajectoryTree
 from agentenv.learners.algorithms.aepo import AEPO
 from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.algorithms.arpo import ARPO
-from agentenv.learners.algorithms.baselines import GRPO, ReinforcePP
+from agentenv.learners.algorithms.baselines import GRPO
 from agentenv.learners.algorithms.credit import are_equal
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks.deepspeed_learner import encode_groups
@@ -198,17 +198,6 @@ def test_groups_are_divided_evenly_into_mini_batches() -> None:
     assert [len(one) for one in minibatches(range(13), 2)] == [6, 7]
     assert [len(one) for one in minibatches(range(1), 2)] == [1]
     assert minibatches([], 2) == []
-
-
-def test_reinforce_pp_has_the_statistics_of_all_groups() -> None:
-    """A group of equal returns is above or below the mean of an update."""
-    algorithm = ReinforcePP(group_size=2)
-    trees = [tree for part in some_equal(3) for tree in part if tree.index != 3]
-    found = [one for one in credits_of(algorithm, trees) if one is not None]
-    assert any(are_equal(one.returns[~np.isnan(one.returns)]) for one in found)
-    assert all(one.has_signal for one in found)
-    flat = credits_of(algorithm, [level(tree, 0.7) for tree in trees])
-    assert not any(one.has_signal for one in flat if one is not None)
 
 
 def test_a_configuration_that_trains_a_router_computes_all_groups() -> None:

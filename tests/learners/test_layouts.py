@@ -61,10 +61,9 @@ def test_a_configured_layout_is_used_or_refused(tmp_path: Path) -> None:
     with Layouts(two_ranks(), hybrid, CPU).update(trees):
         pass
     with pytest.raises(ConfigError, match=r"learner.layout"):
-        Layouts(two_ranks(layout="padded"), hybrid, CPU)
+        Layouts(two_ranks(layout="segments"), hybrid, CPU)
     hybrid.model.config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"learner.layout"):
-        check_model(tmp_path, is_flat=True)
-    for keys in ({"layout": "segments", "context_parallel": 2}, {"router_loss": 0.1}):
-        with pytest.raises(ConfigError, match=r'learner.layout.*learner.layout.*"auto"'):
-            two_ranks(**{"layout": "padded", **keys})
+        check_model(tmp_path, by_segments=True)
+    with pytest.raises(ConfigError, match=r"learner.context_parallel"):
+        two_ranks(layout="segments", context_parallel=2)

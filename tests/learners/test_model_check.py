@@ -84,7 +84,7 @@ def test_an_unsupported_model_is_refused_with_its_family_and_the_reason(
     family: str, changes: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
     CONFIG_MAPPING[family](**changes).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=f"the family {family} is not supported: .*{why}"):
+    with pytest.raises(ConfigError, match=f"{family} .*{why}"):
         check_model(tmp_path)
 
 
@@ -93,7 +93,7 @@ def test_recurrent_layers_without_their_package_are_refused(
 ) -> None:
     monkeypatch.setitem(sys.modules, "tree_recurrence", None)
     CONFIG_MAPPING["lfm2"](**CONVOLUTIONS).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"type conv require tree-recurrence: .*\[hybrid\]"):
+    with pytest.raises(ConfigError, match=r"tree-recurrence: .*\[hybrid\]"):
         check_model(tmp_path)
 
 

@@ -17,5 +17,5 @@ def test_liger_without_a_gpu_or_its_package_is_refused(monkeypatch: pytest.Monke
         use_liger(tiny_model())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    with pytest.raises(ConfigError, match=r"cannot be imported .* pip install liger-kernel"):
+    with pytest.raises(ConfigError, match=r"pip install liger-kernel"):
         use_liger(tiny_model())

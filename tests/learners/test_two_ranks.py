@@ -273,10 +273,12 @@ async def _non_finite_steps_are_skipped(both: Side) -> None:
 async def _an_optimizer_set_aside_keeps_its_state(both: Side) -> None:
     learner, _, folder = both
     await learner.save(folder / "kept")
-    await learner.save_optimizer(OptimizerConfig(optimizer="adamw", learning_rate=1e-4))
+    await learner.reset_optimizer(
+        OptimizerConfig(optimizer="adamw", learning_rate=1e-4), "set_aside"
+    )
     assert (await learner.imitate(SEQUENCES))["num_steps"] == 1
     await learner.save(folder / "between")
-    await learner.restore_optimizer(learner.config)
+    await learner.reset_optimizer(learner.config, "take_back")
     await learner.save(folder / "taken")
     kept, between, taken = (Checkpoint(folder / n) for n in ("kept", "between", "taken"))
     for name, shape in kept.shapes.items():
@@ -288,7 +290,7 @@ async def _an_optimizer_set_aside_keeps_its_state(both: Side) -> None:
             assert torch.equal(before, after)
             assert kind == REFERENCE or not torch.equal(before, other)
     with pytest.raises(LearnerError, match="optimizer state was"):
-        await learner.restore_optimizer(learner.config)
+        await learner.reset_optimizer(learner.config, "take_back")
 
 
 async def _a_resume_is_bit_exact_and_fits_any_number_of_ranks(both: Side) -> None:
@@ -346,7 +348,7 @@ async def test_bfloat16_keeps_float32_weights(
 async def test_a_refusing_rank_is_named(team: Team, model_dir: Path, tmp_path: Path) -> None:
     config, ranks = two_ranks(zero_stage=1), await team.ranks()
     learner, *_ = await start(ranks, config, ALGORITHM, model_dir, tmp_path)
-    with pytest.raises(LearnerError, match=r"rank [01]: .*not a complete learner checkpoint"):
+    with pytest.raises(LearnerError, match=r"rank [01]: .*learner.json"):
         await learner.load(tmp_path / "nothing")
     assert len(learner.ranks.pids) == 2, "all refused, so all go on"
     bad = [encode_sequence([1, i], [False, True]) for i in (2, 10**6)]

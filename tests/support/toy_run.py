@@ -201,7 +201,7 @@ class ToyLearner:
         counts = [one.num_action_tokens for one in sequences]
         return [Score([-0.5] * n, [0.5] * n, [False] * n) for n in counts]
 
-    async def publish(self, directory: Path) -> Path:
+    async def publish(self, directory: Path, *, adapter_only: bool = False) -> Path:
         await self.export(directory)
         self.policy_version += 1
         return directory
@@ -272,7 +272,6 @@ class ToyWorld:
             eval_actor=actor("eval"),
             probe=probe,
             publisher=DirectoryPublisher(engine, learner, run.path / "weights"),
-            overlapping=None,
             demonstrations=None,
             vocab_size=256,
         )

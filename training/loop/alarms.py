@@ -10,7 +10,7 @@ from statistics import fmean
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.base.errors import SHOWN
 from agentenv.base.tree import TrajectoryTree
-from agentenv.base.types import MALFORMED_CALL, UNKNOWN_TOOL, Info, Limit
+from agentenv.base.types import Info, Limit
 from agentenv.learners.keys import Metrics
 from agentenv.rollout.failures import faults_of
 
@@ -122,19 +122,12 @@ class Alarms:
                 "prefix cache off, or too small for the trajectories in flight?",
             )
 
-    def check_tools(self, metrics: Metrics, trees: Sequence[TrajectoryTree] = ()) -> None:
-        """Warn when every call of a tool fails, with the first error in the trees."""
-        for name, count in metrics.items():
-            if not (name.startswith("tool/") and name.endswith("/calls")):
-                continue
-            tool = name[len("tool/") : -len("/calls")]
-            if tool in (UNKNOWN_TOOL, MALFORMED_CALL):  # errors of the policy, not of a tool
-                continue
-            failed = count >= MANY_CALLS and metrics.get(f"tool/{tool}/errors") == count
-            errors = (one["error"] for one in calls_of(trees) if failed and one["name"] == tool)
-            error = next(errors, "the errors are in trajectories/")
-            text = f"all {count:.0f} calls of the tool {tool!r} in this step failed: {error}"
-            self._warn(name, failed, text[:MAX_TEXT])
+    def check_tools(self, trees: Sequence[TrajectoryTree]) -> None:
+        """Warn when every call of a tool fails."""
+        for tool, found in faults_of(calls_of(trees)).items():
+            count = found.num_calls
+            text = f"all {count} calls of the tool {tool!r} in this step failed: {found}"
+            self._warn(tool, count >= MANY_CALLS and found.num_failed == count, text)
 
     def check_update(self, metrics: Metrics) -> None:
         """Warn when an update has moved the policy too far to learn."""

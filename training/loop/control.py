@@ -29,7 +29,6 @@ from agentenv.assembly.run.control import (
 )
 from agentenv.assembly.run.waits import by_what, expected_s, oldest
 from agentenv.base.errors import ConfigError
-from agentenv.rollout.actor import Actor
 from agentenv.rollout.branch import BranchNow
 from agentenv.rollout.metrics import failure_kind_of
 from agentenv.training.loop.brief_reports import phase_title
@@ -120,27 +119,13 @@ class Control:
                 facts["workers"] = self._feeder.workers.stats()
         return RequestDone([], facts)
 
-    def _row(self, index: int, one: InflightRollout, *, is_growing: bool) -> dict[str, Any]:
-        """A tree in flight; an ended one waits for the learner."""
-        age_s = asyncio.get_running_loop().time() - one.began_s
-        state = "ended" if one.has_ended else "grows" if is_growing else "begins"
-        return {"tree": index, "task": one.task.id, "state": state, "age_s": age_s}
-
-    def _actors(self) -> list[Actor]:
-        """The actors of this process, one per table of rollouts."""
-        parts = self.training.loop.parts
-        found = {id(one.rollouts): one for one in (parts.actor, parts.eval_actor)}
-        if parts.overlapping is not None:
-            found.setdefault(id(parts.overlapping.rollouts), parts.overlapping)
-        return list(found.values())
-
     async def _waits(self) -> RequestDone:
         """The waits of rollouts, the longest first, and other delays of the run."""
         training = self.training
         if training.phase == "set-up":
             return RequestDone([f"training has not started: {training.view.activity or 'set-up'}"])
         awaited: list[BranchNow] = []
-        for actor in self._actors():
+        for actor in training.loop.actors():
             for number, rollout in enumerate(list(actor.rollouts)):
                 awaited += (one for one in rollout.now() if one.what)
                 if number % PIECE == PIECE - 1:
@@ -191,7 +176,13 @@ class Control:
         training = self.training
         one = self._inflight(index)
         rollout = training.loop.parts.actor.growing(index)
-        row = self._row(index, one, is_growing=rollout is not None)
+        state = "ended" if one.has_ended else "begins" if rollout is None else "grows"
+        row: dict[str, Any] = {
+            "tree": index,
+            "task": one.task.id,
+            "state": state,
+            "age_s": asyncio.get_running_loop().time() - one.began_s,
+        }
         lines, branches = [], []
         limit_s = training.config.limits.max_seconds
         if self._feeder.workers is not None and not one.has_ended:
@@ -216,15 +207,13 @@ class Control:
                     ends[f"{node.end}{f' by {node.limit}' if node.limit else ''}"] += 1
             worked_s, allowed_s = rollout.clock(), rollout.limits.seconds_of_tree
             lines.append(f"used {worked_s:.1f} s of {allowed_s:g} s (limits.max_tree_seconds)")
-        lines += self._lines_of(index, one)
-        facts = {**row, "branches": branches, "ends": ends, "failures": failures}
-        return RequestDone(lines, facts)
-
-    def _lines_of(self, index: int, one: InflightRollout) -> list[str]:
-        lines = ["it is finished and waits for the learner"] if one.has_ended else []
+        if one.has_ended:
+            lines.append("it is finished and waits for the learner")
         number = sum(1 for other in self._feeder.inflight if other < index)
         before = f"{number} trees come before it" if number else "the learner takes it next"
-        return [*lines, f"{before} (start order)"]
+        lines.append(f"{before} (start order)")
+        facts = {**row, "branches": branches, "ends": ends, "failures": failures}
+        return RequestDone(lines, facts)
 
     # Requests that act.
 
@@ -293,12 +282,10 @@ class Control:
                 f"{training.phase!r}, which saves on its own schedule"
             )
 
-        async def save() -> tuple[str, int]:
+        async with training.loop.weights_at_rest:
             await training.loop.saver.save()
             step = training.state.step
-            return str(training.run.checkpoints.path(step)), step
-
-        path, step = await training.actions.run(save)
+        path = str(training.run.checkpoints.path(step))
         line = f"{path} is saved; it is deleted after checkpoint.keep_last later ones"
         return self._done("checkpoint", [line], {"path": path, "step": step})
 

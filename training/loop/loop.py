@@ -7,21 +7,18 @@
     release    the slots of the trees, for new rollouts             agentenv/rollout/queue.py
     record     figures, score, the row of metrics                   step_report.py
 
-Rollouts continue meanwhile (feeder.py). The journal receives events (frames.py), and an action that
-a user requests (control.py) runs between two steps.
+Rollouts continue meanwhile (feeder.py). The journal receives events (frames.py), and a checkpoint
+that a user requests (control.py) is saved between two steps.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, cast
+from typing import Protocol
 
-from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.assembly.run.terminal import View
 from agentenv.base.deadline import uncancelled
-from agentenv.base.errors import AgentEnvError, LearnerError
 from agentenv.base.tree import TrajectoryTree
 from agentenv.learners.keys import Metrics
 from agentenv.learners.optimizer import lr_factor
@@ -29,51 +26,15 @@ from agentenv.learners.trees.partition import forget_entropies
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.archive import StepHeader
 from agentenv.rollout.frames import Leased, StepRefused, Trained
-from agentenv.rollout.queue import ReplayQueue
-from agentenv.training.loop.batching import BatchBuilder, StepBatch
+from agentenv.training.loop.batching import StepBatch
 from agentenv.training.loop.brief_reports import BriefReport
 from agentenv.training.loop.clocks import PhaseClock, Stopwatch
 from agentenv.training.loop.feeder import Feeder
-from agentenv.training.loop.parts import Parts
 from agentenv.training.loop.publishing import ParityCheck
 from agentenv.training.loop.recorder import Recorder
 from agentenv.training.loop.refusals import RefusedStepError
-from agentenv.training.loop.state import RunSaver, RunState
+from agentenv.training.loop.state import RunSaver
 from agentenv.training.loop.step_report import StepReport
-
-T = TypeVar("T")
-
-
-class PendingActions:
-    """Actions that need unchanging weights, such as a checkpoint. They run one at a time, between
-    two steps, in tasks of `group`: that of the run, while it takes steps."""
-
-    def __init__(self) -> None:
-        self.weights_at_rest = asyncio.Lock()  # a step holds it, and an action
-        self.group: asyncio.TaskGroup | None = None
-
-    async def run(self, action: Callable[[], Awaitable[T]]) -> T:
-        """The result of the action. Raises its AgentEnvError or OSError, which do not end the run;
-        a LearnerError and a bug do. Cancelling the wait does not cancel the action."""
-        if self.group is None:
-            raise LearnerError("the run is ending")
-        running = self.group.create_task(self._run(action))
-        await asyncio.wait([running])
-        if running.cancelled() or running.exception() is not None:
-            raise LearnerError("the run ended before")
-        result, error = running.result()
-        if error is not None:
-            raise error
-        return cast(T, result)
-
-    async def _run(self, action: Callable[[], Awaitable[T]]) -> tuple[T | None, Exception | None]:
-        async with self.weights_at_rest:
-            try:
-                return await action(), None
-            except (AgentEnvError, OSError) as error:
-                if isinstance(error, LearnerError):
-                    raise
-                return None, error
 
 
 class Evaluator(Protocol):
@@ -97,12 +58,6 @@ class Evaluator(Protocol):
     def is_recorded(self, phase: str) -> bool:
         """Whether the metrics of this evaluation are complete, and will not be written again."""
 
-    async def finish(self) -> None:
-        """Wait for the overlapping evaluation, if there is one."""
-
-    def cancel(self) -> None:
-        """Stop the overlapping evaluation."""
-
 
 class Critic(Protocol):
     """Trains on the policy's own answers between updates (`training/supervised/self_critic.py`)."""
@@ -122,23 +77,22 @@ class Loop:
     """Trains the policy, step by step, and has all objects of the run; built by
     `Training.set_up`."""
 
-    config: TrainConfig
-    state: RunState
-    parts: Parts
-    queue: ReplayQueue
     feeder: Feeder
-    batches: BatchBuilder
     parity: ParityCheck
     saver: RunSaver
     recorder: Recorder
     evaluator: Evaluator
     report: StepReport
     critic: Critic | None
-    actions: PendingActions
     clock: PhaseClock
     watch: Stopwatch
-    view: View
     settings: str  # see training.rollout_settings
+
+    def __post_init__(self) -> None:
+        self.weights_at_rest = asyncio.Lock()  # a step holds it
+        feeder = self.feeder
+        self.config, self.state, self.parts = feeder.config, feeder.state, feeder.parts
+        self.queue, self.batches, self.view = feeder.queue, feeder.batches, self.recorder.view
 
     def actors(self) -> list[Actor]:
         """Those of training and of evaluations between steps."""
@@ -150,14 +104,14 @@ class Loop:
             with self.clock.phase("rl"):
                 try:
                     batch = await self.take()
-                    async with self.actions.weights_at_rest:
+                    async with self.weights_at_rest:
                         with self.view.doing(f"step {self.state.step + 1}"):
                             await uncancelled(self.step(batch))
                 except RefusedStepError as error:
                     trees = sorted({*error.trees, *self.feeder.inflight})
                     self.feeder.note(StepRefused(self.state.step, trees))
                     raise
-            async with self.actions.weights_at_rest:
+            async with self.weights_at_rest:
                 await self.evaluate_and_save()
 
     def has_reached(self) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,8 @@ from agentenv.learners.ranks.rank_group import RankGroup, RemoteRanks
 from agentenv.processes.supervisor import Placement
 from agentenv.rollout.actor import Actor
 from agentenv.text.encoder import encode_in_process
-from agentenv.training.loop.publishing import Handover, ParityProbe, Publisher
-from agentenv.training.loop.transports import Colocation, make_publisher
+from agentenv.training.loop.publishing import ParityProbe, Publisher
+from agentenv.training.loop.transports import make_publisher
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +62,8 @@ LEARNER_READY = "learner-ready"
 
 @dataclass
 class Parts:
-    """The parts of the loop. `overlapping`: the actor of evaluations that overlap training, with a
-    separate engine. `demonstrations`: of a pending cold start, for training and for its gate."""
+    """The parts of the loop. `demonstrations`: of a pending cold start, for training and for its
+    gate."""
 
     tokenizer: Any
     tasks: Sequence[Task]
@@ -76,13 +76,11 @@ class Parts:
     eval_actor: Actor
     probe: ParityProbe
     publisher: Publisher
-    overlapping: Actor | None
     demonstrations: Any
     vocab_size: int = 0  # for the plan
     model: Path = Path()  # with weights, and the tokenizer of rollout workers
     urls: dict[str, str] = field(default_factory=dict)  # of roles
     ray: Placement | None = None
-    handover: Handover = field(default_factory=Handover)
 
     async def publish(self) -> None:
         """Publish new weights to the engine while rollouts run, and start a parity probe."""
@@ -135,11 +133,7 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
         return await in_thread(link_model, self.checkpoint, folder)
 
     async def contexts(self) -> Sequence[int]:
-        model, config = await self.model(), self.config
-        found = [config.engine.max_context(model)]
-        if config.eval.engine is not None:
-            found.append(config.eval.engine.max_context(model, "eval.engine"))
-        return found
+        return [self.config.engine.max_context(await self.model())]
 
     async def read_rows(self, one: SetConfig) -> Sequence[Task]:
         rows, env_id = one.rows, one.env.id
@@ -184,11 +178,6 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
     async def demonstrations(self) -> Any:
         """Demonstrations of a pending cold start, for training and for its gate; None if none is
         pending."""
-        raise NotImplementedError
-
-    async def overlapping(self, actor: Actor, learner: DeepSpeedLearner) -> Actor | None:
-        """The actor of evaluations that overlap training, if they have an engine: like `actor`,
-        with equal seeds."""
         raise NotImplementedError
 
     async def weights_place(self) -> Path:
@@ -260,8 +249,6 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
         self.stack.push_async_callback(learner.close)
         if self.checkpoint is not None:
             await learner.load(self.checkpoint / "trainer")
-        if config.engine.launched is not None:  # they start meanwhile
-            await learner.warm_up()
         if config.resources.in_turn:
             await learner.sleep()
         return learner
@@ -330,15 +317,9 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
         learner, engine = await self.learner_and_engine()
         probe = ParityProbe(engine, learner, prompts)
         self.stack.push_async_callback(probe.close)
-        colocation, handover = None, Handover()
-        if config.resources.in_turn:
-            engine.require("sleep")
-            colocation = Colocation(engine, learner, probe, handover)
-            learner.turn = colocation.turn
         trained = questions[TRAINED]
         encode_in_process(trained.renderer, self.stack)
         make_env = await self.make_env(TRAINED)
-        eval_actor = self._actor(trained, make_env, config.sampling.eval, engine, EVALUATING)
         num_words = vocab_size(await self.model())
         return Parts(
             tokenizer=await self.tokenizer(),
@@ -349,13 +330,9 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
             engine=engine,
             learner=learner,
             actor=self._actor(trained, make_env, config.sampling.train, engine, TRAINING),
-            eval_actor=eval_actor,
+            eval_actor=self._actor(trained, make_env, config.sampling.eval, engine, EVALUATING),
             probe=probe,
-            publisher=make_publisher(
-                config, engine, learner, await self.weights(), colocation, handover
-            ),
-            handover=handover,
-            overlapping=await self.overlapping(eval_actor, learner),
+            publisher=make_publisher(config, engine, learner, probe, await self.weights()),
             demonstrations=await self.demonstrations(),
             vocab_size=num_words,
             model=await self.model(),
@@ -367,7 +344,7 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
     async def weights(self) -> Path:
         """A folder through which weights pass from learner to engine."""
         place = await self.weights_place()
-        return await uncancelled(in_thread(self.stack.enter_context, _weights_folder(place)))
+        return await uncancelled(in_thread(_weights_folder, self.stack, place))
 
     @property
     def is_wide(self) -> bool:
@@ -393,17 +370,14 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
         )
 
 
-@contextmanager
-def _weights_folder(place: Path) -> Iterator[Path]:
-    """A folder for new weights in `place`, which is created if missing."""
-    with ExitStack() as stack:
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-            own = stack.enter_context(own_folder(place, WEIGHTS_PREFIX))
-        except OSError as error:
-            reason = explain(error, WEIGHTS_KEY)
-            raise ConfigError(f"cannot transfer new weights through {place}: {reason}") from error
-        yield own
+def _weights_folder(stack: AsyncExitStack, place: Path) -> Path:
+    """A folder for new weights in `place`, which is created if missing; `stack` removes it."""
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        return stack.enter_context(own_folder(place, WEIGHTS_PREFIX))
+    except OSError as error:
+        reason = explain(error, WEIGHTS_KEY)
+        raise ConfigError(f"cannot transfer new weights through {place}: {reason}") from error
 
 
 def adapter_rank(config: TrainConfig) -> int:

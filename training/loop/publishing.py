@@ -134,13 +134,10 @@ class ParityProbe:
 class ParityCheck:
     """Checks the gaps that the probe measures against the limits; `total` sums them up."""
 
-    def __init__(
-        self, config: TrainConfig, probe: ParityProbe, learner: DeepSpeedLearner, total: ParityGap
-    ) -> None:
+    def __init__(self, config: TrainConfig, probe: ParityProbe, total: ParityGap) -> None:
         self.train = config.train
         self.in_float32 = computes_in_float32(config)
         self.probe = probe
-        self.learner = learner
         self.total = total
         self.is_exact = is_exact(config)
         self.agreement: Agreement = "exact" if self.is_exact else "unknown"
@@ -155,7 +152,7 @@ class ParityCheck:
         if not self.is_exact:
             self.agreement = "close" if gap.max <= CLOSE else "unknown"
         allowed, stop = gap_limits(self.train, self.in_float32, self.total.at_start)
-        version = self.learner.policy_version
+        version = self.probe.learner.policy_version
         if gap.worst_mean > stop:
             raise LearnerError(
                 f"{gap.worst or 'the engine'} and the learner disagree by {gap.worst_mean:.2g} "
@@ -233,6 +230,8 @@ class Handover(Stopwatch):
 class Publisher(Protocol):
     """Transfers the learner's weights to the engine while rollouts run."""
 
+    handover: Handover
+
     async def publish(self) -> None:
         """Publish the weights as the next policy version; a sleeping engine wakes up with them."""
         ...
@@ -254,8 +253,8 @@ class DirectoryPublisher:
         version = self.learner.policy_version + 1
         async with self.learner.turn():
             with self.handover.part("publish"):
-                write = self.learner.publish_adapter if self.is_adapter else self.learner.publish
-                path = await write(self.folder / f"v{version}")
+                folder = self.folder / f"v{version}"
+                path = await self.learner.publish(folder, adapter_only=self.is_adapter)
             if self.release is not None:
                 await self.release()
         with self.handover.part("load"):

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Collection
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from agentenv.assembly.run.checkpoints import CheckpointConfig, Checkpoints, Saver, load_state
-from agentenv.assembly.run.terminal import View
+from agentenv.assembly.run.checkpoints import Saver, load_state
 from agentenv.base.deadline import within
 from agentenv.base.errors import AgentEnvError, ConfigError
 from agentenv.base.offload import in_thread
 from agentenv.data.curriculum import Outcomes
-from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
 from agentenv.rollout.archive import Archive
 from agentenv.rollout.journal import Journal
 from agentenv.rollout.metrics import EntropyProfile, Metrics, TreeCounters
@@ -59,8 +58,7 @@ class Totals(Struct):
 
 
 class Evaluating(Struct, frozen=True):
-    """A pending evaluation of `sets`, of the weights of `step` from the process `incarnation`. The
-    run's folder keeps the weights of an overlapping evaluation until it is done."""
+    """A pending evaluation of `sets`, of the weights of `step` from the process `incarnation`."""
 
     step: int
     policy_version: int
@@ -121,35 +119,13 @@ class RunState(Struct):
         return replace(self, counters=replace(counters, offered=counters.num_delivered))
 
 
+@dataclass(eq=False, kw_only=True)
 class RunSaver(Saver):
-    """The checkpoints of a training run, and the best of them by checkpoint.best_metric."""
+    """The checkpoints of a training run."""
 
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        checkpoints: Checkpoints,
-        state: RunState,
-        learner: DeepSpeedLearner,
-        view: View,
-        kept: Collection[int] = (),
-        journal: Journal | None = None,
-        archive: Archive | None = None,
-    ) -> None:
-        """`kept`: steps whose checkpoints are never removed."""
-        super().__init__(
-            config,
-            checkpoints,
-            learner,
-            view,
-            step=lambda: state.step,
-            snapshot=state.resumable,
-            needed=lambda: {*kept, *([state.evaluating.step] if state.evaluating else [])},
-            turn=learner.turn,
-        )
-        self.state = state
-        self.best_metric = config.best_metric
-        self.journal = journal
-        self.archive = archive
+    state: RunState
+    journal: Journal | None = None
+    archive: Archive | None = None
 
     @asynccontextmanager
     async def moving(self) -> AsyncIterator[None]:

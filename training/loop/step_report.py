@@ -76,7 +76,7 @@ class StepReport:
         )
         hits = self.parts.actor.prefixes.take()
         self.alarms.check_hits(hits)
-        self.alarms.check_tools(batch.metrics, batch.delivered)
+        self.alarms.check_tools(batch.delivered)
         self.alarms.check_update(batch.metrics)
         self.row = self._row(batch.metrics, hits)
         await self.recorder.record_step(self.row, self.parts.num_steps, batch.delivered)
@@ -106,7 +106,7 @@ class StepReport:
                 asyncio.get_running_loop().time() - self._began_s
             ),
             **self.watch.take(),
-            **self.parts.handover.take(),
+            **self.parts.publisher.handover.take(),
             **{f"event_loop/{name}": value for name, value in self.lag.figures().items()},
         }
 

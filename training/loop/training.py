@@ -16,6 +16,7 @@ import json
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -40,7 +41,7 @@ from agentenv.rollout.redactor import Redactor
 from agentenv.training.loop.batching import BatchBuilder
 from agentenv.training.loop.clocks import PhaseClock, Stopwatch
 from agentenv.training.loop.feeder import Feeder, Workers
-from agentenv.training.loop.loop import Critic, Evaluator, Loop, PendingActions
+from agentenv.training.loop.loop import Critic, Evaluator, Loop
 from agentenv.training.loop.parts import Build, Parts
 from agentenv.training.loop.publishing import ParityCheck
 from agentenv.training.loop.recorder import Recorder
@@ -60,41 +61,34 @@ def rollout_settings(config: TrainConfig) -> str:
 
 
 Subscriber = Callable[["Training"], AbstractAsyncContextManager[None]]
-StartWorkers = Callable[..., Awaitable[Workers | None]]
-MakeRecorder = Callable[[TrainConfig, RunDirectory, View, RunState, Any], Recorder]
 
 
+@dataclass(eq=False)
 class Training:
-    """The phases of a run. `loop` has the objects that they share, from the set-up on."""
+    """The phases of a run. `loop` has the objects that they share, from the set-up on.
 
-    loop: Loop
+    `training/start.py` passes the functions that make the parts, simulated runs others. `resume`:
+    latest, best or a checkpoint's path; empty: a new run. Each subscriber is entered before the
+    set-up and exited at the end of the run."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        run: RunDirectory,
-        view: View,
-        *,
-        build: Build,
-        make_recorder: MakeRecorder,
-        start_workers: StartWorkers,
-        cold_start: Callable[[Parts, Recorder, Path | None], Awaitable[None]],
-        make_evaluator: Callable[[Parts, Recorder, RunSaver, PhaseClock], Evaluator],
-        make_critic: Callable[[TrainConfig, Parts, RunDirectory], Critic],
-        resume: str = "",
-        make_feeder: type[Feeder] = Feeder,
-        make_report: type[StepReport] = StepReport,
-        subscribers: Sequence[Subscriber] = (),
-    ) -> None:
-        """`training/start.py` passes the functions that make the parts, simulated runs others.
-        `resume`: latest, best or a checkpoint's path; empty: a new run. Each subscriber is entered
-        before the set-up and exited at the end of the run."""
-        self.config, self.run, self.view = config, run, view
-        self.subscribers = subscribers
-        self._build, self._start_workers, self._cold_start = build, start_workers, cold_start
-        self._make_feeder, self._make_report = make_feeder, make_report
-        self._make_recorder, self._make_evaluator = make_recorder, make_evaluator
-        self._make_critic = make_critic
+    config: TrainConfig
+    run: RunDirectory
+    view: View
+    _: KW_ONLY
+    build: Build
+    make_recorder: Callable[[TrainConfig, RunDirectory, View, RunState, Any], Recorder]
+    start_workers: Callable[..., Awaitable[Workers | None]]
+    cold_start: Callable[[Parts, Recorder, Path | None], Awaitable[None]]
+    make_evaluator: Callable[[Parts, Recorder, RunSaver, PhaseClock], Evaluator]
+    make_critic: Callable[[TrainConfig, Parts, RunDirectory], Critic]
+    resume: InitVar[str] = ""
+    make_feeder: type[Feeder] = Feeder
+    make_report: type[StepReport] = StepReport
+    subscribers: Sequence[Subscriber] = ()
+    loop: Loop = field(init=False)
+
+    def __post_init__(self, resume: str) -> None:
+        config, run = self.config, self.run
         self.state = RunState()
         self.checkpoint = checkpoint_to_resume(run.checkpoints, resume) if resume else None
         if self.checkpoint is not None:
@@ -105,7 +99,6 @@ class Training:
         self.queue = ReplayQueue(config.queue.groups_per_step, config.queue.max_staleness)
         self.lag = LoopLag()
         self.phase = "set-up"  # cold start, RL, end
-        self.actions = PendingActions()
 
     async def run_all(self) -> None:
         """The whole run. A cancellation stops it cleanly, with a checkpoint if RL has begun."""
@@ -114,7 +107,7 @@ class Training:
                 await stack.enter_async_context(subscriber(self))
             with self.clock.phase("setup"), self.view.doing("the start of the run"):
                 loop = await self.set_up(stack)
-                workers = loop.feeder.workers = await self._start_workers(
+                workers = loop.feeder.workers = await self.start_workers(
                     self.config,
                     loop.parts,
                     self.run.path,
@@ -147,14 +140,12 @@ class Training:
     async def set_up(self, stack: AsyncExitStack) -> Loop:
         """Build all objects of the run but the rollout workers; `stack` closes them."""
         config, run, state, queue = self.config, self.run, self.state, self.queue
-        parts = await self._build(config, run, self.checkpoint, stack, self.view.log)
+        parts = await self.build(config, run, self.checkpoint, stack, self.view.log)
         log = parts.actor.failures.log
         log.redactor = Redactor(to_plain(config))
-        for actor in (parts.eval_actor, parts.overlapping):
-            if actor is not None:
-                actor.failures.log = log
+        parts.eval_actor.failures.log = log
         stack.callback(log.report)
-        recorder = self._make_recorder(config, run, self.view, state, parts.tokenizer)
+        recorder = self.make_recorder(config, run, self.view, state, parts.tokenizer)
         stack.push_async_callback(recorder.close)
         settings, journal = rollout_settings(config), None
         if config.journal.enabled:
@@ -166,36 +157,32 @@ class Training:
             )
             stack.push_async_callback(journal.close)
         batches = BatchBuilder(config, state)
-        feeder = self._make_feeder(config, state, parts, queue, batches, journal)
+        feeder = self.make_feeder(config, state, parts, queue, batches, journal)
         kept = [] if config.sft is None else [0]  # runs of other algorithms can start from it
         saver = RunSaver(
             config.checkpoint,
             run.checkpoints,
-            state,
             parts.learner,
             self.view,
-            kept,
-            journal,
-            recorder.archive,
+            step=lambda: state.step,
+            snapshot=state.resumable,
+            needed=lambda: kept,
+            turn=parts.learner.turn,
+            state=state,
+            journal=journal,
+            archive=recorder.archive,
         )
         watch = Stopwatch()
         self.loop = Loop(
-            config=config,
-            state=state,
-            parts=parts,
-            queue=queue,
             feeder=feeder,
-            batches=batches,
-            parity=ParityCheck(config, parts.probe, parts.learner, state.parity),
+            parity=ParityCheck(config, parts.probe, state.parity),
             saver=saver,
             recorder=recorder,
-            evaluator=self._make_evaluator(parts, recorder, saver, self.clock),
-            report=self._make_report(feeder, recorder, watch, self.lag),
-            critic=None if config.self_critic is None else self._make_critic(config, parts, run),
-            actions=self.actions,
+            evaluator=self.make_evaluator(parts, recorder, saver, self.clock),
+            report=self.make_report(feeder, recorder, watch, self.lag),
+            critic=None if config.self_critic is None else self.make_critic(config, parts, run),
             clock=self.clock,
             watch=watch,
-            view=self.view,
             settings=settings,
         )
         return self.loop
@@ -256,7 +243,7 @@ class Training:
             await loop.parity.check()
             with self.clock.phase("sft"):
                 try:
-                    await self._cold_start(loop.parts, loop.recorder, self.checkpoint)
+                    await self.cold_start(loop.parts, loop.recorder, self.checkpoint)
                 except BaseException:
                     if state.imitating is None:  # it had ended
                         await loop.saver.finish()
@@ -295,14 +282,11 @@ class Training:
                     raise
             await loop.recorder.written()
             await loop.recorder.archive.written()
-            await loop.evaluator.finish()
-            await loop.saver.amend()
         except BaseException:
             with suppress(OSError), self.view.doing("the plots"):
                 await uncancelled(in_thread(loop.recorder.draw))
             raise
         finally:
-            loop.evaluator.cancel()
             self.view.end()
 
     async def _take_steps(self, rollouts: asyncio.TaskGroup) -> None:
@@ -310,11 +294,7 @@ class Training:
         loop = self.loop
         feeding = rollouts.create_task(loop.feeder.run(rollouts))
         showing = rollouts.create_task(loop.recorder.show(self.queue, loop.parts.engine))
-        self.actions.group = rollouts
-        try:
-            await loop.run()
-        finally:
-            self.actions.group = None
+        await loop.run()
         feeding.cancel()
         showing.cancel()
         for rollout in self.queue.drain():

@@ -176,11 +176,16 @@ def make_publisher(
     config: TrainConfig,
     engine: Engine,
     learner: DeepSpeedLearner,
+    probe: ParityProbe,
     folder: Path,
-    colocation: Colocation | None,
-    handover: Handover,
 ) -> Publisher:
-    """The publisher for the transport that the engine's configuration names."""
+    """The publisher for the transport that the engine's configuration names. If engine and learner
+    use the GPUs in turn, the learner's turns become those of a Colocation."""
+    colocation, handover = None, Handover()
+    if config.resources.in_turn:
+        engine.require("sleep")
+        colocation = Colocation(engine, learner, probe, handover)
+        learner.turn = colocation.turn
     kind = config.engine.new_weights
     if kind in ("adapter", "directory"):
         is_adapter = kind == "adapter"

@@ -3,7 +3,6 @@ for evaluations, and the place of new weights."""
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 from agentenv.assembly.checks.memory import WeightPassage, find_passage, stored_bytes
@@ -12,9 +11,6 @@ from agentenv.assembly.run.checkpoints import COLD_START
 from agentenv.assembly.serving.gpus import trains_on_gpu
 from agentenv.base.disk_errors import SHARED_MEMORY
 from agentenv.base.offload import in_thread
-from agentenv.contract.engine import EngineStart
-from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
-from agentenv.rollout.actor import Actor
 from agentenv.training.loop.parts import LoopAssembly
 from agentenv.training.supervised.data import Demonstrations, check_stages, load_demonstrations
 
@@ -38,25 +34,6 @@ class TrainingAssembly(LoopAssembly):
         ]
         check_stages(sft, trained)
         return trained, gate
-
-    async def overlapping(self, actor: Actor, learner: DeepSpeedLearner) -> Actor | None:
-        config = self.config
-        if config.eval.engine is None:
-            return None
-        other = copy.copy(actor)
-        other.engine = await config.eval.engine.start(
-            EngineStart(
-                model=await self.model(),
-                tokenizer=await self.tokenizer(),
-                policy_version=learner.policy_version,
-                limits=config.limits,
-                stack=self.stack,
-                servers=self.servers,
-                seed=config.run.seed,
-                use="evaluation",
-            )
-        )
-        return other
 
     async def weights_place(self) -> Path:
         return (await self.passage()).folder

@@ -342,7 +342,6 @@ def _shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
 # if `columns` names them. Entries of a hub are rejected.
 
 HUBS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
-UNREAD = ("images", "videos", "audios", "kto_tag")
 FORMATS: dict[str, Format] = {"alpaca": "alpaca", "sharegpt": "sharegpt", "openai": "messages"}
 
 
@@ -391,9 +390,6 @@ def _source(registry: Path, name: str, *, ranking: bool) -> Source:
     if entry.ranking != ranking:
         wanted = "true, since agentenv dpo needs preferences" if ranking else "false or absent"
         raise DataError(f"{where}.ranking: expected {wanted}; agentenv sft reads dialogues")
-    unread = sorted({*UNREAD} & {*entry.columns})
-    if unread:
-        raise DataError(f"{where}.columns.{unread[0]}: only texts are supported")
     named = {"system": "", "tools": "", **entry.columns}
     if entry.formatting != "alpaca":
         named.setdefault("messages", "conversations")

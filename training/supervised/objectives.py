@@ -21,24 +21,19 @@ from agentenv.learners.ranks.dpo import (
 )
 from agentenv.learners.trees.batch import EncodedTree
 from agentenv.training.supervised.encoding import Example
-from agentenv.training.supervised.run import SupervisedAssembly
+from agentenv.training.supervised.run import Objective, SupervisedAssembly
 
 SCORED_AT_ONCE = 64  # sequences
 
 
 @dataclass(frozen=True)
-class ImitationObjective:
+class ImitationObjective(Objective):
     """Supervised fine-tuning. A row holds one sequence; none is padded."""
 
-    learner: DeepSpeedLearner
-    examples: Sequence[Example]
+    rows: Sequence[Example]
     held_out: Sequence[Example]
     name: ClassVar[str] = "sft"
     plotted: ClassVar[tuple[str, ...]] = ("loss",)
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.examples)
 
     @classmethod
     async def of(cls, assembly: SupervisedAssembly) -> ImitationObjective:
@@ -48,7 +43,7 @@ class ImitationObjective:
 
     async def step(self, rows: Sequence[int], lr_scale: float) -> Metrics:
         """One optimizer step on the mean loss over all policy tokens of the rows."""
-        return await self.learner.imitate([self.examples[row].encoded() for row in rows], lr_scale)
+        return await self.learner.imitate([self.rows[row].encoded() for row in rows], lr_scale)
 
     async def measure(self) -> Metrics:
         """On the held-out rows: mean negative log-likelihood per token (nats), share of tokens that
@@ -70,19 +65,14 @@ class ImitationObjective:
 
 
 @dataclass(frozen=True)
-class PreferenceObjective:
+class PreferenceObjective(Objective):
     """Preference training. A row is a pair with the log-probs of the reference policy."""
 
-    learner: DeepSpeedLearner
-    pairs: Sequence[EncodedTree]
+    rows: Sequence[EncodedTree]
     held_out: Sequence[EncodedTree]
     beta: float
     name: ClassVar[str] = "dpo"
     plotted: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.pairs)
 
     @classmethod
     async def of(cls, assembly: SupervisedAssembly) -> PreferenceObjective:
@@ -97,7 +87,7 @@ class PreferenceObjective:
 
     async def step(self, rows: Sequence[int], lr_scale: float) -> Metrics:
         """One optimizer step on the mean loss over the pairs."""
-        return await self.learner.prefer([self.pairs[row] for row in rows], self.beta, lr_scale)
+        return await self.learner.prefer([self.rows[row] for row in rows], self.beta, lr_scale)
 
     async def measure(self) -> Metrics:
         """Metrics of the held-out pairs, see `agentenv.learners.ranks.dpo.preference_metrics`."""

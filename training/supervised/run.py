@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from random import Random
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from msgspec import Struct
@@ -119,44 +121,37 @@ class SupervisedState(Struct):
     wall_s: float = 0.0
 
 
-class Objective(Protocol):
-    """An objective over `num_rows` rows. `name`: prefix of its metrics; `plotted`: the plotted
-    metrics."""
+@dataclass(frozen=True)
+class Objective(ABC):
+    """An objective over `rows`. `name`: prefix of its metrics; `plotted`: the plotted metrics."""
 
+    learner: DeepSpeedLearner
+    rows: Sequence[Any]
+    held_out: Sequence[Any]
     name: ClassVar[str]
     plotted: ClassVar[tuple[str, ...]]
 
-    @property
-    def num_rows(self) -> int: ...
-
+    @abstractmethod
     async def step(self, rows: Sequence[int], lr_scale: float) -> Metrics:
         """One optimizer step on these rows."""
-        ...
 
+    @abstractmethod
     async def measure(self) -> Metrics:
         """Metrics of the held-out rows, including "loss"; empty without such rows."""
-        ...
 
 
-class Rows:
-    """The rows of a step."""
+@lru_cache(maxsize=1)
+def order_of_epoch(num_rows: int, seed: int, epoch: int) -> list[int]:
+    """The rows in the order of an epoch."""
+    order = list(range(num_rows))
+    Random(f"{seed}/order/{epoch}").shuffle(order)
+    return order
 
-    def __init__(self, num_rows: int, rows_per_step: int, seed: int) -> None:
-        self.num_rows = num_rows
-        self.rows_per_step = rows_per_step
-        self.steps_per_epoch = -(-num_rows // rows_per_step)
-        self._seed = seed
-        self._epoch = -1
-        self._order: list[int] = []
 
-    def of_step(self, step: int) -> list[int]:
-        """Rows of step `step`, counted from 0; the last step of an epoch may have fewer."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        if epoch != self._epoch:
-            self._order = list(range(self.num_rows))
-            Random(f"{self._seed}/order/{epoch}").shuffle(self._order)
-            self._epoch = epoch
-        return self._order[place * self.rows_per_step :][: self.rows_per_step]
+def rows_of_step(num_rows: int, rows_per_step: int, seed: int, step: int) -> list[int]:
+    """Rows of step `step`, counted from 0; the last step of an epoch may have fewer."""
+    epoch, place = divmod(step, -(-num_rows // rows_per_step))
+    return order_of_epoch(num_rows, seed, epoch)[place * rows_per_step :][:rows_per_step]
 
 
 async def train_supervised(
@@ -198,9 +193,9 @@ class SupervisedTraining:
             step=lambda: self.state.step,
             snapshot=lambda: self.state,
         )
-        num_rows = self.objective.num_rows
-        self.rows = Rows(num_rows, self.loop.rows_per_step, self.config.run.seed)
-        self.num_steps = self.loop.count_steps(num_rows)
+        self.num_rows = len(self.objective.rows)
+        self.steps_per_epoch = -(-self.num_rows // self.loop.rows_per_step)
+        self.num_steps = self.loop.count_steps(self.num_rows)
 
     async def run_all(self) -> None:
         """Run all steps; any end of the run saves a checkpoint."""
@@ -232,8 +227,8 @@ class SupervisedTraining:
         else:
             resume_from(self.run, self.config, self.state.step, self.view.log)
         self.view.log(
-            f"{name}: {self.rows.num_rows} rows, {self.num_steps} steps, "
-            f"{self.num_steps / self.rows.steps_per_epoch:.2f} epochs; a step takes "
+            f"{name}: {self.num_rows} rows, {self.num_steps} steps, "
+            f"{self.num_steps / self.steps_per_epoch:.2f} epochs; a step takes "
             f"{loop.batch_size} x {loop.gradient_accumulation} = {loop.rows_per_step} rows"
         )
 
@@ -241,15 +236,16 @@ class SupervisedTraining:
         """One optimizer step, and a measurement if it is due."""
         state, start = self.state, asyncio.get_running_loop().time()
         scale = lr_factor(self.config.learner, state.step, self.num_steps)
+        shape = self.num_rows, self.loop.rows_per_step, self.config.run.seed
         async with self.saver.moving():
-            metrics = await self.objective.step(self.rows.of_step(state.step), scale)
+            metrics = await self.objective.step(rows_of_step(*shape, state.step), scale)
             state.step += 1
             state.num_tokens += int(metrics["num_tokens"])
             state.num_skipped += int(metrics["num_skipped"])
             state.wall_s += asyncio.get_running_loop().time() - start
         row = {
             "step": state.step,
-            "epoch": state.step / self.rows.steps_per_epoch,
+            "epoch": state.step / self.steps_per_epoch,
             "learning_rate": self.config.learner.learning_rate * scale,
             **{f"{self.objective.name}/{name}": value for name, value in metrics.items()},
         }
@@ -286,7 +282,7 @@ class SupervisedTraining:
 
     def _finish(self) -> None:
         state = self.state
-        counts = {"num_rows": self.rows.num_rows, "num_steps": state.step}
+        counts = {"num_rows": self.num_rows, "num_steps": state.step}
         counts |= {"num_skipped": state.num_skipped, "num_tokens": state.num_tokens}
         figures = {"before": state.first_eval, "after": state.last_eval}
         summary = {**counts, **figures, "wall_s": round(state.wall_s, 2)}

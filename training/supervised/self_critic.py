@@ -85,7 +85,7 @@ class SelfCritic:
         config = self.config
         encoded = [encode_pair(*row.answers()) for row in rows]
         pairs = await with_reference_scores(self.learner, encoded)
-        await self.learner.save_optimizer(config.optimizer)
+        await self.learner.reset_optimizer(config.optimizer, "set_aside")
         num_steps = 0.0
         for epoch in range(config.num_epochs):
             order = list(pairs)
@@ -94,7 +94,7 @@ class SelfCritic:
                 batch = order[first : first + config.batch_size]
                 metrics = await self.learner.prefer(batch, config.beta)
                 num_steps += metrics["num_steps"]
-        await self.learner.restore_optimizer(self.optimizer)
+        await self.learner.reset_optimizer(self.optimizer, "take_back")
         found = await preference_figures(self.learner, pairs, config.beta)
         return {**found, "num_steps": num_steps, "grad_norm": metrics["grad_norm"]}
 

@@ -127,12 +127,9 @@ class EngineHolder:
     def __init__(self, link: Link, url: str) -> None:
         self._link, self._url = link, url
 
-    def notify(self, text: str) -> None:
-        self._link.send(pack(Notice(text)))
-
     async def serve(self) -> None:
         """Report the URL, then send heartbeats."""
-        self.notify(f"{URL}{self._url}")
+        self._link.send(pack(Notice(f"{URL}{self._url}")))
         await serve(self._link, lambda frame: None, lambda: pack(Alive(WorkerFigures())))
 
 

@@ -1,15 +1,13 @@
 """The Ray client process of a run: `python -m agentenv.training.workers.ray_driver`, which
 training/workers/ray_placement.py starts.
 
-Each process gets a placement group with one bundle, preferably on the node with the fewest
-processes of the run, and in it a `NodeHolder`, which keeps the resources as long as the process
-lives.
+Each process gets a `NodeHolder`, which Ray spreads over the nodes, and which keeps the resources as
+long as the process lives.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import sys
 import time
@@ -21,7 +19,7 @@ from typing import Any
 from agentenv.base.errors import ConfigError, MissingError, WorkerError
 from agentenv.base.installation import install_hint
 from agentenv.base.offload import in_thread
-from agentenv.cluster.messages import Alive, Notice, WorkerFigures
+from agentenv.cluster.messages import Alive, WorkerFigures
 from agentenv.processes.link import Link
 from agentenv.processes.supervisor import GRACE_S, ProcessSpec
 from agentenv.processes.worker_group import serve
@@ -41,7 +39,6 @@ from agentenv.training.workers.ray_placement import (
 from agentenv.training.workers.worker_process import main
 
 OLDEST = "2.40"  # as in pyproject.toml
-MISMATCH = "Version mismatch"  # prefix of Ray's error
 LOOK_S = 2.0  # between two polls of the nodes
 STOP_S = GRACE_S + 4.0
 NUM_STARTS = 4  # attempts to start a local cluster; a busy machine may need several
@@ -145,7 +142,6 @@ class Ray:
             )
         self.ray: Any = ray
         self.setup = setup
-        self.groups: dict[str, Any] = {}
 
     def connect(self) -> None:
         """Connect to the cluster, or start a local one. Raises ConfigError and WorkerError."""
@@ -166,19 +162,12 @@ class Ray:
                 )
                 return
             except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-                where, why = setup.address or "of this machine", _in_one_line(error)
-                remedy = (
-                    "start one with `ray start --head` here and `ray start --address=HOST:6379` on "
-                    "other nodes, or leave cluster.address empty"
-                )
-                if why.startswith(MISMATCH):
-                    remedy = (
-                        "install the cluster's versions of Ray and Python here (cluster.python "
-                        "sets the interpreter on its nodes if its path differs), or start the "
-                        "cluster with the versions installed here"
-                    )
                 raise ConfigError(
-                    f"cluster.address: the Ray cluster {where} cannot be reached: {why}; {remedy}"
+                    f"cluster.address: the Ray cluster {setup.address or 'of this machine'} cannot "
+                    f"be reached: {_in_one_line(error)}; start one with `ray start --head` here "
+                    "and `ray start --address=HOST:6379` on other nodes, with the versions of Ray "
+                    "and Python that are installed here (cluster.python sets the interpreter "
+                    "there), or leave cluster.address empty"
                 ) from error
             except Exception as error:  # Ray waits only half a minute for a node to start
                 self.ray.shutdown()
@@ -221,36 +210,19 @@ class Ray:
             return "127.0.0.1"
         return str(self.ray.util.get_node_ip_address())
 
-    def hold(self, spec: ProcessSpec, on: str | None) -> Any:
-        """Create a Holder, which starts when there are resources, preferably on the node `on`."""
-        from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        wish: dict[str, Any] = {}
-        if on and "_soft_target_node_id" in inspect.signature(placement_group).parameters:
-            wish = {"_soft_target_node_id": on}
-        bundle = {name: much for name, much in spec.resources.items() if much}
-        group = placement_group([bundle], strategy="STRICT_PACK", name=spec.name, **wish)
-        self.groups[spec.name] = group
+    def hold(self, spec: ProcessSpec) -> Any:
+        """Create a NodeHolder, which starts when there are resources."""
         return (
             self.ray.remote(NodeHolder)
             .options(
-                num_cpus=bundle.get("CPU", 0),
-                num_gpus=bundle.get("GPU", 0),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+                num_cpus=spec.resources.get("CPU", 0),
+                num_gpus=spec.resources.get("GPU", 0),
+                scheduling_strategy="SPREAD",
                 max_restarts=0,
                 max_concurrency=3,  # `ended` waits in one of these threads
             )
             .remote()
         )
-
-    def release(self, name: str, holder: Any) -> None:
-        """Free the resources of a holder."""
-        with suppress(Exception):  # Ray may be gone
-            self.ray.kill(holder)
-        if (group := self.groups.pop(name, None)) is not None:
-            with suppress(Exception):
-                self.ray.util.remove_placement_group(group)
 
 
 def _in_one_line(error: Exception) -> str:
@@ -279,9 +251,6 @@ class RayDriver:
         self._ray, self._link = ray, link
         self._held: dict[str, _Held] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-
-    def notify(self, text: str) -> None:
-        self._link.send(pack(Notice(text)))
 
     async def serve(self) -> None:
         """Work until the connection ends."""
@@ -318,11 +287,9 @@ class RayDriver:
     async def _hold(self, spec: ProcessSpec, held: _Held) -> None:
         how = ""
         try:
-            on = await in_thread(self._choice, spec)
-            held.holder = await in_thread(self._ray.hold, spec, on)
-            env, cwd = spec.env, os.getcwd()
+            held.holder = await in_thread(self._ray.hold, spec)
             host, held.node, pid = await held.holder.start.remote(
-                spec.command, env, spec.log, cwd, DETACH
+                spec.command, spec.env, spec.log, os.getcwd(), DETACH
             )
             self._link.send(pack(ProcessStarted(spec.name, host, held.node, pid)))
             how = await held.holder.ended.remote()
@@ -334,19 +301,9 @@ class RayDriver:
             if self._held.get(spec.name) is held:
                 del self._held[spec.name]
             if held.holder is not None:
-                await in_thread(self._ray.release, spec.name, held.holder)
+                with suppress(Exception):  # Ray may be gone
+                    await in_thread(self._ray.ray.kill, held.holder)  # frees its resources
         self._link.send(pack(ProcessEnded(spec.name, how)))
-
-    def _choice(self, spec: ProcessSpec) -> str | None:
-        """The node with enough free resources and the fewest processes of this run, or None."""
-        num = Counter(held.node for held in self._held.values())
-        leaving = self._ray.draining()
-        room = [
-            node
-            for node, free in self._ray.free().items()
-            if node not in leaving and not left_over([spec.resources], [free])
-        ]
-        return min(room, key=lambda node: num[node], default=None)
 
     async def _stop(self, name: str) -> None:
         held = self._held.get(name)
@@ -394,21 +351,19 @@ def does_not_fit(
     free: dict[str, dict[str, float]],
 ) -> str:
     """The text of the error: the requested and the available resources, and the remedy."""
-    requested: dict[str, list[dict[str, float]]] = {}
-    for key, bundle in setup.needed:
-        requested.setdefault(key, []).append(bundle)
-    lines = [f"{key}: {len(one)} x {in_words(one[0])}" for key, one in requested.items()]
-    has = "; ".join(
-        f"a node with {in_words(all_of_it)}, of which {in_words(free.get(node, {}))} free"
-        for node, all_of_it in nodes.items()
-    )
+    requested = Counter(f"{key} of {in_words(bundle)}" for key, bundle in setup.needed)
+    lines = [f"{count} x {what}" for what, count in requested.items()]
+    has = [
+        f"a node with {in_words(every)}, of which {in_words(free.get(node, {}))} free"
+        for node, every in nodes.items()
+    ]
     keys = dict.fromkeys(setup.needed[number][0] for number in missing)
     return (
         f"the Ray cluster {setup.address or 'of this machine'} has no room for {len(missing)} of "
-        f"{len(setup.needed)} processes. Requested: {', '.join(lines)}. Available: {has}. Lower "
-        f"{' or '.join(keys)}, or the resources of each (cluster.cpus_per_worker, gpus_per_rank); "
-        "let the run start with fewer workers (cluster.min_workers); or add nodes within "
-        "cluster.wait_for_nodes_s"
+        f"{len(setup.needed)} processes. Requested: {', '.join(lines)}. Available: "
+        f"{'; '.join(has)}. Lower {' or '.join(keys)}, or the resources of each "
+        "(cluster.cpus_per_worker, gpus_per_rank); let the run start with fewer workers "
+        "(cluster.min_workers); or add nodes within cluster.wait_for_nodes_s"
     )
 
 

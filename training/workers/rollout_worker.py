@@ -119,8 +119,7 @@ class RolloutWorker:
         self._look = look
         self._is_over = False
         actor.failures = ReportedFailures(link)
-        self._rollouts: dict[int, asyncio.Task[None]] = {}
-        self._indices: dict[int, int] = {}  # of their trees
+        self._rollouts: dict[int, tuple[asyncio.Task[None], int]] = {}  # with the tree's index
 
     async def serve(self) -> bool:
         """Work until the connection ends, then cancel the remaining rollouts. Returns whether the
@@ -128,7 +127,7 @@ class RolloutWorker:
         async with asyncio.TaskGroup() as group:
             await serve(self._link, partial(self._take, group), self._beat)
             self._link.close()  # at once: the controller waits for pending messages
-            for task in self._rollouts.values():
+            for task, _ in self._rollouts.values():
                 task.cancel()
         return self._is_over
 
@@ -137,12 +136,12 @@ class RolloutWorker:
         match request:
             case Grow():
                 self._engine.policy_version = request.policy_version
-                task = self._rollouts[request.number] = group.create_task(self._grow(request))
-                self._indices[request.number] = request.index
+                task = group.create_task(self._grow(request))
+                self._rollouts[request.number] = task, request.index
                 task.add_done_callback(partial(self._forget, request.number))
             case messages.Drop():
                 if request.number in self._rollouts:
-                    self._rollouts[request.number].cancel()
+                    self._rollouts[request.number][0].cancel()
             case messages.Steer():
                 (self._actor.pause if request.holds else self._actor.resume)()
             case messages.CancelTree() | messages.GetWaits():
@@ -162,11 +161,11 @@ class RolloutWorker:
 
     def _of_tree(self, request: messages.CancelTree | messages.GetWaits) -> None:
         """Handle the request as soon as the tree grows; a new tree starts at once."""
-        index = self._indices.get(request.number)
-        rollout = None if index is None else self._actor.growing(index)
+        if request.number not in self._rollouts:
+            return
+        rollout = self._actor.growing(self._rollouts[request.number][1])
         if rollout is None:
-            if index is not None and request.number in self._rollouts:
-                asyncio.get_running_loop().call_later(SOON_S, self._of_tree, request)
+            asyncio.get_running_loop().call_later(SOON_S, self._of_tree, request)
         elif isinstance(request, messages.GetWaits):
             self._link.send(pack(messages.CurrentWaits(request.number, rollout.now())))
         else:
@@ -190,7 +189,7 @@ class RolloutWorker:
             self._link.send(pack(messages.Raised(request.number, *named(error))))
 
     def _forget(self, number: int, task: object) -> None:
-        del self._rollouts[number], self._indices[number]
+        del self._rollouts[number]
 
     def _beat(self) -> bytes:
         actor = self._actor

@@ -20,6 +20,7 @@ from agentenv.base.config import Reporter
 from agentenv.base.errors import AgentEnvError, ConfigError, WorkerError
 from agentenv.base.installation import PACKAGES
 from agentenv.base.untrusted import packed
+from agentenv.cluster.messages import Notice
 from agentenv.processes.link import Link
 from agentenv.processes.supervisor import ADDRESS_VARIABLE, NUMBER_VARIABLE, TOKEN_VARIABLE
 from agentenv.processes.worker_group import HELLO_S, Hello, Ready, Refusal, named, own_code
@@ -30,10 +31,6 @@ class WorkerTask(Protocol):
 
     async def serve(self) -> bool | None:
         """Work until the connection ends. False: the run is not over."""
-        ...
-
-    def notify(self, text: str) -> None:
-        """Send a message for the user to the controller."""
         ...
 
 
@@ -131,7 +128,7 @@ async def work(
         loop = asyncio.get_running_loop()
 
         def report(text: str) -> None:
-            loop.call_soon_threadsafe(worker.notify, text)
+            loop.call_soon_threadsafe(link.send, packed(Notice(text)))
 
         view.report = report
         leave: Callable[[float], None] | None = getattr(worker, "leave", None)

@@ -152,11 +152,11 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
                 "available, since the learner's CUDA context stays there"
             )
 
-    async def check_reachable(self, key: str = "engine") -> None:
-        found = await asyncio.gather(*(why_unreachable(url, f"{key}.urls") for url in self.urls))
+    async def check_reachable(self) -> None:
+        found = await asyncio.gather(*(why_unreachable(url, "engine.urls") for url in self.urls))
         if found and all(found):  # a run can start without some of them
             raise ConfigError(
-                f"{key}.urls: no engine server answers at {self.urls[0]} ({found[0]}); is it "
+                f"engine.urls: no engine server answers at {self.urls[0]} ({found[0]}); is it "
                 "running and reachable from this machine?"
             )
 
@@ -170,7 +170,7 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
             served = Served(
                 self.kind,
                 model,
-                given.use,
+                "policy",
                 self.max_model_len,
                 trained=True,
                 weights=self.weights,
@@ -178,8 +178,7 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
                 lora_rank=given.lora_rank,
                 gate=given.gate,
             )
-            key = "engine.servers" if given.use == "policy" else f"{given.use} engine.servers"
-            urls = await given.servers.start(served, launched, key)
+            urls = await given.servers.start(served, launched, "engine.servers")
         pool = EnginePool(
             [make(url) for url in urls],
             model,

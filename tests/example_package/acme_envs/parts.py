@@ -49,7 +49,7 @@ class Counted(EmbeddedConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     note: Annotated[str, Meta(description="file that a start writes")]
 
     async def start(self, given: EngineStart) -> Engine:
-        line = f"{given.use} {given.policy_version}\n"
+        line = f"policy {given.policy_version}\n"
         await asyncio.to_thread(Path(self.note).write_text, line, encoding="utf-8")
         return await super().start(given)
 
