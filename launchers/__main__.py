@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(COMMANDS)}"
         sys.stderr.write(f"agentenv: error: unknown command {name!r}; {hint}\n")
         return 2
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
     code: int = importlib.import_module(f"agentenv.launchers.{name.replace('-', '_')}").main(
         given[1:]
     )

@@ -124,7 +124,7 @@ def add_subject(parser: KeysParser, config_type: type[msgspec.Struct], out: str)
     add_key_help(parser, config_type)
 
 
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments. A `key=value` after --resume is an override, not a checkpoint."""
     arguments = parser.parse_intermixed_args(argv)
     if "=" in arguments.resume and not Path(arguments.resume).exists():

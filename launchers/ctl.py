@@ -39,7 +39,7 @@ exit codes: 0 done (`status`: the run trains or has finished), 1 no process trai
 not answer, 2 rejected or bad arguments, 130 interrupted"""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 no answer, 2 rejected or bad arguments, 130 interrupted."""
     arguments = make_parser().parse_args(argv)
     interrupted = "interrupted; the run continues and may still carry out the request"
@@ -200,7 +200,3 @@ def _next(run: Path, request: Request, facts: dict[str, Any]) -> dict[str, str]:
     if waits := facts.get("waits"):
         return {f"agentenv ctl {run} why {waits[0]['tree']}": "this tree in detail"}
     return page if isinstance(request, control.GetStatus | control.SaveCheckpoint) else {}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

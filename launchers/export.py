@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,9 +21,8 @@ from agentenv.assembly.run.terminal import View, exit_code_of
 TRANSCRIPTS = "transcripts"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
-    argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == [TRANSCRIPTS]:
         return _transcripts(argv[1:])
     arguments = _parse(argv)
@@ -48,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code_of(work, str(arguments.out))
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="agentenv export",
         description="Export a checkpoint as a Hugging Face directory, without a learner.",
@@ -84,7 +82,3 @@ def _transcripts(argv: Sequence[str]) -> int:
         view.suggest({f"inspect view --log-dir {path}": "in the viewer of Inspect"})
 
     return exit_code_of(work, str(arguments.out))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

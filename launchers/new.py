@@ -10,7 +10,6 @@ import importlib.util
 import keyword
 import re
 import shlex
-import sys
 from collections.abc import Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -25,7 +24,7 @@ SUFFIX = ".txt"  # of the templates, so that tools do not treat them as code
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 2 bad input."""
     parser = KeysParser(
         prog="agentenv new",
@@ -98,7 +97,3 @@ def next_commands(name: str, parent: Path) -> dict[str, str]:
 def _templates() -> list[Traversable]:
     folder = resources.files("agentenv.launchers") / "templates" / "env"
     return sorted((one for one in folder.iterdir() if one.name.endswith(SUFFIX)), key=str)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

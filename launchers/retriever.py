@@ -14,7 +14,6 @@ both return [documents, scores]. GET /health returns {"status": "ok"}.
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Annotated, Any
@@ -213,7 +212,3 @@ def main(arguments: list[str]) -> int:
     return exit_code_of(
         lambda view: run_until_done(serve(read_config(given), view), view), "the index"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -9,7 +9,6 @@ data.train. The splits of the server are "train" and the evaluation sets, by nam
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -71,7 +70,7 @@ class ServeEnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 _OF_RUN = ("env", "data", "eval", "prompt", "limits", "python", "search", "grader")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 stopped, 1 failed with a reason, 2 bad input, 130 interrupted during
     the start-up."""
     parser = KeysParser(
@@ -162,7 +161,3 @@ async def env_server(config: ServeEnvConfig, resolve: Resolve, report: Reporter)
         key=key,
         timeout_s=config.limits.max_seconds,
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,13 +4,8 @@ the run in the browser.
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
-
 import argparse
 import shlex
-import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +18,7 @@ if TYPE_CHECKING:
     from agentenv.assembly.run.terminal import View
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 something is
     missing (dry run only), 130 interrupted."""
     parser = make_parser(
@@ -55,7 +50,3 @@ def reinforce(
     from agentenv.training.start import make_training  # after the errors of the configuration
 
     return make_training(config, run, view, resume=resume, subscribers=[controlled]).run_all()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from agentenv.base.errors import ConfigError
 MAX_MB = 30.0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
     parser = Parser(
         prog="agentenv view",
@@ -86,7 +85,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
     return exit_code_of(work, str(arguments.export or arguments.run))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

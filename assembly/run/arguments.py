@@ -11,7 +11,6 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -19,7 +18,6 @@ from msgspec import Meta, Struct
 from agentenv.base.config import ESSENTIAL
 from agentenv.base.disk import undecodable
 from agentenv.base.errors import ConfigError
-from agentenv.base.installation import PACKAGES
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 EXIT_MISSING = 3  # of a dry run: no error, but something is missing
@@ -50,14 +48,8 @@ def check_arguments(arguments: Iterable[str]) -> None:
             )
 
 
-COMMANDS = {(PACKAGES / place / "launchers").resolve() for place in ("", "agentenv")}
-
-
 def import_from_working_directory() -> None:
-    """Import the user's modules from the working directory, as `python -m` does, instead of from
-    the folder of the launchers, which would shadow the user's names."""
-    if sys.path and Path(sys.path[0]).resolve() in COMMANDS:
-        del sys.path[0]
+    """Import the user's modules from the working directory, as `python -m` does."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 

@@ -362,7 +362,7 @@ def _model_of(config: AnyRun, path: str, resolve: Resolve, plan: Plan) -> Path |
 
 # A run as a job of Slurm or as objects of Kubernetes, from the files in `templates/`.
 
-TRAIN = ("-m", "agentenv.launchers.train")  # arguments of Python
+TRAIN = ("-m", "agentenv.launchers", "train")  # arguments of Python
 WORKER = ("-m", "agentenv.training.workers.rollout_worker")
 RANK = ("-m", "agentenv.learners.ranks.rank_process")
 NAME_LENGTH = 40

@@ -40,7 +40,7 @@ from agentenv.processes.guard import guarded
 from agentenv.processes.ports import hold_port, port_of
 
 HOST = "127.0.0.1"
-COMMAND = ("-m", "agentenv.launchers.view")
+COMMAND = ("-m", "agentenv.launchers", "view")
 GRACE_S = 1.0
 END_S = 5.0  # for the viewer process of a run to end
 TOKEN_VARIABLE = "AGENTENV_VIEW_TOKEN"  # environment variable: the token, if the caller chose it

@@ -14,7 +14,7 @@ import pytest
 
 from agentenv.assembly.run.control import GetStatus, UnreachableError, send
 from agentenv.launchers import ctl
-from tests.support.forks import Command
+from tests.support.forks import TRAIN, Command
 from tests.support.runs import rows_of
 
 SLOW = """    if item == "rivets":
@@ -53,7 +53,7 @@ def running(slow: Path, name: str, *overrides: str) -> Iterator[tuple[Path, Comm
     run, log = folder / "runs" / name, folder / f"{name}.log"
     chosen = ("env.id=me/Slow-v0", "env.module=slow_env", f"run.name={name}", *LONG)
     chosen += (f"eval.sets.a.path={folder}/a.jsonl", "eval.sets.a.max_tasks=2", *overrides)
-    with Command("launchers/train.py", str(slow), *chosen, log=log, path=[folder]) as process:
+    with Command(*TRAIN, str(slow), *chosen, log=log, path=[folder]) as process:
         deadline = time.monotonic() + START_S
         while not has_begun(run):
             assert process.poll() is None, process.read_log()

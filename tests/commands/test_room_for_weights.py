@@ -56,7 +56,7 @@ def start(warehouse: Path, tmp_path: Path) -> Start:
         config = ["--config", str(warehouse)] if launcher == "doctor" else [str(warehouse)]
         words = [*config, f"run.dir={tmp_path}/runs", "train.num_steps=1", *keys]
         command = f"cd {warehouse.parent} && PYTHONPATH={ROOT}:{warehouse.parent} exec "
-        command += f"{sys.executable} {ROOT}/launchers/{launcher}.py "
+        command += f"{sys.executable} -m agentenv.launchers {launcher} "
         return mounted(options, place, command + " ".join(f"'{word}'" for word in words))
 
     return started

@@ -56,7 +56,7 @@ def test_every_command_refuses_undecodable_paths(
 def test_undecodable_arguments_of_a_shell_are_refused(tmp_path: Path) -> None:
     config = os.path.join(os.fsencode(tmp_path), b"\xff.toml")
     Path(os.fsdecode(config)).write_text("")
-    command = [os.fsencode(sys.executable), os.fsencode(ROOT / "launchers" / "train.py"), config]
+    command = [os.fsencode(sys.executable), b"-m", b"agentenv.launchers", b"train", config]
     done = subprocess.run(command, capture_output=True, timeout=100, cwd=ROOT)
     assert done.returncode == 2
     assert rb"\xff.toml' is not valid UTF-8; rename the file or folder" in done.stderr

@@ -1,6 +1,6 @@
 """A training run that is killed at a named point.
 
-    python -m tests.support.killing PLAN ARGUMENT ...        the arguments of launchers/train.py
+    python -m tests.support.killing PLAN ARGUMENT ...        the arguments of agentenv train
 
 The product's call at a point is replaced by one that kills by SIGKILL before it, after it or in the
 middle of it; the product does not know of it. Points are named by the event there:
