@@ -25,9 +25,16 @@ from agentenv.assembly.run.terminal import View, exit_code_of
 from agentenv.base.errors import ConfigError, ForeignError
 from agentenv.base.untrusted import decode, decode_loose
 
-MakeRequest = Callable[[argparse.Namespace], Request]
-
-COMMANDS = ("status", "why", "cancel", "pause", "resume", "checkpoint")
+# Each command's request, made of its trees.
+REQUESTS: dict[str, Callable[[list[int]], Request]] = {
+    "status": lambda _: control.GetStatus(),
+    "why": lambda trees: control.GetWhy(*trees),
+    "cancel": control.CancelTrees,
+    "pause": lambda _: control.Pause(),
+    "resume": lambda _: control.Resume(),
+    "checkpoint": lambda _: control.SaveCheckpoint(),
+}
+NUM_TREES = {"why": range(2), "cancel": range(1, sys.maxsize)}  # of the others: none
 EPILOG = """commands:
   status                  phase, step, trees, queue, engine, longest wait (the default)
   why [TREE]              waits of all rollouts, or of one tree in detail
@@ -41,17 +48,12 @@ not answer, 2 rejected or bad arguments, 130 interrupted"""
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 no answer, 2 rejected or bad arguments, 130 interrupted."""
-    arguments = make_parser().parse_args(argv)
+    arguments = _parse(argv)
     interrupted = "interrupted; the run continues and may still carry out the request"
     return exit_code_of(partial(_run, arguments), str(arguments.run), interrupted=interrupted)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command line: a run, a command, and its arguments."""
-    common = Parser(add_help=False)
-    common.add_argument(
-        "--json", action="store_true", default=argparse.SUPPRESS, help="print the reply as JSON"
-    )  # no default, which would override a --json before the command
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="agentenv ctl",
         usage="agentenv ctl RUN [COMMAND ...] [--json]",
@@ -62,28 +64,25 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "run", type=_folder, metavar="RUN", help="folder of the run, e.g. runs/quickstart"
     )
-    parser.set_defaults(request=lambda _: control.GetStatus(), json=False)
-    commands = parser.add_subparsers(metavar="COMMAND", prog="agentenv ctl RUN")
-
-    def add(name: str, request: MakeRequest) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, parents=[common])
-        command.set_defaults(request=request)
-        return command
-
-    add("status", lambda _: control.GetStatus())
-    why = add("why", lambda given: control.GetWhy(given.tree))
-    why.add_argument("tree", type=int, nargs="?", metavar="TREE")
-    cancel = add("cancel", lambda given: control.CancelTrees(given.trees))
-    cancel.add_argument("trees", type=int, nargs="+", metavar="TREE")
-    add("pause", lambda _: control.Pause())
-    add("resume", lambda _: control.Resume())
-    add("checkpoint", lambda _: control.SaveCheckpoint())
+    parser.add_argument(
+        "command",
+        nargs="?",
+        choices=REQUESTS,
+        default="status",
+        metavar="COMMAND",
+        help="see below",
+    )
+    parser.add_argument("trees", nargs="*", type=int, metavar="TREE", help="numbers of trees")
     parser.add_argument("--json", action="store_true", help="print the reply as JSON")
-    return parser
+    arguments = parser.parse_intermixed_args(argv)
+    num_trees = len(arguments.trees)
+    if num_trees not in NUM_TREES.get(arguments.command, range(1)):
+        parser.error(f"{arguments.command}: {num_trees} trees are given; see --help")
+    return arguments
 
 
 def _folder(text: str) -> Path:
-    if text in COMMANDS and not Path(text).is_dir():
+    if text in REQUESTS and not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"the run comes first: agentenv ctl RUN {text}")
     return Path(text)
 
@@ -92,7 +91,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     run = arguments.run
     if not run.is_dir():
         raise ConfigError(f"{run}: no such folder; expected the folder of a run")
-    request = arguments.request(arguments)
+    request = REQUESTS[arguments.command](arguments.trees)
     if not arguments.json:
         view.wait_for(f"waiting for the process that trains in {run}")
     try:

@@ -184,12 +184,6 @@ def test_trees_in_workers_are_reachable_too(slow: Path, capsys: pytest.CaptureFi
     assert sum(row.get("failed/by_kind/cancelled", 0) for row in rows) >= 1
 
 
-@pytest.mark.parametrize("line", ["R --json why", "R why --json", "--json R", "R --json"])
-def test_the_json_option_may_have_any_position(line: str) -> None:
-    assert ctl.make_parser().parse_args(line.split()).json
-    assert not ctl.make_parser().parse_args(["R", "why"]).json
-
-
 def test_a_command_before_the_run_argument_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         ctl.main(["status", "runs/mine"])
