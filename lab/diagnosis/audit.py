@@ -16,7 +16,7 @@ import argparse
 import logging
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import fmean, variance
@@ -141,17 +141,18 @@ async def audit(run: Path, max_trees: int) -> tuple[list[CheckResult], list[str]
             for step, entry in spread(steps, max_trees)
             for one in await regrader.grade(step, entry)
         ]
-        checks = [
-            Check("regraded", "measured", (), equal_rewards),
-            Check("changed golds", "measured", (), regrader.changed_golds),
-            Check("second candidate", "measured", (), regrader.second_guess),
+        checks: dict[str, tuple[Callable[[Any], Awaitable[str]], Sequence[Any]]] = {
+            "regraded": (equal_rewards, again),
+            "changed golds": (regrader.changed_golds, again),
+            "second candidate": (regrader.second_guess, again),
+            "failures": (few_failures, steps),
+            "jumps of reward": (no_jumps, steps),
+        }
+        runner = CheckRunner()
+        results = [
+            await runner.run(Check(name, "measured", (), function), subject)
+            for name, (function, subject) in checks.items()
         ]
-        results = [one async for one in CheckRunner().run(checks, again)]
-    checks = [
-        Check("failures", "measured", (), few_failures),
-        Check("jumps of reward", "measured", (), no_jumps),
-    ]
-    results += [one async for one in CheckRunner().run(checks, steps)]
     samples = [
         text for jump in find_jumps(steps) for text in samples_of(jump, steps, regrader.codec)
     ]

@@ -45,7 +45,8 @@ async def found(
         run = RunDirectory(folder / "run", resume=False)
         assembly = TrainingAssembly(settings, run.path, None, stack, lambda text: None)
         chosen = select(checks, settings, "configuration", "measured")
-        return {one.name: one async for one in CheckRunner().run(chosen, assembly)}
+        runner = CheckRunner()
+        return {one.name: await runner.run(one, assembly) for one in chosen}
 
 
 def failed(results: dict[str, CheckResult]) -> list[str]:
@@ -92,9 +93,7 @@ async def test_dependents_of_a_failed_check_are_skipped_and_an_exception_is_a_fa
     async def broken(_: object) -> None:
         raise KeyError("no such part")
 
-    (result,) = [
-        one async for one in CheckRunner(catches=True).run([Check("a", "parts", (), broken)], None)
-    ]
+    result = await CheckRunner(catches=True).run(Check("a", "parts", (), broken), None)
     assert result.state == "failed"
     assert "such part' (test_checks.py" in result.message
 

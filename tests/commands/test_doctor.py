@@ -46,8 +46,8 @@ def failed(results: Sequence[CheckResult]) -> list[str]:
 
 def run_checks(of: Any, *names: str) -> list[CheckResult]:
     async def look() -> list[CheckResult]:
-        checks = [check for check in CHECKS if check.name in names]
-        return [one async for one in CheckRunner().run(checks, of)]
+        runner = CheckRunner()
+        return [await runner.run(check, of) for check in CHECKS if check.name in names]
 
     return asyncio.run(look())
 
