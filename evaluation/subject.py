@@ -367,9 +367,8 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
 
 def set_config(name: str, one: QuestionSet) -> SetConfig:
     """The SetConfig of a set with all tables, see `resolve_sets`."""
-    assert one.env is not None
-    settings = (one.prompt, one.limits, one.sampling, one.num_samples)
-    return SetConfig(f"sets.{name}", one, one.env, *settings, one.python, one.search, one.grader)
+    own = {"sampling": one.sampling, "num_samples": one.num_samples}
+    return SetConfig.of(one, key=f"sets.{name}", rows=one, **own)
 
 
 def with_own_names(tasks: Sequence[Task], report: Reporter) -> list[Task]:

@@ -22,13 +22,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from msgspec import Struct
-
 import agentenv.contract.env
 from agentenv.assembly.keys.cluster import FOLDER
 from agentenv.assembly.keys.rl import (
     DataConfig,
-    EnvConfig,
     Sampling,
     TrainConfig,
 )
@@ -181,20 +178,14 @@ class Assembly(Generic[C]):
         return found
 
 
-class SetConfig(Struct, frozen=True):
+class SetConfig(EnvSettings, frozen=True, kw_only=True):
     """A set of questions with its rollout settings, for all commands. `key`: prefix of the set's
     keys in messages. `rows`: how to read its rows."""
 
     key: str
     rows: RowsConfig
-    env: EnvConfig
-    prompt: PromptConfig
-    limits: Limits
     sampling: Sampling
     num_samples: int = 1
-    python: Any = None
-    search: Any = None
-    grader: Any = None
 
 
 TRAINED = "data"  # the set of the training questions
@@ -203,17 +194,7 @@ TRAINING, EVALUATING = "train", "eval"  # uses of an actor
 
 def training_set(config: TrainConfig) -> SetConfig:
     """The training questions of a run, with their rollout settings."""
-    return SetConfig(
-        TRAINED,
-        config.data,
-        env=config.env,
-        prompt=config.prompt,
-        limits=config.limits,
-        sampling=config.sampling.train,
-        python=config.python,
-        search=config.search,
-        grader=config.grader,
-    )
+    return SetConfig.of(config, key=TRAINED, rows=config.data, sampling=config.sampling.train)
 
 
 def actor_seed(config: TrainConfig, sampling: Sampling, use: str) -> str:

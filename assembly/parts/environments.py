@@ -11,7 +11,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
 from msgspec import Struct
@@ -281,6 +281,8 @@ class EnvSettings(Struct, frozen=True, kw_only=True):
     grader: GraderTable = None
 
     @classmethod
-    def of(cls, config: Any) -> EnvSettings:
-        """The settings in a configuration that has all these keys, such as a set's."""
-        return cls(**{name: getattr(config, name) for name in cls.__struct_fields__})
+    def of(cls, config: Any, **more: Any) -> Self:
+        """The settings in a configuration that has all these keys, such as a set's, and `more`
+        fields of a subclass."""
+        found = {name: getattr(config, name) for name in EnvSettings.__struct_fields__}
+        return cls(**found, **more)
