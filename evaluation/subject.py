@@ -27,7 +27,6 @@ from agentenv.assembly.parts.assembly import (
     Questions,
     RolloutAssembly,
     SetConfig,
-    load_set,
     once,
     prefixed,
 )
@@ -278,7 +277,7 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
 
     async def read_rows(self, one: SetConfig) -> Sequence[Task]:
         rows = cast(QuestionSet, one.rows)
-        env_id, report = one.env.id, prefixed(self.report, one.key)
+        report = prefixed(self.report, one.key)
         if rows.benchmark:
             paths = [
                 self.resolve(path)
@@ -286,14 +285,11 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
                 if path  # if empty, load_benchmark raises with instructions
             ]
             tasks = await in_thread(
-                load_benchmark, rows.benchmark, paths, rows.max_tasks, env_id=env_id, rows=rows,
+                load_benchmark, rows.benchmark, paths, rows.max_tasks, env_id=one.env.id, rows=rows,
                 ends=self.ends, report=report, key=one.key,
             )  # fmt: skip
         else:
-            tasks = await load_set(
-                rows.path, env_id, rows, self.resolve, self.report, one.key, rows.max_tasks or 0,
-                self.ends,
-            )  # fmt: skip
+            tasks = await super().read_rows(one)
         return with_own_names(tasks, report)
 
     @once

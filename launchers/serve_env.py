@@ -26,7 +26,7 @@ from agentenv.assembly.keys.rl import (
     PythonTable,
     SearchTable,
 )
-from agentenv.assembly.parts.assembly import load_set, load_training
+from agentenv.assembly.parts.assembly import load_set
 from agentenv.assembly.parts.environments import EnvMaker, Resolve
 from agentenv.assembly.run.rundir import CONFIG_FILE
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
@@ -149,10 +149,9 @@ async def env_server(config: ServeEnvConfig, resolve: Resolve, report: Reporter)
     """The server, which does not listen yet. Raises ConfigError and DataError."""
     key = read_key(config.api_key_env, "api_key_env")
     env_id, make_env = config.env.id, EnvMaker.of(config, resolve)
-    splits = {"train": await load_training(config.data, env_id, resolve, report)}
+    splits = {"train": await load_set(config.data, env_id, resolve, report)}
     for name, one in config.eval.sets.items():
-        number = one.max_tasks
-        splits[name] = await load_set(one.path, env_id, one, resolve, report, name, number)
+        splits[name] = await load_set(one, env_id, resolve, report, name)
     make_env.check_read([task for tasks in splits.values() for task in tasks])
     return EnvServer(
         env_id.rpartition("/")[2].rpartition(":")[2],

@@ -244,7 +244,7 @@ class RolloutAssembly(Assembly[WithRoles]):
 
     async def read_rows(self, one: SetConfig) -> Sequence[Task]:
         """The tasks of a set."""
-        raise NotImplementedError
+        return await load_set(one.rows, one.env.id, self.resolve, self.report, one.key, self.ends)
 
     async def tasks_of(self, name: str) -> Sequence[Task]:
         """The tasks of a set, including those with overlong prompts."""
@@ -356,46 +356,26 @@ def load_function(path: str, key: str) -> Callable[..., Any]:
 # The rows of questions.
 
 
-async def load_training(
-    config: DataConfig, env_id: str, resolve: Resolve, report: Reporter, ends: int = 0
-) -> Sequence[Task]:
-    """The training questions: those of data.train, or the weighted parts of data.mix."""
-    if config.mix:
-        return await in_thread(
-            load_mix,
-            config.mix,
-            env_id,
-            config,
-            resolve,
-            ends=ends,
-            report=prefixed(report, "data"),
-        )
-    number = config.max_samples
-    return await load_set(config.train, env_id, config, resolve, report, "data", number, ends)
-
-
 async def load_set(
-    paths: str | list[str],
-    env_id: str,
-    rows: RowsConfig,
-    resolve: Resolve,
-    report: Reporter,
-    key: str,
-    max_samples: int = 0,
-    ends: int = 0,
-) -> list[Task]:
-    """The questions of one set. `key`: prefix of its keys in messages. `ends`: number of rows to
-    read from each end of a file; 0: all."""
-    found = [resolve(path) for path in ([paths] if isinstance(paths, str) else paths)]
+    rows: Any, env_id: str, resolve: Resolve, report: Reporter, key: str = TRAINED, ends: int = 0
+) -> Sequence[Task]:
+    """The questions of a set, whose table is `rows`: of its files, or of the weighted parts of
+    data.mix. `key`: prefix of its keys in messages. `ends`: number of rows to read from each end of
+    a file; 0: all."""
+    report = prefixed(report, key)
+    is_trained = isinstance(rows, DataConfig)
+    if is_trained and rows.mix:
+        return await in_thread(load_mix, rows.mix, env_id, rows, resolve, ends=ends, report=report)
+    paths = rows.train if is_trained else rows.path
     return await in_thread(
         load_tasks,
-        found,
+        [resolve(path) for path in ([paths] if isinstance(paths, str) else paths)],
         env_id,
         rows,
-        max_samples=max_samples,
+        max_samples=(rows.max_samples if is_trained else rows.max_tasks) or 0,
         ends=ends,
-        report=prefixed(report, key),
-        held_out=not isinstance(rows, DataConfig),
+        report=report,
+        held_out=not is_trained,
         key=key,
     )
 
