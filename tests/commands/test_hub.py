@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +17,7 @@ from agentenv.base.model_files import HubId, fetch_from_hub, find_on_hub, hub_id
 from agentenv.launchers import sft, train
 from tests.support.hub_cache import COMMIT, hub_cache
 from tests.support.released import sharegpt_row, write_rows
-from tests.support.warehouse import ROOT
+from tests.support.snippets import run_python
 
 
 @pytest.fixture
@@ -144,10 +143,7 @@ def test_the_environment_variables_of_the_hub_are_read(warehouse: Path, tmp_path
         "print(fetch('me/tiny', 'model', print))"
     )
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100
-    )
+    done = run_python(code, env=environment)
     assert f"snapshots/{COMMIT}" in done.stdout, done.stderr
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 from agentenv.assembly.keys.help import describe, essential_keys
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.launchers import dpo, serve, sft, train
+from tests.support.snippets import run_python
 from tests.test_imports import COMMANDS
 
 
@@ -95,7 +94,7 @@ def test_the_number_of_keys_does_not_grow() -> None:
         "from agentenv.assembly.keys.rl import TrainConfig\n"
         "print(len(describe(TrainConfig, once=True)))"
     )
-    assert int(subprocess.check_output([sys.executable, "-c", code], text=True)) <= MOST
+    assert int(run_python(code).stdout) <= MOST
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from agentenv.base.errors import EngineError
 from agentenv.processes.guard import GUARD, LIST
 from agentenv.processes.ports import hold_port, port_of
 from tests.support.small_server import SERVER, alive, assert_ended, processes, script, until
-from tests.support.warehouse import ROOT
+from tests.support.snippets import ready_python
 
 HOLDER = """
 import asyncio, sys
@@ -91,14 +91,7 @@ async def test_a_server_that_dies_is_started_again_on_its_port(tmp_path: Path) -
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_no_process_survives_any_death_of_the_run(tmp_path: Path, how: int) -> None:
     port = str(free_port())
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(script(tmp_path)), port, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-        text=True,
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "ready\n"
+    with ready_python(HOLDER, script(tmp_path), port, tmp_path) as (holder, _):
         pids = processes(tmp_path / "policy.log")
         assert len(alive(pids)) == 2
         holder.send_signal(how)
