@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import signal
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,10 +32,9 @@ def make_parser(
     example: str = "",
     *,
     resumes: bool = True,
-    views: bool = False,
 ) -> KeysParser:
     """CONFIG [key.sub=value ...] [--resume [WHICH]] [--dry-run], with help on tables and keys;
-    `example` is the path of a CONFIG. `resumes` adds --resume, `views` adds --view."""
+    `example` is the path of a CONFIG. `resumes` adds --resume."""
     usage = f"{prog} CONFIG [key.sub=value ...] [options]"
     parser = KeysParser(prog=prog, usage=usage, description=purpose)
     parser.add_argument(
@@ -49,7 +47,7 @@ def make_parser(
         metavar="key.sub=value",
         help="values that override the file's; none removes an optional value or table",
     )
-    parser.set_defaults(resume="", view=False)
+    parser.set_defaults(resume="")
     if resumes:
         parser.add_argument(
             "--resume",
@@ -57,10 +55,6 @@ def make_parser(
             const=LATEST,
             metavar="latest|best|PATH",
             help="continue a stopped run from a checkpoint, by default its last one",
-        )
-    if views:
-        parser.add_argument(
-            "--view", action="store_true", help="show the run in the browser while it trains"
         )
     add_dry_run(parser)
     add_key_help(parser, config_type)
@@ -196,16 +190,7 @@ def _run(
     resume = arguments.resume
     with run_session(config, folder, view, resume=bool(resume), left_out=left_out) as run:
         view.wait_for(f"getting {folder} ready", then)
-        with _viewer(folder, view) if arguments.view else nullcontext():
-            run_until_done(work(config, run, view, resume), view)
+        run_until_done(work(config, run, view, resume), view)
         if suggest is not None:
             view.suggest(suggest(arguments, folder))
     return 0
-
-
-def _viewer(folder: Path, view: View) -> AbstractContextManager[None]:
-    """Inside, a server shows the run in the browser."""
-    from agentenv.lab.viewing.page import viewed  # loads a server
-
-    # The address contains a token, which must not get into a log.
-    return viewed(folder, lambda text: view.console.print(text, soft_wrap=True, markup=False))

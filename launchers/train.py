@@ -1,6 +1,4 @@
-"""Trains a policy: `agentenv train CONFIG [key.sub=value ...] [--resume [WHICH]]`; `--view` shows
-the run in the browser.
-"""
+"""Trains a policy: `agentenv train CONFIG [key.sub=value ...] [--resume [WHICH]]`."""
 
 from __future__ import annotations
 
@@ -26,7 +24,6 @@ def main(argv: Sequence[str]) -> int:
         "Train a policy with asynchronous agentic reinforcement learning.",
         TrainConfig,
         example="configs/quickstart.toml",
-        views=True,
     )
     arguments = parse(parser, argv)
     then = "" if arguments.resume else "an evaluation, then training"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,7 +39,6 @@ def main(argv: Sequence[str]) -> int:
         default=MAX_MB,
         help=f"size limit of an export; the rest is left out and listed; default {MAX_MB:g}",
     )
-    parser.add_argument("--awaited", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if not 0 <= arguments.port < 65536:
         parser.error(f"--port {arguments.port}: expected 0 to 65535")
@@ -70,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
                 )
             server = SetServer(arguments.run, arguments.port)
         else:
-            folder = Folder(arguments.run, arguments.others, is_awaited=arguments.awaited)
+            folder = Folder(arguments.run, arguments.others)
             if arguments.export is not None:
                 from agentenv.lab.viewing.page import export
 

@@ -17,7 +17,6 @@ import pytest
 from PIL import Image, ImageSequence
 
 from agentenv.lab.viewing.folder import Folder
-from agentenv.lab.viewing.page import COMMAND as VIEW
 from agentenv.lab.viewing.page import encode
 from tests.support.viewed_run import (
     HOSTILE,
@@ -85,7 +84,7 @@ class Viewed:
 
     def __init__(self, folder: Path) -> None:
         self.run: ViewedRun = make_run(folder)
-        command = [sys.executable, *VIEW, str(folder)]
+        command = [sys.executable, "-m", "agentenv.launchers", "view", str(folder)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert self.process.stdout is not None
         shown = ""
@@ -369,7 +368,7 @@ def test_a_hundred_thousand_rows(growing: Viewed, open_page: Open) -> None:
 
 def test_an_exported_file_is_self_contained(shown: Viewed, tmp_path: Path, open_page: Open) -> None:
     out = tmp_path / "run.html"
-    command = [sys.executable, *VIEW, str(shown.run.folder)]
+    command = [sys.executable, "-m", "agentenv.launchers", "view", str(shown.run.folder)]
     subprocess.run([*command, "--export", str(out)], check=True, cwd=ROOT, capture_output=True)
     page = open_page(out.as_uri())
     asked = list[str]()
