@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agentenv.assembly.run import control
-from agentenv.assembly.run.arguments import EXIT_FAILED, Parser
+from agentenv.assembly.run.arguments import Parser
 from agentenv.assembly.run.control import Request, RequestDone, UnreachableError
 from agentenv.assembly.run.lock import LockHolder
 from agentenv.assembly.run.tables import Table
@@ -97,15 +97,12 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     try:
         reply = control.send(run, request)
     except UnreachableError as error:
-        why = _why(run, error)
         num_steps = _finished(run)
         if num_steps is None:
-            view.fail(why)
-            return EXIT_FAILED
+            raise UnreachableError(_why(run, error)) from None
         text = f"{run} has finished: {num_steps} of {num_steps} updates"
         if not isinstance(request, control.GetStatus):
-            view.fail(f"{text}; view it with `agentenv view {run}`")
-            return EXIT_FAILED
+            raise UnreachableError(f"{text}; view it with `agentenv view {run}`") from None
         facts = {"phase": "finished", "step": num_steps, "num_steps": num_steps}
         reply = RequestDone([text], facts)
     view.end()

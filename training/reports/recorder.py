@@ -133,8 +133,7 @@ class RunRecorder(Recorder):
             table = texts.final_table(state, self.report_set, cold_start=config.sft is not None)
             if len(table.columns) > 1:  # the set was evaluated around a phase
                 self.view.show(table)
-        write_entropy(state.entropy, self.run.path, self.run.path.name)
-        write_curve(self.run.path)
+        self.draw()
         if line := texts.entropy_line(state.entropy):
             self.view.log(line)
         for line in engine.get("told", ()):
@@ -153,6 +152,11 @@ class RunRecorder(Recorder):
         written += ["metrics.jsonl", LOG_FILE, "trajectories/", f"{ARCHIVE}/", f"{EVALUATIONS}/"]
         existing = [name for name in written if (self.run.path / name).exists()]
         self.view.log(f"results in {self.run.path}: {', '.join(existing)}, checkpoints/{last}")
+
+    def draw(self) -> None:
+        """Draw the plots of the run so far."""
+        write_entropy(self.state.entropy, self.run.path, self.run.path.name)
+        write_curve(self.run.path)
 
     async def write_trajectories(self, name: str, trees: Sequence[TrajectoryTree]) -> None:
         """Write each trajectory as a readable row, up to the size limit of the run, and pass a
