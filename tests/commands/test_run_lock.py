@@ -49,7 +49,7 @@ sys.stdin.read()
 
 def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
     with ready_python(HOLD, tmp_path / "run", stdin=subprocess.PIPE) as (process, _):
-        with pytest.raises(ConfigError, match=f"in use by process {process.pid} on"):
+        with pytest.raises(ConfigError, match=f"by process {process.pid} on"):
             RunDirectory(tmp_path / "run", resume=True)
         process.kill()
     run = RunDirectory(tmp_path / "run", resume=True)
@@ -70,7 +70,7 @@ def test_the_lock_of_another_host_is_not_taken_over(tmp_path: Path) -> None:
     begun(tmp_path / "run").close()
     lock = tmp_path / "run" / "lock"
     lock.write_text('{"pid": 7, "host": "node-3", "since": "2026-11-22 20:00:00"}')
-    with pytest.raises(ConfigError, match=rf"process 7 on node-3 since .*; if .* remove {lock}"):
+    with pytest.raises(ConfigError, match=rf"process 7 on node-3.* remove {lock}"):
         RunDirectory(tmp_path / "run", resume=True)
     lock.unlink()
     RunDirectory(tmp_path / "run", resume=True).close()
