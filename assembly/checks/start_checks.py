@@ -24,8 +24,6 @@ from agentenv.assembly.parts.assembly import (
 from agentenv.assembly.parts.environments import (
     EnvMaker,
     EnvSettings,
-    tables_of,
-    try_env,
 )
 from agentenv.assembly.run.rundir import check_writable
 from agentenv.assembly.serving.server_command import find_python
@@ -268,26 +266,6 @@ async def rows_here(assembly: RolloutAssembly[Any]) -> None:
     for name, one in assembly.sets.items() if assembly.run.setup else ():
         if not assembly.makes(one.rows):
             await assembly.tasks_of(name)
-
-
-async def graders_here(assembly: RolloutAssembly[Any]) -> None:
-    """Environments that do not depend on the set-up start an episode and grade correct answers; if
-    that is all of them, every table is used."""
-    if not assembly.run.setup or assembly.config.roles:
-        return
-    here = {
-        name: one
-        for name, one in assembly.sets.items()
-        if not assembly.makes((one.rows, one.env, tables_of(one), one.prompt))
-    }
-    if len(here) == len(assembly.sets):
-        await environments(assembly)
-    for name, one in here.items():
-        await assembly.urls()  # without roles: only registers the close of shared resources
-        maker = EnvMaker.of(one, assembly.resolve)
-        tasks = await assembly.tasks_of(name)
-        await try_env(maker, tasks[0])
-        await check_graders(maker, tasks)
 
 
 # The model.
