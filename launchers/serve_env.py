@@ -27,10 +27,10 @@ from agentenv.assembly.keys.rl import (
     SearchTable,
 )
 from agentenv.assembly.parts.assembly import load_set
-from agentenv.assembly.parts.environments import EnvMaker, Resolve
+from agentenv.assembly.parts.environments import EnvMaker
 from agentenv.assembly.run.rundir import CONFIG_FILE
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
-from agentenv.base.config import Reporter, Tree, build_config, read_toml, resolver
+from agentenv.base.config import Reporter, Resolve, Tree, build_config, read_toml, resolver
 from agentenv.base.errors import ConfigError
 from agentenv.base.overrides import blaming, override_kinds
 from agentenv.base.types import Limits

@@ -33,13 +33,12 @@ from agentenv.assembly.parts.env_processes import EnvProcesses
 from agentenv.assembly.parts.environments import (
     EnvMaker,
     EnvSettings,
-    Resolve,
     try_env,
 )
 from agentenv.assembly.run.arguments import RunConfig
 from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.serving.servers import ServerFactory, fill_roles, start_servers
-from agentenv.base.config import RUN, Reporter, resolver
+from agentenv.base.config import RUN, Reporter, Resolve, resolver
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.model_files import check_model_directory, load_tokenizer, read_eos_ids
 from agentenv.base.offload import in_thread

@@ -10,7 +10,6 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import msgspec
@@ -25,7 +24,7 @@ from agentenv.assembly.keys.rl import (
     PythonTable,
     SearchTable,
 )
-from agentenv.base.config import substituted
+from agentenv.base.config import Resolve, substituted
 from agentenv.base.crashes import at_start
 from agentenv.base.errors import ConfigError
 from agentenv.base.registry import decode_part, loaded
@@ -35,7 +34,6 @@ from agentenv.contract.tool_config import load_tools
 from agentenv.contract.tools import ChosenTool
 from agentenv.text.prompt import PromptConfig, load_instruction
 
-Resolve = Callable[[str], Path]
 Tables = Mapping[str, msgspec.Struct | None]
 
 

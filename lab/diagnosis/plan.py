@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from agentenv.assembly.keys.supervised import SFTConfig, SupervisedRunConfig
 from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.serving.gpus import GIB, GpuPlan, PlannedMachine, learner_gpus
 from agentenv.assembly.serving.server_command import CPU_CACHE_GIB, SERVER_BYTES
-from agentenv.base.config import RUN
+from agentenv.base.config import RUN, Resolve
 from agentenv.base.errors import AgentEnvError, ConfigError
 from agentenv.base.types import Limits
 from agentenv.contract.engine import EngineConfig, LocalModel
@@ -113,7 +112,6 @@ def check_memory(plan: Plan) -> None:
         )
 
 
-Resolve = Callable[[str], Path]
 NO_SHAPE = (
     "not found, and its memory cannot be estimated: the path names no known model "
     f"({', '.join(KNOWN)})"
