@@ -41,7 +41,6 @@ import msgspec
 from msgspec.structs import asdict
 from rich.table import Table
 
-from agentenv.assembly.run.arguments import Parser
 from agentenv.assembly.run.terminal import View
 from agentenv.base.errors import AgentEnvError, ConfigError
 
@@ -62,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="benchmarks/bench.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from agentenv.assembly.run import control
-from agentenv.assembly.run.arguments import Parser
 from agentenv.assembly.run.control import Request, RequestDone, UnreachableError
 from agentenv.assembly.run.lock import LockHolder
 from agentenv.assembly.run.tables import Table
@@ -54,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="agentenv ctl",
         usage="agentenv ctl RUN [COMMAND ...] [--json]",
         description="Control a run while it trains.",

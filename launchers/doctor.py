@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.markup import escape
 
-from agentenv.assembly.run.arguments import EXIT_FAILED, Parser
+from agentenv.assembly.run.arguments import EXIT_FAILED
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="agentenv doctor",
         usage="agentenv doctor [--config CONFIG [key.sub=value ...]] [options]",
         description="Check this machine and a training configuration.",

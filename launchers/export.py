@@ -14,7 +14,6 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from agentenv.assembly.run.arguments import Parser
 from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.run.terminal import View, exit_code_of
 
@@ -47,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="agentenv export",
         description="Export a checkpoint as a Hugging Face directory, without a learner.",
         epilog=f"`{TRANSCRIPTS} SOURCE OUT` exports trajectories instead: agentenv "
@@ -60,7 +59,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _transcripts(argv: Sequence[str]) -> int:
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog=f"agentenv export {TRANSCRIPTS}",
         description="Export the archived trees of a run, or the rows of an evaluation, as logs "
         "of Inspect. Secrets are removed.",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from agentenv.assembly.run.arguments import Parser
 from agentenv.base.errors import ConfigError
 
 MAX_MB = 30.0
@@ -13,7 +13,7 @@ MAX_MB = 30.0
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="agentenv view",
         description="Show a run in the browser: curves, the trees of each step token by token, "
         "evaluations. Reads the files of the run, also while it trains; changes nothing.",

@@ -22,7 +22,7 @@ from msgspec import NODEFAULT, Struct
 from msgspec import inspect as mi
 from msgspec.structs import fields
 
-from agentenv.assembly.run import arguments
+from agentenv.assembly.run.arguments import import_from_working_directory
 from agentenv.base.config import registry_at
 from agentenv.base.errors import ConfigError
 from agentenv.base.registry import (
@@ -187,7 +187,7 @@ def _default(field: mi.Field) -> str:
 # The configuration keys in --help and --help-keys.
 
 
-class KeysParser(arguments.Parser):
+class KeysParser(argparse.ArgumentParser):
     """The parser of a command with a configuration. Its --help ends with tables and essential keys,
     which are looked up only then, since that is slow."""
 
@@ -217,7 +217,7 @@ class HelpKeys(argparse.Action):
         assert isinstance(parser, KeysParser)
         assert parser.config_type is not None
         prefix, config_type = str(values or ""), parser.config_type
-        arguments.import_from_working_directory()
+        import_from_working_directory()
         try:
             for table, name in _named(" ".join([prefix, *parser.given])):
                 registry = registry_at(config_type, table)

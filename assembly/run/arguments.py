@@ -1,17 +1,11 @@
-"""The arguments of every command, the keys that all runs have, and exit codes. An argument that is
-not UTF-8 is rejected before anything starts.
-
-Python reads such bytes as lone surrogates, which logs, JSON and TOML cannot represent: a run would
-fail at the first write that contains one.
-"""
+"""The place of every command, the keys that all runs have, and exit codes."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated
 
 from msgspec import Meta, Struct
 
@@ -39,30 +33,10 @@ def check_places(environment: Mapping[str, str] | None = None) -> None:
             )
 
 
-def check_arguments(arguments: Iterable[str]) -> None:
-    """Raises ConfigError for an argument that is not UTF-8."""
-    for text in arguments:
-        if shown := undecodable(text):
-            raise ConfigError(
-                f"'{shown}' is not valid UTF-8; rename the file or folder, or pass a link to it"
-            )
-
-
 def import_from_working_directory() -> None:
     """Import the user's modules from the working directory, as `python -m` does."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that also rejects arguments that are not UTF-8, with exit code 2."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        try:
-            check_arguments(sys.argv[1:] if args is None else args)
-        except ConfigError as error:
-            self.error(str(error))
-        return super().parse_known_args(args, namespace)
 
 
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -36,7 +36,7 @@ from agentenv.assembly.reports.records import (
     trajectory_rows,
     written,
 )
-from agentenv.assembly.run.arguments import EXIT_FAILED, Parser
+from agentenv.assembly.run.arguments import EXIT_FAILED
 from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 from agentenv.base.config import build_config, resolver
@@ -96,7 +96,7 @@ class Jump(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 all passed, 1 a check failed, 2 bad arguments."""
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="agentenv doctor audit",
         description="Regrade the archived trajectories of a training run, against their gold "
         "answers and against changed ones, and look for jumps in reward.",
