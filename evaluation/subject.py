@@ -284,7 +284,7 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
                 for path in ([rows.path] if isinstance(rows.path, str) else rows.path)
                 if path  # if empty, load_benchmark raises with instructions
             ]
-            tasks = await in_thread(
+            tasks: Sequence[Task] = await in_thread(
                 load_benchmark, rows.benchmark, paths, rows.max_tasks, env_id=one.env.id, rows=rows,
                 ends=self.ends, report=report, key=one.key,
             )  # fmt: skip

@@ -347,7 +347,7 @@ def main() -> int:
     torch.set_num_threads(1)
     killer = Killer(plan, "controller")
     install(killer)
-    RunRecorder.draw = lambda self: []  # type: ignore[method-assign]  # the dearest part of a short run
+    RunRecorder.draw = lambda self: None  # type: ignore[method-assign]  # the dearest part of a short run
     arguments = [*sys.argv[2:], "learner.num_threads=1"]
     if not plan.own_rank:
         with rank_here():
