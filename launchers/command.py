@@ -153,44 +153,31 @@ def run_command(
     `work` trains; `then` names the phase after the start-up, for the terminal. After a successful
     run, the terminal shows the commands that `suggest` returns for the arguments and the folder of
     the run."""
-    from agentenv.assembly.run.terminal import exit_code_of  # a late import: fast --help
+    from agentenv.assembly.parts.session import run_session  # late imports: fast --help
+    from agentenv.assembly.run.terminal import exit_code_of, run_until_done
 
-    return exit_code_of(
-        lambda view: _run(arguments, config_type, work, view, then, suggest), "writing the run"
-    )
+    def execute(view: View) -> int:
+        left_out: list[str] = []
+        config: Any = load_config(
+            config_type,
+            arguments.config,
+            arguments.overrides,
+            report=left_out.append,
+            explain=refuse_verl_keys,
+        )
+        folder = Path(config.run.dir) / (config.run.name or arguments.config.stem)
+        if arguments.dry_run:
+            for line in left_out:
+                view.log(line)
+            from agentenv.lab.diagnosis.dry_run import dry_run  # slow to load
 
+            return dry_run(config, arguments, view, folder)
+        resume = arguments.resume
+        with run_session(config, folder, view, resume=bool(resume), left_out=left_out) as run:
+            view.wait_for(f"getting {folder} ready", then)
+            run_until_done(work(config, run, view, resume), view)
+            if suggest is not None:
+                view.suggest(suggest(arguments, folder))
+        return 0
 
-def _run(
-    arguments: argparse.Namespace,
-    config_type: type[T],
-    work: Work,
-    view: View,
-    then: str,
-    suggest: Suggest | None,
-) -> int:
-    """Read the configuration, then do the work or the dry run; returns the exit code."""
-    from agentenv.assembly.parts.session import run_session
-    from agentenv.assembly.run.terminal import run_until_done
-
-    left_out: list[str] = []
-    config: Any = load_config(
-        config_type,
-        arguments.config,
-        arguments.overrides,
-        report=left_out.append,
-        explain=refuse_verl_keys,
-    )
-    folder = Path(config.run.dir) / (config.run.name or arguments.config.stem)
-    if arguments.dry_run:
-        for line in left_out:
-            view.log(line)
-        from agentenv.lab.diagnosis.dry_run import dry_run  # slow to load
-
-        return dry_run(config, arguments, view, folder)
-    resume = arguments.resume
-    with run_session(config, folder, view, resume=bool(resume), left_out=left_out) as run:
-        view.wait_for(f"getting {folder} ready", then)
-        run_until_done(work(config, run, view, resume), view)
-        if suggest is not None:
-            view.suggest(suggest(arguments, folder))
-    return 0
+    return exit_code_of(execute, "writing the run")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -119,16 +120,13 @@ def _settings_of(subject: str) -> tuple[Tree, Path]:
 
 async def _until_stopped(config: ServeEnvConfig, resolve: Resolve, view: View) -> None:
     view.wait_for("reading the questions", "the address")
-    try:
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(close_shared)
         server = await env_server(config, resolve, view.log)
-        try:
-            await server.start(config.host, config.port)
-            url = f"http://{config.host}:{server.port}"
-            await until_stopped(view, _address(server.name, url, config.api_key_env))
-        finally:
-            await server.close()
-    finally:
-        await close_shared()
+        stack.push_async_callback(server.close)
+        await server.start(config.host, config.port)
+        url = f"http://{config.host}:{server.port}"
+        await until_stopped(view, _address(server.name, url, config.api_key_env))
 
 
 def _address(name: str, url: str, key_variable: str) -> list[str]:

@@ -12,6 +12,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -180,7 +181,7 @@ class Monitors(Monitoring):
     def __init__(self, config: MonitorConfig, run: Path, settings: dict[str, Any]) -> None:
         self._config = config
         self._axis = Axis("step", 0)
-        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING)
+        self._calls: queue.Queue[tuple[str, Callable[[], None]] | None] = queue.Queue(MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._dropped = 0
         self._redactor = Redactor(settings)
@@ -221,7 +222,7 @@ class Monitors(Monitoring):
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        if not self._full():
+        with suppress(queue.Full):
             self._calls.put_nowait(None)
         thread.join(FINISH_TIMEOUT_S)
         if thread.is_alive() or self._dropped:
@@ -232,20 +233,17 @@ class Monitors(Monitoring):
             logger.warning(text, FINISH_TIMEOUT_S)
 
     def _enqueue(self, name: str, call: Callable[[], None]) -> None:
-        if self._full():
-            self._dropped += 1
-            return
         if self._thread is None:  # a daemon: a hanging monitor does not keep the process alive
             self._thread = threading.Thread(target=self._run, name="monitors", daemon=True)
             self._thread.start()
-        self._calls.put_nowait(partial(self._guarded, name, call))
-
-    def _full(self) -> bool:
-        return self._calls.qsize() >= MAX_WAITING - 1
+        try:
+            self._calls.put_nowait((name, call))
+        except queue.Full:
+            self._dropped += 1
 
     def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
+        while (waiting := self._calls.get()) is not None:
+            self._guarded(*waiting)
 
     def _guarded(self, name: str, call: Callable[[], None]) -> None:
         if name not in self._working:
