@@ -12,7 +12,6 @@ import re
 import shlex
 from collections.abc import Sequence
 from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from agentenv.assembly.keys.help import KeysParser
@@ -72,7 +71,8 @@ def make_folder(name: str, parent: Path) -> Path:
     title = "".join(part.capitalize() for part in name.split("_"))
     partial = parent / f".{name}.partial"
     partial.mkdir(exist_ok=True)
-    for template in _templates():
+    templates = resources.files("agentenv.launchers") / "templates" / "env"
+    for template in templates.iterdir():
         text = template.read_text(encoding="utf-8").replace("NameEnv", f"{title}Env")
         path = partial / template.name.removesuffix(SUFFIX)
         path.write_text(text.replace("NAME", name), encoding="utf-8")
@@ -92,8 +92,3 @@ def next_commands(name: str, parent: Path) -> dict[str, str]:
         f"{train} --dry-run": "check everything",
         train: "cold start, then RL: minutes",
     }
-
-
-def _templates() -> list[Traversable]:
-    folder = resources.files("agentenv.launchers") / "templates" / "env"
-    return sorted((one for one in folder.iterdir() if one.name.endswith(SUFFIX)), key=str)

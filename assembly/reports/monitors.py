@@ -51,13 +51,6 @@ class Monitor(Protocol):
         ...
 
 
-def axis_of(row: Row) -> Axis:
-    """The axis of a row: a cold start counts its own steps, all before step 1 of the run."""
-    if COLD_START_STEP in row:
-        return Axis(COLD_START_STEP, int(row[COLD_START_STEP]))
-    return Axis("step", int(row.get("step", 0)))
-
-
 def figures(row: Row) -> dict[str, float]:
     """The numbers of a row, except the step counters."""
     return {
@@ -193,7 +186,9 @@ class Monitors(Monitoring):
 
     def log(self, row: Row) -> None:
         """Pass a row of metrics.jsonl to every monitor."""
-        self._axis = axis_of(row)
+        # a cold start counts its own steps, all before step 1 of the run
+        key = COLD_START_STEP if COLD_START_STEP in row else "step"
+        self._axis = Axis(key, int(row.get(key, 0)))
         for name, monitor in self._working.items():
             self._enqueue(name, partial(monitor.log, figures(row), self._axis))
 
