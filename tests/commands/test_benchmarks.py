@@ -228,12 +228,6 @@ def test_only_gaia_lists_are_graded_in_order() -> None:
         assert "ordered" not in keys, "it would not be read"
 
 
-def test_a_table_with_a_non_boolean_order_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text('[benchmarks.tides]\nordered = "yes"\n')
-    with pytest.raises(ConfigError, match=r"mine\.toml: benchmarks\.tides.*ordered.*`bool`"):
-        benchmark(f"{tmp_path}/mine.toml:tides")
-
-
 def test_a_benchmark_of_a_user_file_is_evaluated_and_scored_as_declared(tmp_path: Path) -> None:
     """One table of TOML is a benchmark; its name leads back to the file in stored rows."""
     (tmp_path / "mine.toml").write_text(

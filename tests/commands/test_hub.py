@@ -146,23 +146,14 @@ def test_the_environment_variables_of_the_hub_are_read(warehouse: Path, tmp_path
     assert f"snapshots/{COMMIT}" in done.stdout, done.stderr
 
 
-def test_a_gguf_file_needs_the_package_that_reads_it(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "tiny.gguf"
-    file.write_bytes(b"GGUF, but for the rest")
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(DataError, match=r"tiny\.gguf"):
-        find_on_hub(str(file), "model")
-
-
-def test_a_damaged_gguf_file_is_named(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("package", [None, ModuleType("gguf")])
+def test_a_gguf_file_needs_the_package_that_reads_it_and_a_damaged_one_is_named(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: ModuleType | None
 ) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HOME", str(home))
-    monkeypatch.setitem(sys.modules, "gguf", ModuleType("gguf"))
+    monkeypatch.setitem(sys.modules, "gguf", package)  # type: ignore[arg-type]
     file = tmp_path / "tiny.gguf"
     file.write_bytes(b"GGUF, but for the rest")
     with pytest.raises(DataError, match=r"tiny\.gguf"):
