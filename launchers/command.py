@@ -86,18 +86,6 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Reject options that require --dry-run when it is absent."""
-    if arguments.defaults and not arguments.dry_run:
-        parser.error("--defaults requires --dry-run")
-    for name in ("gpus", "gpu_memory"):
-        value = getattr(arguments, name)
-        if value is not None and not arguments.dry_run:
-            parser.error(f"--{name.replace('_', '-')} requires --dry-run")
-        if value is not None and value < 0:
-            parser.error(f"--{name.replace('_', '-')} must not be negative")
-
-
 def add_subject(parser: KeysParser, config_type: type[msgspec.Struct], out: str) -> None:
     """SUBJECT [key.sub=value ...] and the options of commands that query a policy; `out` is the
     help text of --out."""
@@ -119,12 +107,18 @@ def add_subject(parser: KeysParser, config_type: type[msgspec.Struct], out: str)
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments. A `key=value` after --resume is an override, not a checkpoint."""
+    """Parse the arguments. A `key=value` after --resume is an override, not a checkpoint. Options
+    of a dry run require --dry-run."""
     arguments = parser.parse_intermixed_args(argv)
     if "=" in arguments.resume and not Path(arguments.resume).exists():
         arguments.overrides.append(arguments.resume)
         arguments.resume = LATEST
-    check_arguments(parser, arguments)
+    for name in ("defaults", "gpus", "gpu_memory"):
+        value, option = getattr(arguments, name), f"--{name.replace('_', '-')}"
+        if value is not None and value is not False and not arguments.dry_run:
+            parser.error(f"{option} requires --dry-run")
+        if value is not None and value < 0:
+            parser.error(f"{option} must not be negative")
     return arguments
 
 
