@@ -41,7 +41,6 @@ import msgspec
 from msgspec.structs import asdict
 from rich.table import Table
 
-from agentenv.assembly.run.arguments import Parser
 from agentenv.assembly.run.terminal import View
 from agentenv.base.errors import AgentEnvError, ConfigError
 
@@ -62,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="benchmarks/bench.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -195,7 +194,7 @@ def run_learner(options: argparse.Namespace, view: View) -> int:
 
     def show() -> None:
         for table in tables:
-            view.show(table)
+            view.console.print(table)
 
     report_figures(options, figures, show)
     return 0
@@ -217,7 +216,7 @@ def run_server(options: argparse.Namespace, view: View) -> int:
         for form, costs in found.costs.items():
             cells = (f"{costs[n].server_us:.0f} ({costs[n].engine_us:.0f})" for n in lengths)
             table.add_row(form, *cells, f"{found.turn_us[form]:.0f}", f"{found.token_us[form]:.0f}")
-        view.show(table)
+        view.console.print(table)
 
     report_figures(options, msgspec.to_builtins(found, str_keys=True), show)
     return 0
@@ -237,7 +236,7 @@ def run_overhead(options: argparse.Namespace, view: View) -> int:
         table = head("the controller, by concurrent rollouts", ["rollouts", *names])
         for size, figures in found.items():
             table.add_row(size, *map(str, figures.values()))
-        view.show(table)
+        view.console.print(table)
 
     report_figures(options, found, show)
     return 0
@@ -254,7 +253,7 @@ def run_capture(options: argparse.Namespace, view: View) -> int:
     def show() -> None:
         table = head(f"a captured call, {options.programs} programs", asdict(found))
         table.add_row(*(f"{value:.0f}" for value in asdict(found).values()))
-        view.show(table)
+        view.console.print(table)
 
     report_figures(options, asdict(found), show)
     return 0
@@ -290,7 +289,7 @@ def run_captures(options: argparse.Namespace, view: View) -> int:
             ratio = median(one / own for one, own in zip(rounds, costs["ours"], strict=True))
             each = " ".join(f"{one:.0f}" for one in rounds)
             table.add_row(name, f"{median(rounds):.0f}", each, f"{ratio:.1f}")
-        view.show(table)
+        view.console.print(table)
 
     report_figures(options, costs, show)
     return 0
@@ -307,7 +306,7 @@ def run_env_server(options: argparse.Namespace, view: View) -> int:
         table = head("agentenv serve-env, all sessions at once", ["sessions", *names])
         for size, one in found.items():
             table.add_row(str(size), *(f"{value:.3g}" for value in asdict(one).values()))
-        view.show(table)
+        view.console.print(table)
 
     report_figures(options, msgspec.to_builtins(found, str_keys=True), show)
     return 0
@@ -348,7 +347,7 @@ def run_peers(options: argparse.Namespace, view: View) -> int:
                         "" if one.times_ours is None else f"{one.times_ours:.1f}",
                         "" if one.speed is None else f"{one.speed:.2f}",
                     )
-            view.show(table)
+            view.console.print(table)
         view.log(
             "children: CPU of the processes that it started; /ours: CPU above the floor, relative "
             "to ours; speed: env steps per second, relative to a loop that only waits"
@@ -379,7 +378,7 @@ def run_chaos(options: argparse.Namespace, view: View) -> int:
         table = head("fault storms compared with a calm run", [*names, "share"])
         for one in storms:
             table.add_row(*(str(getattr(one, name)) for name in names), f"{one.share:.2f}")
-        view.show(table)
+        view.console.print(table)
         for one in storms:
             for line in one.wrong:
                 view.fail(line)
@@ -415,7 +414,7 @@ def run_simulation(options: argparse.Namespace, view: View) -> int:
                 *(f"{one.tokens_per_s:.0f}", f"{one.branches:.0f}" if one.branches else ""),
                 f"{one.tools_wait_s:.2f} s",
             )
-        view.show(table)
+        view.console.print(table)
         view.log(advice(config, found))
 
     rows = {name: asdict(one) for name, one in found.items()}

@@ -18,11 +18,11 @@ from msgspec.structs import replace
 
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import EnvConfig
-from agentenv.assembly.parts.environments import EnvMaker, Resolve
+from agentenv.assembly.parts.environments import EnvMaker
 from agentenv.assembly.reports.records import FAILED, EvalRow, calls_that_ran, prediction, written
 from agentenv.assembly.run.tables import Table, as_markdown, short
 from agentenv.assembly.run.terminal import View
-from agentenv.base.config import Tree, build_config, resolver, to_plain
+from agentenv.base.config import Resolve, Tree, build_config, resolver, to_plain
 from agentenv.base.crashes import guarded
 from agentenv.base.disk import write_whole
 from agentenv.base.errors import ConfigError, CrashError, GraderError

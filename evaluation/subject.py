@@ -27,7 +27,6 @@ from agentenv.assembly.parts.assembly import (
     Questions,
     RolloutAssembly,
     SetConfig,
-    load_set,
     once,
     prefixed,
 )
@@ -278,22 +277,19 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
 
     async def read_rows(self, one: SetConfig) -> Sequence[Task]:
         rows = cast(QuestionSet, one.rows)
-        env_id, report = one.env.id, prefixed(self.report, one.key)
+        report = prefixed(self.report, one.key)
         if rows.benchmark:
             paths = [
                 self.resolve(path)
                 for path in ([rows.path] if isinstance(rows.path, str) else rows.path)
                 if path  # if empty, load_benchmark raises with instructions
             ]
-            tasks = await in_thread(
-                load_benchmark, rows.benchmark, paths, rows.max_tasks, env_id=env_id, rows=rows,
+            tasks: Sequence[Task] = await in_thread(
+                load_benchmark, rows.benchmark, paths, rows.max_tasks, env_id=one.env.id, rows=rows,
                 ends=self.ends, report=report, key=one.key,
             )  # fmt: skip
         else:
-            tasks = await load_set(
-                rows.path, env_id, rows, self.resolve, self.report, one.key, rows.max_tasks or 0,
-                self.ends,
-            )  # fmt: skip
+            tasks = await super().read_rows(one)
         return with_own_names(tasks, report)
 
     @once
@@ -367,9 +363,8 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
 
 def set_config(name: str, one: QuestionSet) -> SetConfig:
     """The SetConfig of a set with all tables, see `resolve_sets`."""
-    assert one.env is not None
-    settings = (one.prompt, one.limits, one.sampling, one.num_samples)
-    return SetConfig(f"sets.{name}", one, one.env, *settings, one.python, one.search, one.grader)
+    own = {"sampling": one.sampling, "num_samples": one.num_samples}
+    return SetConfig.of(one, key=f"sets.{name}", rows=one, **own)
 
 
 def with_own_names(tasks: Sequence[Task], report: Reporter) -> list[Task]:

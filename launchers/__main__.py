@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
 
+from agentenv.base.disk import undecodable
 from agentenv.base.installation import DISTRIBUTION
 
 COMMANDS = {
@@ -30,7 +32,8 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the first argument names; returns its exit code, 2 if it is unknown."""
+    """Run the command that the first argument names; returns its exit code: 2 if it is unknown,
+    or an argument is not UTF-8."""
     given = list(sys.argv[1:] if argv is None else argv)
     name = given[0] if given else "--help"
     if name in ("-h", "--help"):
@@ -44,6 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(COMMANDS)}"
         sys.stderr.write(f"agentenv: error: unknown command {name!r}; {hint}\n")
         return 2
+    # Python reads other bytes as lone surrogates, which logs, JSON and TOML cannot represent.
+    if shown := next(filter(None, map(undecodable, given)), ""):
+        hint = "rename the file or folder, or pass a link to it"
+        sys.stderr.write(f"agentenv: error: '{shown}' is not valid UTF-8; {hint}\n")
+        return 2
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
     code: int = importlib.import_module(f"agentenv.launchers.{name.replace('-', '_')}").main(
         given[1:]
     )

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import signal
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,10 +32,9 @@ def make_parser(
     example: str = "",
     *,
     resumes: bool = True,
-    views: bool = False,
 ) -> KeysParser:
     """CONFIG [key.sub=value ...] [--resume [WHICH]] [--dry-run], with help on tables and keys;
-    `example` is the path of a CONFIG. `resumes` adds --resume, `views` adds --view."""
+    `example` is the path of a CONFIG. `resumes` adds --resume."""
     usage = f"{prog} CONFIG [key.sub=value ...] [options]"
     parser = KeysParser(prog=prog, usage=usage, description=purpose)
     parser.add_argument(
@@ -49,7 +47,7 @@ def make_parser(
         metavar="key.sub=value",
         help="values that override the file's; none removes an optional value or table",
     )
-    parser.set_defaults(resume="", view=False)
+    parser.set_defaults(resume="")
     if resumes:
         parser.add_argument(
             "--resume",
@@ -57,10 +55,6 @@ def make_parser(
             const=LATEST,
             metavar="latest|best|PATH",
             help="continue a stopped run from a checkpoint, by default its last one",
-        )
-    if views:
-        parser.add_argument(
-            "--view", action="store_true", help="show the run in the browser while it trains"
         )
     add_dry_run(parser)
     add_key_help(parser, config_type)
@@ -92,18 +86,6 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Reject options that require --dry-run when it is absent."""
-    if arguments.defaults and not arguments.dry_run:
-        parser.error("--defaults requires --dry-run")
-    for name in ("gpus", "gpu_memory"):
-        value = getattr(arguments, name)
-        if value is not None and not arguments.dry_run:
-            parser.error(f"--{name.replace('_', '-')} requires --dry-run")
-        if value is not None and value < 0:
-            parser.error(f"--{name.replace('_', '-')} must not be negative")
-
-
 def add_subject(parser: KeysParser, config_type: type[msgspec.Struct], out: str) -> None:
     """SUBJECT [key.sub=value ...] and the options of commands that query a policy; `out` is the
     help text of --out."""
@@ -124,13 +106,19 @@ def add_subject(parser: KeysParser, config_type: type[msgspec.Struct], out: str)
     add_key_help(parser, config_type)
 
 
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the arguments. A `key=value` after --resume is an override, not a checkpoint."""
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments. A `key=value` after --resume is an override, not a checkpoint. Options
+    of a dry run require --dry-run."""
     arguments = parser.parse_intermixed_args(argv)
     if "=" in arguments.resume and not Path(arguments.resume).exists():
         arguments.overrides.append(arguments.resume)
         arguments.resume = LATEST
-    check_arguments(parser, arguments)
+    for name in ("defaults", "gpus", "gpu_memory"):
+        value, option = getattr(arguments, name), f"--{name.replace('_', '-')}"
+        if value is not None and value is not False and not arguments.dry_run:
+            parser.error(f"{option} requires --dry-run")
+        if value is not None and value < 0:
+            parser.error(f"{option} must not be negative")
     return arguments
 
 
@@ -159,53 +147,31 @@ def run_command(
     `work` trains; `then` names the phase after the start-up, for the terminal. After a successful
     run, the terminal shows the commands that `suggest` returns for the arguments and the folder of
     the run."""
-    from agentenv.assembly.run.terminal import exit_code_of  # a late import: fast --help
+    from agentenv.assembly.parts.session import run_session  # late imports: fast --help
+    from agentenv.assembly.run.terminal import exit_code_of, run_until_done
 
-    return exit_code_of(
-        lambda view: _run(arguments, config_type, work, view, then, suggest), "writing the run"
-    )
+    def execute(view: View) -> int:
+        left_out: list[str] = []
+        config: Any = load_config(
+            config_type,
+            arguments.config,
+            arguments.overrides,
+            report=left_out.append,
+            explain=refuse_verl_keys,
+        )
+        folder = Path(config.run.dir) / (config.run.name or arguments.config.stem)
+        if arguments.dry_run:
+            for line in left_out:
+                view.log(line)
+            from agentenv.lab.diagnosis.dry_run import dry_run  # slow to load
 
-
-def _run(
-    arguments: argparse.Namespace,
-    config_type: type[T],
-    work: Work,
-    view: View,
-    then: str,
-    suggest: Suggest | None,
-) -> int:
-    """Read the configuration, then do the work or the dry run; returns the exit code."""
-    from agentenv.assembly.parts.session import run_session
-    from agentenv.assembly.run.terminal import run_until_done
-
-    left_out: list[str] = []
-    config: Any = load_config(
-        config_type,
-        arguments.config,
-        arguments.overrides,
-        report=left_out.append,
-        explain=refuse_verl_keys,
-    )
-    folder = Path(config.run.dir) / (config.run.name or arguments.config.stem)
-    if arguments.dry_run:
-        for line in left_out:
-            view.log(line)
-        from agentenv.lab.diagnosis.dry_run import dry_run  # slow to load
-
-        return dry_run(config, arguments, view, folder)
-    resume = arguments.resume
-    with run_session(config, folder, view, resume=bool(resume), left_out=left_out) as run:
-        view.wait_for(f"getting {folder} ready", then)
-        with _viewer(folder, view) if arguments.view else nullcontext():
+            return dry_run(config, arguments, view, folder)
+        resume = arguments.resume
+        with run_session(config, folder, view, resume=bool(resume), left_out=left_out) as run:
+            view.wait_for(f"getting {folder} ready", then)
             run_until_done(work(config, run, view, resume), view)
-        if suggest is not None:
-            view.suggest(suggest(arguments, folder))
-    return 0
+            if suggest is not None:
+                view.suggest(suggest(arguments, folder))
+        return 0
 
-
-def _viewer(folder: Path, view: View) -> AbstractContextManager[None]:
-    """Inside, a server shows the run in the browser."""
-    from agentenv.lab.viewing.page import viewed  # loads a server
-
-    # The address contains a token, which must not get into a log.
-    return viewed(folder, lambda text: view.console.print(text, soft_wrap=True, markup=False))
+    return exit_code_of(execute, "writing the run")

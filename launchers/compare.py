@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shlex
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -22,12 +21,12 @@ from agentenv.evaluation.store import ROWS_FILE
 from agentenv.evaluation.sweep import START, SWEEP_FILE, read_made, runs_of
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input."""
     return exit_code_of(partial(_run, _parse(argv)), "writing the comparison")
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = KeysParser(
         prog="agentenv compare",
         description="Compare the arms of a sweep, or runs: held-out success against tool calls; or "
@@ -91,7 +90,3 @@ def _compare_evaluations(folders: Sequence[Path], out: Path | None, view: View) 
     both = shlex.join(map(str, folders))
     view.suggest({f"agentenv view {both}": "question by question, in the browser"})
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

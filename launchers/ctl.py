@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from agentenv.assembly.run import control
-from agentenv.assembly.run.arguments import EXIT_FAILED, Parser
 from agentenv.assembly.run.control import Request, RequestDone, UnreachableError
 from agentenv.assembly.run.lock import LockHolder
 from agentenv.assembly.run.tables import Table
@@ -25,9 +24,16 @@ from agentenv.assembly.run.terminal import View, exit_code_of
 from agentenv.base.errors import ConfigError, ForeignError
 from agentenv.base.untrusted import decode, decode_loose
 
-MakeRequest = Callable[[argparse.Namespace], Request]
-
-COMMANDS = ("status", "why", "cancel", "pause", "resume", "checkpoint")
+# Each command's request, made of its trees.
+REQUESTS: dict[str, Callable[[list[int]], Request]] = {
+    "status": lambda _: control.GetStatus(),
+    "why": lambda trees: control.GetWhy(*trees),
+    "cancel": control.CancelTrees,
+    "pause": lambda _: control.Pause(),
+    "resume": lambda _: control.Resume(),
+    "checkpoint": lambda _: control.SaveCheckpoint(),
+}
+NUM_TREES = {"why": range(2), "cancel": range(1, sys.maxsize)}  # of the others: none
 EPILOG = """commands:
   status                  phase, step, trees, queue, engine, longest wait (the default)
   why [TREE]              waits of all rollouts, or of one tree in detail
@@ -39,20 +45,15 @@ exit codes: 0 done (`status`: the run trains or has finished), 1 no process trai
 not answer, 2 rejected or bad arguments, 130 interrupted"""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 no answer, 2 rejected or bad arguments, 130 interrupted."""
-    arguments = make_parser().parse_args(argv)
+    arguments = _parse(argv)
     interrupted = "interrupted; the run continues and may still carry out the request"
     return exit_code_of(partial(_run, arguments), str(arguments.run), interrupted=interrupted)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command line: a run, a command, and its arguments."""
-    common = Parser(add_help=False)
-    common.add_argument(
-        "--json", action="store_true", default=argparse.SUPPRESS, help="print the reply as JSON"
-    )  # no default, which would override a --json before the command
-    parser = Parser(
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
         prog="agentenv ctl",
         usage="agentenv ctl RUN [COMMAND ...] [--json]",
         description="Control a run while it trains.",
@@ -62,28 +63,25 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "run", type=_folder, metavar="RUN", help="folder of the run, e.g. runs/quickstart"
     )
-    parser.set_defaults(request=lambda _: control.GetStatus(), json=False)
-    commands = parser.add_subparsers(metavar="COMMAND", prog="agentenv ctl RUN")
-
-    def add(name: str, request: MakeRequest) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, parents=[common])
-        command.set_defaults(request=request)
-        return command
-
-    add("status", lambda _: control.GetStatus())
-    why = add("why", lambda given: control.GetWhy(given.tree))
-    why.add_argument("tree", type=int, nargs="?", metavar="TREE")
-    cancel = add("cancel", lambda given: control.CancelTrees(given.trees))
-    cancel.add_argument("trees", type=int, nargs="+", metavar="TREE")
-    add("pause", lambda _: control.Pause())
-    add("resume", lambda _: control.Resume())
-    add("checkpoint", lambda _: control.SaveCheckpoint())
+    parser.add_argument(
+        "command",
+        nargs="?",
+        choices=REQUESTS,
+        default="status",
+        metavar="COMMAND",
+        help="see below",
+    )
+    parser.add_argument("trees", nargs="*", type=int, metavar="TREE", help="numbers of trees")
     parser.add_argument("--json", action="store_true", help="print the reply as JSON")
-    return parser
+    arguments = parser.parse_intermixed_args(argv)
+    num_trees = len(arguments.trees)
+    if num_trees not in NUM_TREES.get(arguments.command, range(1)):
+        parser.error(f"{arguments.command}: {num_trees} trees are given; see --help")
+    return arguments
 
 
 def _folder(text: str) -> Path:
-    if text in COMMANDS and not Path(text).is_dir():
+    if text in REQUESTS and not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"the run comes first: agentenv ctl RUN {text}")
     return Path(text)
 
@@ -92,21 +90,18 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     run = arguments.run
     if not run.is_dir():
         raise ConfigError(f"{run}: no such folder; expected the folder of a run")
-    request = arguments.request(arguments)
+    request = REQUESTS[arguments.command](arguments.trees)
     if not arguments.json:
         view.wait_for(f"waiting for the process that trains in {run}")
     try:
         reply = control.send(run, request)
     except UnreachableError as error:
-        why = _why(run, error)
         num_steps = _finished(run)
         if num_steps is None:
-            view.fail(why)
-            return EXIT_FAILED
+            raise UnreachableError(_why(run, error)) from None
         text = f"{run} has finished: {num_steps} of {num_steps} updates"
         if not isinstance(request, control.GetStatus):
-            view.fail(f"{text}; view it with `agentenv view {run}`")
-            return EXIT_FAILED
+            raise UnreachableError(f"{text}; view it with `agentenv view {run}`") from None
         facts = {"phase": "finished", "step": num_steps, "num_steps": num_steps}
         reply = RequestDone([text], facts)
     view.end()
@@ -200,7 +195,3 @@ def _next(run: Path, request: Request, facts: dict[str, Any]) -> dict[str, str]:
     if waits := facts.get("waits"):
         return {f"agentenv ctl {run} why {waits[0]['tree']}": "this tree in detail"}
     return page if isinstance(request, control.GetStatus | control.SaveCheckpoint) else {}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.markup import escape
 
-from agentenv.assembly.run.arguments import EXIT_FAILED, Parser
+from agentenv.assembly.run.arguments import EXIT_FAILED
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 
 if TYPE_CHECKING:
@@ -29,19 +29,18 @@ EPILOG = """exit codes: 0 every check passed or was skipped, 1 one failed, 2 bad
 audit: agentenv doctor audit RUN [--help]"""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 all passed, 1 a check failed, 2 bad arguments, 130 interrupted."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    if given[:1] == ["audit"]:
+    if argv[:1] == ["audit"]:
         from agentenv.lab.diagnosis.audit import main as audit
 
-        return audit(given[1:])
-    arguments = make_parser().parse_intermixed_args(given)
+        return audit(argv[1:])
+    arguments = make_parser().parse_intermixed_args(argv)
     return exit_code_of(lambda view: run_until_done(_run(arguments, view), view), "the checks")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="agentenv doctor",
         usage="agentenv doctor [--config CONFIG [key.sub=value ...]] [options]",
         description="Check this machine and a training configuration.",
@@ -100,7 +99,3 @@ def next_commands(arguments: argparse.Namespace, has_failed: bool) -> dict[str, 
     if has_failed:
         return {f"agentenv doctor --config {given}": "check again after the fix"}
     return {f"agentenv train {given}": "start the run"}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

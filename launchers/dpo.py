@@ -8,11 +8,6 @@ itself, in N rounds. See docs/sft.md.
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
-
-import sys
 from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any
@@ -28,7 +23,7 @@ from agentenv.training.supervised.objectives import PreferenceObjective
 from agentenv.training.supervised.run import train_supervised
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 something is
     missing (dry run only), 130 interrupted."""
     parser = make_parser("agentenv dpo", "Train a policy on preferences.", DPORunConfig)
@@ -72,7 +67,3 @@ def self_critic(num_rounds: int) -> Work:
         return run_rounds(make_training(config, run, view, resume=resume), num_rounds)
 
     return work
-
-
-if __name__ == "__main__":
-    sys.exit(main())

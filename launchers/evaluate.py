@@ -6,14 +6,9 @@ renderer, tools and limits are those of training.
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
-
 import argparse
 import asyncio
 import shlex
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -45,10 +40,9 @@ EPILOG = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 something is
     missing (dry run only), 130 interrupted."""
-    argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in STORED:
         return STORED[argv[0]](argv[1:])
     return exit_code_of(
@@ -172,7 +166,3 @@ def _regrade(argv: Sequence[str]) -> int:
 
 
 STORED = {"report": _report, "compare": compare.main, "regrade": _regrade}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

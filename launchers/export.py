@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from agentenv.assembly.run.arguments import Parser
 from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.run.terminal import View, exit_code_of
 
 TRANSCRIPTS = "transcripts"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
-    argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == [TRANSCRIPTS]:
         return _transcripts(argv[1:])
     arguments = _parse(argv)
@@ -48,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code_of(work, str(arguments.out))
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
         prog="agentenv export",
         description="Export a checkpoint as a Hugging Face directory, without a learner.",
         epilog=f"`{TRANSCRIPTS} SOURCE OUT` exports trajectories instead: agentenv "
@@ -62,7 +59,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _transcripts(argv: Sequence[str]) -> int:
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog=f"agentenv export {TRANSCRIPTS}",
         description="Export the archived trees of a run, or the rows of an evaluation, as logs "
         "of Inspect. Secrets are removed.",
@@ -84,7 +81,3 @@ def _transcripts(argv: Sequence[str]) -> int:
         view.suggest({f"inspect view --log-dir {path}": "in the viewer of Inspect"})
 
     return exit_code_of(work, str(arguments.out))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

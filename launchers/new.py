@@ -10,10 +10,8 @@ import importlib.util
 import keyword
 import re
 import shlex
-import sys
 from collections.abc import Sequence
 from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from agentenv.assembly.keys.help import KeysParser
@@ -25,7 +23,7 @@ SUFFIX = ".txt"  # of the templates, so that tools do not treat them as code
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 2 bad input."""
     parser = KeysParser(
         prog="agentenv new",
@@ -73,7 +71,8 @@ def make_folder(name: str, parent: Path) -> Path:
     title = "".join(part.capitalize() for part in name.split("_"))
     partial = parent / f".{name}.partial"
     partial.mkdir(exist_ok=True)
-    for template in _templates():
+    templates = resources.files("agentenv.launchers") / "templates" / "env"
+    for template in templates.iterdir():
         text = template.read_text(encoding="utf-8").replace("NameEnv", f"{title}Env")
         path = partial / template.name.removesuffix(SUFFIX)
         path.write_text(text.replace("NAME", name), encoding="utf-8")
@@ -93,12 +92,3 @@ def next_commands(name: str, parent: Path) -> dict[str, str]:
         f"{train} --dry-run": "check everything",
         train: "cold start, then RL: minutes",
     }
-
-
-def _templates() -> list[Traversable]:
-    folder = resources.files("agentenv.launchers") / "templates" / "env"
-    return sorted((one for one in folder.iterdir() if one.name.endswith(SUFFIX)), key=str)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,8 +14,8 @@ both return [documents, scores]. GET /health returns {"status": "ok"}.
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Coroutine
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -164,10 +164,11 @@ def _row(hit: Hit, with_score: bool) -> dict[str, object]:
 async def serve(config: RetrieverConfig, view: View) -> None:
     """Load the index, listen, print the address, and serve until a signal. Raises ConfigError and
     DataError."""
-    cache = ResultCache()
+    cache, listener = ResultCache(), Listener()
     backend = build_backend(SearchConfig(backend=config.backend), cache)
-    listener = Listener()
-    try:
+    async with AsyncExitStack() as stack:
+        for one in (cache, backend, listener):
+            stack.push_async_callback(one.close)
         view.wait_for("loading the index", "the address")
         await backend.start()
         await listener.listen(Retriever(config, backend).app(), config.host, config.port)
@@ -180,14 +181,6 @@ async def serve(config: RetrieverConfig, view: View) -> None:
             f"""  search.backend = {{ name = "remote", url = "{url}" }}""",
         ]
         await until_stopped(view, lines)
-    finally:
-        try:
-            await listener.close()
-        finally:
-            try:
-                await backend.close()
-            finally:
-                await cache.close()
 
 
 def read_config(arguments: list[str]) -> RetrieverConfig:
@@ -213,7 +206,3 @@ def main(arguments: list[str]) -> int:
     return exit_code_of(
         lambda view: run_until_done(serve(read_config(given), view), view), "the index"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import secrets
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -42,9 +41,8 @@ if TYPE_CHECKING:
 NUM_KEY_BYTES = 24
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 stopped, 1 failed with a reason, 2 bad input."""
-    argv = sys.argv[1:] if argv is None else argv
     if any(text.endswith(".toml") and "=" not in text for text in argv[:1]):
         parser = make_parser(
             "agentenv serve",
@@ -184,7 +182,3 @@ class PolicyAssembly(Assembly[PolicyConfig]):
         return PolicyHandler(
             engine, renderer, sampling, context, names, config.max_tokens, secrets.token_hex(4)
         )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

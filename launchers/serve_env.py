@@ -9,8 +9,8 @@ data.train. The splits of the server are "train" and the evaluation sets, by nam
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -27,11 +27,11 @@ from agentenv.assembly.keys.rl import (
     PythonTable,
     SearchTable,
 )
-from agentenv.assembly.parts.assembly import load_set, load_training
-from agentenv.assembly.parts.environments import EnvMaker, Resolve
+from agentenv.assembly.parts.assembly import load_set
+from agentenv.assembly.parts.environments import EnvMaker
 from agentenv.assembly.run.rundir import CONFIG_FILE
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
-from agentenv.base.config import Reporter, Tree, build_config, read_toml, resolver
+from agentenv.base.config import Reporter, Resolve, Tree, build_config, read_toml, resolver
 from agentenv.base.errors import ConfigError
 from agentenv.base.overrides import blaming, override_kinds
 from agentenv.base.types import Limits
@@ -71,7 +71,7 @@ class ServeEnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 _OF_RUN = ("env", "data", "eval", "prompt", "limits", "python", "search", "grader")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 stopped, 1 failed with a reason, 2 bad input, 130 interrupted during
     the start-up."""
     parser = KeysParser(
@@ -120,16 +120,13 @@ def _settings_of(subject: str) -> tuple[Tree, Path]:
 
 async def _until_stopped(config: ServeEnvConfig, resolve: Resolve, view: View) -> None:
     view.wait_for("reading the questions", "the address")
-    try:
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(close_shared)
         server = await env_server(config, resolve, view.log)
-        try:
-            await server.start(config.host, config.port)
-            url = f"http://{config.host}:{server.port}"
-            await until_stopped(view, _address(server.name, url, config.api_key_env))
-        finally:
-            await server.close()
-    finally:
-        await close_shared()
+        stack.push_async_callback(server.close)
+        await server.start(config.host, config.port)
+        url = f"http://{config.host}:{server.port}"
+        await until_stopped(view, _address(server.name, url, config.api_key_env))
 
 
 def _address(name: str, url: str, key_variable: str) -> list[str]:
@@ -150,10 +147,9 @@ async def env_server(config: ServeEnvConfig, resolve: Resolve, report: Reporter)
     """The server, which does not listen yet. Raises ConfigError and DataError."""
     key = read_key(config.api_key_env, "api_key_env")
     env_id, make_env = config.env.id, EnvMaker.of(config, resolve)
-    splits = {"train": await load_training(config.data, env_id, resolve, report)}
+    splits = {"train": await load_set(config.data, env_id, resolve, report)}
     for name, one in config.eval.sets.items():
-        number = one.max_tasks
-        splits[name] = await load_set(one.path, env_id, one, resolve, report, name, number)
+        splits[name] = await load_set(one, env_id, resolve, report, name)
     make_env.check_read([task for tasks in splits.values() for task in tasks])
     return EnvServer(
         env_id.rpartition("/")[2].rpartition(":")[2],
@@ -162,7 +158,3 @@ async def env_server(config: ServeEnvConfig, resolve: Resolve, report: Reporter)
         key=key,
         timeout_s=config.limits.max_seconds,
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

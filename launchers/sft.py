@@ -7,13 +7,8 @@ run directory, from whose checkpoints `agentenv train` can start (model.path). S
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
-
 import argparse
 import shlex
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +19,7 @@ from agentenv.training.supervised.objectives import ImitationObjective
 from agentenv.training.supervised.run import train_supervised
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 something is
     missing (dry run only), 130 interrupted."""
     parser = make_parser("agentenv sft", "Fine-tune a policy on dialogues.", SFTRunConfig)
@@ -40,7 +35,3 @@ def next_commands(arguments: argparse.Namespace, run: Path) -> dict[str, str]:
         f"agentenv evaluate {path} --env ID data=FILE": "evaluate it",
         f"agentenv export {path} DIR": "for transformers and vLLM",
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

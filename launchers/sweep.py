@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -34,7 +33,7 @@ from agentenv.evaluation.sweep import (
 FOLDER = Path("sweeps")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 a run failed, 2 bad input, 130 interrupted."""
     return exit_code_of(
         partial(_run, _parse(argv)),
@@ -43,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = KeysParser(prog="agentenv sweep", description="Train several arms on several seeds.")
     parser.add_argument("subject", type=Path, metavar="SUBJECT", help="TOML file of a run or sweep")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
@@ -127,7 +126,3 @@ def _plan(runs: Sequence[SweepRun], made: Made) -> Table:
         states = [f"{run.seed} {run.state()}" for run in runs if run.arm == arm]
         rows.append([arm, ", ".join(states), " ".join(own or ())])
     return Table(title="Runs", columns=["arm", "seeds", "overrides"], rows=rows, left=[0, 1, 2])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

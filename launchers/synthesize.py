@@ -8,13 +8,8 @@ unsolved questions become data for `agentenv train`.
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
-
 import argparse
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -65,7 +60,7 @@ from agentenv.launchers.command import add_dry_run, add_subject, parse
 FOLDER = "synthesis"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 something is
     missing (dry run only), 130 interrupted."""
     return exit_code_of(
@@ -114,7 +109,7 @@ def _plan(arguments: argparse.Namespace, subject: Subject, view: View) -> Synthe
     return replace(plan, evaluation=replace(plan.evaluation, sets=sets))
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = KeysParser(
         prog="agentenv synthesize",
         usage="agentenv synthesize SUBJECT [key.sub=value ...] [options]",
@@ -192,7 +187,3 @@ def _check_hints(plan: SynthesisPlan, engine: ChatEngine | TokensEngine | None) 
             "engine.continuation = 'prefix' if it can, pass --tokenizer for a vLLM or SGLang "
             "server, or remove the table"
         )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,16 +1,9 @@
-"""Trains a policy: `agentenv train CONFIG [key.sub=value ...] [--resume [WHICH]]`; `--view` shows
-the run in the browser.
-"""
+"""Trains a policy: `agentenv train CONFIG [key.sub=value ...] [--resume [WHICH]]`."""
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
-
 import argparse
 import shlex
-import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +16,7 @@ if TYPE_CHECKING:
     from agentenv.assembly.run.terminal import View
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 something is
     missing (dry run only), 130 interrupted."""
     parser = make_parser(
@@ -31,7 +24,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "Train a policy with asynchronous agentic reinforcement learning.",
         TrainConfig,
         example="configs/quickstart.toml",
-        views=True,
     )
     arguments = parse(parser, argv)
     then = "" if arguments.resume else "an evaluation, then training"
@@ -55,7 +47,3 @@ def reinforce(
     from agentenv.training.start import make_training  # after the errors of the configuration
 
     return make_training(config, run, view, resume=resume, subscribers=[controlled]).run_all()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from agentenv.assembly.run.arguments import Parser
 from agentenv.base.errors import ConfigError
 
 MAX_MB = 30.0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="agentenv view",
         description="Show a run in the browser: curves, the trees of each step token by token, "
         "evaluations. Reads the files of the run, also while it trains; changes nothing.",
@@ -41,7 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=MAX_MB,
         help=f"size limit of an export; the rest is left out and listed; default {MAX_MB:g}",
     )
-    parser.add_argument("--awaited", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if not 0 <= arguments.port < 65536:
         parser.error(f"--port {arguments.port}: expected 0 to 65535")
@@ -71,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
             server = SetServer(arguments.run, arguments.port)
         else:
-            folder = Folder(arguments.run, arguments.others, is_awaited=arguments.awaited)
+            folder = Folder(arguments.run, arguments.others)
             if arguments.export is not None:
                 from agentenv.lab.viewing.page import export
 
@@ -86,7 +83,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
     return exit_code_of(work, str(arguments.export or arguments.run))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

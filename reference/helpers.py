@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct
 from msgspec.structs import replace
@@ -40,27 +40,18 @@ class BacktracerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Resamples a turn whose call failed, if the debugger could not help."""
 
     max_uses: Annotated[int, Meta(ge=1, description="uses per trajectory")] = 1
-    tools: Annotated[
-        tuple[str, ...], Meta(description="tools whose errors count; empty: all tools")
-    ] = ()
     # of the retried turn, if sampling.temperature is lower: a greedy policy would repeat itself
     min_temperature: ClassVar[float] = 0.6
 
 
 class RefinerConfig(HelperConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Compresses a long chain of reasoning; the rollout continues from question and summary."""
+    """Compresses a long chain of reasoning; the rollout continues from question and summary, whose
+    tokens alone count toward limits.max_response_tokens from then on."""
 
     min_response_tokens: Annotated[
         int,
         Meta(ge=1, description="tokens after the prompt, tool results included, that trigger it"),
     ] = 8192
-    count_tokens: Annotated[
-        Literal["anew", "total"],
-        Meta(
-            description="tokens that count toward limits.max_response_tokens afterwards: those of "
-            "the summary and after it, or those of the whole trajectory"
-        ),
-    ] = "anew"
 
 
 class AssistConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -266,13 +257,10 @@ class AssistHooks(RolloutHooks):
     def _hopeless(self, record: Info, notes: Notes) -> bool:
         """Whether the call failed and no debugger can help: there is none, or its uses are
         exhausted. A call beyond its limit did not fail: the policy must read that none is left."""
-        config = self.assist.config
-        tools = config.backtracer.tools if config.backtracer is not None else ()
-        if not _failed(record) or (tools and record["name"] not in tools):
-            return False
+        debugger = self.assist.config.debugger
         tried = "debugger" in (record.get("info") or {})
-        left = config.debugger is not None and notes.uses("debugger") < config.debugger.max_uses
-        return not (tried and left)
+        left = debugger is not None and notes.uses("debugger") < debugger.max_uses
+        return _failed(record) and not (tried and left)
 
     # Refiner.
 
@@ -292,8 +280,6 @@ class AssistHooks(RolloutHooks):
         messages = fresh_prompt(talk.prompt, renderer.neutralise(summary, talk.tools))
         prompt_ids = renderer.prompt(messages, talk.tools)
         used = len(prompt_ids) - notes.num_prompt_tokens
-        if config.count_tokens == "total":
-            used += size - branch.num_prompt_tokens
         if len(prompt_ids) >= size or used >= self.actor.limits.max_response_tokens:
             return None
         add(notes.counts, refiner_ok=1, refined_tokens=size - len(prompt_ids))

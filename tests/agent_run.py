@@ -55,7 +55,7 @@ def needed(folder: Path) -> Needed:
 
 def trained(seed: int, overrides: tuple[str, ...]) -> Needed:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "launchers/train.py", "examples/agent/train.toml"]
+        command = [sys.executable, "-m", "agentenv.launchers", "train", "examples/agent/train.toml"]
         keys = [*KEYS, *overrides, f"run.seed={seed}", f"run.dir={folder}"]
         done = subprocess.run([*command, *keys], cwd=ROOT, capture_output=True, text=True)
         if done.returncode:

@@ -73,7 +73,15 @@ def test_a_gguf_file_is_read_like_transformers_reads_it(gguf: Path, tmp_path: Pa
 def test_the_recipe_in_small(gguf: Path, tmp_path: Path) -> None:
     """Both phases and all evaluations; engine and learner agree up to bfloat16's rounding."""
     keys = [f"model.path={gguf}", f"run.dir={tmp_path}", "run.name=run", *SMALL]
-    python("launchers/train.py", "configs/gsm8k_135m.toml", *keys, gguf=gguf, home=tmp_path / "hf")
+    python(
+        "-m",
+        "agentenv.launchers",
+        "train",
+        "configs/gsm8k_135m.toml",
+        *keys,
+        gguf=gguf,
+        home=tmp_path / "hf",
+    )
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     rows: list[dict[str, Any]] = [*map(json.loads, lines)]
     phases = {row["phase"]: row for row in rows if "eval/test/success" in row}

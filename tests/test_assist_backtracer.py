@@ -85,13 +85,6 @@ async def test_a_greedy_policy_is_sampled_for_the_repeated_turn() -> None:
     assert [one.temperature for one in rollout.engine.samplings] == [0, 0.6, 0, 0]
 
 
-@pytest.mark.parametrize("tools", [["python"], ["search"]])
-async def test_only_errors_of_its_tools_count(tools: list[str]) -> None:
-    turns = Turns(look("bad"), look("good"), ANSWER)
-    rollout = await Rollout(turns, search_env, backtracer={"tools": tools}).grow()
-    assert ("does not know" in rollout.text) == (tools == ["python"])
-
-
 async def test_beyond_the_limit_of_calls_the_policy_is_notified_and_not_rewound() -> None:
     def limited(task: Task) -> ToolEnv:
         env = search_env(task)

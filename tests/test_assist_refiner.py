@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentenv.base.errors import ConfigError
-from agentenv.base.types import Limit, Limits
+from agentenv.base.types import Limits
 from agentenv.learners.algorithms.arpo import ARPO
 from tests.support.assisted import ANSWER, TASK, Rollout, Turns, look, search_env
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
@@ -75,21 +75,16 @@ async def test_below_the_trigger_and_after_max_uses_nothing_is_refined(
     assert "Summary 1." not in rollout.text
 
 
-@pytest.mark.parametrize(("count", "end"), [("anew", None), ("total", Limit.RESPONSE_TOKENS)])
-async def test_response_tokens_count_per_context_or_in_total(
-    server: ScriptedEndpoint, count: str, end: Limit | None
-) -> None:
+async def test_response_tokens_count_per_context(server: ScriptedEndpoint) -> None:
     turns = Turns(LONG, LONG, ANSWER)
     limits = Limits(max_response_tokens=600)
-    helper = refiner(server, count_tokens=count)
-    rollout = await Rollout(turns, search_env, limits, refiner=helper).grow()
+    rollout = await Rollout(turns, search_env, limits, refiner=refiner(server)).grow()
     assert rollout.counts["refiner_ok"] == 1
-    assert rollout.leaf.limit == end
+    assert rollout.leaf.limit is None
     rooms = [one.max_tokens for one in rollout.engine.samplings]
-    first, fresh = rollout.tree.nodes[1], rollout.tree.nodes[2]
-    used = len(first.action_ids) + len(first.observation_ids) if count == "total" else 0
+    fresh = rollout.tree.nodes[2]
     added = len(fresh.observation_ids) - len(rollout.tree.root.observation_ids)
-    assert rooms[:2] == [600, 600 - used - added]
+    assert rooms[:2] == [600, 600 - added]
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def command(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedPr
 
 def test_a_run_with_a_part_of_each_kind_from_outside(installed: Path, tmp_path: Path) -> None:
     config = EXAMPLE / "office.toml"
-    train = [str(ROOT / "launchers" / "train.py"), str(config), f"run.dir={tmp_path}"]
+    train = ["-m", "agentenv.launchers", "train", str(config), f"run.dir={tmp_path}"]
     done = command(installed, tmp_path, *train, "run.name=run")
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "run"
@@ -125,8 +125,8 @@ def test_a_run_with_a_part_of_each_kind_from_outside(installed: Path, tmp_path: 
 
 
 def test_keys_of_outside_parts_are_among_the_keys(installed: Path, tmp_path: Path) -> None:
-    train = str(ROOT / "launchers" / "train.py")
-    done = command(installed, tmp_path, train, "--help-keys")
+    train = ("-m", "agentenv.launchers", "train")
+    done = command(installed, tmp_path, *train, "--help-keys")
     assert done.returncode == 0, done.stderr
     for key in (
         "algorithm[acme-median].scale",

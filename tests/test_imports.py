@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.structure import measured
+from tests.support.snippets import run_python
 from tests.support.sources import PACKAGES, ROOT, sources
 
 ALGORITHMS = ", ".join(
@@ -77,10 +76,7 @@ def test_an_import_cycle_through_a_link_or_for_types_only_is_found(tmp_path: Pat
 )
 def test_importing_loads_no_heavy_module(modules: str) -> None:
     code = f"import {modules}, sys; print(*sorted({HEAVY} & set(sys.modules)))"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
-    )
-    assert result.stdout.strip() == ""
+    assert run_python(code).stdout.strip() == ""
 
 
 @pytest.mark.parametrize("command", ["export", "retriever"])
@@ -89,23 +85,13 @@ def test_the_help_of_a_command_without_keys_does_not_wait_for_them(command: str)
         f"import agentenv.launchers.{command}, sys; print(*("
         "f'agentenv.{name}' in sys.modules for name in ('assembly.keys.rl', 'training.loop.loop')))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
-    )
-    assert result.stdout.split() == ["False", "False"]
+    assert run_python(code).stdout.split() == ["False", "False"]
 
 
 def loaded_by(code: str) -> set[str]:
     """The modules that a process has loaded in the end."""
     end = "import sys; print(*sys.modules, file=sys.stderr)"
-    result = subprocess.run(
-        [sys.executable, "-c", f"{code}\n{end}"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=True,
-    )
-    return set(result.stderr.splitlines()[-1].split())
+    return set(run_python(f"{code}\n{end}").stderr.splitlines()[-1].split())
 
 
 @pytest.mark.parametrize(

@@ -287,16 +287,17 @@ def mine(path: Path) -> str:
 
 @pytest.fixture(params=["wheel", "clone"])
 def command(request: pytest.FixtureRequest) -> Iterator[Command]:
-    """`agentenv` of the wheel, and `launchers/NAME.py` of this checkout."""
+    """`agentenv` of the wheel, and `python -m agentenv.launchers` of this checkout."""
     if request.param == "wheel":
         full: Path = request.getfixturevalue("full")
         yield lambda folder, name, *words: done(full, folder, "agentenv", name, *words)
         return
 
     def from_clone(folder: Path, name: str, *words: str) -> str:
-        script = str(ROOT / "launchers" / f"{name.replace('-', '_')}.py")
         here = Path(sys.executable).parent
-        return done(here, folder, "python", script, *words, PYTHONPATH=str(ROOT))
+        return done(
+            here, folder, "python", "-m", "agentenv.launchers", name, *words, PYTHONPATH=str(ROOT)
+        )
 
     yield from_clone
 

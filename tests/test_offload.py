@@ -85,7 +85,6 @@ ALLOWED = {
     "assembly/run/garbage.py: time.monotonic": "how long a collection took",
     "agentenv/adapters/gym.py: threading.Thread": "the loop of callers that have none",
     "agentenv/adapters/gym.py: new_event_loop": "the same",
-    "lab/viewing/page.py: subprocess.Popen": "the viewer, which ends with the run",
     # the clock of others
     "assembly/run/waits.py: time.time": "when a wait began, for people",
     "training/loop/control.py: time.time": "the same",

@@ -186,7 +186,7 @@ def test_the_example_learns(tmp_path: Path) -> None:
     if not PLACE.is_dir():
         pytest.skip("VERIFIERS names no folder of their packages")
     python = PLACE / "tasksets/venv/bin/python"
-    command = [sys.executable, "launchers/train.py", "examples/verifiers/train.toml"]
+    command = [sys.executable, "-m", "agentenv.launchers", "train", "examples/verifiers/train.toml"]
     keys = [f"run.dir={tmp_path}", f"data.source.python={python}"]
     keys += [f"eval.sets.heldout.source.python={python}"]
     subprocess.run([*command, *keys], cwd=ROOT, check=True, capture_output=True)

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from contextlib import suppress
 from operator import methodcaller
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -89,35 +90,32 @@ class CheckRunner:
         self._timeout_s, self._catches = timeout_s, catches
         self._found: dict[str, str] = {}  # text of an error -> the check that raised it
         self._failed = set[str]()
-        self.error: AgentEnvError | None = None  # of the last check
 
-    async def run(self, checks: Iterable[Check], subject: Any) -> AsyncIterator[CheckResult]:
-        """The result of each check of `subject`, an assembly or the folder of the runs."""
-        for check in checks:
-            began, self.error = time.monotonic(), None
-            if check.after in self._failed:
-                self._failed.add(check.name)
-                yield CheckResult(check.name, "skipped", REQUIRES.format(check.after))
-                continue
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    found = await check.function(subject)
-            except Skip as why:
-                result = CheckResult(check.name, "skipped", str(why))
-            except TimeoutError:
-                late = f"it took longer than {self._timeout_s:g} s"
-                result = CheckResult(check.name, "skipped", late)
-            except AgentEnvError as error:
-                self.error, result = error, self.failure(check.name, error)
-            except Exception as error:  # of third-party code, or a bug of the check
-                if not self._catches:
-                    raise
-                text = f"raised {type(error).__name__}: {error} ({origin_of(error)})"
-                result = self.failure(check.name, ConfigError(text))
-            else:
-                result = CheckResult(check.name, "passed", found if isinstance(found, str) else "")
-            result.seconds = time.monotonic() - began
-            yield result
+    async def run(self, check: Check, subject: Any) -> CheckResult:
+        """The result of a check of `subject`, an assembly or the folder of the runs."""
+        began = time.monotonic()
+        if check.after in self._failed:
+            self._failed.add(check.name)
+            return CheckResult(check.name, "skipped", REQUIRES.format(check.after))
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                found = await check.function(subject)
+        except Skip as why:
+            result = CheckResult(check.name, "skipped", str(why))
+        except TimeoutError:
+            late = f"it took longer than {self._timeout_s:g} s"
+            result = CheckResult(check.name, "skipped", late)
+        except AgentEnvError as error:
+            result = self.failure(check.name, error)
+        except Exception as error:  # of third-party code, or a bug of the check
+            if not self._catches:
+                raise
+            text = f"raised {type(error).__name__}: {error} ({origin_of(error)})"
+            result = self.failure(check.name, ConfigError(text))
+        else:
+            result = CheckResult(check.name, "passed", found if isinstance(found, str) else "")
+        result.seconds = time.monotonic() - began
+        return result
 
     def failure(self, name: str, error: AgentEnvError) -> CheckResult:
         """The result of a check that raised `error`."""
@@ -158,15 +156,12 @@ async def refuse_dry(
 
 async def refuse_first(checks: Iterable[Check], assembly: Assembly[Any]) -> None:
     """Run checks, and raise the first error."""
-    runner = CheckRunner()
-    async for _ in runner.run(checks, assembly):
-        if runner.error is not None:
-            raise runner.error
+    for check in checks:
+        with suppress(Skip):
+            await check.function(assembly)
 
 
-def part(name: str) -> Callable[[Any], Awaitable[object]]:
-    """A check that builds a part of the assembly."""
-    return methodcaller(name)
+part = methodcaller  # of a check that builds a part of the assembly
 
 
 NOTHING: frozenset[Has] = frozenset()
@@ -199,7 +194,6 @@ START: tuple[Check, ...] = (
     Check("GPUs", "files", TRAIN, part("gpus")),
     Check("servers", "files", SAMPLING, start_checks.servers, remote=True),
     Check("rows that are here", "files", TRAIN, start_checks.rows_here, NOTHING),
-    Check("graders of rows that are here", "files", TRAIN, start_checks.graders_here),
     # the directory contains configuration, tokenizer and weights; the endpoint responds
     Check("model", "model", ALL, part("tokenizer"), MODEL),
     Check("context", "model", SAMPLING, start_checks.context, MODEL),

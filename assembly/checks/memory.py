@@ -87,13 +87,8 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         """Parameters of the largest layer."""
         if not self.experts:
             return self._outside + 3 * self.hidden * self.intermediate
-        router = self.experts * self.hidden
-        return self._outside + router + 3 * self.hidden * self.all_experts
-
-    @property
-    def all_experts(self) -> int:
-        """Total width of all experts of a layer."""
-        return self.experts * self.expert_width + self.shared
+        width = self.experts * self.expert_width + self.shared  # of all experts
+        return self._outside + self.experts * self.hidden + 3 * self.hidden * width
 
     @property
     def _outside(self) -> int:

@@ -22,7 +22,7 @@ class PathKey(NamedTuple):
 
     key: str
     text: str
-    rows: bool
+    rows: bool = False
 
 
 def paths_of(config: Any, path: str = "") -> Iterator[PathKey]:
@@ -66,26 +66,19 @@ def dataset_registry(config: Any) -> str:
     return getattr(getattr(config, "data", None), "dataset_info", "")
 
 
-class Absent(NamedTuple):
-    """A missing path of the configuration, and its key."""
-
-    key: str
-    path: str
-    rows: bool = False
-
-
-def absent_paths(assembly: Assembly[Any]) -> Iterator[Absent]:
+def absent_paths(assembly: Assembly[Any]) -> Iterator[PathKey]:
     """The missing paths of the configuration, except those that the set-up creates, names in a
     registry of datasets, and the cold start's data in a resumed run."""
     config = assembly.config
     has_names = dataset_registry(config)
-    for key, path, is_rows in paths_of(config):
+    for one in paths_of(config):
+        key, path = one.key, one.text
         if assembly.makes(path) or (key.startswith("sft.") and assembly.checkpoint is not None):
             continue
         if has_names and key.startswith("data.") and key != "data.dataset_info":
             continue
         if not is_here(assembly.resolve(path).expanduser()):
-            yield Absent(key, path, is_rows)
+            yield one
 
 
 def is_here(path: Path) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
+from msgspec import to_builtins
 
 from agentenv.assembly.checks.paths import absent_paths, hub_keys
 from agentenv.assembly.keys.evaluation import EvaluateConfig
@@ -24,8 +24,6 @@ from agentenv.assembly.parts.assembly import (
 from agentenv.assembly.parts.environments import (
     EnvMaker,
     EnvSettings,
-    tables_of,
-    try_env,
 )
 from agentenv.assembly.run.rundir import check_writable
 from agentenv.assembly.serving.server_command import find_python
@@ -87,9 +85,10 @@ def contradictions(config: TrainConfig) -> Iterator[str]:
             f"limits.max_tree_seconds = {limits.seconds_of_tree:g} ends trees before {whole} can "
             "end a trajectory"
         )
-    for key, seconds in _timeouts("", {name: getattr(config, name) for name in _OF_TOOLS}):
-        if seconds > limits.max_seconds:
-            yield f"{key} = {seconds:g} lets one call take longer than {whole}"
+    for name in _OF_TOOLS:
+        for key, seconds in _timeouts(name, to_builtins(getattr(config, name), enc_hook=str)):
+            if seconds > limits.max_seconds:
+                yield f"{key} = {seconds:g} lets one call take longer than {whole}"
     if config.eval.sets and config.eval.timeout_s < limits.max_seconds:
         yield f"eval.timeout_s = {config.eval.timeout_s:g} ends evaluations before {whole}"
 
@@ -98,19 +97,12 @@ _OF_TOOLS = ("python", "search", "grader", "env")
 
 
 def _timeouts(path: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Every key `timeout_s` below these tables."""
-    if isinstance(value, Struct):
-        value = {name: getattr(value, name) for name in value.__struct_fields__}
-    elif isinstance(value, list):
-        value = {str(number): one for number, one in enumerate(value)}
-    if not isinstance(value, dict):
-        return
-    for name, one in value.items():
-        key = f"{path}.{name}" if path else str(name)
-        if name == "timeout_s" and isinstance(one, int | float):
-            yield key, float(one)
-        else:
-            yield from _timeouts(key, one)
+    """Every key `timeout_s` in a table of plain values."""
+    if isinstance(value, int | float) and path.endswith(".timeout_s"):
+        yield path, float(value)
+    entries = enumerate(value) if isinstance(value, list) else ()
+    for name, one in value.items() if isinstance(value, dict) else entries:
+        yield from _timeouts(f"{path}.{name}", one)
 
 
 async def advantages(assembly: Assembly[TrainConfig]) -> None:
@@ -266,26 +258,6 @@ async def rows_here(assembly: RolloutAssembly[Any]) -> None:
     for name, one in assembly.sets.items() if assembly.run.setup else ():
         if not assembly.makes(one.rows):
             await assembly.tasks_of(name)
-
-
-async def graders_here(assembly: RolloutAssembly[Any]) -> None:
-    """Environments that do not depend on the set-up start an episode and grade correct answers; if
-    that is all of them, every table is used."""
-    if not assembly.run.setup or assembly.config.roles:
-        return
-    here = {
-        name: one
-        for name, one in assembly.sets.items()
-        if not assembly.makes((one.rows, one.env, tables_of(one), one.prompt))
-    }
-    if len(here) == len(assembly.sets):
-        await environments(assembly)
-    for name, one in here.items():
-        await assembly.urls()  # without roles: only registers the close of shared resources
-        maker = EnvMaker.of(one, assembly.resolve)
-        tasks = await assembly.tasks_of(name)
-        await try_env(maker, tasks[0])
-        await check_graders(maker, tasks)
 
 
 # The model.

@@ -216,8 +216,6 @@ WAYS: tuple[Way, ...] = ("direct", "tools", "hints")
 WITH_TOOLS: tuple[Way, ...] = ("tools", "hints")
 SYNTHESIS_KEYS = ("direct", "hints", "filter", "exclude")
 
-_Count = Annotated[int, Meta(ge=1)]
-
 
 class DirectConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Language-only answers: the same environment, with a prompt that does not mention tools."""
@@ -225,9 +223,6 @@ class DirectConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     prompt: Annotated[
         PromptConfig, Meta(description="prompt of language-only answers, instead of [prompt]")
     ] = PromptConfig(template="no_tools", override_row=True)
-    num_samples: Annotated[
-        _Count | None, Meta(description="answers per question; none: num_samples of its set")
-    ] = None
 
 
 class HintsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -329,11 +324,7 @@ def make_plan(raw: Tree, source: str) -> SynthesisPlan:
     base = resolve_sets(rest, source)
     sets: dict[str, QuestionSet] = {}
     for name, one in base.sets.items():
-        sets[set_name(name, "direct")] = replace(
-            one,
-            prompt=config.direct.prompt,
-            num_samples=config.direct.num_samples or one.num_samples,
-        )
+        sets[set_name(name, "direct")] = replace(one, prompt=config.direct.prompt)
         sets[set_name(name, "tools")] = one
         if config.hints is not None:
             sets[set_name(name, "hints")] = replace(one, num_samples=config.hints.max_per_question)

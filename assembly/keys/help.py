@@ -22,7 +22,7 @@ from msgspec import NODEFAULT, Struct
 from msgspec import inspect as mi
 from msgspec.structs import fields
 
-from agentenv.assembly.run import arguments
+from agentenv.assembly.run.arguments import import_from_working_directory
 from agentenv.base.config import registry_at
 from agentenv.base.errors import ConfigError
 from agentenv.base.registry import (
@@ -187,7 +187,7 @@ def _default(field: mi.Field) -> str:
 # The configuration keys in --help and --help-keys.
 
 
-class KeysParser(arguments.Parser):
+class KeysParser(argparse.ArgumentParser):
     """The parser of a command with a configuration. Its --help ends with tables and essential keys,
     which are looked up only then, since that is slow."""
 
@@ -217,7 +217,7 @@ class HelpKeys(argparse.Action):
         assert isinstance(parser, KeysParser)
         assert parser.config_type is not None
         prefix, config_type = str(values or ""), parser.config_type
-        arguments.import_from_working_directory()
+        import_from_working_directory()
         try:
             for table, name in _named(" ".join([prefix, *parser.given])):
                 registry = registry_at(config_type, table)
@@ -401,9 +401,6 @@ def _of_value(key: str, value: Any, default: Any) -> Iterator[Value]:
         yield Value(key, shown(msgspec.to_builtins(value)), chosen=value != default)
 
 
-DOCUMENT = "docs/from-verl.md"
-
-
 def refuse_verl_keys(raw: dict[str, Any], source: str) -> None:
     """Raises ConfigError if `raw` contains keys of verl, with our equivalent of each.
 
@@ -413,16 +410,9 @@ def refuse_verl_keys(raw: dict[str, Any], source: str) -> None:
     if found:
         lines = [f"  {key.lstrip('+')}: {text}" for key, text in found.items()]
         raise ConfigError(
-            f"{source}: keys of verl, which have different names here ({DOCUMENT}):\n"
+            f"{source}: keys of verl, which have different names here (docs/from-verl.md):\n"
             + "\n".join(lines)
         )
-
-
-def advice(ours: str, note: str) -> str:
-    """The replacement of a key."""
-    if not ours:
-        return f"no such key; {note}"
-    return f"use {ours}" + (f" ({note})" if note else "")
 
 
 @functools.cache
@@ -446,9 +436,13 @@ def _advice(key: str) -> str:
     # Tables that both have: only names that are not ours get a general answer.
     if root in BOTH and key not in verl_keys() and not key.startswith(_THEIR_TABLES):
         return ""
-    entry = find(key)
-    is_theirs = root not in BOTH and any(one.startswith(f"{root}.") for one in verl_keys())
-    return advice(*entry) if entry else "no key with a counterpart here" if is_theirs else ""
+    if (entry := find(key)) is None:
+        is_theirs = root not in BOTH and any(one.startswith(f"{root}.") for one in verl_keys())
+        return "no key with a counterpart here" if is_theirs else ""
+    ours, note = entry
+    if not ours:
+        return f"no such key; {note}"
+    return f"use {ours}" + (f" ({note})" if note else "")
 
 
 BOTH = ("data", "algorithm")  # tables that verl and agentenv both have

@@ -22,13 +22,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from msgspec import Struct
-
 import agentenv.contract.env
 from agentenv.assembly.keys.cluster import FOLDER
 from agentenv.assembly.keys.rl import (
     DataConfig,
-    EnvConfig,
     Sampling,
     TrainConfig,
 )
@@ -36,13 +33,12 @@ from agentenv.assembly.parts.env_processes import EnvProcesses
 from agentenv.assembly.parts.environments import (
     EnvMaker,
     EnvSettings,
-    Resolve,
     try_env,
 )
 from agentenv.assembly.run.arguments import RunConfig
 from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.serving.servers import ServerFactory, fill_roles, start_servers
-from agentenv.base.config import RUN, Reporter, resolver
+from agentenv.base.config import RUN, Reporter, Resolve, resolver
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.model_files import check_model_directory, load_tokenizer, read_eos_ids
 from agentenv.base.offload import in_thread
@@ -181,20 +177,14 @@ class Assembly(Generic[C]):
         return found
 
 
-class SetConfig(Struct, frozen=True):
+class SetConfig(EnvSettings, frozen=True, kw_only=True):
     """A set of questions with its rollout settings, for all commands. `key`: prefix of the set's
     keys in messages. `rows`: how to read its rows."""
 
     key: str
     rows: RowsConfig
-    env: EnvConfig
-    prompt: PromptConfig
-    limits: Limits
     sampling: Sampling
     num_samples: int = 1
-    python: Any = None
-    search: Any = None
-    grader: Any = None
 
 
 TRAINED = "data"  # the set of the training questions
@@ -203,17 +193,7 @@ TRAINING, EVALUATING = "train", "eval"  # uses of an actor
 
 def training_set(config: TrainConfig) -> SetConfig:
     """The training questions of a run, with their rollout settings."""
-    return SetConfig(
-        TRAINED,
-        config.data,
-        env=config.env,
-        prompt=config.prompt,
-        limits=config.limits,
-        sampling=config.sampling.train,
-        python=config.python,
-        search=config.search,
-        grader=config.grader,
-    )
+    return SetConfig.of(config, key=TRAINED, rows=config.data, sampling=config.sampling.train)
 
 
 def actor_seed(config: TrainConfig, sampling: Sampling, use: str) -> str:
@@ -263,7 +243,7 @@ class RolloutAssembly(Assembly[WithRoles]):
 
     async def read_rows(self, one: SetConfig) -> Sequence[Task]:
         """The tasks of a set."""
-        raise NotImplementedError
+        return await load_set(one.rows, one.env.id, self.resolve, self.report, one.key, self.ends)
 
     async def tasks_of(self, name: str) -> Sequence[Task]:
         """The tasks of a set, including those with overlong prompts."""
@@ -375,46 +355,26 @@ def load_function(path: str, key: str) -> Callable[..., Any]:
 # The rows of questions.
 
 
-async def load_training(
-    config: DataConfig, env_id: str, resolve: Resolve, report: Reporter, ends: int = 0
-) -> Sequence[Task]:
-    """The training questions: those of data.train, or the weighted parts of data.mix."""
-    if config.mix:
-        return await in_thread(
-            load_mix,
-            config.mix,
-            env_id,
-            config,
-            resolve,
-            ends=ends,
-            report=prefixed(report, "data"),
-        )
-    number = config.max_samples
-    return await load_set(config.train, env_id, config, resolve, report, "data", number, ends)
-
-
 async def load_set(
-    paths: str | list[str],
-    env_id: str,
-    rows: RowsConfig,
-    resolve: Resolve,
-    report: Reporter,
-    key: str,
-    max_samples: int = 0,
-    ends: int = 0,
-) -> list[Task]:
-    """The questions of one set. `key`: prefix of its keys in messages. `ends`: number of rows to
-    read from each end of a file; 0: all."""
-    found = [resolve(path) for path in ([paths] if isinstance(paths, str) else paths)]
+    rows: Any, env_id: str, resolve: Resolve, report: Reporter, key: str = TRAINED, ends: int = 0
+) -> Sequence[Task]:
+    """The questions of a set, whose table is `rows`: of its files, or of the weighted parts of
+    data.mix. `key`: prefix of its keys in messages. `ends`: number of rows to read from each end of
+    a file; 0: all."""
+    report = prefixed(report, key)
+    is_trained = isinstance(rows, DataConfig)
+    if is_trained and rows.mix:
+        return await in_thread(load_mix, rows.mix, env_id, rows, resolve, ends=ends, report=report)
+    paths = rows.train if is_trained else rows.path
     return await in_thread(
         load_tasks,
-        found,
+        [resolve(path) for path in ([paths] if isinstance(paths, str) else paths)],
         env_id,
         rows,
-        max_samples=max_samples,
+        max_samples=(rows.max_samples if is_trained else rows.max_tasks) or 0,
         ends=ends,
-        report=prefixed(report, key),
-        held_out=not isinstance(rows, DataConfig),
+        report=report,
+        held_out=not is_trained,
         key=key,
     )
 

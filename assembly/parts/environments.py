@@ -10,8 +10,7 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
 from msgspec import Struct
@@ -25,7 +24,7 @@ from agentenv.assembly.keys.rl import (
     PythonTable,
     SearchTable,
 )
-from agentenv.base.config import substituted
+from agentenv.base.config import Resolve, substituted
 from agentenv.base.crashes import at_start
 from agentenv.base.errors import ConfigError
 from agentenv.base.registry import decode_part, loaded
@@ -35,7 +34,6 @@ from agentenv.contract.tool_config import load_tools
 from agentenv.contract.tools import ChosenTool
 from agentenv.text.prompt import PromptConfig, load_instruction
 
-Resolve = Callable[[str], Path]
 Tables = Mapping[str, msgspec.Struct | None]
 
 
@@ -281,6 +279,8 @@ class EnvSettings(Struct, frozen=True, kw_only=True):
     grader: GraderTable = None
 
     @classmethod
-    def of(cls, config: Any) -> EnvSettings:
-        """The settings in a configuration that has all these keys, such as a set's."""
-        return cls(**{name: getattr(config, name) for name in cls.__struct_fields__})
+    def of(cls, config: Any, **more: Any) -> Self:
+        """The settings in a configuration that has all these keys, such as a set's, and `more`
+        fields of a subclass."""
+        found = {name: getattr(config, name) for name in EnvSettings.__struct_fields__}
+        return cls(**found, **more)

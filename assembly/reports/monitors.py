@@ -12,6 +12,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -48,13 +49,6 @@ class Monitor(Protocol):
     def finish(self, exit_code: int) -> None:
         """Flush; called once, even if nothing was logged."""
         ...
-
-
-def axis_of(row: Row) -> Axis:
-    """The axis of a row: a cold start counts its own steps, all before step 1 of the run."""
-    if COLD_START_STEP in row:
-        return Axis(COLD_START_STEP, int(row[COLD_START_STEP]))
-    return Axis("step", int(row.get("step", 0)))
 
 
 def figures(row: Row) -> dict[str, float]:
@@ -180,7 +174,7 @@ class Monitors(Monitoring):
     def __init__(self, config: MonitorConfig, run: Path, settings: dict[str, Any]) -> None:
         self._config = config
         self._axis = Axis("step", 0)
-        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING)
+        self._calls: queue.Queue[tuple[str, Callable[[], None]] | None] = queue.Queue(MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._dropped = 0
         self._redactor = Redactor(settings)
@@ -192,7 +186,9 @@ class Monitors(Monitoring):
 
     def log(self, row: Row) -> None:
         """Pass a row of metrics.jsonl to every monitor."""
-        self._axis = axis_of(row)
+        # a cold start counts its own steps, all before step 1 of the run
+        key = COLD_START_STEP if COLD_START_STEP in row else "step"
+        self._axis = Axis(key, int(row.get(key, 0)))
         for name, monitor in self._working.items():
             self._enqueue(name, partial(monitor.log, figures(row), self._axis))
 
@@ -221,7 +217,7 @@ class Monitors(Monitoring):
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        if not self._full():
+        with suppress(queue.Full):
             self._calls.put_nowait(None)
         thread.join(FINISH_TIMEOUT_S)
         if thread.is_alive() or self._dropped:
@@ -232,20 +228,17 @@ class Monitors(Monitoring):
             logger.warning(text, FINISH_TIMEOUT_S)
 
     def _enqueue(self, name: str, call: Callable[[], None]) -> None:
-        if self._full():
-            self._dropped += 1
-            return
         if self._thread is None:  # a daemon: a hanging monitor does not keep the process alive
             self._thread = threading.Thread(target=self._run, name="monitors", daemon=True)
             self._thread.start()
-        self._calls.put_nowait(partial(self._guarded, name, call))
-
-    def _full(self) -> bool:
-        return self._calls.qsize() >= MAX_WAITING - 1
+        try:
+            self._calls.put_nowait((name, call))
+        except queue.Full:
+            self._dropped += 1
 
     def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
+        while (waiting := self._calls.get()) is not None:
+            self._guarded(*waiting)
 
     def _guarded(self, name: str, call: Callable[[], None]) -> None:
         if name not in self._working:

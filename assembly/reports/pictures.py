@@ -1,5 +1,5 @@
-"""Plots of runs and evaluations, drawn without a display: the learning curve, metrics by update,
-and entropy by position in a turn.
+"""Plots of runs and evaluations, drawn without a display: the learning curve, and entropy by
+position in a turn.
 
 ARPO (arXiv 2507.19849) and AEPO (arXiv 2510.14545) rely on a rise of entropy in the first tokens
 after a tool result; entropy.csv and entropy.png show whether the trained policy has one.
@@ -10,8 +10,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from io import BytesIO
@@ -111,34 +109,12 @@ def _plot(profile: EntropyProfile, target: Path, name: str) -> None:
     write_whole(target, png(figure))
 
 
-PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("trees waiting and in flight", ("queue/ready", "trees/in_flight")),
-    ("staleness, in versions of the policy", ("staleness/max", "staleness/trained_mean")),
-    ("forks and roots per step", ("rollout/forks", "rollout/roots")),
-    ("failed trajectories, retried turns", ("failed/trajectories", "failed/retaken")),
-    (
-        "lengths of trajectories, tokens",
-        ("length/offered_p50", "length/trained_p50", "length/offered_p90", "length/trained_p90"),
-    ),
-    ("turns and calls per trajectory", ("rollout/turns", "rollout/calls_per_trajectory")),
-    ("shares of trained tokens clipped", ("learner/clipped_high", "learner/clipped_low")),
-    ("KL, nats", ("learner/kl_to_proximal", "learner/kl_to_reference")),
-    ("gradient norm", ("learner/grad_norm",)),
-    ("entropy of sampled tokens, nats", ("rollout/entropy", "learner/entropy")),
-)
-
-
-def write_plots(metrics: Path, folder: Path, name: str) -> list[str]:
-    """Write curve.png and training.png to `folder`; returns their names, none without rows."""
-    if not metrics.is_file():
-        return []
-    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # no truncated line
-    write_whole(folder / "curve.png", png(learning_curve(rows, name)))
-    if not _steps(rows):
-        return ["curve.png"]
-    write_whole(folder / "training.png", png(training_figures(rows, name), dpi=100))
-    return ["curve.png", "training.png"]
+def write_curve(run: Path) -> None:
+    """Write curve.png of a run, if it has metrics."""
+    if (run / "metrics.jsonl").is_file():
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]  # no truncated line
+        write_whole(run / "curve.png", png(learning_curve(rows, run.name)))
 
 
 MIN_HEIGHT = 0.05  # of the y-axis, which begins at 0
@@ -147,7 +123,7 @@ MIN_HEIGHT = 0.05  # of the y-axis, which begins at 0
 def learning_curve(rows: Sequence[Row], name: str) -> Any:
     """A figure of training reward and success by step, and of evaluation success. The y-axes fit
     the values and include 0."""
-    steps = _steps(rows)
+    steps = [row for row in rows if "trees/offered" in row]
     figure, (left, right) = panels(1, 2, (11, 5), name)
     curves = [("reward/success", "success", "-"), ("reward/mean", "reward", "--")]
     if all(row.get("reward/success") == row.get("reward/mean") for row in steps):
@@ -255,67 +231,3 @@ def _eval_keys(rows: Sequence[Row]) -> list[tuple[str, str]]:
     styles = {key: "o-" if key.count("/") == 2 else ".:" for key in keys}
     return [(key, style) for key, style in styles.items()
             if style == "o-" or kinds[key.split("/")[1]] > 1]  # fmt: skip
-
-
-def training_figures(rows: Sequence[Row], name: str) -> Any:
-    """A figure of all other metrics by step: trees, lengths, tools, learner, seconds. Metrics that
-    are always 0 have no curve and are listed below; a panel without curves is omitted."""
-    steps = _steps(rows)
-    calls = sorted(
-        {key for row in steps for key in row if re.match("tool/.*/(calls|errors)$", key)}
-    )
-    drawn, zero = [], []
-    for title, keys in (*PANELS, ("tool calls per step", calls)):
-        present = [key for key in keys if any(key in row for row in steps)]
-        nonzero = [key for key in present if any(row.get(key) for row in steps)]
-        zero += [key for key in present if key not in nonzero]
-        drawn += [(title, nonzero)] * bool(nonzero)
-    num_rows = -(-(len(drawn) + 1) // COLUMNS_OF_PANELS)
-    size = (13.0, 0.7 + 3.4 * num_rows)
-    figure, axes = panels(num_rows, COLUMNS_OF_PANELS, size, f"{name}: by update")
-    for one, (title, keys) in zip(axes, drawn, strict=False):
-        _panel(one, title, steps, keys)
-    _seconds(axes[len(drawn)], steps)
-    for one in axes[len(drawn) + 1 :]:
-        one.remove()
-    if zero:
-        text = textwrap.fill(f"0 throughout: {', '.join(zero)}", ZERO_CHARS)
-        figure.supxlabel(text, fontsize="small", color="grey")
-    return figure
-
-
-COLUMNS_OF_PANELS = 3
-ZERO_CHARS = 150  # of a line below the panels
-
-
-def _panel(axes: Any, title: str, steps: Sequence[Row], keys: Sequence[str]) -> None:
-    """Plot the curves of one panel. Of curves with common points, the earlier are wide and pale, so
-    that all are visible."""
-    curves = {key: [(row["step"], row[key]) for row in steps if key in row] for key in keys}
-    for number, (key, points) in enumerate(curves.items()):
-        label = key.removeprefix("tool/")
-        dotted = ":" if key.endswith("/errors") else "-"
-        marker = "." if len(points) < 3 else ""
-        later = [point for other in keys[number + 1 :] for point in curves[other]]
-        overlaps = not set(points).isdisjoint(later)
-        style = {"linewidth": 4.0, "alpha": 0.4} if overlaps else {"linewidth": 1.5}
-        axes.plot(*zip(*points, strict=True), dotted + marker, label=label, **style)
-    axes.set_title(title, fontsize="medium")
-    axes.locator_params(axis="x", integer=True)
-
-
-def _seconds(axes: Any, steps: Sequence[Row]) -> None:
-    """Plot the wall time (s) of a step, stacked by the learner's activity."""
-    parts = sorted({k for row in steps for k in row if k.startswith("time/") and k.endswith("_s")})
-    parts = [key for key in parts if not key.endswith("tokens_per_s")]
-    values = [[row.get(key, 0.0) for row in steps] for key in parts]
-    labels = [key.removeprefix("time/").removesuffix("_s") for key in parts]
-    if parts:
-        axes.stackplot([row["step"] for row in steps], values, labels=labels)
-    axes.set_title("seconds per step, by part", fontsize="medium")
-    axes.locator_params(axis="x", integer=True)
-
-
-def _steps(rows: Sequence[Row]) -> list[Row]:
-    """The rows of updates."""
-    return [row for row in rows if "trees/offered" in row]

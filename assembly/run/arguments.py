@@ -1,25 +1,17 @@
-"""The arguments of every command, the keys that all runs have, and exit codes. An argument that is
-not UTF-8 is rejected before anything starts.
-
-Python reads such bytes as lone surrogates, which logs, JSON and TOML cannot represent: a run would
-fail at the first write that contains one.
-"""
+"""The place of every command, the keys that all runs have, and exit codes."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated
 
 from msgspec import Meta, Struct
 
 from agentenv.base.config import ESSENTIAL
 from agentenv.base.disk import undecodable
 from agentenv.base.errors import ConfigError
-from agentenv.base.installation import PACKAGES
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 EXIT_MISSING = 3  # of a dry run: no error, but something is missing
@@ -41,36 +33,10 @@ def check_places(environment: Mapping[str, str] | None = None) -> None:
             )
 
 
-def check_arguments(arguments: Iterable[str]) -> None:
-    """Raises ConfigError for an argument that is not UTF-8."""
-    for text in arguments:
-        if shown := undecodable(text):
-            raise ConfigError(
-                f"'{shown}' is not valid UTF-8; rename the file or folder, or pass a link to it"
-            )
-
-
-COMMANDS = {(PACKAGES / place / "launchers").resolve() for place in ("", "agentenv")}
-
-
 def import_from_working_directory() -> None:
-    """Import the user's modules from the working directory, as `python -m` does, instead of from
-    the folder of the launchers, which would shadow the user's names."""
-    if sys.path and Path(sys.path[0]).resolve() in COMMANDS:
-        del sys.path[0]
+    """Import the user's modules from the working directory, as `python -m` does."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that also rejects arguments that are not UTF-8, with exit code 2."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        try:
-            check_arguments(sys.argv[1:] if args is None else args)
-        except ConfigError as error:
-            self.error(str(error))
-        return super().parse_known_args(args, namespace)
 
 
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -30,7 +30,6 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -225,7 +224,6 @@ class View:
         self._waiting: threading.Event | None = None  # set at the end of the wait
         self._next: list[RichTable | Text] = []  # below the progress bar
         self._progress: Progress | None = None
-        self._bar: TaskID | None = None
         self._live: Live | None = None
         self._pulse: Pulse | None = None
         self.last_line_s = 0.0  # time of the last line, of time.monotonic
@@ -293,15 +291,13 @@ class View:
             text = f"  # {use}\n  {command}" if is_wide else f"  {command.ljust(width)}  # {use}"
             self.log(text)
 
-    def show(self, table: RichTable | Table) -> None:
+    def show(self, table: Table) -> None:
         """Print a table, and write it to the log file as well."""
-        if isinstance(table, Table):
-            table = as_rich(table)
-        plain = StringIO()
+        plain, shown = StringIO(), as_rich(table)
         width = self.console.width
-        Console(file=plain, width=width, color_system=None, force_jupyter=False).print(table)
+        Console(file=plain, width=width, color_system=None, force_jupyter=False).print(shown)
         self._logger.info("\n%s", plain.getvalue())
-        self.console.print(table)
+        self.console.print(shown)
 
     def wait_for(self, what: str, then: str = "") -> None:
         """Until `end` or `begin`, show the seconds that `what` has taken, and the next phase,
@@ -343,14 +339,14 @@ class View:
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
         )
-        self._bar = self._progress.add_task(title, total=total, completed=done, note="")
+        self._progress.add_task(title, total=total, completed=done, note="")
         shown = Group(self._progress, *self._next)
         self._live = Live(shown, console=self.console, transient=True)
         self._live.start()
 
     def advance(self, done: int, note: str = "") -> None:
-        if self._progress is not None and self._bar is not None:
-            self._progress.update(self._bar, completed=done, note=note)
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=done, note=note)
         elif self._pulse is not None:
             self._pulse.update(done, note)
 
@@ -379,7 +375,7 @@ class View:
             self._waiting.set()
         if self._live is not None:
             self._live.stop()
-        self._live = self._progress = self._bar = self._pulse = self._waiting = None
+        self._live = self._progress = self._pulse = self._waiting = None
 
     def close(self) -> None:
         self.end()

@@ -254,7 +254,7 @@ class ServerFactory:
             )
             if config.per_gpu > 1 or wanted.colocated == "at_once":
                 cache_bytes = shared_cache(wanted.model, config, gpus[0])
-        specs = []
+        specs, host = [], "127.0.0.1" if config.host in ("0.0.0.0", "::", "") else config.host
         for index in range(number):
             served = replace(
                 wanted,
@@ -269,7 +269,7 @@ class ServerFactory:
                     name=f"{wanted.name}-{index}" if number > 1 else wanted.name,
                     command=command(python, served, config),
                     env=environment(served, config),
-                    url=f"http://{_reachable(config.host)}:{served.port}",
+                    url=f"http://{host}:{served.port}",
                     start_timeout_s=config.start_timeout_s,
                 )
             )
@@ -304,10 +304,6 @@ class ServerFactory:
         port = port_of(held)
         self._ports.add(port)
         return port
-
-
-def _reachable(host: str) -> str:
-    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
 
 
 # tables of the configuration that may name a role

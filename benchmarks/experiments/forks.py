@@ -202,9 +202,7 @@ async def frozen(run: Path, step: int) -> AsyncIterator[Frozen]:
         renderer = make_renderer(config.renderer, config.prompt, tokenizer, model)
         stack.push_async_callback(close_shared)
         make_env = EnvMaker.of(config, resolve)
-        tasks = await load_set(
-            config.data.train, config.env.id, config.data, resolve, print, "data", 0
-        )
+        tasks = await load_set(config.data, config.env.id, resolve, print)
         if not isinstance(config.engine, EmbeddedConfig):
             raise SystemExit(f"{run}: engine.name: the probe samples with the embedded engine")
         engine = EmbeddedEngine(config.engine, model)

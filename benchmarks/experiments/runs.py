@@ -118,7 +118,7 @@ def train(folder: Path, name: str, raw: Raw) -> bool:
     shutil.rmtree(run, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     config.write_text(to_toml(raw), encoding="utf-8")
-    command = [sys.executable, str(CODE / "launchers" / "train.py"), str(config.resolve())]
+    command = [sys.executable, "-m", "agentenv.launchers", "train", str(config.resolve())]
     command += [f"run.dir={folder.resolve()}", f"run.name={name}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CODE)}
     with (folder / f"{name}.log").open("w", encoding="utf-8") as log:

@@ -263,7 +263,7 @@ def start_training(arguments: Sequence[str], output: int) -> Process:
     """Start `agentenv train` with these arguments; its output goes to the file descriptor."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "launchers" / "train.py"), *arguments],
+        [sys.executable, "-m", "agentenv.launchers", "train", *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,

@@ -338,7 +338,7 @@ def begin(loop: Loop, path: Path) -> Timings:
     return timings
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Train and return the exit code of `agentenv train`."""
     parser = make_parser(__name__, "Train, and write timings.jsonl.", TrainConfig)
 
@@ -351,4 +351,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -16,7 +16,7 @@ import argparse
 import logging
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import fmean, variance
@@ -36,7 +36,7 @@ from agentenv.assembly.reports.records import (
     trajectory_rows,
     written,
 )
-from agentenv.assembly.run.arguments import EXIT_FAILED, Parser
+from agentenv.assembly.run.arguments import EXIT_FAILED
 from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 from agentenv.base.config import build_config, resolver
@@ -96,7 +96,7 @@ class Jump(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 all passed, 1 a check failed, 2 bad arguments."""
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="agentenv doctor audit",
         description="Regrade the archived trajectories of a training run, against their gold "
         "answers and against changed ones, and look for jumps in reward.",
@@ -141,17 +141,18 @@ async def audit(run: Path, max_trees: int) -> tuple[list[CheckResult], list[str]
             for step, entry in spread(steps, max_trees)
             for one in await regrader.grade(step, entry)
         ]
-        checks = [
-            Check("regraded", "measured", (), equal_rewards),
-            Check("changed golds", "measured", (), regrader.changed_golds),
-            Check("second candidate", "measured", (), regrader.second_guess),
+        checks: dict[str, tuple[Callable[[Any], Awaitable[str]], Sequence[Any]]] = {
+            "regraded": (equal_rewards, again),
+            "changed golds": (regrader.changed_golds, again),
+            "second candidate": (regrader.second_guess, again),
+            "failures": (few_failures, steps),
+            "jumps of reward": (no_jumps, steps),
+        }
+        runner = CheckRunner()
+        results = [
+            await runner.run(Check(name, "measured", (), function), subject)
+            for name, (function, subject) in checks.items()
         ]
-        results = [one async for one in CheckRunner().run(checks, again)]
-    checks = [
-        Check("failures", "measured", (), few_failures),
-        Check("jumps of reward", "measured", (), no_jumps),
-    ]
-    results += [one async for one in CheckRunner().run(checks, steps)]
     samples = [
         text for jump in find_jumps(steps) for text in samples_of(jump, steps, regrader.codec)
     ]

@@ -73,10 +73,8 @@ async def examine(
             result = runner.failure("configuration", error)
     folder = Path((RunConfig() if config is None else config.run).dir)
     for check in [one for one in CHECKS if one.stage == "machine"]:
-        if not (check.slow and is_quick):
-            on_begin(check.name)
-            async for one in runner.run([check], folder):
-                yield one
+        on_begin(check.name)
+        yield await runner.run(check, folder)
     if path is not None:
         yield result
     if config is None:
@@ -92,8 +90,7 @@ async def examine(
                     yield CheckResult(check.name, "skipped", why)
                 else:
                     on_begin(check.name)
-                    async for one in runner.run([check], assembly):
-                        yield one
+                    yield await runner.run(check, assembly)
 
 
 def _refuse_others(raw: Tree, source: str) -> None:

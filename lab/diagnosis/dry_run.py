@@ -11,7 +11,7 @@ import re
 import secrets
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from importlib import resources
 from importlib.util import find_spec
@@ -23,7 +23,7 @@ import jinja2
 
 from agentenv.assembly.checks.checks import refuse
 from agentenv.assembly.checks.paths import (
-    Absent,
+    PathKey,
     absent_paths,
     dataset_registry,
     hub_keys,
@@ -51,7 +51,7 @@ from agentenv.assembly.run.tables import Table
 from agentenv.assembly.run.terminal import View
 from agentenv.assembly.serving.gpus import GIB, find_machine
 from agentenv.assembly.serving.server_command import find_python
-from agentenv.base.config import resolver
+from agentenv.base.config import Resolve, resolver
 from agentenv.base.errors import AgentEnvError, ConfigError, DataError, MissingError
 from agentenv.base.installation import PACKAGES
 from agentenv.base.model_files import find_on_hub, hub_id
@@ -67,10 +67,8 @@ from agentenv.training.workers.worker_process import DRAIN_VARIABLE, WAIT_VARIAB
 
 # Missing inputs of a configuration: files, folders, keys, environments of engines.
 
-Resolve = Callable[[str], Path]
 
-
-def missing_files(config: AnyRun, assembly: Assembly[Any]) -> Iterator[Absent]:
+def missing_files(config: AnyRun, assembly: Assembly[Any]) -> Iterator[PathKey]:
     """The missing paths of a configuration, including files of a registry of datasets and of
     prompts. Raises DataError for names that the registry lacks."""
     yield from absent_paths(assembly)
@@ -79,23 +77,23 @@ def missing_files(config: AnyRun, assembly: Assembly[Any]) -> Iterator[Absent]:
         for key, name, _ in paths_of(config):
             if key.startswith("data.") and key != "data.dataset_info":
                 files = registered_files(assembly.resolve(registry), [name])
-                yield from (Absent(key, str(file)) for file in files if not file.exists())
+                yield from (PathKey(key, str(file)) for file in files if not file.exists())
     yield from _missing_templates(config, assembly.resolve)
 
 
-def _missing_templates(config: AnyRun, resolve: Resolve) -> Iterator[Absent]:
+def _missing_templates(config: AnyRun, resolve: Resolve) -> Iterator[PathKey]:
     """The missing files of prompts; a name without a suffix is a preset."""
     if isinstance(config, ServeConfig):
         return
     sets = config.sets.values() if isinstance(config, EvaluateConfig) else ()
     for template in dict.fromkeys(one.prompt.template for one in (config, *sets)):
         if Path(template).suffix and not is_here(resolve(template).expanduser()):
-            yield Absent("prompt.template", template)
+            yield PathKey("prompt.template", template)
 
 
-def _to_fetch(config: AnyRun, absent: Absent) -> str:
+def _to_fetch(config: AnyRun, absent: PathKey) -> str:
     """The line of a missing path; for a benchmark's file, with its origin."""
-    line = f"{absent.key} = {absent.path}"
+    line = f"{absent.key} = {absent.text}"
     name = absent.key.split(".")[1] if absent.key.startswith("sets.") else ""
     if isinstance(config, EvaluateConfig) and name in config.sets and "path" in absent.key:
         known = config.sets[name].benchmark
@@ -362,7 +360,7 @@ def _model_of(config: AnyRun, path: str, resolve: Resolve, plan: Plan) -> Path |
 
 # A run as a job of Slurm or as objects of Kubernetes, from the files in `templates/`.
 
-TRAIN = ("-m", "agentenv.launchers.train")  # arguments of Python
+TRAIN = ("-m", "agentenv.launchers", "train")  # arguments of Python
 WORKER = ("-m", "agentenv.training.workers.rollout_worker")
 RANK = ("-m", "agentenv.learners.ranks.rank_process")
 NAME_LENGTH = 40

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from agentenv.assembly.keys.supervised import SFTConfig, SupervisedRunConfig
 from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.serving.gpus import GIB, GpuPlan, PlannedMachine, learner_gpus
 from agentenv.assembly.serving.server_command import CPU_CACHE_GIB, SERVER_BYTES
-from agentenv.base.config import RUN
+from agentenv.base.config import RUN, Resolve
 from agentenv.base.errors import AgentEnvError, ConfigError
 from agentenv.base.types import Limits
 from agentenv.contract.engine import EngineConfig, LocalModel
@@ -113,7 +112,6 @@ def check_memory(plan: Plan) -> None:
         )
 
 
-Resolve = Callable[[str], Path]
 NO_SHAPE = (
     "not found, and its memory cannot be estimated: the path names no known model "
     f"({', '.join(KNOWN)})"
@@ -234,7 +232,9 @@ class _Planner:
         num_workers = getattr(cluster, "workers", 0)
         is_wide = isinstance(cluster, WideCluster) and num_workers
         where = "on nodes of the cluster" if is_wide else HERE
-        num_envs = self._num_env_workers()
+        sets = getattr(self.config, "sets", {}).values()
+        envs = [getattr(self.config, "env", None), *(one.env for one in sets)]
+        num_envs = max(0 if env is None else env.workers for env in envs)  # where rollouts are
         work = "rollouts" if num_envs else "rollouts, tools, graders"
         own = "queue, journal, evaluations" if num_workers else work
         self.plan.processes.append(Process("controller", 1, memory=Memory({}, host), note=own))
@@ -244,12 +244,6 @@ class _Planner:
         if num_envs:  # the controller has some too, for evaluations
             number, note = num_envs * (1 + num_workers), f"tools, graders; {where}"
             self.plan.processes.append(Process("environments", number, note=note))
-
-    def _num_env_workers(self) -> int:
-        """Environment processes per process with rollouts."""
-        sets = getattr(self.config, "sets", {}).values()
-        envs = [getattr(self.config, "env", None), *(one.env for one in sets)]
-        return max(0 if env is None else env.workers for env in envs)
 
     def _add_learner(self, learner: LearnerConfig, ranks: list[str]) -> None:
         """Add the learner's ranks, and lines on its files."""

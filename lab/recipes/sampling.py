@@ -19,6 +19,7 @@ from agentenv.assembly.keys.evaluation import (
     Way,
     set_name,
 )
+from agentenv.assembly.keys.rl import EvalSet
 from agentenv.assembly.parts.assembly import Questions, load_set
 from agentenv.assembly.parts.environments import try_env
 from agentenv.assembly.reports.records import FAILED, EvalRow, Wanted
@@ -28,7 +29,6 @@ from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.types import Info, Limit, Message, Task
 from agentenv.contract.engine import Engine
 from agentenv.contract.env import EnvWrapper, StepResult
-from agentenv.data.rows import RowsConfig
 from agentenv.envs.grading.verdict import final_answer
 from agentenv.evaluation.run import Progress, row_of, sample_into, share_failures
 from agentenv.evaluation.store import Store
@@ -310,7 +310,7 @@ async def _excluded(
     """The source of each excluded question."""
     found: dict[str, str] = {}
     for path in plan.config.exclude:
-        tasks = await load_set(path, "", RowsConfig(), assembly.resolve, report, "exclude")
+        tasks = await load_set(EvalSet(path=path), "", assembly.resolve, report, "exclude")
         found |= {plain_question(task.question): f"in {path}, {task.id}" for task in tasks}
     return found
 

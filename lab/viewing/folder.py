@@ -48,14 +48,11 @@ TAIL_BYTES = 64_000
 class Folder:
     """A run or an evaluation, with other evaluations to compare with."""
 
-    def __init__(
-        self, path: Path, others: Sequence[Path] = (), *, is_awaited: bool = False
-    ) -> None:
-        """`others`: evaluations to compare with. `is_awaited`: a run that has just started, whose
-        folder may still be empty. Raises DataError."""
+    def __init__(self, path: Path, others: Sequence[Path] = ()) -> None:
+        """`others`: evaluations to compare with. Raises DataError."""
         self.path = path
-        self.is_run = is_awaited or not (path / ROWS).is_file()
-        if self.is_run and not is_awaited:
+        self.is_run = not (path / ROWS).is_file()
+        if self.is_run:
             _check_run(path)
         for other in others:
             if not (other / ROWS).is_file():

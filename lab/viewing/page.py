@@ -15,14 +15,11 @@ import base64
 import gc
 import gzip
 import hashlib
-import os
 import re
 import secrets
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib import resources
 from itertools import permutations
 from pathlib import Path
@@ -36,14 +33,8 @@ from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.offload import in_thread
 from agentenv.lab.viewing.evaluations import CHUNK
 from agentenv.lab.viewing.folder import Folder
-from agentenv.processes.guard import guarded
-from agentenv.processes.ports import hold_port, port_of
 
 HOST = "127.0.0.1"
-COMMAND = ("-m", "agentenv.launchers.view")
-GRACE_S = 1.0
-END_S = 5.0  # for the viewer process of a run to end
-TOKEN_VARIABLE = "AGENTENV_VIEW_TOKEN"  # environment variable: the token, if the caller chose it
 NAMES = (HOST, "localhost", "[::1]")
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src "
@@ -62,10 +53,6 @@ NUM_AT_ONCE = 4  # responses that are computed concurrently
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def address_of(port: int, token: str) -> str:
-    return f"http://{HOST}:{port}/?token={token}"
-
-
 def static(name: str) -> bytes:
     """A built file of the page."""
     return resources.files("agentenv.lab.viewing").joinpath("static", name).read_bytes()
@@ -77,13 +64,13 @@ class PageServer:
     def __init__(self, path: Path, port: int = 0) -> None:
         self.path = path
         self.port = port
-        self.token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
+        self.token = secrets.token_urlsafe(24)
         self._slots = asyncio.Semaphore(NUM_AT_ONCE)
         self._runner: web.AppRunner | None = None
 
     @property
     def address(self) -> str:
-        return address_of(self.port, self.token)
+        return f"http://{HOST}:{self.port}/?token={self.token}"
 
     def app(self) -> web.Application:
         """The aiohttp application."""
@@ -209,31 +196,6 @@ async def serve(server: PageServer, report: Callable[[str], None]) -> None:
         await asyncio.Event().wait()
     finally:
         await server.close()
-
-
-@contextmanager
-def viewed(run: Path, report: Callable[[str], None]) -> Iterator[None]:
-    """Inside, serve a run that has just started from a separate process, and print the address.
-    That process always ends with this one; if it fails, the run continues without it."""
-    token = secrets.token_urlsafe(24)
-    with hold_port() as held:
-        command = [sys.executable, *COMMAND, str(run.resolve()), "--awaited"]
-        process = subprocess.Popen(
-            guarded([*command, "--port", str(port_of(held))], GRACE_S),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            env=os.environ | {TOKEN_VARIABLE: token},
-            start_new_session=True,
-        )
-        report(f"view it at {address_of(port_of(held), token)}")
-        try:
-            yield
-        finally:
-            if process.stdin is not None:
-                process.stdin.close()  # ends the process
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=END_S)
-            report(f"to view it again: agentenv view {run}")
 
 
 # Exports of the page.

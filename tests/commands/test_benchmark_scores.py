@@ -50,7 +50,7 @@ xbench = {{ benchmark = "xbench", path = "{xbench}" }}
 async def evaluate(config: Path, out: Path) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
     """Rows, summary, and the output on the terminal."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "launchers/evaluate.py", str(config.parent / "model")),
+        *(sys.executable, "-m", "agentenv.launchers", "evaluate", str(config.parent / "model")),
         *("--config", str(config), "--out", str(out)),
         cwd=ROOT,
         stdout=asyncio.subprocess.PIPE,

@@ -19,7 +19,7 @@ from agentenv.assembly.serving.server_command import command, environment
 from agentenv.assembly.serving.servers import ServerFactory, ServerProcess, ServerSpec
 from agentenv.base.config import build_config
 from agentenv.base.errors import ConfigError
-from agentenv.contract.engine import Served
+from agentenv.contract.engine import EngineConfig, Served
 from agentenv.contract.server_config import ServersConfig
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.scripted import ScriptedConfig
@@ -38,39 +38,39 @@ def on(*gpus: int) -> VLLMConfig:
     return VLLMConfig(servers=ServersConfig(num_servers=2, gpus=list(gpus)))
 
 
-def test_servers_get_the_learners_gpus_first() -> None:
+AT_ONCE = ResourcesConfig(colocated="at_once")
+
+
+@pytest.mark.parametrize(
+    ("resources", "engine", "visible", "learner", "servers"),
+    [
+        (COLOCATED, SERVERS, "abcd", "ab", "ab"),
+        (ResourcesConfig(colocated=True, learner_gpus=[3, 2]), on(2, 3), "abcd", "dc", "cd"),
+        (COLOCATED, on(1, 3), "abcd", "bd", "bd"),  # those named for the servers
+        (COLOCATED, EmbeddedConfig(), "", "", ""),
+        (AT_ONCE, SERVERS, "abc", "ab", "ab"),
+    ],
+)
+def test_learner_and_servers_get_the_same_gpus(
+    resources: ResourcesConfig, engine: EngineConfig, visible: str, learner: str, servers: str
+) -> None:
+    plan = GpuPlan([*visible])
+    assert learner_gpus(resources, engine, TWO, plan) == [*learner]
+    named = [] if engine.launched is None else engine.launched.gpus
+    assert plan.assign("engine.servers.gpus", named, len(servers), borrows=True) == [*servers]
+
+
+def test_only_the_engine_shares_the_learners_gpus() -> None:
     plan = GpuPlan(["a", "b", "c", "d"])
     assert learner_gpus(COLOCATED, SERVERS, TWO, plan) == ["a", "b"]
     with pytest.raises(ConfigError, match=r"resources\.learner_gpus"):
-        plan.assign("roles.judge.gpus", [1], 1)  # others may not
+        plan.assign("roles.judge.gpus", [1], 1)
     assert plan.assign("roles.judge.gpus", [], 1) == ["c"]
     assert plan.assign("engine.servers.gpus", [], 3, borrows=True) == ["a", "b", "d"]
-
-
-def test_engine_and_learner_may_name_the_same_gpus() -> None:
-    resources = ResourcesConfig(colocated=True, learner_gpus=[3, 2])
-    plan = GpuPlan(["a", "b", "c", "d"])
-    assert learner_gpus(resources, on(2, 3), TWO, plan) == ["d", "c"]
-    assert plan.assign("engine.servers.gpus", [2, 3], 2, borrows=True) == ["c", "d"]
-
-
-def test_the_learner_uses_the_gpus_named_for_the_servers() -> None:
-    plan = GpuPlan(["a", "b", "c", "d"])
-    assert learner_gpus(COLOCATED, on(1, 3), TWO, plan) == ["b", "d"]
-
-
-def test_without_gpus_none_are_claimed() -> None:
-    assert learner_gpus(COLOCATED, EmbeddedConfig(), TWO, GpuPlan([])) == []
-
-
-def test_engine_and_learner_share_the_gpus_at_the_same_time_too() -> None:
-    resources, plan = ResourcesConfig(colocated="at_once"), GpuPlan(["a", "b", "c"])
-    assert not resources.in_turn
-    assert learner_gpus(resources, SERVERS, TWO, plan) == ["a", "b"]
-    assert plan.assign("engine.servers.gpus", [], 2, borrows=True) == ["a", "b"]
-    for engine in (EmbeddedConfig(), VLLMConfig(urls=["http://127.0.0.1:1"])):
+    assert (COLOCATED.in_turn, AT_ONCE.in_turn) == (True, False)
+    for one in (EmbeddedConfig(), VLLMConfig(urls=["http://127.0.0.1:1"])):
         with pytest.raises(ConfigError, match="'at_once'"):
-            learner_gpus(resources, engine, TWO, GpuPlan(["a", "b"]))
+            learner_gpus(AT_ONCE, one, TWO, GpuPlan(["a", "b"]))
 
 
 async def test_servers_that_share_a_gpu_get_separate_caches(

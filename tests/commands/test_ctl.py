@@ -14,7 +14,7 @@ import pytest
 
 from agentenv.assembly.run.control import GetStatus, UnreachableError, send
 from agentenv.launchers import ctl
-from tests.support.forks import Command
+from tests.support.forks import TRAIN, Command
 from tests.support.runs import rows_of
 
 SLOW = """    if item == "rivets":
@@ -53,7 +53,7 @@ def running(slow: Path, name: str, *overrides: str) -> Iterator[tuple[Path, Comm
     run, log = folder / "runs" / name, folder / f"{name}.log"
     chosen = ("env.id=me/Slow-v0", "env.module=slow_env", f"run.name={name}", *LONG)
     chosen += (f"eval.sets.a.path={folder}/a.jsonl", "eval.sets.a.max_tasks=2", *overrides)
-    with Command("launchers/train.py", str(slow), *chosen, log=log, path=[folder]) as process:
+    with Command(*TRAIN, str(slow), *chosen, log=log, path=[folder]) as process:
         deadline = time.monotonic() + START_S
         while not has_begun(run):
             assert process.poll() is None, process.read_log()
@@ -119,7 +119,7 @@ def test_every_command_works_on_a_live_run(slow: Path, capsys: pytest.CaptureFix
 
         # pause: nothing starts; meanwhile a checkpoint works
         client("pause")
-        assert "already paused" in client("pause")["lines"][0]
+        assert "already" in client("pause")["lines"][0]
         path = Path(client("checkpoint")["path"])  # after the update in progress
         before = client("status")
         assert before["is_paused"]
@@ -182,12 +182,6 @@ def test_trees_in_workers_are_reachable_too(slow: Path, capsys: pytest.CaptureFi
     rows = [row for row in rows_of(run) if "trees/offered" in row]
     conserved(rows)
     assert sum(row.get("failed/by_kind/cancelled", 0) for row in rows) >= 1
-
-
-@pytest.mark.parametrize("line", ["R --json why", "R why --json", "--json R", "R --json"])
-def test_the_json_option_may_have_any_position(line: str) -> None:
-    assert ctl.make_parser().parse_args(line.split()).json
-    assert not ctl.make_parser().parse_args(["R", "why"]).json
 
 
 def test_a_command_before_the_run_argument_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.assembly.parts.assembly import load_training
+from agentenv.assembly.parts.assembly import load_set
 from agentenv.base.config import build_config, load_config, to_plain
 from agentenv.base.errors import AgentEnvError, ConfigError
 from agentenv.base.types import Task
@@ -34,7 +34,7 @@ def configured(warehouse: Path, *overrides: str) -> TrainConfig:
 async def training(warehouse: Path, *overrides: str) -> tuple[list[Task], list[str]]:
     said: list[str] = []
     config = configured(warehouse, *overrides)
-    return list(await load_training(config.data, "env", Path, said.append)), said
+    return list(await load_set(config.data, "env", Path, said.append)), said
 
 
 async def test_the_keys_of_data_reach_the_loader(warehouse: Path, tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ async def test_a_mix_replaces_data_train(warehouse: Path, tmp_path: Path) -> Non
         'data.train=""',
         f'data.mix=[{{path = "{path}", weight = 3}}, {{path = ["{path}"], env_id = "other"}}]',
     )
-    mix = await load_training(config.data, "env", Path, lambda _: None)
+    mix = await load_set(config.data, "env", Path, lambda _: None)
     assert isinstance(mix, TaskMix)
     assert [task.env_id for task in mix] == ["env", "other"]
     assert sorted(mix.pattern) == [0, 0, 0, 1]

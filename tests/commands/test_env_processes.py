@@ -89,7 +89,7 @@ def test_killed_environment_processes_cost_no_trajectory(warehouse: Path, calm: 
     found = run(warehouse, "envs-killed", *PLAIN, *COMPUTING, during=kill)
     assert len(killed) == 2
     assert trees(found) == trees(calm)
-    assert re.search(r"env-worker-1 is lost: it was killed by SIGKILL", log_of(found))
+    assert re.search(r"env-worker-1 .*SIGKILL", log_of(found))
 
 
 def test_an_evaluation_runs_its_environments_in_processes_too(

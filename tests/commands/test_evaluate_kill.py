@@ -39,8 +39,9 @@ class Evaluation:
         self.log.touch()
         self.path = warehouse.parent
         model, data = self.path / "model", self.path / "a.jsonl"
-        self.arguments = ["launchers/evaluate.py", str(model), "--env", "me/Warehouse-v0"]
-        self.arguments += ["env.module=my_env", f"data={data}", "--out", str(self.out)]
+        self.arguments = ["-m", "agentenv.launchers", "evaluate", str(model)]
+        self.arguments += ["--env", "me/Warehouse-v0", "env.module=my_env"]
+        self.arguments += [f"data={data}", "--out", str(self.out)]
         self.arguments += ["engine.name=scripted", f"engine.latency_s={latency_s}"]
         self.arguments += ["engine.script=tests.commands.test_evaluate_kill:logged"]
         self.arguments += [f"concurrency={CONCURRENCY}"]

@@ -80,7 +80,7 @@ def run_command(*command: object) -> str:
 
 
 def exported(run: Path, out: Path) -> Path:
-    run_command(BIN / "python", "launchers/export.py", "transcripts", run, out)
+    run_command(BIN / "python", "-m", "agentenv.launchers", "export", "transcripts", run, out)
     return out
 
 

@@ -117,7 +117,7 @@ def test_workers_join_and_leave_a_run(warehouse: Path, light: None, port: int, s
     assert {index: both[index] for index in trees(calm)} == trees(calm)
     last = [row for row in rows_of(found) if "workers/up" in row][-1]
     assert last["workers/lost"] == last["workers/trees_moved"] == 0
-    assert re.search(r"worker-\d leaves within 30", log_of(found))
+    assert re.search(r"worker-\d leaves", log_of(found))
     assert first.wait(RUN_S) != 0, "its place may be wanted again, elsewhere"
 
 

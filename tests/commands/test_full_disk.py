@@ -29,9 +29,10 @@ def full(path: Path) -> None:
 
 
 def plots(folder: Path) -> None:
-    metrics = folder / "metrics.jsonl"
-    metrics.write_text(json.dumps({"step": 1, "trees/offered": 1, "loss": 0.5}) + "\n")
-    pictures.write_plots(metrics, folder, "run")
+    (folder / "metrics.jsonl").write_text(
+        json.dumps({"step": 1, "trees/offered": 1, "loss": 0.5}) + "\n"
+    )
+    pictures.write_curve(folder)
     supervised.plot_losses(folder, "sft", ("loss",))
 
 
@@ -47,7 +48,6 @@ def entropy(folder: Path) -> None:
         ("entropy.csv", lambda path: entropy(path.parent)),
         ("entropy.png", lambda path: entropy(path.parent)),
         ("curve.png", lambda path: plots(path.parent)),
-        ("training.png", lambda path: plots(path.parent)),
         ("loss.png", lambda path: plots(path.parent)),
     ],
 )
@@ -83,7 +83,7 @@ def test_plots_use_the_rows_not_truncated_by_a_full_disk(
     for module in (pictures, supervised):
         monkeypatch.setattr(module, "png", lambda *_: b"picture")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "sft/loss": 2.5}\n{"step": 2, "lo')
-    assert pictures.write_plots(tmp_path / "metrics.jsonl", tmp_path, "run") == ["curve.png"]
+    pictures.write_curve(tmp_path)
     supervised.plot_losses(tmp_path, "sft", ("loss",))
     assert (tmp_path / "loss.png").read_bytes() == b"picture"
     assert seen == [[{"step": 1, "sft/loss": 2.5}]] * len(seen)

@@ -79,7 +79,8 @@ def test_the_doctor_finds_no_fault_in_a_generated_environment(tmp_path: Path) ->
     command = [
         sys.executable,
         "-m",
-        "agentenv.launchers.doctor",
+        "agentenv.launchers",
+        "doctor",
         "--config",
         "dice_examined/train.toml",
     ]

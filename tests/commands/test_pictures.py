@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.assembly.reports.pictures import learning_curve, png, training_figures
+from agentenv.assembly.reports.pictures import learning_curve, png
 from agentenv.data.data_files import Row
 
 
@@ -96,29 +96,6 @@ def test_evaluations_have_intervals_and_the_failed_share() -> None:
 def test_success_that_is_the_reward_is_one_curve() -> None:
     axes, _ = learning_curve([update(1, 0.2, 0.2), update(2, 0.4, 0.4)], "run").axes
     assert labels(axes) == ["success, which is the reward"]
-
-
-def test_figures_without_data_have_no_panel() -> None:
-    rows = [{**update(step, 0.5, 0.5), "rollout/forks": step, "rollout/roots": 8,
-             "failed/trajectories": 0, "tool/x/calls": step, "tool/x/errors": 0,
-             "time/update_s": 1.0} for step in (1, 2, 3)]  # fmt: skip
-    figure = training_figures(rows, "run")
-    titles = [axes.get_title() for axes in figure.axes]
-    assert titles == [
-        "forks and roots per step",
-        "tool calls per step",
-        "seconds per step, by part",
-    ]
-    assert all(axes.has_data() for axes in figure.axes)
-    assert figure.get_supxlabel() == "0 throughout: failed/trajectories, tool/x/errors"
-
-
-def test_coinciding_curves_are_all_visible() -> None:
-    rows = [{**update(step, 0.5, 0.5), "length/offered_p50": 7, "length/trained_p50": 7}
-            for step in (1, 2)]  # fmt: skip
-    axes = training_figures(rows, "run").axes[0]
-    wide, thin = axes.get_lines()
-    assert wide.get_linewidth() > thin.get_linewidth()
 
 
 def test_a_long_legend_does_not_cover_labels() -> None:

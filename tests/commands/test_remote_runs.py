@@ -18,6 +18,7 @@ from agentenv.launchers import evaluate
 from tests.engines.server_process import FORKING, ServerProcess
 from tests.engines.sglang_server import SGLangProcess, require_sglang
 from tests.engines.vllm_server import VLLMProcess, require_vllm
+from tests.support.forks import TRAIN
 from tests.support.warehouse import ROOT
 
 pytestmark = pytest.mark.timeout(1200)
@@ -66,7 +67,7 @@ def servers_below(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 def start(folder: Path, *keys: str) -> subprocess.Popen[bytes]:
     """A training run in `folder`/run, with its output in `folder`/out."""
     config = ROOT / "tests" / "support" / "small_quickstart.toml"
-    command = [sys.executable, str(ROOT / "launchers" / "train.py"), str(config), *SMALL, *keys]
+    command = [sys.executable, *TRAIN, str(config), *SMALL, *keys]
     with (folder / "out").open("wb") as out:
         return subprocess.Popen(
             [*command, f"run.dir={folder}", "run.name=run"],

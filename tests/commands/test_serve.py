@@ -13,7 +13,6 @@ import pytest
 
 from agentenv.envs.quickstart.setup import build_model
 from agentenv.launchers import serve
-from tests.support.warehouse import ROOT
 
 SERVER = """#!{python}
 import http.server, sys
@@ -37,7 +36,7 @@ def test_models_are_served_until_interrupted(tmp_path: Path) -> None:
         f'run.dir = "{tmp_path}/runs"\n[roles.judge]\nmodel = "{tmp_path}/model"\n'
         f'python = "{program}"\ndevice = "cpu"\nmax_model_len = 512\n'
     )
-    command = [sys.executable, str(ROOT / "launchers/serve.py"), str(config)]
+    command = [sys.executable, "-m", "agentenv.launchers", "serve", str(config)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         said = next(line for line in process.stdout if line.startswith("judge is at "))

@@ -21,7 +21,7 @@ from agentenv.base.errors import EngineError
 from agentenv.processes.guard import GUARD, LIST
 from agentenv.processes.ports import hold_port, port_of
 from tests.support.small_server import SERVER, alive, assert_ended, processes, script, until
-from tests.support.warehouse import ROOT
+from tests.support.snippets import ready_python
 
 HOLDER = """
 import asyncio, sys
@@ -91,14 +91,7 @@ async def test_a_server_that_dies_is_started_again_on_its_port(tmp_path: Path) -
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_no_process_survives_any_death_of_the_run(tmp_path: Path, how: int) -> None:
     port = str(free_port())
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(script(tmp_path)), port, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-        text=True,
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "ready\n"
+    with ready_python(HOLDER, script(tmp_path), port, tmp_path) as (holder, _):
         pids = processes(tmp_path / "policy.log")
         assert len(alive(pids)) == 2
         holder.send_signal(how)
@@ -138,25 +131,6 @@ for path in (shared, semaphore, others):
 print(socket, shared, semaphore, others, os.getpid(), flush=True)
 time.sleep(600)
 """
-
-
-def test_leftovers_of_a_killed_server_are_removed(tmp_path: Path) -> None:
-    """Sockets in its folder for temporary files, SGLang's shared memory and semaphores, but not
-    ours."""
-    log, server = tmp_path / "log", script(tmp_path, LEAVING)
-    command = [sys.executable, "-I", "-S", str(GUARD), "0", sys.executable, str(server)]
-    with log.open("wb") as out, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out) as one:
-        until(lambda: "weights" in log.read_text())
-        socket, shared, semaphore, ours, _ = map(Path, log.read_text().split())
-        assert socket.exists()
-        assert shared.exists()
-        one.terminate()
-        one.wait(20)
-    assert ours.exists()
-    ours.unlink()
-    assert not shared.exists()
-    assert not semaphore.exists()
-    assert not socket.parent.exists()
 
 
 @contextmanager
@@ -223,6 +197,7 @@ def test_a_guard_keeps_files_of_a_live_guard_and_unknown_files(
             assert all(path.exists() for path in left)
             guard.terminate()
             guard.wait()
+            assert not any(path.exists() for path in left)
         assert list(tmp_path.glob("agentenv-server-*")) == [older]
         assert anew.exists()
         assert ours.exists()

@@ -96,7 +96,7 @@ def test_entropy_by_position_is_written_as_table_and_picture(finished: Path) -> 
 def test_the_last_lines_name_existing_files_and_phases_only(finished: Path) -> None:
     log = (finished / "run.log").read_text()
     last = log.partition(f"results in {finished}: ")[2].splitlines()[0].split(", ")
-    assert {"run.log", "trees/", "trajectories/", "training.png", "samples.txt"} < {*last}
+    assert {"run.log", "trees/", "trajectories/", "curve.png", "samples.txt"} < {*last}
     assert all((finished / name).exists() for name in last)
     for text in (log.partition("success on a, sampled")[2], (finished / "samples.txt").read_text()):
         assert "before RL" in text

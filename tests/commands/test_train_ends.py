@@ -20,7 +20,7 @@ from agentenv.base.errors import ConfigError
 from agentenv.base.installation import PACKAGES
 from agentenv.launchers import train
 from agentenv.training import start
-from tests.support.forks import Command, project
+from tests.support.forks import TRAIN, Command, project
 from tests.support.forkserver import Forked
 from tests.support.runs import trees_of
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("here")
 @contextmanager
 def started(warehouse: Path, name: str, *overrides: str) -> Iterator[tuple[Command, Path]]:
     """A run in a separate process whose first step is done."""
-    command = ("launchers/train.py", str(warehouse), f"run.name={name}", *overrides)
+    command = (*TRAIN, str(warehouse), f"run.name={name}", *overrides)
     run = warehouse.parent / "runs" / name
     log = warehouse.parent / f"{name}.log"
     with Command(*command, log=log, path=[warehouse.parent]) as process:
@@ -63,7 +63,7 @@ def test_a_closed_terminal_does_not_harm_a_run(warehouse: Path, is_told: bool) -
     """The run ends with a checkpoint if the system reports the hangup, else at its regular end."""
     name = f"no-terminal-{is_told}".lower()
     ours, theirs = os.openpty()
-    command = ("launchers/train.py", str(warehouse), f"run.name={name}", "train.num_steps=8")
+    command = (*TRAIN, str(warehouse), f"run.name={name}", "train.num_steps=8")
     folders = [str(warehouse.parent), str(PACKAGES)]
     process = Forked(
         project().fork(

@@ -84,7 +84,7 @@ class Viewed:
 
     def __init__(self, folder: Path) -> None:
         self.run: ViewedRun = make_run(folder)
-        command = [sys.executable, str(ROOT / "launchers" / "view.py"), str(folder)]
+        command = [sys.executable, "-m", "agentenv.launchers", "view", str(folder)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert self.process.stdout is not None
         shown = ""
@@ -368,7 +368,7 @@ def test_a_hundred_thousand_rows(growing: Viewed, open_page: Open) -> None:
 
 def test_an_exported_file_is_self_contained(shown: Viewed, tmp_path: Path, open_page: Open) -> None:
     out = tmp_path / "run.html"
-    command = [sys.executable, str(ROOT / "launchers" / "view.py"), str(shown.run.folder)]
+    command = [sys.executable, "-m", "agentenv.launchers", "view", str(shown.run.folder)]
     subprocess.run([*command, "--export", str(out)], check=True, cwd=ROOT, capture_output=True)
     page = open_page(out.as_uri())
     asked = list[str]()

@@ -7,9 +7,7 @@ import asyncio
 import gc
 import os
 import signal
-import subprocess
 import sys
-import textwrap
 import time
 import weakref
 
@@ -19,6 +17,7 @@ from agentenv.assembly.run import watchdog
 from agentenv.assembly.run.terminal import View, run_until_done
 from agentenv.assembly.run.watchdog import Watchdog, rolling_out
 from agentenv.contract.function_tool import tool
+from tests.support.snippets import ready_python, run_python
 
 
 def test_a_tool_that_blocks_is_named_with_its_stack(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,17 +115,12 @@ run_until_done(work(), View())
 
 @pytest.mark.parametrize("uvloop", ["with", "without"])
 def test_the_second_ctrl_c_ends_a_process_that_ignores_it(uvloop: str) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(STUBBORN), uvloop], stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
-    assert process.poll() is None, "the first one asks"
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=600)
+    with ready_python(STUBBORN, uvloop) as (process, _):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert process.poll() is None, "the first one asks"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=600)
     assert process.returncode == 130
     assert "second signal" in errors
 
@@ -148,10 +142,8 @@ run_until_done(work(), View())
 
 
 def test_a_worker_abandoned_by_its_controller_exits() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", HELD], capture_output=True, text=True, timeout=600
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (130, "not held\n")
+    done = run_python(HELD, expected=130)
+    assert done.stdout == "not held\n"
     assert "loop for 0" in done.stderr
     assert "in work" in done.stderr, "where it stood"
 
@@ -173,37 +165,25 @@ run_until_done(work(), View())
 
 
 def test_a_third_signal_ends_a_process_that_saves_after_the_second() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SAVING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGTERM)
-    assert process.stdout.readline().startswith("interrupted")
-    process.send_signal(signal.SIGINT)
-    assert process.stdout.readline().startswith("still shutting down")
-    time.sleep(0.3)
-    assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=600)
+    with ready_python(SAVING) as (process, lines):
+        process.send_signal(signal.SIGTERM)
+        assert next(lines).startswith("interrupted")
+        process.send_signal(signal.SIGINT)
+        assert next(lines).startswith("still shutting down")
+        time.sleep(0.3)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=600)
     assert process.returncode == 130
     assert "third signal" in errors
 
 
 def test_a_third_signal_ends_a_process_that_cannot_write_to_stderr() -> None:
-    command = [sys.executable, "-c", SAVING]
-    with (
-        open("/dev/full", "w") as full,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=full, text=True) as process,
-    ):
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        for number, said in (
-            (signal.SIGHUP, "interrupted"),
-            (signal.SIGTERM, "still shutting down"),
-        ):
+    said = {signal.SIGHUP: "interrupted", signal.SIGTERM: "still shutting down"}
+    with open("/dev/full", "w") as full, ready_python(SAVING, stderr=full) as (process, lines):
+        for number, start in said.items():
             process.send_signal(number)
-            assert process.stdout.readline().startswith(said)
+            assert next(lines).startswith(start)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=600) == 130
 
@@ -229,16 +209,11 @@ sys.exit(terminal.exit_code_of(lambda view: terminal.run_until_done(work(), view
 
 @pytest.mark.parametrize("interrupts", [False, True])
 def test_a_command_exits_without_waiting_for_a_hanging_thread(interrupts: bool) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", HANGING, "60" if interrupts else "0.3"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    if interrupts:
-        time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
-    said, errors = process.communicate(timeout=600)
+    with ready_python(HANGING, 60 if interrupts else 0.3) as (process, _):
+        if interrupts:
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+        said, errors = process.communicate(timeout=600)
     assert "ended without read" in errors
     if interrupts:
         assert process.returncode == 130
@@ -339,5 +314,4 @@ async def work():
 
 run_until_done(work(), View())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "True"]
+    assert run_python(code).stdout.split() == ["True", "True"]

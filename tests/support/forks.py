@@ -15,12 +15,14 @@ from agentenv.base import offload
 from agentenv.base.installation import PACKAGES
 from tests.support.forkserver import POLL_S, PYTHON, Forked, ForkServer, fork_server
 
+TRAIN = ("-m", "agentenv.launchers", "train")  # arguments of Python
 MODULES = (
     "deepspeed",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
     "agentenv.learners.ranks.rank_process",
+    "agentenv.launchers.__main__",
     "agentenv.launchers.train",
     "agentenv.launchers.evaluate",
     "agentenv.training.loop.training",

@@ -1,6 +1,6 @@
 """A training run that is killed at a named point.
 
-    python -m tests.support.killing PLAN ARGUMENT ...        the arguments of launchers/train.py
+    python -m tests.support.killing PLAN ARGUMENT ...        the arguments of agentenv train
 
 The product's call at a point is replaced by one that kills by SIGKILL before it, after it or in the
 middle of it; the product does not know of it. Points are named by the event there:
@@ -347,7 +347,7 @@ def main() -> int:
     torch.set_num_threads(1)
     killer = Killer(plan, "controller")
     install(killer)
-    RunRecorder.draw = lambda self: []  # type: ignore[method-assign]  # the dearest part of a short run
+    RunRecorder.draw = lambda self: None  # type: ignore[method-assign]  # the dearest part of a short run
     arguments = [*sys.argv[2:], "learner.num_threads=1"]
     if not plan.own_rank:
         with rank_here():

@@ -11,7 +11,7 @@ import pytest
 
 PICTURES = (
     "agentenv.assembly.reports.pictures._plot",
-    "agentenv.training.reports.recorder.write_plots",
+    "agentenv.training.reports.recorder.write_curve",
 )
 
 

@@ -1,4 +1,4 @@
-"""launchers/retriever.py as a separate process."""
+"""`agentenv retriever` as a separate process."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-
-import agentenv.launchers.retriever
 
 
 @contextmanager
@@ -17,7 +14,7 @@ def retriever(*overrides: str) -> Iterator[str]:
     """The address of a server that is started with these keys; it ends cleanly on request."""
     command = [
         sys.executable,
-        str(Path(agentenv.launchers.retriever.__file__)),
+        *("-m", "agentenv.launchers", "retriever"),
         "port=0",
         *overrides,
     ]

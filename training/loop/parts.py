@@ -14,17 +14,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from agentenv.assembly.keys.cluster import RayCluster
-from agentenv.assembly.keys.rl import DataConfig, EvalSet, Sampling, TrainConfig
+from agentenv.assembly.keys.rl import Sampling, TrainConfig
 from agentenv.assembly.parts.assembly import (
     EVALUATING,
     TRAINED,
     TRAINING,
     Questions,
     RolloutAssembly,
-    SetConfig,
     actor_seed,
-    load_set,
-    load_training,
     once,
     training_set,
 )
@@ -134,15 +131,6 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
 
     async def contexts(self) -> Sequence[int]:
         return [self.config.engine.max_context(await self.model())]
-
-    async def read_rows(self, one: SetConfig) -> Sequence[Task]:
-        rows, env_id = one.rows, one.env.id
-        if isinstance(rows, DataConfig):
-            return await load_training(rows, env_id, self.resolve, self.report, self.ends)
-        assert isinstance(rows, EvalSet)
-        return await load_set(
-            rows.path, env_id, rows, self.resolve, self.report, one.key, rows.max_tasks, self.ends
-        )
 
     @once
     async def gpus(self) -> list[str]:

@@ -50,8 +50,8 @@ class Recorder(Protocol):
     async def written(self) -> None:
         """Wait until everything is written. Raises the error of a failed write."""
 
-    def draw(self) -> list[str]:
-        """Draw the plots of the run so far; returns their names."""
+    def draw(self) -> None:
+        """Draw the plots of the run so far."""
 
     def finish(
         self,

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from agentenv.assembly.keys.rl import MAX_TRAJECTORY_BYTES, TrainConfig
-from agentenv.assembly.reports.pictures import write_entropy, write_plots
+from agentenv.assembly.reports.pictures import write_curve, write_entropy
 from agentenv.assembly.reports.records import EvalRow, write_rows
 from agentenv.assembly.run.rundir import LOG_FILE, RunDirectory
 from agentenv.assembly.run.terminal import View
@@ -133,7 +133,7 @@ class RunRecorder(Recorder):
             table = texts.final_table(state, self.report_set, cold_start=config.sft is not None)
             if len(table.columns) > 1:  # the set was evaluated around a phase
                 self.view.show(table)
-        pictures = self.draw()
+        self.draw()
         if line := texts.entropy_line(state.entropy):
             self.view.log(line)
         for line in engine.get("told", ()):
@@ -148,16 +148,15 @@ class RunRecorder(Recorder):
             times = "  ".join(f"{name} {value:.0f}" for name, value in seconds.items())
             self.view.log(f"{clock} seconds: {times}")
         last = self.run.checkpoints.path(state.step).name
-        written = ["summary.json", *pictures, "entropy.csv", "samples.txt", "metrics.jsonl"]
-        written += [LOG_FILE, "trajectories/", f"{ARCHIVE}/", f"{EVALUATIONS}/"]
+        written = ["summary.json", "curve.png", "entropy.png", "entropy.csv", "samples.txt"]
+        written += ["metrics.jsonl", LOG_FILE, "trajectories/", f"{ARCHIVE}/", f"{EVALUATIONS}/"]
         existing = [name for name in written if (self.run.path / name).exists()]
         self.view.log(f"results in {self.run.path}: {', '.join(existing)}, checkpoints/{last}")
 
-    def draw(self) -> list[str]:
-        """Draw the plots of the run so far; returns their names."""
-        folder = self.run.path
-        write_entropy(self.state.entropy, folder, folder.name)
-        return [*write_plots(folder / "metrics.jsonl", folder, folder.name), "entropy.png"]
+    def draw(self) -> None:
+        """Draw the plots of the run so far."""
+        write_entropy(self.state.entropy, self.run.path, self.run.path.name)
+        write_curve(self.run.path)
 
     async def write_trajectories(self, name: str, trees: Sequence[TrajectoryTree]) -> None:
         """Write each trajectory as a readable row, up to the size limit of the run, and pass a

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from agentenv.assembly.keys.rl import DataConfig
-from agentenv.assembly.parts.assembly import load_set, load_training
+from agentenv.assembly.keys.rl import DataConfig, EvalSet
+from agentenv.assembly.parts.assembly import load_set
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.types import Message, Task
 from agentenv.contract.env import Grade, close_shared
@@ -46,10 +46,10 @@ def test_equal_seeds_give_equal_questions_and_held_out_ones_differ() -> None:
 async def test_only_training_data_has_the_seeds_of_training() -> None:
     """For every key of an evaluation set."""
     rows = {"train": SUMS, "source": {"size": 2}}
-    training = await load_training(DataConfig(**rows), "e", Path, print)
-    own = RowsConfig(source={"size": 2})
+    training = await load_set(DataConfig(**rows), "e", Path, print)
+    own = EvalSet(path=SUMS, source={"size": 2})
     for key in ("data", "eval.sets.a", "sets.a"):
-        held_out = await load_set(SUMS, "e", own, Path, print, key)
+        held_out = await load_set(own, "e", Path, print, key)
         assert not {one.id for one in training} & {one.id for one in held_out}
 
 
