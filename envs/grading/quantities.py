@@ -118,7 +118,6 @@ class Quantity(Struct, frozen=True):
         return self.value * self.factor + self.offset
 
 
-_SPEEDS: dict[str, str] = _QUANTITIE_TABLES["speeds"]
 _CURRENCY = _QUANTITIE_TABLES.pattern("currency")
 _DETERMINER = re.compile(r"^(?:the\s+|an?\s+(?=hundred|thousand|million|billion))(?=\w)", re.I)
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
@@ -360,7 +359,6 @@ def _unit(text: str) -> Unit | None:
     alone = unit_of(text) if text.isalpha() else None
     if alone is not None:
         return alone
-    text = _SPEEDS.get(text.lower(), text)
     dimensions: Counter[str] = Counter()
     factor, side, power, place = Fraction(1), 1, 1, 0
     offset, num_units = Fraction(0), 0
