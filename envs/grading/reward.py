@@ -26,7 +26,7 @@ from agentenv.envs.grading.keys import (
     grader_config,
 )
 from agentenv.envs.grading.keys import GraderPart as GraderPart
-from agentenv.envs.grading.verdict import STOPPED, Matcher, check_format, final_answer
+from agentenv.envs.grading.verdict import STOPPED, Exact, Matcher, check_format, final_answer
 
 TOOL_BONUS = 0.1
 RELEASED_REWARD = "agentenv.reference.grading:ReleasedReward"  # loaded for compat, never imported
@@ -61,7 +61,7 @@ class ExactMatch(AnswerReward):
     """Reward 1 when the answer equals one of the golds after normalizing, else 0."""
 
     def __init__(self) -> None:
-        super().__init__(_exact())
+        super().__init__(Exact())
 
 
 class ToolReward(AnswerReward):
@@ -78,7 +78,7 @@ class ToolReward(AnswerReward):
         *,
         bonus_tools: Sequence[str] = BONUS_TOOLS,
     ) -> None:
-        super().__init__(matcher or _exact())
+        super().__init__(matcher or Exact())
         self.bonus_tools = tuple(bonus_tools)
 
     async def grade(
@@ -121,41 +121,31 @@ def make_grader(
         table,
         lambda: grader_config(keys, kind=kind, reward=reward, partial_credit=partial_credit),
     )
+    return _grader(config)
+
+
+def _grader(config: GraderKeys) -> Grader:
+    """The grader of checked keys; each loads the file that it needs when it is chosen."""
     if config.compat:
         module, _, name = RELEASED_REWARD.partition(":")
         return cast(Grader, getattr(importlib.import_module(module), name)())
-    key = ("grader", msgspec.json.encode(config))
+    if isinstance(config, GraderConfig) and config.combined:
+        parts = {
+            name: Weighted(_grader(one), one.weight, one.decides)
+            for name, one in config.combined.items()
+        }
+        return shared(("grader", msgspec.json.encode(config)), lambda: Combined(parts))
+    fields = {key: getattr(config, key) for key in GraderKeys.__struct_fields__}
+    key = ("grader", msgspec.json.encode(fields))
     if config.kind == "custom":
         return shared(key, lambda: _custom(config))
     if config.own is not None:
         return shared(key, config.own.build)
-    if config.combined:
-        return shared(key, lambda: _combined(config))
     matcher = shared(key, lambda: _matcher(config))
-    if config.reward == "tools":
-        return ToolReward(matcher)
-    return AnswerReward(matcher)
+    return ToolReward(matcher) if config.reward == "tools" else AnswerReward(matcher)
 
 
-# Each loads the file that it needs when it is chosen.
-
-
-def _combined(config: GraderConfig) -> Grader:
-
-    fields = GraderKeys.__struct_fields__
-    return Combined(
-        {
-            name: Weighted(
-                make_grader(GraderConfig(**{key: getattr(one, key) for key in fields})),
-                one.weight,
-                one.decides,
-            )
-            for name, one in config.combined.items()
-        }
-    )
-
-
-def _custom(config: GraderConfig) -> Grader:
+def _custom(config: GraderKeys) -> Grader:
     from agentenv.envs.grading.custom import CustomGrader
 
     return CustomGrader(
@@ -167,22 +157,14 @@ def _custom(config: GraderConfig) -> Grader:
     )
 
 
-def _exact() -> Matcher:
-    from agentenv.envs.grading.verdict import Exact
-
-    return Exact()
-
-
-def _matcher(config: GraderConfig) -> Matcher:
+def _matcher(config: GraderKeys) -> Matcher:
     """The comparison of answers of this kind; "custom" and "own" are graders, not matchers."""
     if config.kind == "exact":
-        return _exact()
+        return Exact()
+    from agentenv.envs.grading.layers import Layered, TokenF1
+
     if config.kind == "f1":
-        from agentenv.envs.grading.layers import TokenF1
-
         return TokenF1()
-    from agentenv.envs.grading.layers import Layered
-
     if config.kind == "layered":
         return Layered(
             math=config.math, partial_credit=bool(config.partial_credit), ordered=config.ordered
