@@ -160,8 +160,8 @@ async def test_a_malformed_answer_has_the_reward_minus_one(text: str, message: s
 async def test_the_format_is_checked_over_all_turns_together() -> None:
     turns = ["<think>", r"</think><answer>\boxed{Par", "is}</answer>"]
     assert check_format("".join(turns)) == ("", "Paris")
-    answer = (await grade(ToolReward(), *turns)).reason
-    assert answer.startswith("wrong answer: Par\nis")
+    result = await grade(ToolReward(), *turns)  # a turn ends in a line
+    assert (result.parts["format"], result.parts["accuracy"]) == (0, 0)
 
 
 async def test_hostile_answers_are_graded_without_backtracking() -> None:
@@ -179,7 +179,7 @@ async def test_an_episode_is_a_single_turn() -> None:
     assert env.fork_mode == "pure"
     _, reward, terminated, _, info = await env.step(Message("assistant", r"So \boxed{twelve}."))
     assert (reward, terminated, info["success"]) == (1.0, True, True)
-    assert info["reason"] == "right: 'twelve' equals '12' by number"
+    assert info["reason"].endswith("by number")
     await env.close()
     with pytest.raises(ConfigError, match="mathh: unknown key"):
         agentenv.contract.env_registry.make("agentenv/QAGrader-v0", task, grader={"mathh": False})
