@@ -140,7 +140,6 @@ _MEASURED = _QUANTITIE_TABLES.pattern("measured", re.IGNORECASE)
 _OF_WHAT = re.compile(r"(?:of|in|on|from|at)\s+(?:all\s+|the\s+|its\s+|their\s+)?[a-z]\D{0,80}")
 _OF_ONE = re.compile(r"^of (?:an?|one|the) (?=\w+$)", re.IGNORECASE)  # a third of an hour
 _SCALE_LETTERS = {"k": 10**3, "M": 10**6, "B": 10**9}
-_OUT_OF = _QUANTITIE_TABLES.pattern("out_of", re.IGNORECASE)
 _BELOW_ZERO = _QUANTITIE_TABLES.pattern("below_zero", re.I)
 _SQUARED = re.compile(r"\b(\w+) (squared|cubed)\b")
 
@@ -173,11 +172,6 @@ def quantity(text: str) -> Quantity | None:
     era = re.fullmatch(r"(BCE?|AD|CE)\s+(\d{1,4})", text.replace(".", ""))
     if era is not None:
         text = f"{era[2]} {era[1]}"
-    out_of = _OUT_OF.fullmatch(text)
-    if out_of is not None:
-        part, whole = (leading_number(out_of[side]) for side in ("part", "whole"))
-        if part and whole and not part[1] and not whole[1] and 0 < part[0] < whole[0]:
-            return Quantity(part[0] / whole[0])
     found = leading_number(text) or _one(text)
     if found is None:
         return None
@@ -246,25 +240,26 @@ def _negative(one: Quantity) -> Quantity:
 
 def _money(currency: re.Match[str], text: str) -> Quantity | None:
     """An amount after a currency sign: $1.5 million, $5M, $5 per hour, $5 each."""
-    name = currency[2].replace(" ", "").lower()
-    found = leading_number(currency[1] + text)
+    sign = currency[2].replace(" ", "").lower()
+    unit, found = unit_of(sign), leading_number(currency[1] + text)
+    assert unit is not None, "every currency sign is in numbers.toml"
     if found is None:
         return None
-    value, rest = found
-    scale, rest = letter_scale(rest)
-    rest = _MEASURED.sub("", rest.strip()).strip(" ,")
-    unit = unit_of(name)
-    assert unit is not None, "every currency sign is in numbers.toml"
-    if rest.lower() in ("", "usd", "us", "dollars", "dollar", "us dollars", name):
-        return Quantity(value * scale, unit.dimension, unit.factor)
-    match = re.match(r"(?:per|an?|/|each|every)\s*(?=\w)", rest)
-    if match is not None:
-        whole = _unit(f"{name} {rest}")
-        if whole is not None:
-            return Quantity(value * scale, whole.dimension, whole.factor)
-    if _OF_WHAT.fullmatch(rest) or (match is not None and _NOUN.fullmatch(rest[match.end() :])):
-        return Quantity(value * scale, unit.dimension, unit.factor, words=rest.lower())
-    return None
+    scale, rest = letter_scale(found[1])
+    if sign.endswith("$"):
+        rest = re.sub(r"^\s*(?:us\b\s*)?(?:dollars?$)?", "", rest, flags=re.IGNORECASE)
+    rest = rest.strip()
+    again = unit_of(rest) if rest else unit  # $5 USD
+    if again is not None:
+        return Quantity(found[0] * scale, unit.dimension) if again == unit else None
+    name = unit.dimension[0][0].removeprefix("money_")
+    amount = _with_unit(found[0] * scale, f"{name} {rest}".strip())
+    if amount is None or not amount.dimension:
+        return None
+    return amount if not amount.words or _PER_OR_OF.match(amount.words) else None
+
+
+_PER_OR_OF = re.compile(r"(?:per|an?|each|every|of|in|on|from|at)\b|/")
 
 
 def _one(text: str) -> tuple[Fraction, str] | None:

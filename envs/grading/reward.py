@@ -72,14 +72,8 @@ class ToolReward(AnswerReward):
     succeeded. "format", "accuracy" and "tool_bonus" add up to the reward.
     """
 
-    def __init__(
-        self,
-        matcher: Matcher | None = None,
-        *,
-        bonus_tools: Sequence[str] = BONUS_TOOLS,
-    ) -> None:
+    def __init__(self, matcher: Matcher | None = None) -> None:
         super().__init__(matcher or Exact())
-        self.bonus_tools = tuple(bonus_tools)
 
     async def grade(
         self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
@@ -90,13 +84,13 @@ class ToolReward(AnswerReward):
             parts = {"format": -1.0, "accuracy": 0.0, "tool_bonus": 0.0}
             return Grade(-1.0, False, parts, f"bad format: {problem}")
         verdict = await self.matcher.verdict(task.question, answer, task.answers)
-        bonus = verdict.score > 0 and all(calls.get(name, 0) > 0 for name in self.bonus_tools)
+        bonus = verdict.score > 0 and all(calls.get(name, 0) > 0 for name in BONUS_TOOLS)
         counted = {
             "format": 0.0,
             "accuracy": verdict.score,
             "tool_bonus": TOOL_BONUS if bonus else 0.0,
         }
-        reason = verdict.reason + (f", with {' and '.join(self.bonus_tools)}" if bonus else "")
+        reason = verdict.reason + (f", with {' and '.join(BONUS_TOOLS)}" if bonus else "")
         return Grade(sum(counted.values()), verdict.right, {**verdict.parts, **counted}, reason)
 
 
