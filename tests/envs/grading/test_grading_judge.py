@@ -54,8 +54,6 @@ async def server() -> AsyncIterator[JudgeServer]:
         ("~~CORRECT~~", None),
         ("!CORRECT", None),
         ("CORRECT?", None),
-        ("not correct", None),
-        ("IN CORRECT", None),
         ("CORRECT, INCORRECT", None),
         ("CORRECTLY", None),
         ("I cannot help with that.", None),
