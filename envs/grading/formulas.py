@@ -244,8 +244,8 @@ def _ends(text: str) -> dict[str, list[str]]:
     """The ends, with their brackets, of the numbers that one comparison allows; empty for none."""
     match = _COMPARED.fullmatch(text)
     ends: dict[str, list[str]] = {"low": [], "high": []}
-    for side, sign in (("low", "first"), ("high", "second")) if match is not None else ():
-        if match[sign]:
+    for side, sign in (("low", "first"), ("high", "second")):
+        if match is not None and match[sign]:
             found = _TURNED[match[sign]] if side == "low" else match[sign]
             if found in (">", r"\ge"):
                 ends["low"].append(f"{'(' if found == '>' else '['}{match[side].strip()}")

@@ -93,7 +93,7 @@ def _same_name(answer: str, gold: str) -> bool:
     if _is_nickname(answer, gold) or _is_nickname(gold, answer):
         return True
     one, other = _core(answer, gold), _core(gold, answer)
-    if _opened(one) != _opened(other):
+    if bool(_OPENING.match(one)) != bool(_OPENING.match(other)):
         one, other = _OPENING.sub("", one, count=1), _OPENING.sub("", other, count=1)
     one, other = _core(one, other), _core(other, one)
     if _same_core(one, other) or _is_turned(one, other):
@@ -118,10 +118,6 @@ def _core(original: str, other: str) -> str:
     text = _REALM.sub("", text)
     text = _PART_OF.sub(r"\1 ", re.sub(r"(?<=\d),(?=\d{3}\b)", "", text))
     return _STATE.sub(lambda match: f", {STATES.get(match[1], match[1])}", text)
-
-
-def _opened(text: str) -> bool:
-    return _OPENING.match(text) is not None
 
 
 def _same_core(answer: str, gold: str) -> bool:

@@ -27,7 +27,6 @@ _PLAIN = [(re.compile(form), plain) for form, plain in _HAN_TABLES["plain"].item
 _AROUND = re.compile(
     f"^(?:{'|'.join(_HAN_TABLES['before'])})(?=..)|(?<=..)(?:{'|'.join(_HAN_TABLES['after'])})$"
 )
-_COUNTED = re.compile(f"(?<=\\d)[{_ANY}{_PEOPLE}](?!{_HAN_TABLES['month']})")
 _SEPARATOR = re.compile(f"\\s*[{_HAN_TABLES['separators']},;]\\s*")
 _TITLES: list[str] = _HAN_TABLES["titles"]
 _KIND = re.compile(f"(?<=..)(?:{'|'.join(_HAN_TABLES['kinds'])})(?=\\(|$)")
@@ -98,8 +97,7 @@ def han_core(text: str) -> str:
     text = _AROUND.sub("", text) or text
     for pattern, replacement in _PLAIN:
         text = pattern.sub(replacement, text)
-    text = _COUNTED.sub("", han_as_digits(text))
-    return ",".join(_untitled(part) for part in _SEPARATOR.split(text))
+    return ",".join(_untitled(part) for part in _SEPARATOR.split(han_as_digits(text)))
 
 
 def _untitled(text: str) -> str:
@@ -155,13 +153,9 @@ def as_number(text: str) -> Fraction | None:
     match = _NUMBER_PLAIN.fullmatch(text.strip().replace("\N{MINUS SIGN}", "-"))
     if match is None:
         return None
-    sign, whole, decimals, only_decimals, denominator = match.groups(default="")
-    decimals += only_decimals
-    if denominator and not int(denominator):
-        return None
-    digits = int((whole.replace(",", "") + decimals) or "0")
-    value = Fraction(digits, 10 ** len(decimals) * int(denominator or 1))
-    return -value if sign == "-" else value
+    top, _, bottom = match[0].replace(",", "").partition("/")
+    divisor = int(bottom or 1)
+    return Fraction(top) / divisor if divisor else None
 
 
 def same_plain(answer: str, gold: str) -> bool | None:
@@ -254,8 +248,7 @@ def _number_value(form: str, match: re.Match[str]) -> Fraction | None:
 
 
 def _decimal(digits: str) -> Fraction:
-    digits = digits.replace(",", "").replace(" ", "")
-    return Fraction(f"0{digits}" if digits.startswith(".") else digits.removesuffix("."))
+    return Fraction(digits.replace(",", "").replace(" ", ""))
 
 
 def _in_words(text: str) -> tuple[Fraction, str] | None:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from agentenv.envs.grading.numbers import counted, is_list, leading_number, letter_scale
 from agentenv.envs.grading.text import Tables
@@ -125,6 +126,7 @@ _UNIT_TOKEN = _QUANTITIE_TABLES.pattern("unit_token")
 _NOT_A_NOUN = _QUANTITIE_TABLES.words("not_a_noun")
 _BC: Dimension = (("era_bc", 1),)
 _PERCENT: Dimension = (("percent", 1),)
+_PERMILLE: Dimension = (("permille", 1),)
 _POUNDS: dict[Dimension, Fraction] = {
     (("money_gbp", 1),): Fraction(1),
     (("kilogram", 1),): Fraction(45359237, 100000000),
@@ -155,7 +157,9 @@ def quantity(text: str) -> Quantity | None:
     below = _BELOW_ZERO.fullmatch(text)
     if below is not None:
         depth = quantity(f"{below['depth']}{below['scale'] or ''}")
-        return _negative(depth) if depth is not None and depth.dimension else None
+        if depth is None or not depth.dimension:
+            return None
+        return replace(depth, value=-abs(depth.value))
     currency = _CURRENCY.match(text)
     if currency is not None:
         return _money(currency, text[currency.end() :])
@@ -234,10 +238,6 @@ def _unit_and_rest(text: str) -> tuple[Unit, str] | None:
 _NOT_UNITS = _QUANTITIE_TABLES.words("not_units")
 
 
-def _negative(one: Quantity) -> Quantity:
-    return Quantity(-abs(one.value), one.dimension, one.factor, one.offset, one.words)
-
-
 def _money(currency: re.Match[str], text: str) -> Quantity | None:
     """An amount after a currency sign: $1.5 million, $5M, $5 per hour, $5 each."""
     sign = currency[2].replace(" ", "").lower()
@@ -278,16 +278,13 @@ def same_quantity(answer: Quantity, gold: Quantity) -> bool:
             return False
     if (answer.dimension == _PERCENT) != (gold.dimension == _PERCENT):
         if answer.dimension and gold.dimension:
-            return answer.in_base_units == gold.in_base_units and _is_permille(answer, gold)
+            is_permille = {answer.dimension, gold.dimension} == {_PERCENT, _PERMILLE}
+            return answer.in_base_units == gold.in_base_units and is_permille
         return answer.value == gold.value or (answer.in_base_units == gold.in_base_units)
     if not (answer.dimension and gold.dimension):  # a known unit against a noun
         plain = answer.has_unit and gold.has_unit and answer.dimension != gold.dimension
         return answer.value == gold.value and not plain
     return answer.dimension == gold.dimension and answer.in_base_units == gold.in_base_units
-
-
-def _is_permille(answer: Quantity, gold: Quantity) -> bool:
-    return {answer.dimension, gold.dimension} == {_PERCENT, (("permille", 1),)}
 
 
 def _same_nouns(answer: Quantity, gold: Quantity) -> bool:
