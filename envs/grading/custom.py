@@ -133,7 +133,7 @@ class CustomFunction:
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
-        found = getattr(module, name, None)
+        found: Any = getattr(module, name, None)
         if found is None:
             raise AttributeError(f"{path} defines no {name!r}")
         if inspect.isclass(found):
