@@ -24,9 +24,6 @@ _MEASURE = re.compile(
     f"([{_ANY}{_PEOPLE}{_HAN_TABLES['measures']}])(?:{_HAN_TABLES['people_noun']})?(\\w{{0,10}})$"
 )
 _PLAIN = [(re.compile(form), plain) for form, plain in _HAN_TABLES["plain"].items()]
-_AROUND = re.compile(
-    f"^(?:{'|'.join(_HAN_TABLES['before'])})(?=..)|(?<=..)(?:{'|'.join(_HAN_TABLES['after'])})$"
-)
 _SEPARATOR = re.compile(f"\\s*[{_HAN_TABLES['separators']},;]\\s*")
 _TITLES: list[str] = _HAN_TABLES["titles"]
 _KIND = re.compile(f"(?<=..)(?:{'|'.join(_HAN_TABLES['kinds'])})(?=\\(|$)")
@@ -94,7 +91,6 @@ def han_core(text: str) -> str:
     if not _HAN.search(text):
         return ""
     text = unify(text).strip(" .")
-    text = _AROUND.sub("", text) or text
     for pattern, replacement in _PLAIN:
         text = pattern.sub(replacement, text)
     return ",".join(_untitled(part) for part in _SEPARATOR.split(han_as_digits(text)))

@@ -140,7 +140,6 @@ _SPELT = _QUANTITIE_TABLES.rewrites("spelt")
 # words after a unit that do not change its meaning
 _MEASURED = _QUANTITIE_TABLES.pattern("measured", re.IGNORECASE)
 _OF_WHAT = re.compile(r"(?:of|in|on|from|at)\s+(?:all\s+|the\s+|its\s+|their\s+)?[a-z]\D{0,80}")
-_OF_ONE = re.compile(r"^of (?:an?|one|the) (?=\w+$)", re.IGNORECASE)  # a third of an hour
 _SCALE_LETTERS = {"k": 10**3, "M": 10**6, "B": 10**9}
 _BELOW_ZERO = _QUANTITIE_TABLES.pattern("below_zero", re.I)
 _SQUARED = re.compile(r"\b(\w+) (squared|cubed)\b")
@@ -188,7 +187,6 @@ def quantity(text: str) -> Quantity | None:
 
 def _with_unit(value: Fraction, rest: str) -> Quantity | None:
     """A number and the words after it: a unit, a sum of units, a unit and a noun, a noun."""
-    rest = _OF_ONE.sub("", rest)
     if rest in _SCALE_LETTERS:
         return Quantity(value * _SCALE_LETTERS[rest])
     for pattern, name in _SPELT:
