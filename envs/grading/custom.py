@@ -31,6 +31,8 @@ from agentenv.envs.grading.keys import SolutionStr
 from agentenv.envs.grading.verdict import STOPPED, GraderDownError
 from agentenv.processes.worker_pool import JobDiedError, JobRaisedError, JobStoppedError, WorkerPool
 
+NUM_WORKERS = 2
+
 
 class CustomGrader:
     """The grader of `kind = "custom"`. The function decides by "success", "correct" or "acc"
@@ -46,7 +48,6 @@ class CustomGrader:
         name: str = "compute_score",
         *,
         timeout_s: float = 10.0,
-        num_workers: int = 2,
         success_at: float = 1.0,
         solution_str: SolutionStr = "response",
     ) -> None:
@@ -63,7 +64,7 @@ class CustomGrader:
             "agentenv.envs.grading.custom:CustomFunction",
             name="custom",
             arguments={"path": self.path, "name": name, "solution_str": solution_str},
-            max_jobs=num_workers,
+            max_jobs=NUM_WORKERS,
             max_asleep_s=timeout_s,
         )
 
@@ -132,11 +133,13 @@ class CustomFunction:
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
-        found = getattr(module, name, None)
+        found: Any = getattr(module, name, None)
         if found is None:
             raise AttributeError(f"{path} defines no {name!r}")
-        self._function: Callable[..., Any] = _function(found)
-        self._taken = _taken(self._function, name)
+        if inspect.isclass(found):
+            found = getattr(found(), "grade", None)
+        self._function: Callable[..., Any] = found
+        self._taken = _taken(found, name)
         self._solution_str = solution_str
 
     def __call__(self, payload: dict[str, Any]) -> dict[str, Any]:
@@ -232,13 +235,6 @@ def number(value: Any) -> float:
     if not math.isfinite(float(value)):
         raise ValueError(f"the score is {value!r}; expected a finite number")
     return float(value)
-
-
-def _function(found: Any) -> Callable[..., Any]:
-    """The user's function; of a class, the `grade` of an instance."""
-    if inspect.isclass(found):
-        found = getattr(found(), "grade", None)
-    return found  # type: ignore[no-any-return]
 
 
 def _taken(function: Callable[..., Any], name: str) -> tuple[str, ...]:

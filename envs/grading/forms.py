@@ -157,9 +157,6 @@ _AND = re.compile(
     r"|(?<=[a-z]{3})\s*/\s*(?=[A-Za-z]{3})"
     r"|\s*(?:,|;)\s*(?:and|or)\s+|\s+(?:and|or|\\text\{and\})\s+|\s*;\s*"
 )
-_ORDER = re.compile(
-    r"^(?:(?:first|second|then|again|later|finally|also|once more|in)\s+)+", re.IGNORECASE
-)
 _NAMED_VALUE = re.compile(
     r"(?:[A-Za-z](?:_\{?\w{1,3}\}?)?(?:\([a-z]\))?|[A-Za-z]{2,}(?: [A-Za-z]+){0,3})\s*=\s*(.*)",
     re.DOTALL,
@@ -328,9 +325,7 @@ def _same_element(found: str, wanted: str, same: Compare) -> bool | None:
     found, wanted = clean(without_name(found)), clean(without_name(wanted))
     if squashed(found) == squashed(wanted):
         return True
-    outcome = same(found, wanted)
-    bare = _ORDER.sub("", found)
-    return outcome if outcome or bare == found else same(bare, wanted)
+    return same(found, wanted)
 
 
 def _name(equation: str) -> str:

@@ -170,9 +170,11 @@ _FRENCH = re.compile(r"(?<![\w)])([\]\[])([^\[\](){},;]+[,;][^\[\](){},;]+)([\]\
 _LITERAL = _FORMULA_TABLES.pattern("literal")
 _EVERY = re.compile(rf"^(?:for )?(?:all|any|every) (?={_NAME}\s*{_SIGN})")
 _MEMBER = re.compile(rf"({_NAME})\s*\\in\s*(.+)")
-_CHAIN = re.compile(rf"(.+?)\s*({_SIGN})\s*({_NAME})\s*({_SIGN})\s*(.+)")
-_RIGHT = re.compile(rf"(?:{_NAME}\s*)?({_SIGN})\s*(.+)")
-_LEFT = re.compile(rf"(.+?)\s*({_SIGN})\s*({_NAME})")
+_VALUE = rf"(?:(?!{_SIGN}).)+?"
+_COMPARED = re.compile(  # 1 < x < 3, x > 2, > 2, 2 < x
+    rf"(?:(?P<low>{_VALUE})\s*(?P<first>{_SIGN})\s*(?={_NAME}))??(?:{_NAME}\s*)?"
+    rf"(?:(?P<second>{_SIGN})\s*(?P<high>{_VALUE}))?"
+)
 _NOT_EQUAL = re.compile(rf"({_NAME})\s*\\ne\s*(.+)")
 _EXCEPT = _FORMULA_TABLES.pattern("except", re.IGNORECASE)
 _BETWEEN = _FORMULA_TABLES.pattern("between", re.IGNORECASE)
@@ -215,75 +217,52 @@ def _bracketed(match: re.Match[str]) -> str:
 
 def _one_interval(text: str) -> str:
     """One condition as an interval; "" if it is none."""
-    both = _BOTH.split(text)
-    if len(both) == 2 and "between" not in text:
-        ends = [_ends(_one_interval(part)) for part in both]
-        if not all(ends):
-            return ""
-        low = next((end for end in ends if _UNBOUND not in end[0]), ends[0])
-        high = next((end for end in ends if _UNBOUND not in end[1]), ends[1])
-        return f"{low[0]},{high[1]}" if low is not high else ""
     between = _BETWEEN.fullmatch(text)
     if between is not None:
         opening, closing = "[]" if between[3].lower() == "inclusive" else "()"
         return f"{opening}{between[1]},{between[2]}{closing}"
-    member = _MEMBER.fullmatch(text)
+    parts = [_ends(part) for part in _BOTH.split(text)]
+    member = _MEMBER.fullmatch(text) if len(parts) == 1 else None
     if member is not None:
         return member[2]
-    unequal = _NOT_EQUAL.fullmatch(text)
+    unequal = _NOT_EQUAL.fullmatch(text) if len(parts) == 1 else None
     if unequal is not None:
         return _without(unequal[2])
-    chain = _CHAIN.fullmatch(text)
-    if chain is not None:
-        return _chained(chain)
-    right = _RIGHT.fullmatch(text)
-    if right is not None and not re.search(_SIGN, right[2]):
-        return _half(right[1], right[2])
-    left = _LEFT.fullmatch(text)
-    if left is not None and not re.search(_SIGN, left[1]):
-        return _half(_TURNED[left[2]], left[1])
-    return text if re.fullmatch(r"[(\[][^()\[\]]+,[^()\[\]]+[)\]]|\\\{[^{}]+\\\}", text) else ""
+    if not all(parts):
+        is_set = re.fullmatch(r"[(\[][^()\[\]]+,[^()\[\]]+[)\]]|\\\{[^{}]+\\\}", text)
+        return text if is_set else ""
+    lows, highs = ([end for part in parts for end in part[side]] for side in ("low", "high"))
+    if len(lows) > 1 or len(highs) > 1:
+        return ""
+    return ",".join([*(lows or [f"(-{_UNBOUND}"]), *(highs or [f"{_UNBOUND})"])])
 
 
 _TURNED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 
 
-def _chained(chain: re.Match[str]) -> str:
-    low, first, _, second, high = chain.groups()
-    if (first in ("<", r"\le")) != (second in ("<", r"\le")):
-        return ""
-    if first in (">", r"\ge"):
-        low, first, second, high = high, _TURNED[second], _TURNED[first], low
-    opening, closing = "(" if first == "<" else "[", ")" if second == "<" else "]"
-    return f"{opening}{low.strip()},{high.strip()}{closing}"
-
-
-def _half(sign: str, end: str) -> str:
-    end = end.strip()
-    if sign in (">", r"\ge"):
-        return f"{'(' if sign == '>' else '['}{end},{_UNBOUND})"
-    return f"(-{_UNBOUND},{end}{')' if sign == '<' else ']'}"
-
-
-def _ends(text: str) -> tuple[str, str]:
-    low, comma, high = text.partition(",")
-    return (low, high) if comma and "cup" not in text else ("", "")
+def _ends(text: str) -> dict[str, list[str]]:
+    """The ends, with their brackets, of the numbers that one comparison allows; empty for none."""
+    match = _COMPARED.fullmatch(text)
+    ends: dict[str, list[str]] = {"low": [], "high": []}
+    for side, sign in (("low", "first"), ("high", "second")):
+        if match is not None and match[sign]:
+            found = _TURNED[match[sign]] if side == "low" else match[sign]
+            if found in (">", r"\ge"):
+                ends["low"].append(f"{'(' if found == '>' else '['}{match[side].strip()}")
+            else:
+                ends["high"].append(f"{match[side].strip()}{')' if found == '<' else ']'}")
+    return ends if any(ends.values()) else {}
 
 
 def _without(values: str) -> str:
     """All real numbers except these."""
     points = [point.strip() for point in re.split(r",\s*(?:and\s)?|\s+and\s+|\s+or\s+", values)]
     if len(points) > 1:
-        numbers = [as_number(point) for point in points]
-        if None in numbers:
+        if None in map(as_number, points):
             return ""
-        points = [point for _, point in sorted(zip(map(_fraction, points), points, strict=True))]
+        points.sort(key=lambda point: as_number(point) or Fraction(0))
     ends = [f"-{_UNBOUND}", *points, _UNBOUND]
     return r" \cup ".join(f"({low},{high})" for low, high in pairwise(ends))
-
-
-def _fraction(point: str) -> Fraction:
-    return as_number(point) or Fraction(0)
 
 
 _READING_TABLES = Tables("reading")

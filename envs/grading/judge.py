@@ -154,9 +154,8 @@ class Judge:
             body = self._model.body("", filled(self._prompt, question, answer, golds))
             del body["max_tokens"]  # the server's own
         else:
-            body = self._model.body(
-                SYSTEM, prompt_text(config, question, answer, golds, ordered=self.ordered)
-            )
+            text = prompt_text(question, answer, golds, ordered=self.ordered)
+            body = self._model.body(SYSTEM, text)
         messages = body["messages"]
         what = [PROMPT_VERSION, config.model, messages, body.get("max_tokens"), config.extra_body]
         key = "judge:" + hashlib.sha256(json.dumps(what).encode()).hexdigest()
@@ -177,14 +176,7 @@ class Judge:
         return reply.raw.encode("utf-8", "replace")
 
 
-def prompt_text(
-    config: JudgeConfig,
-    question: str,
-    answer: str,
-    golds: Sequence[str],
-    *,
-    ordered: bool = False,
-) -> str:
+def prompt_text(question: str, answer: str, golds: Sequence[str], *, ordered: bool = False) -> str:
     """The judge's prompt. The mark depends on the answer, so that the answer cannot contain it."""
     answer = shortened(answer, MAX_ANSWER_CHARS, " ... ")
     answer = _BREAKS.sub(" ", _MARKUP.sub(r"\g<0> ", answer))

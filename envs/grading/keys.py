@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast, get_type_hints
 
 from msgspec import NODEFAULT, Meta, Struct, defstruct, field
 from msgspec.structs import replace
@@ -233,6 +233,13 @@ _READ_BY = {
     "success_at": ("custom",),
     "solution_str": ("custom",),
 }
+_NEEDED = {
+    "judge": ("judge", "grader.judge.url and grader.judge.model"),
+    "own": ("own", "[grader.own] with the name of a grader"),
+    "custom": ("path", "grader.path, a Python file"),
+    "combined": ("combined", "[grader.combined.NAME], a table for each grader"),
+}
+Keys = TypeVar("Keys", bound=GraderKeys)
 
 
 def grader_config(
@@ -246,57 +253,39 @@ def grader_config(
     for omitted ones; a ConfigError names a key that is wrong or not read."""
     if not isinstance(keys, GraderConfig):
         keys = build_config(GraderConfig, dict(keys or {}), "grader")
+    if keys.kind is None and keys.combined:
+        keys = replace(keys, kind="combined")
+    keys = _filled(keys, "grader", kind, reward, partial_credit)
+    parts = {}
+    for name, one in keys.combined.items():
+        where = f"grader.combined.{name}"
+        if one.kind == "combined":
+            raise ConfigError(f"{where}.kind: a combined grader cannot be part of another one")
+        parts[name] = _filled(one, where, kind, reward, partial_credit)
+    return replace(keys, combined=parts)
+
+
+def _filled(keys: Keys, where: str, kind: GraderKind, reward: Reward, partial_credit: bool) -> Keys:
+    """The keys of one grader, the table `where`, checked and filled up."""
     if keys.kind is None:
         chosen: GraderKind = "custom" if keys.path else "judge" if keys.judge is not None else kind
-        chosen = "own" if keys.own is not None else chosen
-        keys = replace(keys, kind="combined" if keys.combined else chosen)
+        keys = replace(keys, kind="own" if keys.own is not None else chosen)
     default = GraderConfig()
     for key, kinds in _READ_BY.items():
-        is_off = key == "partial_credit" and not keys.partial_credit
-        if keys.kind not in kinds and not is_off and getattr(keys, key) != getattr(default, key):
+        value, usual = getattr(keys, key, None) or None, getattr(default, key) or None
+        if keys.kind not in kinds and value != usual:
             raise ConfigError(
-                f"grader.{key} is only used by kind {' or '.join(kinds)}, not by {keys.kind!r}; "
-                "remove it or change grader.kind"
+                f"{where}.{key} is only used by kind {' or '.join(kinds)}, not by {keys.kind!r}; "
+                f"remove it or change {where}.kind"
             )
     if keys.reward is None and keys.kind not in ("custom", "own", "combined"):
         keys = replace(keys, reward=reward)
     if keys.partial_credit is None:
         keys = replace(keys, partial_credit=partial_credit and keys.kind == "layered")
     if keys.compat and keys.reward != "tools":
-        raise ConfigError('grader.compat = "reference" needs grader.reward = "tools"')
-    if keys.kind == "judge" and keys.judge is None:
-        raise ConfigError('grader.kind = "judge" needs grader.judge.url and grader.judge.model')
-    if keys.kind == "own" and keys.own is None:
-        raise ConfigError('grader.kind = "own" needs [grader.own] with the name of a grader')
-    if keys.kind == "combined":
-        return _with_parts(keys, kind, reward, partial_credit)
-    if keys.kind == "custom" and not keys.path:
-        raise ConfigError('grader.kind = "custom" needs grader.path, a Python file')
+        raise ConfigError(f'{where}.compat = "reference" needs {where}.reward = "tools"')
+    needed, what = _NEEDED.get(keys.kind or "", ("kind", ""))
+    if not getattr(keys, needed):
+        what = what.replace("grader", where)
+        raise ConfigError(f'{where}.kind = "{keys.kind}" needs {what}')
     return keys
-
-
-def _with_parts(
-    keys: GraderConfig, kind: GraderKind, reward: Reward, partial_credit: bool
-) -> GraderConfig:
-    """The keys of several graders, each of them checked and filled up."""
-    if not keys.combined:
-        raise ConfigError(
-            'grader.kind = "combined" needs [grader.combined.NAME], a table for each grader'
-        )
-    filled = {}
-    for name, one in keys.combined.items():
-        if one.kind == "combined":
-            raise ConfigError(
-                f"grader.combined.{name}.kind: a combined grader cannot be part of another one"
-            )
-        plain = {key: getattr(one, key) for key in GraderKeys.__struct_fields__}
-        try:
-            found = grader_config(
-                GraderConfig(**plain), kind=kind, reward=reward, partial_credit=partial_credit
-            )
-        except ConfigError as error:
-            text = str(error).replace("grader.", f"grader.combined.{name}.")
-            raise ConfigError(text) from None
-        taken = {key: getattr(found, key) for key in GraderKeys.__struct_fields__}
-        filled[name] = replace(one, **taken)
-    return replace(keys, combined=filled)

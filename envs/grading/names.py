@@ -22,7 +22,6 @@ _TITLES = {**{name: name for name in _LONG}, **_NAME_TABLES.by_form("titles")}
 _COURTESIES = frozenset(_NAME_TABLES["courtesies"])
 _BEFORE_TITLES = frozenset(_NAME_TABLES["before_titles"])
 _BEFORE_RANKS = frozenset(_NAME_TABLES["before_ranks"])
-_DEGREES = frozenset(_NAME_TABLES["degrees"])
 _LONG_KINDS = [*_NAME_TABLES["plain_kinds"], *_NAME_TABLES["kinds"]]
 _KINDS = {**{name: name for name in _LONG_KINDS}, **_NAME_TABLES.by_form("kinds")}
 _NO_PERSON = frozenset(_NAME_TABLES["no_person"])
@@ -30,7 +29,7 @@ _FEATURES = frozenset(_NAME_TABLES["features"])
 _GIVEN = frozenset(_NAME_TABLES["given"])
 _PARTICLES = frozenset(str.split("van von de der den la le di da del bin ibn al el dos y"))
 _SUFFIXES = frozenset({"junior", "senior", *map(str, range(1, 10))})
-_ALIASES = _NAME_TABLES.by_form("aliases")
+_ALIASES = {" ".join(tokens(form)): name for form, name in _NAME_TABLES.by_form("aliases").items()}
 STATES: dict[str, str] = dict(one.split(" ", 1) for one in _NAME_TABLES["states"])  # by letters
 
 _CLASSES = _NAME_TABLES.pattern("classes", re.IGNORECASE)
@@ -40,7 +39,6 @@ _PART_OF = _NAME_TABLES.pattern("part_of", re.IGNORECASE)
 _EPITHET = re.compile(r"(?:[a-z]+ ){1,3}(?=[A-Z])")  # the geologist James Hutton
 _NO_EPITHET = _NAME_TABLES.words("no_epithet")
 _REALM = re.compile(r"(?<=[a-z] [IVX]|.[IVX][IVX])\s+of (?:the )?[A-Z]\w+(?: [A-Z]\w+)*$")
-_THE_YEAR = re.compile(r"\bthe year (?=\d)", re.IGNORECASE)
 _STATE = _NAME_TABLES.pattern("state")
 _SMALL = frozenset(str.split("of the and for a an in on de"))
 _ROMAN_NUMERAL = re.compile(r"[IVX]+")
@@ -48,11 +46,7 @@ _COPULA = re.compile(r"\s+(is|are|was|were)\s+")
 _NICKNAME = re.compile(r"(\w.*?)\s+[\"'(](\w[\w.-]*)[\"')]\s+(.+)")
 _LINK = _NAME_TABLES.pattern("link")
 
-_COUNTRIES: dict[str, str] = {
-    " ".join(tokens(name)): country
-    for country in _NAME_TABLES["countries"]
-    for name in (country, *_NAME_TABLES["country_names"].get(country, ()))
-}
+_COUNTRIES = frozenset(_NAME_TABLES["countries"])
 _PLACE_FORMS = tuple(
     re.compile(rf"(\S|\S.*\S){form}")
     for form in (
@@ -99,7 +93,7 @@ def _same_name(answer: str, gold: str) -> bool:
     if _is_nickname(answer, gold) or _is_nickname(gold, answer):
         return True
     one, other = _core(answer, gold), _core(gold, answer)
-    if _opened(one) != _opened(other):
+    if bool(_OPENING.match(one)) != bool(_OPENING.match(other)):
         one, other = _OPENING.sub("", one, count=1), _OPENING.sub("", other, count=1)
     one, other = _core(one, other), _core(other, one)
     if _same_core(one, other) or _is_turned(one, other):
@@ -122,12 +116,8 @@ def _core(original: str, other: str) -> str:
         rest = text[epithet.end() :]
         text = rest if _is_proper(rest) and _is_proper(other) else text
     text = _REALM.sub("", text)
-    text = _THE_YEAR.sub("", _PART_OF.sub(r"\1 ", re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)))
+    text = _PART_OF.sub(r"\1 ", re.sub(r"(?<=\d),(?=\d{3}\b)", "", text))
     return _STATE.sub(lambda match: f", {STATES.get(match[1], match[1])}", text)
-
-
-def _opened(text: str) -> bool:
-    return _OPENING.match(text) is not None
 
 
 def _same_core(answer: str, gold: str) -> bool:
@@ -176,10 +166,7 @@ def _num_titles(words: list[str]) -> int:
 
 
 def _untitled(words: list[str]) -> list[str]:
-    words = words[_num_titles(words) :]
-    while len(words) > 2 and words[-1] in _DEGREES:
-        words = words[:-1]
-    return words
+    return words[_num_titles(words) :]
 
 
 def _without_kind(words: list[str], other: list[str]) -> list[str]:
@@ -353,7 +340,8 @@ def _american(token: str) -> str:
 
 def country_of(name: str) -> str:
     """The country that a text names; "" if it names none."""
-    return _COUNTRIES.get(" ".join(tokens(name)), "")
+    country = _alias(tokens(name))
+    return country if country in _COUNTRIES else ""
 
 
 def placed(text: str) -> tuple[str, str]:

@@ -11,10 +11,10 @@ from fractions import Fraction
 from agentenv.envs.grading.text import Tables, unify
 
 _HAN_TABLES = Tables("han")
-_FORMAL = str.maketrans(_HAN_TABLES["formal"])
-_TRADITIONAL = str.maketrans(_HAN_TABLES["traditional"])
+_FORMAL = str.maketrans(*_HAN_TABLES["formal"])
+_TRADITIONAL = str.maketrans(*_HAN_TABLES["traditional"])
 _DIGITS, _SCALES = _HAN_TABLES["digits"], _HAN_TABLES["scales"]
-_FORMAL_NUMBER = re.compile(f"[{''.join(_HAN_TABLES['formal'])}{_DIGITS[:2]}{_SCALES}]{{2,30}}")
+_FORMAL_NUMBER = re.compile(f"[{_HAN_TABLES['formal'][0]}{_DIGITS[:2]}{_SCALES}]{{2,30}}")
 _NUMBER = re.compile(f"[{_DIGITS}][{_DIGITS}{_SCALES}]{{0,30}}|{_SCALES[0]}[{_DIGITS}]?")
 _FRACTION = re.compile(f"({_NUMBER.pattern}){_HAN_TABLES['part_of']}({_NUMBER.pattern})")
 _HAN = re.compile("[\u4e00-\u9fff]")
@@ -24,10 +24,6 @@ _MEASURE = re.compile(
     f"([{_ANY}{_PEOPLE}{_HAN_TABLES['measures']}])(?:{_HAN_TABLES['people_noun']})?(\\w{{0,10}})$"
 )
 _PLAIN = [(re.compile(form), plain) for form, plain in _HAN_TABLES["plain"].items()]
-_AROUND = re.compile(
-    f"^(?:{'|'.join(_HAN_TABLES['before'])})(?=..)|(?<=..)(?:{'|'.join(_HAN_TABLES['after'])})$"
-)
-_COUNTED = re.compile(f"(?<=\\d)[{_ANY}{_PEOPLE}](?!{_HAN_TABLES['month']})")
 _SEPARATOR = re.compile(f"\\s*[{_HAN_TABLES['separators']},;]\\s*")
 _TITLES: list[str] = _HAN_TABLES["titles"]
 _KIND = re.compile(f"(?<=..)(?:{'|'.join(_HAN_TABLES['kinds'])})(?=\\(|$)")
@@ -95,11 +91,9 @@ def han_core(text: str) -> str:
     if not _HAN.search(text):
         return ""
     text = unify(text).strip(" .")
-    text = _AROUND.sub("", text) or text
     for pattern, replacement in _PLAIN:
         text = pattern.sub(replacement, text)
-    text = _COUNTED.sub("", han_as_digits(text))
-    return ",".join(_untitled(part) for part in _SEPARATOR.split(text))
+    return ",".join(_untitled(part) for part in _SEPARATOR.split(han_as_digits(text)))
 
 
 def _untitled(text: str) -> str:
@@ -127,8 +121,8 @@ _PARTS: dict[str, int] = {
     **_NUMBER_TABLES["parts"],
 }
 _NUMBER_SCALES: dict[str, int] = _NUMBER_TABLES["scales"]
-_THOUSANDS = ("thousand", "million", "billion", "trillion")
-_NUMBER_WORDS = frozenset({*CARDINALS, *ORDINALS, "hundred", *_THOUSANDS})
+_SCALE_WORDS = ("hundred", "thousand", "million", "billion", "trillion")
+_WORDS = {**CARDINALS, **ORDINALS, **{word: _NUMBER_SCALES[word] for word in _SCALE_WORDS}}
 MAX_NUMBER_WORDS = 20
 
 LONG_DECIMALS = 9  # a gold with this many means the exact value that rounds to it
@@ -155,13 +149,9 @@ def as_number(text: str) -> Fraction | None:
     match = _NUMBER_PLAIN.fullmatch(text.strip().replace("\N{MINUS SIGN}", "-"))
     if match is None:
         return None
-    sign, whole, decimals, only_decimals, denominator = match.groups(default="")
-    decimals += only_decimals
-    if denominator and not int(denominator):
-        return None
-    digits = int((whole.replace(",", "") + decimals) or "0")
-    value = Fraction(digits, 10 ** len(decimals) * int(denominator or 1))
-    return -value if sign == "-" else value
+    top, _, bottom = match[0].replace(",", "").partition("/")
+    divisor = int(bottom or 1)
+    return Fraction(top) / divisor if divisor else None
 
 
 def same_plain(answer: str, gold: str) -> bool | None:
@@ -254,8 +244,7 @@ def _number_value(form: str, match: re.Match[str]) -> Fraction | None:
 
 
 def _decimal(digits: str) -> Fraction:
-    digits = digits.replace(",", "").replace(" ", "")
-    return Fraction(f"0{digits}" if digits.startswith(".") else digits.removesuffix("."))
+    return Fraction(digits.replace(",", "").replace(" ", ""))
 
 
 def _in_words(text: str) -> tuple[Fraction, str] | None:
@@ -291,7 +280,7 @@ def words_as_digits(text: str) -> str:
     nineteenth century as the 19th century."""
     kept, place = [], 0
     for match in _WORD.finditer(text):
-        if match.start() < place or match[0].lower() not in _NUMBER_WORDS:
+        if match.start() < place or match[0].lower() not in _WORDS:
             continue
         found = _run_of_words(text[match.start() :])
         if found is None:
@@ -310,73 +299,31 @@ def _ending(number: int) -> str:
 
 
 def _run_of_words(text: str) -> tuple[int, bool, int] | None:
-    """The number that the text begins with in words, whether it is an ordinal, and its end."""
-    run: list[tuple[str, bool, int]] = []  # word, "and" before it, its end
-    place = 0
-    while len(run) < MAX_NUMBER_WORDS:
-        match = (_NEXT_WORD if run else _FIRST_WORD).match(text, place)
-        if match is None or match[2].lower() not in _NUMBER_WORDS:
+    """The number that the text begins with in words, whether it is an ordinal, and its end: one
+    hundred and two thousand and four, nineteen seventy-two."""
+    total, current, place = 0, None, 0
+    room, is_scaled, is_year, is_ordinal = 100, False, False, False  # below `room` may follow
+    for _ in range(MAX_NUMBER_WORDS):
+        match = (_NEXT_WORD if place else _FIRST_WORD).match(text, place)
+        word = match[2].lower() if match is not None else ""
+        value = _WORDS.get(word)
+        if match is None or value is None or (match[1] and (room < 100 or value >= 100)):
             break
-        place = match.end()
-        run.append((match[2].lower(), bool(match[1]), place))
-    parser = _NumberWords([(word, has_and) for word, has_and, _ in run])
-    number = parser.number()
-    return None if number is None else (number, parser.is_ordinal, run[parser.place - 1][2])
-
-
-class _NumberWords:
-    """Reads number words, each with whether "and" precedes it, as far as they form a number:
-    a unit follows tens, a scale or nothing; two numbers from ten to 99 make a year."""
-
-    def __init__(self, words: list[tuple[str, bool]]) -> None:
-        self._words, self.place, self.is_ordinal = words, 0, False
-
-    def number(self) -> int | None:
-        """One hundred and two thousand and four, nineteen seventy-two; None for no number."""
-        first = self._below_thousand()
-        if first is None and not self._is_next(_THOUSANDS):
-            return None
-        if first is not None and 10 <= first < 100 and self.place <= 2:
-            second = self._below_hundred(least=10)
-            if second is not None:
-                return first * 100 + second
-        total, current = 0, first
-        while not self.is_ordinal and self._is_next(_THOUSANDS):
-            total += (1 if current is None else current) * _NUMBER_SCALES[
-                self._words[self.place][0]
-            ]
-            self.place += 1
-            current = self._below_thousand(after_scale=True)
-        return total + (current or 0)
-
-    def _below_thousand(self, *, after_scale: bool = False) -> int | None:
-        number = self._below_hundred(after_scale=after_scale)
-        if self.is_ordinal or not self._is_next(("hundred",)):
-            return number
-        self.place += 1
-        hundreds = (1 if number is None else number) * 100
-        return hundreds + (self._below_hundred(after_scale=True) or 0)
-
-    def _below_hundred(self, *, least: int = 0, after_scale: bool = False) -> int | None:
-        value = self._take(least, 99, after_scale)
-        if value is None or value < 20 or self.is_ordinal:
-            return value
-        return value + (self._take(1, 9, False) or 0)
-
-    def _take(self, least: int, most: int, may_have_and: bool) -> int | None:
-        if self.place == len(self._words):
-            return None
-        word, has_and = self._words[self.place]
-        value = CARDINALS.get(word, ORDINALS.get(word, -1))
-        if not least <= value <= most or (has_and and not may_have_and):
-            return None
-        self.place += 1
-        self.is_ordinal = word in ORDINALS
-        return value
-
-    def _is_next(self, words: tuple[str, ...]) -> bool:
-        return (
-            self.place < len(self._words)
-            and self._words[self.place][0] in words
-            and not self._words[self.place][1]
-        )
+        if value < 100:
+            if value >= room or not (value or room == 100):
+                if is_scaled or is_year or value < 10 or not 10 <= (current or 0) < 100:
+                    break
+                current, is_year = (current or 0) * 100, True
+            current = (current or 0) + value
+            room = 10 if value >= 20 else 0
+        elif is_year or (value == 100 and (current or 0) >= 100):
+            break
+        else:
+            current = (1 if current is None else current) * value
+            if value > 100:
+                total, current = total + current, None
+            room, is_scaled = 100, True
+        place, is_ordinal = match.end(), word in ORDINALS
+        if is_ordinal:
+            break
+    return (total + (current or 0), is_ordinal, place) if place else None

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from agentenv.envs.grading.numbers import counted, is_list, leading_number, letter_scale
 from agentenv.envs.grading.text import Tables
@@ -118,7 +119,6 @@ class Quantity(Struct, frozen=True):
         return self.value * self.factor + self.offset
 
 
-_SPEEDS: dict[str, str] = _QUANTITIE_TABLES["speeds"]
 _CURRENCY = _QUANTITIE_TABLES.pattern("currency")
 _DETERMINER = re.compile(r"^(?:the\s+|an?\s+(?=hundred|thousand|million|billion))(?=\w)", re.I)
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
@@ -126,6 +126,7 @@ _UNIT_TOKEN = _QUANTITIE_TABLES.pattern("unit_token")
 _NOT_A_NOUN = _QUANTITIE_TABLES.words("not_a_noun")
 _BC: Dimension = (("era_bc", 1),)
 _PERCENT: Dimension = (("percent", 1),)
+_PERMILLE: Dimension = (("permille", 1),)
 _POUNDS: dict[Dimension, Fraction] = {
     (("money_gbp", 1),): Fraction(1),
     (("kilogram", 1),): Fraction(45359237, 100000000),
@@ -139,9 +140,7 @@ _SPELT = _QUANTITIE_TABLES.rewrites("spelt")
 # words after a unit that do not change its meaning
 _MEASURED = _QUANTITIE_TABLES.pattern("measured", re.IGNORECASE)
 _OF_WHAT = re.compile(r"(?:of|in|on|from|at)\s+(?:all\s+|the\s+|its\s+|their\s+)?[a-z]\D{0,80}")
-_OF_ONE = re.compile(r"^of (?:an?|one|the) (?=\w+$)", re.IGNORECASE)  # a third of an hour
 _SCALE_LETTERS = {"k": 10**3, "M": 10**6, "B": 10**9}
-_OUT_OF = _QUANTITIE_TABLES.pattern("out_of", re.IGNORECASE)
 _BELOW_ZERO = _QUANTITIE_TABLES.pattern("below_zero", re.I)
 _SQUARED = re.compile(r"\b(\w+) (squared|cubed)\b")
 
@@ -157,7 +156,9 @@ def quantity(text: str) -> Quantity | None:
     below = _BELOW_ZERO.fullmatch(text)
     if below is not None:
         depth = quantity(f"{below['depth']}{below['scale'] or ''}")
-        return _negative(depth) if depth is not None and depth.dimension else None
+        if depth is None or not depth.dimension:
+            return None
+        return replace(depth, value=-abs(depth.value))
     currency = _CURRENCY.match(text)
     if currency is not None:
         return _money(currency, text[currency.end() :])
@@ -174,11 +175,6 @@ def quantity(text: str) -> Quantity | None:
     era = re.fullmatch(r"(BCE?|AD|CE)\s+(\d{1,4})", text.replace(".", ""))
     if era is not None:
         text = f"{era[2]} {era[1]}"
-    out_of = _OUT_OF.fullmatch(text)
-    if out_of is not None:
-        part, whole = (leading_number(out_of[side]) for side in ("part", "whole"))
-        if part and whole and not part[1] and not whole[1] and 0 < part[0] < whole[0]:
-            return Quantity(part[0] / whole[0])
     found = leading_number(text) or _one(text)
     if found is None:
         return None
@@ -191,7 +187,6 @@ def quantity(text: str) -> Quantity | None:
 
 def _with_unit(value: Fraction, rest: str) -> Quantity | None:
     """A number and the words after it: a unit, a sum of units, a unit and a noun, a noun."""
-    rest = _OF_ONE.sub("", rest)
     if rest in _SCALE_LETTERS:
         return Quantity(value * _SCALE_LETTERS[rest])
     for pattern, name in _SPELT:
@@ -241,31 +236,28 @@ def _unit_and_rest(text: str) -> tuple[Unit, str] | None:
 _NOT_UNITS = _QUANTITIE_TABLES.words("not_units")
 
 
-def _negative(one: Quantity) -> Quantity:
-    return Quantity(-abs(one.value), one.dimension, one.factor, one.offset, one.words)
-
-
 def _money(currency: re.Match[str], text: str) -> Quantity | None:
     """An amount after a currency sign: $1.5 million, $5M, $5 per hour, $5 each."""
-    name = currency[2].replace(" ", "").lower()
-    found = leading_number(currency[1] + text)
+    sign = currency[2].replace(" ", "").lower()
+    unit, found = unit_of(sign), leading_number(currency[1] + text)
+    assert unit is not None, "every currency sign is in numbers.toml"
     if found is None:
         return None
-    value, rest = found
-    scale, rest = letter_scale(rest)
-    rest = _MEASURED.sub("", rest.strip()).strip(" ,")
-    unit = unit_of(name)
-    assert unit is not None, "every currency sign is in numbers.toml"
-    if rest.lower() in ("", "usd", "us", "dollars", "dollar", "us dollars", name):
-        return Quantity(value * scale, unit.dimension, unit.factor)
-    match = re.match(r"(?:per|an?|/|each|every)\s*(?=\w)", rest)
-    if match is not None:
-        whole = _unit(f"{name} {rest}")
-        if whole is not None:
-            return Quantity(value * scale, whole.dimension, whole.factor)
-    if _OF_WHAT.fullmatch(rest) or (match is not None and _NOUN.fullmatch(rest[match.end() :])):
-        return Quantity(value * scale, unit.dimension, unit.factor, words=rest.lower())
-    return None
+    scale, rest = letter_scale(found[1])
+    if sign.endswith("$"):
+        rest = re.sub(r"^\s*(?:us\b\s*)?(?:dollars?$)?", "", rest, flags=re.IGNORECASE)
+    rest = rest.strip()
+    again = unit_of(rest) if rest else unit  # $5 USD
+    if again is not None:
+        return Quantity(found[0] * scale, unit.dimension) if again == unit else None
+    name = unit.dimension[0][0].removeprefix("money_")
+    amount = _with_unit(found[0] * scale, f"{name} {rest}".strip())
+    if amount is None or not amount.dimension:
+        return None
+    return amount if not amount.words or _PER_OR_OF.match(amount.words) else None
+
+
+_PER_OR_OF = re.compile(r"(?:per|an?|each|every|of|in|on|from|at)\b|/")
 
 
 def _one(text: str) -> tuple[Fraction, str] | None:
@@ -284,16 +276,13 @@ def same_quantity(answer: Quantity, gold: Quantity) -> bool:
             return False
     if (answer.dimension == _PERCENT) != (gold.dimension == _PERCENT):
         if answer.dimension and gold.dimension:
-            return answer.in_base_units == gold.in_base_units and _is_permille(answer, gold)
+            is_permille = {answer.dimension, gold.dimension} == {_PERCENT, _PERMILLE}
+            return answer.in_base_units == gold.in_base_units and is_permille
         return answer.value == gold.value or (answer.in_base_units == gold.in_base_units)
     if not (answer.dimension and gold.dimension):  # a known unit against a noun
         plain = answer.has_unit and gold.has_unit and answer.dimension != gold.dimension
         return answer.value == gold.value and not plain
     return answer.dimension == gold.dimension and answer.in_base_units == gold.in_base_units
-
-
-def _is_permille(answer: Quantity, gold: Quantity) -> bool:
-    return {answer.dimension, gold.dimension} == {_PERCENT, (("permille", 1),)}
 
 
 def _same_nouns(answer: Quantity, gold: Quantity) -> bool:
@@ -360,7 +349,6 @@ def _unit(text: str) -> Unit | None:
     alone = unit_of(text) if text.isalpha() else None
     if alone is not None:
         return alone
-    text = _SPEEDS.get(text.lower(), text)
     dimensions: Counter[str] = Counter()
     factor, side, power, place = Fraction(1), 1, 1, 0
     offset, num_units = Fraction(0), 0

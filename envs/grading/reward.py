@@ -26,7 +26,7 @@ from agentenv.envs.grading.keys import (
     grader_config,
 )
 from agentenv.envs.grading.keys import GraderPart as GraderPart
-from agentenv.envs.grading.verdict import STOPPED, Matcher, check_format, final_answer
+from agentenv.envs.grading.verdict import STOPPED, Exact, Matcher, check_format, final_answer
 
 TOOL_BONUS = 0.1
 RELEASED_REWARD = "agentenv.reference.grading:ReleasedReward"  # loaded for compat, never imported
@@ -61,7 +61,7 @@ class ExactMatch(AnswerReward):
     """Reward 1 when the answer equals one of the golds after normalizing, else 0."""
 
     def __init__(self) -> None:
-        super().__init__(_exact())
+        super().__init__(Exact())
 
 
 class ToolReward(AnswerReward):
@@ -72,14 +72,8 @@ class ToolReward(AnswerReward):
     succeeded. "format", "accuracy" and "tool_bonus" add up to the reward.
     """
 
-    def __init__(
-        self,
-        matcher: Matcher | None = None,
-        *,
-        bonus_tools: Sequence[str] = BONUS_TOOLS,
-    ) -> None:
-        super().__init__(matcher or _exact())
-        self.bonus_tools = tuple(bonus_tools)
+    def __init__(self, matcher: Matcher | None = None) -> None:
+        super().__init__(matcher or Exact())
 
     async def grade(
         self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
@@ -90,13 +84,13 @@ class ToolReward(AnswerReward):
             parts = {"format": -1.0, "accuracy": 0.0, "tool_bonus": 0.0}
             return Grade(-1.0, False, parts, f"bad format: {problem}")
         verdict = await self.matcher.verdict(task.question, answer, task.answers)
-        bonus = verdict.score > 0 and all(calls.get(name, 0) > 0 for name in self.bonus_tools)
+        bonus = verdict.score > 0 and all(calls.get(name, 0) > 0 for name in BONUS_TOOLS)
         counted = {
             "format": 0.0,
             "accuracy": verdict.score,
             "tool_bonus": TOOL_BONUS if bonus else 0.0,
         }
-        reason = verdict.reason + (f", with {' and '.join(self.bonus_tools)}" if bonus else "")
+        reason = verdict.reason + (f", with {' and '.join(BONUS_TOOLS)}" if bonus else "")
         return Grade(sum(counted.values()), verdict.right, {**verdict.parts, **counted}, reason)
 
 
@@ -121,41 +115,31 @@ def make_grader(
         table,
         lambda: grader_config(keys, kind=kind, reward=reward, partial_credit=partial_credit),
     )
+    return _grader(config)
+
+
+def _grader(config: GraderKeys) -> Grader:
+    """The grader of checked keys; each loads the file that it needs when it is chosen."""
     if config.compat:
         module, _, name = RELEASED_REWARD.partition(":")
         return cast(Grader, getattr(importlib.import_module(module), name)())
-    key = ("grader", msgspec.json.encode(config))
+    if isinstance(config, GraderConfig) and config.combined:
+        parts = {
+            name: Weighted(_grader(one), one.weight, one.decides)
+            for name, one in config.combined.items()
+        }
+        return shared(("grader", msgspec.json.encode(config)), lambda: Combined(parts))
+    fields = {key: getattr(config, key) for key in GraderKeys.__struct_fields__}
+    key = ("grader", msgspec.json.encode(fields))
     if config.kind == "custom":
         return shared(key, lambda: _custom(config))
     if config.own is not None:
         return shared(key, config.own.build)
-    if config.combined:
-        return shared(key, lambda: _combined(config))
     matcher = shared(key, lambda: _matcher(config))
-    if config.reward == "tools":
-        return ToolReward(matcher)
-    return AnswerReward(matcher)
+    return ToolReward(matcher) if config.reward == "tools" else AnswerReward(matcher)
 
 
-# Each loads the file that it needs when it is chosen.
-
-
-def _combined(config: GraderConfig) -> Grader:
-
-    fields = GraderKeys.__struct_fields__
-    return Combined(
-        {
-            name: Weighted(
-                make_grader(GraderConfig(**{key: getattr(one, key) for key in fields})),
-                one.weight,
-                one.decides,
-            )
-            for name, one in config.combined.items()
-        }
-    )
-
-
-def _custom(config: GraderConfig) -> Grader:
+def _custom(config: GraderKeys) -> Grader:
     from agentenv.envs.grading.custom import CustomGrader
 
     return CustomGrader(
@@ -167,22 +151,14 @@ def _custom(config: GraderConfig) -> Grader:
     )
 
 
-def _exact() -> Matcher:
-    from agentenv.envs.grading.verdict import Exact
-
-    return Exact()
-
-
-def _matcher(config: GraderConfig) -> Matcher:
+def _matcher(config: GraderKeys) -> Matcher:
     """The comparison of answers of this kind; "custom" and "own" are graders, not matchers."""
     if config.kind == "exact":
-        return _exact()
+        return Exact()
+    from agentenv.envs.grading.layers import Layered, TokenF1
+
     if config.kind == "f1":
-        from agentenv.envs.grading.layers import TokenF1
-
         return TokenF1()
-    from agentenv.envs.grading.layers import Layered
-
     if config.kind == "layered":
         return Layered(
             math=config.math, partial_credit=bool(config.partial_credit), ordered=config.ordered

@@ -79,7 +79,7 @@ BOX = r"\boxed{"
 FRAME = r"\\(?:f?boxed|fbox)\s*\{"
 _BRACE = re.compile(r"[{}]")
 _SPELLING_TABLES = Tables("spelling", frame=FRAME)
-_SYMBOLS = {unicodedata.lookup(name): plain for name, plain in _SPELLING_TABLES["symbols"].items()}
+_SYMBOLS = str.maketrans(_SPELLING_TABLES.by_form("symbols"))
 _SUPERSCRIPTS = {
     chr(code): digit
     for code, digit in zip(
@@ -129,7 +129,7 @@ def unify(text: str) -> str:
         lambda match: "^{" + "".join(_SUPERSCRIPTS[sign] for sign in match[0]) + "}", text
     )
     text = unicodedata.normalize("NFKC", _VULGAR.sub(" ", text))[:MAX_UNIFIED_CHARS]
-    return "".join(_SYMBOLS.get(sign, sign) for sign in text)
+    return text.translate(_SYMBOLS)
 
 
 @lru_cache(maxsize=4096)  # many rules check parts of an answer

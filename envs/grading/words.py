@@ -99,11 +99,6 @@ def glued(found: list[str]) -> str:
     return re.sub(r"(?<=\d) (?=\d)", "|", " ".join(found)).replace(" ", "")
 
 
-def is_numeral(token: str) -> bool:
-    """Whether a token is a number: 12, 1.5, -3."""
-    return token.lstrip("\N{MINUS SIGN}")[:1].isdigit() and not token[-1:].isalpha()
-
-
 def same_signs(one: str, other: str) -> bool:
     """Whether both texts contain the same signs that carry a value, and no two currencies."""
     sides = [Counter(filter(_is_sign, tokens(text))) for text in (one, other)]

