@@ -1,4 +1,4 @@
-"""Shows a run, a sweep, or an evaluation in the browser: `agentenv view RUN`."""
+"""Shows a run or an evaluation in the browser: `agentenv view RUN`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ def main(argv: Sequence[str]) -> int:
         description="Show a run in the browser: curves, the trees of each step token by token, "
         "evaluations. Reads the files of the run, also while it trains; changes nothing.",
     )
-    parser.add_argument(
-        "run", type=Path, metavar="RUN", help="folder of a run, a sweep or an evaluation"
-    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run or an evaluation")
     parser.add_argument(
         "others", type=Path, nargs="*", metavar="DIR", help="evaluations to compare with"
     )
@@ -55,27 +53,20 @@ def main(argv: Sequence[str]) -> int:
         from agentenv.assembly.run.terminal import run_until_done
         from agentenv.evaluation.sweep import SWEEP_FILE
         from agentenv.lab.viewing.folder import Folder
-        from agentenv.lab.viewing.page import FolderServer, PageServer, serve
+        from agentenv.lab.viewing.page import FolderServer, export, serve
 
         view.wait_for(f"reading {arguments.run}", "the address")
-        server: PageServer
         if (arguments.run / SWEEP_FILE).is_file():
-            from agentenv.lab.viewing.sets import SetServer
-
-            if arguments.export is not None or arguments.others:
-                raise ConfigError(
-                    f"{arguments.run} is a sweep; --export and DIR take one of its runs, ARM/seed-N"
-                )
-            server = SetServer(arguments.run, arguments.port)
-        else:
-            folder = Folder(arguments.run, arguments.others)
-            if arguments.export is not None:
-                from agentenv.lab.viewing.page import export
-
-                for line in export(folder, arguments.export, arguments.max_mb):
-                    report(line)
-                return 0
-            server = FolderServer(folder, arguments.port)
+            raise ConfigError(
+                f"{arguments.run} is a sweep: view one of its runs, ARM/seed-N, or compare them "
+                f"with: agentenv compare {arguments.run}"
+            )
+        folder = Folder(arguments.run, arguments.others)
+        if arguments.export is not None:
+            for line in export(folder, arguments.export, arguments.max_mb):
+                report(line)
+            return 0
+        server = FolderServer(folder, arguments.port)
         try:
             run_until_done(serve(server, report), view)
         except KeyboardInterrupt:

@@ -34,7 +34,6 @@ from agentenv.base.config import resolver
 from agentenv.base.errors import DataError, ForeignError
 from agentenv.base.untrusted import decode_loose
 from agentenv.lab.viewing.evaluations import Evaluation, JsonLines, compare, size_of
-from agentenv.lab.viewing.health import Health, health_of
 from agentenv.lab.viewing.trees import Trees
 from agentenv.processes.supervisor import log_tail
 
@@ -108,7 +107,6 @@ class Folder:
             "config": _json(self.path / CONFIG_FILE) if self.is_run else None,
             "summary": _json(self.path / SUMMARY) if self.is_run else None,
             "status": self.status(),
-            "health": self.health(),
             "checkpoints": [path.name for path in checkpoints],
             "steps": self.trees.steps(),
             "has_texts": any(path.is_file() for path in tokenizers_of(self.path)),
@@ -118,17 +116,6 @@ class Folder:
                 for key, one in self.evaluations().items()
             ],
         }
-
-    def health(self) -> Health | None:
-        """The health of the run; None for an evaluation, or without data."""
-        if not self.is_run:
-            return None
-        rows, config = self.metrics()["rows"], _json(self.path / CONFIG_FILE)
-        planned = config.get("train") if isinstance(config, dict) else None
-        num_steps = planned.get("num_steps") if isinstance(planned, dict) else None
-        return health_of(
-            [row for row in rows if isinstance(row, dict)], self.status()["is"], num_steps
-        )
 
     def status(self) -> Figures:
         """The state (running, finished, stopped, or elsewhere: held by another machine, whose

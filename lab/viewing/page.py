@@ -58,11 +58,11 @@ def static(name: str) -> bytes:
     return resources.files("agentenv.lab.viewing").joinpath("static", name).read_bytes()
 
 
-class PageServer:
-    """Serves a page of the folder `path`. After `start`, it can be opened at `address`."""
+class FolderServer:
+    """Serves the page of one run or evaluation. After `start`, it can be opened at `address`."""
 
-    def __init__(self, path: Path, port: int = 0) -> None:
-        self.path = path
+    def __init__(self, folder: Folder, port: int = 0) -> None:
+        self.folder = folder
         self.port = port
         self.token = secrets.token_urlsafe(24)
         self._slots = asyncio.Semaphore(NUM_AT_ONCE)
@@ -146,29 +146,14 @@ class PageServer:
             status, body = await in_thread(self._encoded, request)
         return web.Response(body=body, status=status, content_type="application/json")
 
-    def _folder(self, request: web.Request) -> Folder:
-        """The folder of a request. Raises DataError."""
-        raise NotImplementedError
-
     def _encoded(self, request: web.Request) -> tuple[int, bytes]:
         try:
             path, query = request.match_info["path"], dict(request.query)
-            return 200, encode(self._folder(request).answer(path, query))
+            return 200, encode(self.folder.answer(path, query))
         except DataError as error:
             return 404, encode({"error": str(error)})
         except OSError as error:
             return 500, encode({"error": f"{error.filename}: {error.strerror}"})
-
-
-class FolderServer(PageServer):
-    """Serves the page of one run or evaluation."""
-
-    def __init__(self, folder: Folder, port: int = 0) -> None:
-        super().__init__(folder.path, port)
-        self.folder = folder
-
-    def _folder(self, request: web.Request) -> Folder:
-        return self.folder
 
 
 def encode(answer: Any) -> bytes:
@@ -176,7 +161,7 @@ def encode(answer: Any) -> bytes:
     return msgspec.json.encode(answer, enc_hook=str)
 
 
-async def serve(server: PageServer, report: Callable[[str], None]) -> None:
+async def serve(server: FolderServer, report: Callable[[str], None]) -> None:
     """Serve until cancelled. Raises ConfigError if the port is taken."""
     gc.freeze()  # there are many rows, without reference cycles: collect seldom
     gc.set_threshold(200_000, 20, 100)
@@ -188,7 +173,7 @@ async def serve(server: PageServer, report: Callable[[str], None]) -> None:
             "free one"
         ) from error
     try:
-        report(f"{server.path}: {server.address}")
+        report(f"{server.folder.path}: {server.address}")
         tunnel = f"ssh -L {server.port}:{HOST}:{server.port} THIS_HOST"
         report(
             f"Ctrl-C stops the server; from another machine: {tunnel}, then open the same address"

@@ -391,13 +391,6 @@ def test_an_exported_file_is_self_contained(shown: Viewed, tmp_path: Path, open_
     assert b"<canvas" in printed, "charts wait for no frame, which a print does not draw"
 
 
-def test_the_first_page_reports_the_health_of_the_run_with_a_reason(
-    shown: Viewed, open_page: Open
-) -> None:
-    told = text_of(open_page(shown.address), ".health")
-    assert re.search(r"^doubtful +10% of the trajectories of all updates failed", told)
-
-
 def test_trees_whose_forks_changed_the_outcome_are_found(shown: Viewed, open_page: Open) -> None:
     """Over all steps, and in one."""
     page = open_page(shown.address)

@@ -21,10 +21,8 @@ import pytest
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.evaluation.figures import figures_of, questions_of
 from agentenv.evaluation.store import read_rows
-from agentenv.evaluation.sweep import Made
 from agentenv.lab.viewing.folder import Folder
 from agentenv.lab.viewing.page import HEADERS, FolderServer, encode, export, serve
-from agentenv.lab.viewing.sets import COLUMNS, SetServer
 from agentenv.launchers import view
 from agentenv.rollout.archive import steps_of
 from agentenv.rollout.archive_reader import columns_of, read_step
@@ -437,39 +435,9 @@ def test_the_help_of_the_command_loads_no_heavy_module() -> None:
 # a set of runs
 
 
-async def test_a_sweep_lists_its_runs_and_each_has_its_page(run: ViewedRun, tmp_path: Path) -> None:
-    made = Made(
-        config="mine.toml", config_digest="", overrides=[], arms={"a": [], "b": []}, seeds=[0]
-    )
-    (tmp_path / "sweep.json").write_bytes(msgspec.json.encode(made))
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "seed-0").symlink_to(run.folder)
-    server = SetServer(tmp_path)
-    await server.start()
-    try:
-        assert (await get(server, "/"))[0] == 403
-        status, headers, text = await get(server, f"/?token={server.token}")
-        assert status == 200
-        assert headers["Content-Security-Policy"]
-        assert '<a href="runs/a/0/">a</a>' in text
-        assert "agentenv compare" in text
-        rows = text[text.index("<tbody>") :].split("<tr>")[1:]
-        assert [row.count("<td") for row in rows] == [len(COLUMNS)] * 2
-        assert "waits" in rows[1]
-        known = {"cookies": {server.cookie: server.token}}
-        for path in ("", "static/viewer.js", "api/run", "api/steps"):
-            assert (await get(server, f"/runs/a/0/{path}", **known))[0] == 200, path
-        assert json.loads((await get(server, "/runs/a/0/api/run", **known))[2])["is_run"]
-        assert (await get(server, "/runs/a/0/api/run"))[0] == 403
-        for missing in ("/runs/b/0/api/run", "/runs/c/0/api/run"):
-            assert (await get(server, missing, **known))[0] == 404, missing
-    finally:
-        await server.close()
-
-
-def test_a_sweep_is_not_exported_as_one_run(
+def test_a_sweep_is_not_viewed_as_one_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "sweep.json").write_text("{}")
-    assert view.main([str(tmp_path), "--export", str(tmp_path / "x.html")]) == 2
+    assert view.main([str(tmp_path)]) == 2
     assert "ARM/seed-N" in capsys.readouterr().err.replace("\n", " ")

@@ -232,11 +232,6 @@ export function RunPage(props: { run: Run; rows: Row[]; unreadable: number; them
         <span class="muted">{String(path(run.config, "model", "path") ?? "")}</span>
         <span class="muted">{run.folder}</span>
       </div>
-      {run.health && (
-        <p class={cx("health", `health-${run.health.is}`)} role="status">
-          <strong>{run.health.is}</strong> {run.health.text}
-        </p>
-      )}
       <Tiles run={run} rows={rows} steps={steps} />
       {rows.length === 0 && <Absent>{run.status.is === "running" ? "No finished step yet: curves appear after the first step." : "This run has written no metrics (metrics.jsonl)."}</Absent>}
       {props.unreadable > 0 && <Absent>{plural(props.unreadable, "row")} of metrics.jsonl could not be read.</Absent>}

@@ -24,7 +24,6 @@ export interface Run {
   config: Row | null;
   summary: Row | null;
   status: Status;
-  health?: { is: "healthy" | "doubtful" | "unhealthy"; text: string } | null;
   checkpoints: string[];
   steps: number[];
   has_texts: boolean;
