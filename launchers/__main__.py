@@ -23,7 +23,7 @@ COMMANDS = {
     "sft": "fine-tune a policy on dialogues",
     "dpo": "train a policy on preferences",
     "synthesize": "generate data for sft and train from questions",
-    "export": "export a checkpoint as a Hugging Face directory, or transcripts for other viewers",
+    "export": "export a checkpoint as a Hugging Face directory",
     "serve": "serve a policy, or models such as a judge",
     "serve-env": "serve an environment over the OpenEnv protocol",
     "retriever": "serve a corpus over HTTP",

@@ -3,8 +3,6 @@
 CHECKPOINT is a checkpoint of a run, or a run, for its last checkpoint. OUT contains weights,
 config, tokenizer, chat template and generation_config, for transformers, vLLM and SGLang.
 
-`agentenv export transcripts SOURCE OUT` exports trajectories instead: the trees of a run or the
-rows of an evaluation, as logs of Inspect.
 """
 
 from __future__ import annotations
@@ -17,13 +15,9 @@ from pathlib import Path
 from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.run.terminal import View, exit_code_of
 
-TRANSCRIPTS = "transcripts"
-
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
-    if argv[:1] == [TRANSCRIPTS]:
-        return _transcripts(argv[1:])
     arguments = _parse(argv)
 
     def work(view: View) -> None:
@@ -49,35 +43,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="agentenv export",
         description="Export a checkpoint as a Hugging Face directory, without a learner.",
-        epilog=f"`{TRANSCRIPTS} SOURCE OUT` exports trajectories instead: agentenv "
-        f" export {TRANSCRIPTS} --help",
     )
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     return parser.parse_args(argv)
-
-
-def _transcripts(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog=f"agentenv export {TRANSCRIPTS}",
-        description="Export the archived trees of a run, or the rows of an evaluation, as logs "
-        "of Inspect. Secrets are removed.",
-    )
-    parser.add_argument(
-        "source", type=Path, metavar="SOURCE", help="a run, or the directory of an evaluation"
-    )
-    parser.add_argument("out", type=Path, metavar="OUT", help="directory, empty or new")
-    parser.add_argument("--step", type=int, metavar="N", help="for a run: only this step, from 1")
-    arguments = parser.parse_args(argv)
-
-    def work(view: View) -> None:
-        from agentenv.lab.viewing.transcripts import export  # slow to load
-
-        view.wait_for(f"reading {arguments.source}", "writing")
-        export(arguments.source, arguments.out, arguments.step, view)
-        view.end()
-        path = shlex.quote(str(arguments.out))
-        view.suggest({f"inspect view --log-dir {path}": "in the viewer of Inspect"})
-
-    return exit_code_of(work, str(arguments.out))

@@ -54,7 +54,6 @@ OURS = {
     "envs/bridges/verifiers_env.py": "what the host sends to a package's process; a row of ours",
     "envs/sandbox/program_init.py": "in the sandbox of a program, the settings of the host",
     "agentenv/processes/worker_pool.py": "in a worker, a job of the host",
-    "assembly/run/transcript.py": "rows and questions of ours",
     "assembly/keys/cluster.py": "a process of ours",
     "assembly/parts/env_processes.py": "a process of ours",
     "assembly/parts/environments.py": "configuration",

@@ -29,8 +29,7 @@ from urllib.parse import urlsplit
 from msgspec import Meta
 
 from agentenv.assembly.reports.monitors import Axis, MonitorPart
-from agentenv.assembly.reports.records import FAILED
-from agentenv.assembly.run.transcript import TranscriptTurn, turns_of
+from agentenv.assembly.reports.records import FAILED, TranscriptTurn, turns_of
 from agentenv.base.errors import SHOWN, ConfigError, MissingError
 from agentenv.data.data_files import Row
 

@@ -1,4 +1,4 @@
-"""launchers/export.py transcripts: questions of trees and evaluations, without secrets;
+"""examples/inspect_logs: questions of trees and evaluations, without secrets;
 impossible requests are refused. Its logs: test_exports_inspect.py."""
 
 from __future__ import annotations
@@ -9,19 +9,13 @@ from typing import Any
 
 import pytest
 
-from agentenv.assembly.reports.records import EvalRow, trajectory_rows
-from agentenv.assembly.run.transcript import (
-    of_row,
-    of_tree,
-    redacted,
-    turns_of,
-)
-from agentenv.base.installation import install_hint
+from agentenv.assembly.reports.records import EvalRow, trajectory_rows, turns_of
 from agentenv.envs.quickstart.setup import build_tokenizer
-from agentenv.launchers import export
 from agentenv.rollout.archive import Archive, StepHeader
 from agentenv.rollout.frames import ArchiveConfig
 from agentenv.rollout.redactor import REDACTED, Redactor
+from examples.inspect_logs.__main__ import INSTALL, main
+from examples.inspect_logs.transcript import of_row, of_tree, redacted
 from tests.support.example_tree import SECRET, example_tree
 from tests.support.stored_evaluation import row, write_evaluation
 
@@ -138,7 +132,7 @@ def output_of(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def transcripts(*arguments: object) -> int:
-    return export.main(["transcripts", *map(str, arguments)])
+    return main([*map(str, arguments)])
 
 
 @pytest.mark.parametrize(
@@ -181,7 +175,7 @@ def test_a_run_without_trees_or_tokenizer_is_refused(
     assert "no tokenizer.json" in output_of(capsys)
 
 
-def test_the_inspect_format_requires_its_package(
+def test_the_logs_require_their_package(
     run: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -189,4 +183,4 @@ def test_the_inspect_format_requires_its_package(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert transcripts(run, tmp_path / "out") == 2
-    assert install_hint("inspect") in output_of(capsys)
+    assert INSTALL in output_of(capsys)

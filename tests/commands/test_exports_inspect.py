@@ -1,5 +1,5 @@
-"""Exports as their readers find them: Inspect's viewer and Inspect Scout. In .venv-inspect
-(sh .ci/inspect), since some of the packages it needs are older."""
+"""Logs of examples/inspect_logs as their readers find them: in the viewer of Inspect and in Scout.
+In .venv-inspect (sh .ci/inspect), since some of the packages it needs are older."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def run_command(*command: object) -> str:
 
 
 def exported(run: Path, out: Path) -> Path:
-    run_command(BIN / "python", "-m", "agentenv.launchers", "export", "transcripts", run, out)
+    run_command(BIN / "python", "-m", "examples.inspect_logs", run, out)
     return out
 
 

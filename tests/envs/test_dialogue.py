@@ -12,8 +12,7 @@ import pytest
 
 from agentenv import Message, Task, demonstrate, tool
 from agentenv.adapters.testing import check_tool_env
-from agentenv.assembly.reports.records import EvalRow, trajectory_rows, written
-from agentenv.assembly.run.transcript import turns_of
+from agentenv.assembly.reports.records import EvalRow, trajectory_rows, turns_of, written
 from agentenv.base.errors import ConfigError, CrashError, EnvError, InfraError
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Limits, SamplingParams, ToolCall

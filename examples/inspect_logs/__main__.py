@@ -1,13 +1,16 @@
-"""Trajectories as logs of Inspect: `agentenv export transcripts SOURCE OUT`.
+"""Trajectories as logs of Inspect: `python -m examples.inspect_logs SOURCE OUT [--step N]`.
 
 SOURCE is a run, for its archived trees, or the directory of an evaluation.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import logging
-from collections.abc import Iterator
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,21 +18,45 @@ from typing import Any, NamedTuple
 import msgspec
 
 from agentenv.assembly.reports.records import Decode
-from agentenv.assembly.run.terminal import View
-from agentenv.assembly.run.transcript import TranscriptQuestion, of_row, of_tree, redacted
+from agentenv.assembly.run.terminal import View, exit_code_of
 from agentenv.base.disk import naming
 from agentenv.base.errors import ConfigError, DataError, MissingError
-from agentenv.base.installation import install_hint
 from agentenv.evaluation.store import CONFIG_FILE as EVALUATION_FILE
 from agentenv.evaluation.store import ROWS_FILE, load_rows, load_run_config, load_saved
 from agentenv.lab.viewing.folder import tokenizers_of
 from agentenv.rollout.archive import ARCHIVE, steps_of
 from agentenv.rollout.archive_reader import Step, read_step
 from agentenv.rollout.redactor import Redactor
+from examples.inspect_logs.transcript import TranscriptQuestion, of_row, of_tree, redacted
 
 logger = logging.getLogger(__name__)
 
+INSTALL = "pip install 'inspect_ai>=0.3.280'"
 EVALUATIONS = "eval"  # folder of a run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.inspect_logs",
+        description="Export the archived trees of a run, or the rows of an evaluation, as logs "
+        "of Inspect. Secrets are removed.",
+    )
+    parser.add_argument(
+        "source", type=Path, metavar="SOURCE", help="a run, or the directory of an evaluation"
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="directory, empty or new")
+    parser.add_argument("--step", type=int, metavar="N", help="for a run: only this step, from 1")
+    arguments = parser.parse_args(argv)
+
+    def work(view: View) -> None:
+        view.wait_for(f"reading {arguments.source}", "writing")
+        export(arguments.source, arguments.out, arguments.step, view)
+        view.end()
+        path = shlex.quote(str(arguments.out))
+        view.suggest({f"inspect view --log-dir {path}": "in the viewer of Inspect"})
+
+    return exit_code_of(work, str(arguments.out))
 
 
 class LogPart(NamedTuple):
@@ -49,15 +76,15 @@ def export(source: Path, out: Path, step: int | None, view: View) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty; choose another directory")
     if importlib.util.find_spec("inspect_ai") is None:
-        raise MissingError(f"the package inspect_ai is required: {install_hint('inspect')}")
-    from agentenv.lab.viewing import inspect_log
+        raise MissingError(f"the package inspect_ai is missing: {INSTALL}")
+    from examples.inspect_logs import logs
 
     num_logs = num_trajectories = 0
     for part in parts:
         with naming(out):
             out.mkdir(parents=True, exist_ok=True)
             path = out / f"{part.name}.eval"
-            inspect_log.write_log(path, part.questions, part.name, model, part.at, part.facts)
+            logs.write_log(path, part.questions, part.name, model, part.at, part.facts)
         num_logs += 1
         num_trajectories += sum(len(one.branches) for one in part.questions)
     view.log(f"{num_trajectories} trajectories written to {out}, logs: {num_logs}")
@@ -141,3 +168,7 @@ def _decoder(run: Path) -> Decode:
             "model's there"
         )
     return fast_decoder(Tokenizer.from_file(str(file)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
