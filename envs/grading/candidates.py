@@ -167,7 +167,7 @@ MAX_PHRASE_WORDS = 4
 MAX_HAN = 20  # characters of a name
 _HAN_CLAUSE = re.compile("[\u7684\u662f\u5728\u4e86\u4e3a\u4e8e\u6709\u88ab\u56e0\u6240]")
 _DENIED = _TABLES.pattern("denied", re.IGNORECASE)
-_BOUND = re.compile(r"(?:between|from)\b.*\d", re.IGNORECASE)
+_BOUND = re.compile(r"(?:between|from)\b.*\d\D+\d", re.IGNORECASE)
 NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d[\d.,/]*%?)+")
 
 
@@ -315,6 +315,7 @@ _GOVERNED = _TABLES.pattern("governed", re.IGNORECASE)
 _INVERTED = _TABLES.pattern("inverted", re.IGNORECASE)
 _AS_IS = re.compile(r"\bas (?:is|was|are)\W*$", re.IGNORECASE)
 _CONCLUDED = _TABLES.pattern("concluded", re.IGNORECASE)
+_BESIDE = re.compile(rf"\s+(?:\w+\s+)?(?:and|or|to)\s+{MASK}")
 _CALCULATED = _TABLES.pattern("calculated", re.IGNORECASE)
 _ANAPHOR = _TABLES.pattern("anaphor", re.IGNORECASE)
 _ARTICLE = re.compile(r"\W*(?:the|an?)\s+", re.IGNORECASE)
@@ -368,7 +369,8 @@ def unexplained(gold: Gold, text: str, parts: Sequence[Part]) -> list[str]:
         return []
     met = [part.text for part in parts if part.meets]
     bare = [one if one in text else whole for whole in met for one in [clean(whole)]]
-    hidden = masked(text, (*gold.forms, *bare)) if len(met) < len(parts) else ""
+    bare = [one for one in bare if not is_name or f"{gold.text}, " not in one]
+    hidden = masked(text, (*gold.forms, *bare)) if is_name or len(met) < len(parts) else ""
     same = [amount for amount in (gold.amount, *map(amount_of, map(clean, met))) if amount]
     found, start = [], 0
     for one in _mentions(hidden, is_name):
@@ -417,8 +419,10 @@ def _is_explained(gold: Gold, mention: Mention) -> bool:
         return True
     if _INVERTED.search(mention.after) or _AS_IS.search(before):
         return False
-    if _CONCLUDED.search(mention.after) and not _CONCLUDED.search(before + MASK):
+    if _CONCLUDED.search(mention.after) and not _CONCLUDED.search(mention.before[-40:] + MASK):
         return True  # we have 3 rows, so the answer is
+    if _BESIDE.match(mention.after):
+        return False  # between 90 and the gold
     if _is_about_gold(gold, mention):
         return True
     is_governed = _GOVERNED.search(before) is not None
@@ -497,7 +501,10 @@ def _mentions(text: str, is_name: bool) -> Iterator[Mention]:
         place = end + 1
         bare = inner.strip(EDGE)
         begin = first.start() + inner.find(bare)
-        while is_name and (word := bare.partition(" ")[0]).casefold() in _COMMON:
+        while is_name and _STARTS.search(text[:begin]):
+            word, _, rest = bare.partition(" ")
+            if not word or word.casefold() not in (FRAME | _INSIDE_A_NAME if rest else _COMMON):
+                break
             begin, bare = begin + len(word) + 1, bare[len(word) + 1 :]
         if len(bare) > 1 or (bare and not is_name):
             yield Mention(bare, text[:begin], text[begin + len(bare) :])

@@ -31,7 +31,7 @@ _DATE = re.compile(r"(?:\w+ )?\d{1,2},? \w+,? \d{4}|[A-Z]\w+ \d{1,2}, \d{4}")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _PREDICATED = re.compile(
     rf"(?:{_VERB.pattern})(?=\s)"
-    r"|\b(?:it|he|she|they|them|there|we|you|me|us|I(?='|\s+[a-z]))\b"
+    r"|\b(?:it|he|she|they|them|there|we|you|me|us|I(?='|\s+[a-z]))\b(?=['\s])"
 )
 _COLON = re.compile(r"(?<=[a-z\d)]):\s+")
 
@@ -121,7 +121,7 @@ def _clause_states(clause: str, wanted: str, same: Callable[[str], bool]) -> boo
     return _amounts_to(clause, wanted, same)
 
 
-_GOVERNED = re.compile(r"\b(of|by|from|than|near|under|over|before|after)(?: the)?\s*$", re.I)
+_GOVERNED = re.compile(r"\b(of|by|from|than|with|near|under|over|before|after)(?: the)?\s*$", re.I)
 
 
 def _amounts_to(
