@@ -184,7 +184,9 @@ def is_rival(
     if _is_label(gold, part, bare, after):
         return False
     is_phrase = gold.kind == "words" and not gold.is_named and is_statement(gold.text)
-    if not (is_phrase or is_named(bare)) and (is_statement(bare) or has_verb(bare)):
+    has_phrases = gold.kind in ("words", "list") and not gold.is_named
+    is_clause = is_statement(bare) or (not has_phrases and has_verb(bare))
+    if is_clause and not (is_phrase or is_named(bare)):
         return False  # a sentence about the answer
     if any(meets(one, part.text) for one in gold.elements) or _is_same(gold, bare, nearby):
         return False
