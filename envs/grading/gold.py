@@ -32,7 +32,7 @@ Kind = Literal[
 Same = Callable[[str, str], bool | None]
 MAX_PIECED_CHARS = 200
 MAX_ALONE_CHARS = 200  # of the gold in other words, with nothing beside it
-_DASHED = re.compile(r"[\w}]%?\s+[-\u2013\u2014~]\s+.*[^\W\d_]{2}")
+_DASHED = re.compile(r"[\w}]%?\s+[-\u2013\u2014~]\s+.*[^\W\d_]{2}|\.[~\uff5e]")
 
 
 class Gold(Struct, frozen=True, eq=False):
@@ -119,6 +119,8 @@ def meets(gold: Gold, part: str) -> bool:
     ):
         return False
     if gold.kind == "words" and not gold.is_split and is_split(part):
+        return False
+    if gold.is_named and is_split(part, alternatives) and not is_split(gold.text, alternatives):
         return False
     text = clean(part)
     return bool(text) and gold.same(text, gold.text) is True

@@ -29,9 +29,7 @@ from agentenv.envs.grading.text import (
 from agentenv.envs.grading.words import has_cjk, is_wordy
 
 _PHRASE_TABLES = Tables("phrases")
-LABELS, ASIDES, HEADS, _NOTES = (
-    frozenset(_PHRASE_TABLES[name]) for name in ("labels", "asides", "heads", "notes")
-)
+LABELS, ASIDES, _NOTES = (frozenset(_PHRASE_TABLES[name]) for name in ("labels", "asides", "notes"))
 _PROVINCES = frozenset(_PHRASE_TABLES["provinces"])
 _STATES = frozenset(map(str.lower, STATES.values()))
 _CONTINENTS = frozenset(_PHRASE_TABLES["continents"])
@@ -266,7 +264,6 @@ def is_nationality(text: str) -> bool:
     return _NATIONAL.search(text) is not None
 
 
-BETWEEN = re.compile(r"(?:between|from)\s[^,;]{1,60}\s(?:and|to)\s", re.IGNORECASE)
 MAX_COMPOUND = 60
 
 

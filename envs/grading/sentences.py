@@ -20,23 +20,18 @@ _REJECTED = _SENTENCE_TABLES.pattern("rejected", re.IGNORECASE)
 _AUXILIARY = _SENTENCE_TABLES.pattern("auxiliary", re.IGNORECASE)
 _CONCLUDED = _SENTENCE_TABLES.pattern("concluded", re.IGNORECASE | re.DOTALL)
 _CLAUSE = _SENTENCE_TABLES.pattern("clause", re.DOTALL)
-_PREDICATE = _SENTENCE_TABLES.pattern("predicate", re.DOTALL)
 _SUBJECT = _SENTENCE_TABLES.pattern("subject", re.DOTALL | re.IGNORECASE)
-_ELLIPSIS = _SENTENCE_TABLES.pattern("ellipsis", re.I)
-_PREAMBLE = re.compile(r"^(?:after|upon|on|having) [\w -]{1,30}ing\b[^,.]{0,40},\s*", re.IGNORECASE)
+_SURE = _SENTENCE_TABLES.pattern("sure", re.IGNORECASE)
 _CLEFT = _SENTENCE_TABLES.pattern("cleft", re.DOTALL | re.IGNORECASE)
 _NEGATION = _SENTENCE_TABLES.pattern("negation", re.IGNORECASE)
-_DENIAL = _SENTENCE_TABLES.pattern("denial", re.IGNORECASE)
 _CHANGED = _SENTENCE_TABLES.pattern("changed", re.IGNORECASE | re.DOTALL)
-_SURE = _SENTENCE_TABLES.pattern("sure", re.IGNORECASE)
 _APPOSITION = _SENTENCE_TABLES.pattern("apposition", re.DOTALL)
-_MATH = re.compile(r"\$([^$]*[\\=^_][^$]*)\$")
 _AMOUNT = _SENTENCE_TABLES.pattern("amount")
 _DATE = re.compile(r"(?:\w+ )?\d{1,2},? \w+,? \d{4}|[A-Z]\w+ \d{1,2}, \d{4}")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _PREDICATED = re.compile(
     rf"(?:{_VERB.pattern})(?=\s)"
-    r"|\b(?:it|he|she|they|them|there|we|you|me|us|I(?='|\s+[a-z]))\b"
+    r"|\b(?:it|he|she|they|them|there|we|you|me|us|I(?='|\s+[a-z]))\b(?=['\s])"
 )
 _COLON = re.compile(r"(?<=[a-z\d)]):\s+")
 
@@ -44,11 +39,6 @@ _COLON = re.compile(r"(?<=[a-z\d)]):\s+")
 def is_hedged(text: str) -> bool:
     """Whether the text denies, doubts or leaves open."""
     return _NEGATION.search(text) is not None
-
-
-def is_denied(text: str) -> bool:
-    """Whether the text denies or doubts; narrower than whether it is hedged."""
-    return _DENIAL.search(text) is not None
 
 
 def has_verb(text: str) -> bool:
@@ -60,10 +50,8 @@ def has_verb(text: str) -> bool:
 
 
 def is_statement(text: str) -> bool:
-    """Whether a text is a sentence: a subject, a verb; no phrase that begins with a participle. The
-    word after an article is no verb: a uniformed officer, in a flowerbed."""
-    first = text.partition(" ")[0]
-    rest = _OF_A_NOUN.sub("N", text).partition(" ")[2]
+    """Whether a text is a sentence: a subject, a verb; no phrase that begins with a participle."""
+    first, _, rest = text.partition(" ")
     is_subject = _PRONOUN.match(text) is not None and not first.isupper()
     return (is_subject and " " in text) or (
         (first[:1].isupper() or first[:1].isdigit() or first.lower() in _SUBJECTS)
@@ -73,7 +61,7 @@ def is_statement(text: str) -> bool:
 
 def states(found: str, wanted: str, same: Callable[[str], bool]) -> bool:
     """Whether `found` ends in, or names, a text that `same` accepts."""
-    found = _SURE.sub("", _PREAMBLE.sub("", found))
+    found = _SURE.sub("", found)
     changed = _CHANGED.fullmatch(found)
     if changed is not None:
         right = changed["right"] or changed["other"] or changed["next"]
@@ -88,7 +76,7 @@ def states(found: str, wanted: str, same: Callable[[str], bool]) -> bool:
     if same(found):
         return True
     first, *others = _clauses(found)
-    if others and ";" not in found and not _DENIAL.search(found) and same(first):
+    if others and ";" not in found and not _NEGATION.search(found) and same(first):
         return True
     clause = (others or [first])[-1].replace("none other than ", "")
     match = _CORRECTED.fullmatch(clause)
@@ -118,9 +106,6 @@ def affirmed(text: str, wanted: str) -> str:
 
 
 def _clause_states(clause: str, wanted: str, same: Callable[[str], bool]) -> bool:
-    math = _MATH.findall(clause)
-    if math:
-        return same(math[-1])
     if len(clause.split()) < 3:
         return False
     if "=" in clause and same(clause.rpartition("=")[2]):
@@ -129,14 +114,14 @@ def _clause_states(clause: str, wanted: str, same: Callable[[str], bool]) -> boo
         return _amounts_to(clause, wanted, same, has_verb=False)
     if any(same(date) for date in _DATE.findall(clause)[-1:]):
         return True
-    for form in (_CLAUSE, _PREDICATE, _SUBJECT, _CLEFT, _ELLIPSIS):
+    for form in (_CLAUSE, _SUBJECT, _CLEFT):
         match = form.fullmatch(clause)
         if match is not None and same(match[1]):
             return True
     return _amounts_to(clause, wanted, same)
 
 
-_GOVERNED = re.compile(r"\b(of|by|from|than|near|under|over|before|after)(?: the)?\s*$", re.I)
+_GOVERNED = re.compile(r"\b(of|by|from|than|with|near|under|over|before|after)(?: the)?\s*$", re.I)
 
 
 def _amounts_to(
@@ -160,7 +145,4 @@ def _amounts_to(
 # Two sentences.
 
 _SUBJECTS = frozenset(str.split("the a an one there all both each no some many most every"))
-_OF_A_NOUN = re.compile(
-    r"(?:^[Aa]n?|\ban?|\b[Tt]he)\s+(?:\w+ly\s+(?=\w+\s+(?!(?:to|in|by|at|on|from|for|the|an?)\b)))?\S+"
-)
 _PRONOUN = re.compile(r"(?:it|he|she|they|this|that)\b", re.IGNORECASE)

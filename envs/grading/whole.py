@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
-from agentenv.envs.grading import dates
 from agentenv.envs.grading.gold import Gold, meets
 from agentenv.envs.grading.parts import (
-    BETWEEN,
     EDGE,
     Part,
     amount_of,
     is_compound,
     is_named,
-    is_range,
     is_sum_of_names,
     trimmed,
     value_of,
@@ -30,30 +26,21 @@ from agentenv.envs.grading.text import (
     Joint,
     clean,
     corrections,
-    labels,
     lines,
     marks,
     symbols,
 )
 from agentenv.envs.grading.words import has_cjk, is_wordy
 
-_VARIABLES = re.compile(r"[A-Za-z]{1,3}(?![A-Za-z])|\([^()]*\)")
 _IN_DOLLARS = re.compile(r"([^\d$]*)\$([^$]+)\$([^\d$]*)")
 _SCORE = re.compile(r"\d+(?:-\d+)+")  # no difference
-_SUM_OF = re.compile(
-    r"(?:the |a )?(?:sum|product|difference|quotient|ratio|average|mean|total) (?:of|between)\b",
-    re.I,
-)
 MAX_PARTS = 120
 
 
 def parts_of(gold: Gold, text: str) -> list[Part]:
     """The text cut until each part is the gold or contains no separator."""
     found: list[Part] = []
-    pieces = labels(text) if _may_cut(gold, labels, "or", text) else [text]
-    for piece in pieces:
-        joint: Joint = "" if len(pieces) < 2 else "or"
-        _cut(gold, piece, joint, 0, found, is_first=len(pieces) < 2)
+    _cut(gold, text, "", 0, found, is_first=True)
     return found[:MAX_PARTS]
 
 
@@ -78,10 +65,7 @@ def _cut(
     if meets(gold, text) or _is_worked_out(gold, text):
         found.append(Part(text, joint, meets=True, led=led, is_first=is_first))
         return
-    if gold.kind == "number" and (is_compound(text) or _SUM_OF.match(text)):
-        found.append(Part(text, joint, led=led, is_first=is_first))
-        return
-    if level > 3 and BETWEEN.match(text) and is_range(text):
+    if gold.kind == "number" and is_compound(text):
         found.append(Part(text, joint, led=led, is_first=is_first))
         return
     is_clause = False
@@ -107,8 +91,6 @@ def _cut(
         if len(pieces) < 2:
             text = trimmed(pieces[0]) if pieces else text
             continue
-        if own == "equals" and not _is_derivation(gold, pieces):
-            own = ""
         if is_clause and own not in ("", "alias"):
             pieces, led = [pieces[0], pieces[-1]], True
         for place, piece in enumerate(pieces):
@@ -148,28 +130,17 @@ def _is_worked_out(gold: Gold, text: str) -> bool:
     )
 
 
-def _is_derivation(gold: Gold, sides: Sequence[str]) -> bool:
-    """Whether an equation names or calculates its right side, and equates no two answers."""
-    return any(
-        amount_of(clean(side)) is None
-        and not is_wordy(_VARIABLES.sub("x", side))
-        and (gold.kind in ("number", "math", "list") and not dates.dates(clean(side)))
-        for side in sides[:-1]
-    )
-
-
 def _may_cut(gold: Gold, cut: Cut, joint: Joint, text: str) -> bool:
     """Whether a separator may cut a text: brackets, hyphens and commas belong to mathematics,
     equals signs to an equation; to a question of yes or no, "no" is an answer."""
     if cut is corrections:
         return gold.kind != "truth"
-    if cut in (labels, symbols):
-        is_own = cut is symbols and len([one for one in cut(gold.text) if one]) > 1
-        is_han = cut is symbols and has_cjk(gold.text)
+    if cut is symbols:
+        is_own = len([one for one in cut(gold.text) if one]) > 1
         return (
             gold.kind != "math"
             and (is_wordy(text) or gold.kind != "list")
-            and not (is_own or is_han)
+            and not (is_own or has_cjk(gold.text))
         )
     if cut in (lines, marks):
         return r"\begin" not in text
