@@ -1,8 +1,6 @@
 """The audit of a run's rewards: `agentenv doctor audit RUN`.
 
     regraded           the configured grader gives archived trajectories the same rewards
-    changed golds      a correct answer is wrong against another gold
-    second candidate   a correct answer is wrong next to another answer
     failures           few trajectories failed, so that rewards are not those of a selection
     jumps of reward    steps whose rewards differ much from those before, with samples
 
@@ -23,19 +21,12 @@ from statistics import fmean, variance
 from typing import Any, NamedTuple, NoReturn
 
 import msgspec
-from msgspec.structs import replace
 
 from agentenv.assembly.checks.checks import Check, CheckResult, CheckRunner, Skip
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.parts.assembly import TRAINED
 from agentenv.assembly.parts.environments import EnvMaker
-from agentenv.assembly.reports.records import (
-    EvalRow,
-    calls_that_ran,
-    readable,
-    trajectory_rows,
-    written,
-)
+from agentenv.assembly.reports.records import EvalRow, readable, trajectory_rows
 from agentenv.assembly.run.arguments import EXIT_FAILED
 from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
@@ -44,15 +35,10 @@ from agentenv.base.errors import ConfigError, CrashError, DataError, GraderError
 from agentenv.base.model_files import load_tokenizer, read_eos_ids
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Task
-from agentenv.contract.env import Grade, close_shared, graded
-from agentenv.data.rows import GOLD_KEY
-from agentenv.envs.grading.custom import ground_truth
-from agentenv.envs.grading.numbers import as_number
-from agentenv.envs.grading.verdict import final_answer
+from agentenv.contract.env import Grade, close_shared
 from agentenv.evaluation.regrade import Graders
 from agentenv.evaluation.run import segments_of
 from agentenv.evaluation.store import load_run_config
-from agentenv.lab.diagnosis.contract import Guess, guess_twice, remedy
 from agentenv.lab.diagnosis.doctor import show
 from agentenv.rollout.archive import ARCHIVE, Entry
 from agentenv.rollout.archive_reader import Step, readable_steps
@@ -64,7 +50,6 @@ NUM_BEFORE = 4  # maximum number of previous steps to compare a step with
 LEAST_BEFORE = 2
 FAR = 5.0  # standard errors; a larger difference is a jump
 LEAST_SHARE = 0.15  # of the range of rewards: minimum size of a jump
-NUM_GUESSED = 10  # correct trajectories to which a second candidate is added
 NUM_SHOWN = 2  # samples of a jump, and examples of a problem
 MAX_TEXT = 1500
 TOLERANCE = 1e-6
@@ -80,10 +65,6 @@ class Graded(NamedTuple):
     again: Grade | None
     problem: str
 
-    @property
-    def is_right(self) -> bool:
-        return self.again is not None and self.again.success
-
 
 class Jump(NamedTuple):
     """A step whose mean reward differs by `z` standard errors from the mean of previous steps."""
@@ -98,8 +79,8 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 all passed, 1 a check failed, 2 bad arguments."""
     parser = argparse.ArgumentParser(
         prog="agentenv doctor audit",
-        description="Regrade the archived trajectories of a training run, against their gold "
-        "answers and against changed ones, and look for jumps in reward.",
+        description="Regrade the archived trajectories of a training run, and look for jumps in "
+        "reward.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, with trees/")
     parser.add_argument(
@@ -143,8 +124,6 @@ async def audit(run: Path, max_trees: int) -> tuple[list[CheckResult], list[str]
         ]
         checks: dict[str, tuple[Callable[[Any], Awaitable[str]], Sequence[Any]]] = {
             "regraded": (equal_rewards, again),
-            "changed golds": (regrader.changed_golds, again),
-            "second candidate": (regrader.second_guess, again),
             "failures": (few_failures, steps),
             "jumps of reward": (no_jumps, steps),
         }
@@ -215,102 +194,6 @@ class Regrader:
             return await self._graders.grade(row, task), ""
         except (GraderError, CrashError) as error:
             return None, str(error)
-
-    async def second_guess(self, again: Sequence[Graded]) -> str:
-        """A correct answer becomes wrong next to another answer, in either order."""
-        right = [one for one in again if one.is_right]
-        golds = list(dict.fromkeys(one.task.answers[0] for one in again if one.task.answers))
-        tried: list[Guess] = []
-        paid = []
-        for one in right[:NUM_GUESSED]:
-            guesses = await self._guesses(one, golds)
-            tried += guesses
-            paid += [f"{one.place}: {guess.text!r}" for guess in guesses if guess.is_paid]
-        if not tried:
-            raise Skip(
-                "no correct trajectory has an answer to which a second, wrong one could be added"
-            )
-        if paid:
-            fail(
-                f"{len(paid)} of {len(tried)} answers that name a second candidate besides the "
-                f"correct one are graded as correct ({', '.join(paid[:NUM_SHOWN])})",
-                remedy(tried),
-            )
-        return f"{len(tried)} answers with a second candidate are graded as wrong"
-
-    async def _guesses(self, one: Graded, golds: Sequence[str]) -> list[Guess]:
-        """The trajectory's last message with two candidates in place of its answer, graded."""
-        grader, messages = await self._graders.of(TRAINED, one.task), written(one.row)
-        text = messages[-1].content if messages else ""
-        answer = final_answer(text)
-        place = text.rfind(answer) if answer else -1
-        if place < 0 or not one.task.answers:
-            return []
-
-        async def is_right(candidates: str) -> bool:
-            content = f"{text[:place]}{candidates}{text[place + len(answer) :]}"
-            hedged = [*messages[:-1], replace(messages[-1], content=content)]
-            try:
-                return (await graded(grader, one.task, hedged, calls_that_ran(one.row))).success
-            except (GraderError, CrashError):
-                return False  # an answer that the grader cannot read earns nothing
-
-        candidates = (mutated(one.task.answers[0], golds, one.task.answers), *golds)
-        return await guess_twice(is_right, answer, one.task.answers, candidates)
-
-    async def changed_golds(self, again: Sequence[Graded]) -> str:
-        """A correct answer becomes wrong against another gold."""
-        right = [one for one in again if one.is_right]
-        if not right:
-            raise Skip("no trajectory is correct")
-        tasks = list({one.task.id: one.task for one in again if one.task.answers}.values())
-        num_tried, still = 0, []
-        for one in right:
-            task = with_another_gold(one.task, tasks)
-            if task is None:
-                continue
-            num_tried += 1
-            grade, _ = await self.verdict(task, one.row)
-            if grade is not None and grade.success:
-                still.append(f"{one.place}: {task.answers[0]!r}")
-        if not num_tried:
-            raise Skip("no correct trajectory has a gold answer that could be changed")
-        if still:
-            fail(
-                f"{len(still)} of {num_tried} correct trajectories are also correct against a "
-                f"different gold answer ({', '.join(still[:NUM_SHOWN])})",
-                "the grader rewards answers regardless of the gold answer: choose a stricter one",
-            )
-        return f"{num_tried} correct trajectories are wrong against other gold answers"
-
-
-def with_another_gold(task: Task, tasks: Sequence[Task]) -> Task | None:
-    """The task with a wrong gold. If its metadata has a separate ground truth, which a grader may
-    read, it gets that of another task; None if there is none."""
-    if not task.answers:
-        return None
-    golds = [one.answers[0] for one in tasks]
-    changed = replace(task, answers=(mutated(task.answers[0], golds, task.answers),))
-    if ground_truth(changed) == changed.answers[0]:
-        return changed
-    for other in tasks:
-        truth = ground_truth(other)
-        if truth != ground_truth(task) and other.answers != task.answers:
-            metadata = {**task.metadata, GOLD_KEY: truth}
-            metadata.pop("reward_model", None)
-            if "reward_model" in other.metadata:
-                metadata["reward_model"] = other.metadata["reward_model"]
-            return replace(task, answers=other.answers, metadata=metadata)
-    return None
-
-
-def mutated(gold: str, golds: Sequence[str], right: Sequence[str]) -> str:
-    """A wrong gold: the next number, else one of `golds` that is not `right`, else its negation."""
-    number = as_number(gold)
-    if number is not None:
-        return f"{float(number + 1):g}" if abs(number) < 1e6 else str(int(number) + 1)
-    known = {one.strip().lower() for one in right}
-    return next((one for one in golds if one.strip().lower() not in known), f"not {gold}")
 
 
 async def equal_rewards(again: Sequence[Graded]) -> str:

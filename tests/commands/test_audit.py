@@ -14,16 +14,13 @@ from msgspec.structs import replace
 from agentenv.assembly.checks.checks import Check, CheckResult, CheckRunner
 from agentenv.base.types import Message, Task
 from agentenv.contract.env import Grade
-from agentenv.envs.grading.custom import ground_truth
 from agentenv.envs.grading.layers import Layered
 from agentenv.lab.diagnosis import audit as audits
 from agentenv.lab.diagnosis.audit import (
     audit,
     few_failures,
     find_jumps,
-    mutated,
     no_jumps,
-    with_another_gold,
 )
 from agentenv.lab.diagnosis.contract import JOINTS, guess_twice, remedy
 from agentenv.launchers import doctor
@@ -78,38 +75,6 @@ async def test_rewards_of_a_selection_of_the_trajectories_are_reported(
     assert ("run.log" in verdict.remedy) is (state == "failed")
 
 
-@pytest.mark.parametrize(
-    ("gold", "others", "expected"),
-    [
-        ("41", ["41"], "42"),
-        ("1,240", [], "1241"),
-        ("Lima", ["lima", "Quito"], "Quito"),
-        ("Lima", [], "not Lima"),
-    ],
-)
-def test_a_gold_is_mutated_into_a_wrong_answer(gold: str, others: list[str], expected: str) -> None:
-    assert mutated(gold, others, [gold]) == expected
-
-
-def test_the_ground_truth_of_a_row_is_mutated_with_its_gold() -> None:
-    def task(number: int, **metadata: Any) -> Task:
-        return Task(f"t{number}", "e", "?", (str(number),), metadata=metadata)
-
-    rows = [task(n, ground_truth={"target": n, "numbers": [n, 1]}) for n in (3, 4)]
-    changed = with_another_gold(rows[0], rows)
-    assert changed is not None
-    assert ground_truth(changed) == ground_truth(rows[1])
-    assert changed.id == "t3"
-    assert with_another_gold(rows[0], rows[:1]) is None, "there is no other one"
-    nested = [task(n, reward_model={"ground_truth": {"target": n}}) for n in (3, 4)]
-    changed = with_another_gold(nested[1], nested)
-    assert changed is not None
-    assert ground_truth(changed) == {"target": 3}
-    changed = with_another_gold(task(41), [task(41)])
-    assert changed is not None
-    assert ground_truth(changed) == "42"
-
-
 def audited(run: Path) -> dict[str, CheckResult]:
     verdicts, _ = asyncio.run(audit(run, 100))
     return {one.name: one for one in verdicts}
@@ -127,22 +92,14 @@ class Other:
         return changed
 
 
-def lenient(grade: Grade, task: Task, text: str) -> Grade:
-    """Right wherever the gold is in the answer."""
-    is_right = task.answers[0] in text.partition("<answer>")[2]
-    return Grade(float(is_right), is_right)
-
-
 @pytest.mark.parametrize(
     ("change", "failed", "remedy"),
     [
         (lambda grade, *_: grade, [], ""),
         (lambda grade, *_: Grade(2 * grade.reward, grade.success), ["regraded"], "changed since"),
-        (lambda grade, *_: Grade(grade.reward, success=True), ["changed golds"], "stricter"),
-        (lenient, ["second candidate"], "it rewards guessing twice"),
     ],
 )
-def test_rewards_that_ignore_the_golds_are_found(
+def test_a_grader_that_changed_is_found(
     finished: Path, monkeypatch: pytest.MonkeyPatch, change: Any, failed: list[str], remedy: str
 ) -> None:
     import my_env  # type: ignore[import-not-found]
