@@ -17,6 +17,7 @@ from agentenv.base.tree import Node, Scored, TrajectoryTree
 from agentenv.lab.viewing.evaluations import search
 from agentenv.rollout.archive import ARCHIVE, Entry, KeptTree, changed_forks, steps_of
 from agentenv.rollout.archive_reader import Step, read_step
+from agentenv.rollout.metrics import failure_kind_of
 from agentenv.text.encoder import token_texts
 
 COLUMNS = (
@@ -173,7 +174,7 @@ def _details(entry: Entry, kept: KeptTree) -> Figures:
         "question": tree.task.question[:MAX_QUESTION_CHARS],
         "env": tree.task.env_id,
         "right": sum(bool(leaf.info.get("success")) for leaf in leaves if leaf.end != "failed"),
-        "failures": dict(Counter(failure_kind(leaf) for leaf in leaves if leaf.end == "failed")),
+        "failures": dict(Counter(map(failure_kind_of, tree.failures()))),
         "limits": dict(Counter(str(leaf.limit) for leaf in leaves if leaf.end == "truncated")),
         "calls": len(calls),
         "call_errors": sum(not call.get("ok", True) for call in calls),
@@ -183,11 +184,6 @@ def _details(entry: Entry, kept: KeptTree) -> Figures:
         "retaken": tree.num_retaken,
         "changed": changed_forks(tree),
     }
-
-
-def failure_kind(leaf: Node) -> str:
-    """The class of the error, e.g. "EnvError"."""
-    return (leaf.error or "unknown").partition(":")[0][:60]
 
 
 def _joined(tree: TrajectoryTree, name: str) -> Any:
