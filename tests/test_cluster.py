@@ -118,15 +118,6 @@ def grown(tree: TrajectoryTree) -> Any:
     )
 
 
-def test_trees_of_workers_equal_those_of_an_actor() -> None:
-    async def three(cluster: Cluster) -> list[TrajectoryTree]:
-        return await asyncio.gather(*map(cluster.rollout, range(3)))
-
-    found = clustered(three)
-    assert list(map(grown, found)) == [grown(alone(index)) for index in range(3)]
-    assert len(list(found[0].trajectories())) == 4
-
-
 def test_a_tree_is_assigned_to_the_worker_with_the_fewest_trees() -> None:
     async def work(cluster: Cluster) -> list[float]:
         rollouts = [asyncio.create_task(cluster.rollout(index)) for index in range(6)]

@@ -185,25 +185,17 @@ def test_requests_to_a_lost_process_fail_and_its_environments_can_be_closed() ->
     hosted(work, make=lambda task: CountingEnv(task, latency_s=50.0))
 
 
-def test_without_processes_rollouts_end() -> None:
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_without_processes_rollouts_end(is_closed: bool) -> None:
     async def work(host: Host) -> None:
-        await host.kill("a")
         waiting_for_one = asyncio.create_task(begun(host))
         await asyncio.sleep(1.0)
-        host.workers.end("each died")
-        with pytest.raises(WorkerError, match="each died"):
-            await waiting_for_one
-
-    hosted(work)
-
-
-def test_waits_for_a_process_end_with_the_run() -> None:
-    async def work(host: Host) -> None:
-        waiting = asyncio.create_task(host.workers.place())
-        await asyncio.sleep(1.0)
-        await host.workers.close()
-        with pytest.raises(WorkerError, match="the run ends"):
-            await asyncio.wait_for(waiting, 5)
+        if is_closed:
+            await host.workers.close()
+        else:
+            host.workers.end("each died")
+        with pytest.raises(WorkerError):
+            await asyncio.wait_for(waiting_for_one, 5)
 
     hosted(work, "")
 
@@ -353,18 +345,6 @@ def pending_of(host: Host) -> list[Any]:
     """The pending requests of either side of the first process."""
     server = host.servers["a"]
     return [*host.workers.workers["a"].calls, *server._calls, *server._of, *server._envs]
-
-
-def test_a_close_that_hangs_is_cancelled() -> None:
-    async def work(host: Host) -> None:
-        env = await begun(host)
-        with pytest.raises(EnvError, match=r"env\.close"):
-            await env.close()
-        assert CountingEnv.num_open == 0
-        await asyncio.sleep(1.0)
-        assert pending_of(host) == []
-
-    hosted(work, make=Stuck)
 
 
 @pytest.mark.parametrize("timeout_s", [TIMEOUT_S / 2, TIMEOUT_S, TIMEOUT_S * 2])
