@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from agentenv.base.deadline import WorkClock, working
+from agentenv.base.deadline import Deadline, WorkClock, working
+from agentenv.base.errors import EngineError
 from agentenv.cluster.engines import LeasedEngine
 from agentenv.engines.pool.server import PooledServer
 from tests.engines.pool_bench import Bench, bench, virtual
@@ -160,6 +161,30 @@ def test_a_turn_cancelled_again_at_each_await_leaves_nothing(
         last = run_virtual(one(folder, happens, is_leased, first))
         for second in range(first + 1, last + 1):
             run_virtual(one(folder, happens, is_leased, first, second))
+
+
+@virtual(2, is_leased=False)
+async def test_a_turn_whose_deadline_precedes_its_cancellation_leaves_nothing(b: Bench) -> None:
+    """The same by the clock: its abort takes longer than it is until the second cancellation."""
+    abort_slowly(b)
+    loop = asyncio.get_running_loop()
+
+    async def branch() -> None:
+        with Deadline(loop.time() + 0.3, loop.time, EngineError("late")):
+            await b.generate()
+
+    async def tree() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(branch())
+
+    growing = asyncio.create_task(tree())
+    await asyncio.sleep(0.6)
+    growing.cancel()
+    await asyncio.sleep(0.1)
+    assert sum(member.in_flight for member in b.pool.servers) == 1  # it still runs
+    await asyncio.gather(growing, return_exceptions=True)
+    assert growing.cancelled()
+    assert_nothing_is_left(b)
 
 
 @virtual(2, is_leased=False)
