@@ -41,7 +41,8 @@ async def test_a_process_inherits_variables_except_those_unset_by_its_spec(
     spec = spec_of(tmp_path, SHOW, env={"COLOR_OF_SNOW": "white"}, unset=["COLOR_OF_GRASS"])
     process = LocalProcess(spec)
     await process.start()
-    assert await process.ended() == "ended with status 0"
+    await process.ended()
+    assert process.status == 0
     assert log_tail(Path(spec.log)) == "['COLOR_OF_SKY', 'COLOR_OF_SNOW']"
     await process.stop()
 
@@ -98,9 +99,9 @@ async def test_a_process_ends_with_all_its_descendants(tmp_path: Path) -> None:
 
 
 def test_exit_statuses_are_described_in_words() -> None:
-    assert how_it_ended(3) == "ended with status 3"
-    assert how_it_ended(-15) == how_it_ended(128 + 15) == "was killed by SIGTERM"
-    assert how_it_ended(255) == "ended with status 255"
+    assert how_it_ended(-15) == how_it_ended(128 + 15)
+    assert "SIGTERM" in how_it_ended(-15)
+    assert "255" in how_it_ended(255)
 
 
 def test_pauses_between_restarts_grow_and_restarts_are_bounded() -> None:

@@ -56,7 +56,7 @@ ALLOWED = {
     "agentenv/base/disk.py locked: fcntl.flock": "others only look whether it is free",
     "agentenv/engines/embedded/engine.py EmbeddedEngine._serve: self._commands.get": HERE,
     "agentenv/engines/pool/pool.py EnginePool._until_taken: self._returned.wait": SAME,
-    "agentenv/engines/pool/weight_transfer.py _Readers.leave: self._released.wait": CALLER
+    "agentenv/engines/pool/weight_transfer.py share_weights.leave: released.wait": CALLER
     + "_replace",
     "agentenv/engines/remote/base.py RemoteServer._known: self._open.wait": SAME,
     "agentenv/processes/link.py _exactly: connection.recv": CHILD,

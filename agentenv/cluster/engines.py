@@ -191,12 +191,11 @@ class Turns:
 class Lease(Slot):
     """A slot on server number `on` of the controller's pool."""
 
-    def __init__(self, link: Link, client: Server, message: Granted) -> None:
+    def __init__(self, client: Server, message: Granted) -> None:
         super().__init__(client)
         self.number, self.on = message.number, message.server
         self.version = message.policy_version
         self.end: SlotAbort | None = None  # set when the controller has aborted the slot
-        self._link = link
 
     @property
     def policy_version(self) -> int:
@@ -262,7 +261,7 @@ class LeasedEngine(TurnEngine[Lease]):
         waiting = self._waiting.get(message.number)
         if waiting is None or waiting.done():  # cancelled, as the controller will learn
             return
-        self._held[message.number] = lease = Lease(self._link, client, message)
+        self._held[message.number] = lease = Lease(client, message)
         waiting.set_result(lease)
 
     # turns

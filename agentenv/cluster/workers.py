@@ -352,8 +352,8 @@ class RolloutWorkers(WorkerGroup[_Worker]):
         try:
             self._actor.failures.add(message.failure, who=worker.name)
         except TooManyFailuresError as problem:
-            own, others = [*worker.trees.values()], self._wanted()
-            left = (one for one in [*own, *others] if not one.ended.done())
+            wanted = [*worker.trees.values(), *self._wanted()]
+            left = (one for one in wanted if not one.ended.done())
             if growing := next(left, None):
                 growing.ended.set_exception(problem)
             else:
@@ -472,12 +472,10 @@ class RolloutWorkers(WorkerGroup[_Worker]):
 
     def places(self) -> dict[int, Placed]:
         """The worker of each tree, by index."""
-        waiting = [*self._unplaced, *self._held_back]
-        found = {one.index: Placed("", one.since) for one in waiting}
-        for worker in self.workers.values():
-            for one in worker.trees.values():
-                found[one.index] = Placed(worker.name, one.since)
-        return found
+        return {
+            one.index: Placed("" if one.worker is None else one.worker.name, one.since)
+            for one in self._wanted()
+        }
 
     # Figures
 

@@ -8,14 +8,14 @@ token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from agentenv.base.errors import CrashError, EngineError, ForeignError
-from agentenv.base.types import MALFORMED_CALL, Chunk, Completion, Message, SamplingParams, ToolCall
+from agentenv.base.types import MALFORMED_CALL, Completion, Message, SamplingParams, ToolCall
 from agentenv.base.untrusted import decode, shortened
 from agentenv.contract.env import check_observation
 from agentenv.contract.http_client import MalformedReplyError
@@ -249,26 +249,14 @@ class ChatEngine(EndpointEngine):
         they were sampled; they are sent back unchanged."""
         return self.endpoint.owner == OURS
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        session: str,
-        on_tokens: Callable[[Chunk], None] | None = None,
-        stream_interval: int = 1,
-        order: tuple[int, int] = (0, 0),
+    async def _turn(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, session: str
     ) -> Completion:
-        """See Engine.generate; `on_tokens` gets the whole turn at its end."""
         body = self._body(self.pieces.read(prompt_ids), sampling)
         if self.is_ours:
             body |= {"raw": True, "seed": sampling.seed, "prompt_cache_key": session}
-        with self._alive():
-            reply = await self.endpoint.send(CHAT_PATH, body, _ended, f"{sampling.seed}/{session}")
-        done = self._completion(reply, sampling)
-        if on_tokens is not None:
-            on_tokens(Chunk(done.token_ids, done.logprobs, done.entropies))
-        return done
+        reply = await self.endpoint.send(CHAT_PATH, body, _ended, f"{sampling.seed}/{session}")
+        return self._completion(reply, sampling)
 
     # requests
 

@@ -4,7 +4,8 @@ the engines for token ids (token_routes.py) and for chat messages (chat.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import nan
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, field
 
 from agentenv.base.errors import ConfigError, EngineDeadError, EngineError
-from agentenv.base.types import Completion, VersionSpan
+from agentenv.base.types import Chunk, Completion, SamplingParams, VersionSpan
 from agentenv.contract.engine import Engine, EngineCapabilities, EngineConfig
 from agentenv.contract.http_client import FailedError, RefusedError, SilentServerError
 from agentenv.contract.request import ServerLostError
@@ -95,6 +96,29 @@ class EndpointEngine(Engine):
     async def start(self) -> None:
         """Raises ConfigError if the endpoint cannot be used."""
         await self.endpoint.start()
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session: str,
+        on_tokens: Callable[[Chunk], None] | None = None,
+        stream_interval: int = 1,
+        order: tuple[int, int] = (0, 0),
+    ) -> Completion:
+        """See Engine.generate; `on_tokens` gets the whole turn at its end."""
+        with self._alive():
+            done = await self._turn(prompt_ids, sampling, session)
+        if on_tokens is not None:
+            on_tokens(Chunk(done.token_ids, done.logprobs, done.entropies))
+        return done
+
+    @abstractmethod
+    async def _turn(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, session: str
+    ) -> Completion:
+        """Request one turn, and count its tokens."""
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
         """Raises EngineError."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from agentenv.base.errors import ConfigError, EngineError, ForeignError
-from agentenv.base.types import Chunk, Completion, SamplingParams
+from agentenv.base.types import Completion, SamplingParams
 from agentenv.base.untrusted import convert
 from agentenv.contract.http_client import MalformedReplyError, TokenId
 from agentenv.engines.openai import EndpointEngine, OpenAIConfig, unmeasured
@@ -34,26 +34,15 @@ class TokensEngine(EndpointEngine):
                 "in and out; omit the tokenizer to use chat messages"
             )
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        session: str,
-        on_tokens: Callable[[Chunk], None] | None = None,
-        stream_interval: int = 1,
-        order: tuple[int, int] = (0, 0),
+    async def _turn(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, session: str
     ) -> Completion:
-        """See Engine.generate; `on_tokens` gets the whole turn at its end."""
-        sglang = self.endpoint.owner == "sglang"
-        body = self._body(prompt_ids, sampling)
-        if sglang:
+        send, key = self.endpoint.send, f"{sampling.seed}/{session}"
+        if self.endpoint.owner == "sglang":
             body = _sglang_body(prompt_ids, sampling, self._ends)
-        path, read = ("/generate", _read_sglang) if sglang else ("/completions", _read)
-        with self._alive():
-            done = await self.endpoint.send(path, body, read, f"{sampling.seed}/{session}")
-        if on_tokens is not None:
-            on_tokens(Chunk(done.token_ids, done.logprobs, done.entropies))
+            done = await send("/generate", body, _read_sglang, key)
+        else:
+            done = await send("/completions", self._body(prompt_ids, sampling), _read, key)
         self.endpoint.counts["sampled_tokens"] += len(done.token_ids)
         self.endpoint.counts["prompt_tokens"] += len(prompt_ids)
         return done

@@ -94,26 +94,6 @@ async def test_streaming(tiny: tuple[Path, Any]) -> None:
         await asyncio.gather(*(call(size, n) for size in (1, 8, 10) for n in (1, 4, 20)))
 
 
-async def test_a_seed_determines_the_tokens_in_any_batch(tiny: tuple[Path, Any]) -> None:
-    folder, _ = tiny
-    seeded = SamplingParams(max_tokens=40, seed=11, temperature=1.3)
-    async with serving(folder) as engine:
-        alone = await engine.generate(prompt(0, 20), seeded, session="a")
-        crowd = await asyncio.gather(
-            *(
-                engine.generate(prompt(i, 4 + i), SamplingParams(max_tokens=30), session="b")
-                for i in range(10)
-            ),
-            engine.generate(prompt(0, 20), seeded, session="c"),
-        )
-        assert crowd[-1].token_ids == alone.token_ids
-        free = [
-            await engine.generate(prompt(0, 20), SamplingParams(max_tokens=40), session="d")
-            for _ in range(2)
-        ]
-        assert free[0].token_ids != free[1].token_ids
-
-
 async def test_sampled_distribution(tiny: tuple[Path, Any]) -> None:
     folder, model = tiny
     ids = prompt(5, 12)

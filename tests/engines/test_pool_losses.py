@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -99,22 +98,6 @@ async def test_an_unnoticed_restart_is_detected_by_the_lost_request(b: Bench) ->
     server.restart()  # at once healthy, but with the weights of the start
     assert b.text(await pending) == TEXT
     assert server.loaded == [("v1", 1), ("v1", 1)]
-
-
-@virtual(1)
-async def test_one_lost_request_of_a_healthy_server_costs_no_reload(b: Bench) -> None:
-    (server,) = b.servers
-    generate = server.generate
-    faults = [ServerLostError("500")]
-
-    async def generate_badly(*args: Any) -> PartEnd:
-        if faults:
-            raise faults.pop()
-        return await generate(*args)
-
-    server.generate = generate_badly  # type: ignore[method-assign]
-    assert b.text(await b.generate()) == TEXT
-    assert server.loaded == []
 
 
 @virtual(2)
@@ -256,9 +239,9 @@ async def test_a_connection_broken_twice_without_a_token_is_a_lost_server(b: Ben
     assert len(b.servers[1].requests) == 1
 
 
-def shown(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The messages on the terminal since the last call."""
-    found = [one.getMessage() for one in caplog.records if is_shown(one)]
+def outages(caplog: pytest.LogCaptureFixture) -> list[bool]:
+    """Of each message on the terminal since the last call, whether a server is out."""
+    found = ["is out" in one.msg for one in caplog.records if is_shown(one)]
     caplog.clear()
     return found
 
@@ -273,24 +256,23 @@ async def test_the_terminal_reports_an_outage_and_a_recovery_once_each(
         server.kill()
         assert b.text(await b.generate()) == TEXT
         await asyncio.sleep(100)
-        assert shown(caplog) == ["engine server server0 is out: server0: connection refused"]
+        assert outages(caplog) == [True]
         server.restart()
         await b.until_up(2)
-        assert shown(caplog) == ["engine server server0 serves policy version 0"]
+        assert outages(caplog) == [False]
         server.fails = True
         for number in range(60):
             await b.generate(session=str(number))
-        reports = shown(caplog)
-        assert reports == ["engine server server0 is out: a request was lost: 500 CUDA error"]
+        assert outages(caplog) == [True]
         assert server.num_failed > 3
         server.fails = False
         await asyncio.sleep(100)
         await asyncio.gather(*(b.generate(session=f"later{number}") for number in range(6)))
-        assert shown(caplog) == ["engine server server0 serves policy version 0"]
+        assert outages(caplog) == [False]
         fail_turns(server, 1)
         assert b.text(await b.generate(session="later")) == TEXT
         await b.until_up(2)
-    assert shown(caplog) == []
+    assert outages(caplog) == []
 
 
 @virtual(2, max_outage_s=60)
@@ -330,38 +312,3 @@ async def test_time_without_a_server_counts_toward_no_deadline(b: Bench) -> None
     with pytest.raises(TimeoutError):  # a slow server is another case
         await within(6.0, TEXT * 4)
     assert loop.time() - begin < 7
-
-
-@virtual(3, max_retries=100)
-async def test_no_turn_is_lost_under_random_deaths_of_servers(b: Bench) -> None:
-    rng = Random(0)
-
-    async def chaos() -> None:
-        while True:
-            await asyncio.sleep(rng.uniform(0.3, 2))
-            server = rng.choice(b.servers)
-            server.kill()
-            await asyncio.sleep(rng.uniform(0.1, 3))
-            server.restart()
-
-    async def publish() -> None:
-        for version in range(1, 1000):
-            await asyncio.sleep(rng.uniform(1, 5))
-            await b.load(version)
-
-    disturbing = [asyncio.create_task(chaos()), asyncio.create_task(publish())]
-    texts = [f"{n} is not {n + 1}" * (1 + n % 4) + "</a>" for n in range(200)]
-
-    async def generate(number: int) -> Completion:
-        await asyncio.sleep(number / 4)
-        return await b.generate(texts[number], session=str(number))
-
-    done = await asyncio.gather(*(generate(number) for number in range(len(texts))))
-    assert [b.text(completion) for completion in done] == texts
-    assert b.pool.stats()["continuations"] > 20
-    assert b.pool.policy_version > 3
-    for task in disturbing:
-        task.cancel()
-    await asyncio.gather(*disturbing, return_exceptions=True)
-    for server in b.servers:  # the process of a version always holds its weights
-        assert all(name == f"v{version}" for name, version in server.loaded if version)

@@ -5,98 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 
 from agentenv.base.deadline import Deadline, WorkClock, working
-from agentenv.base.tree import TrajectoryTree
-from agentenv.base.types import Chunk, Limits, SamplingParams
-from agentenv.contract.plan import Independent
+from agentenv.base.types import Chunk
 from agentenv.contract.request import PartEnd, ServerLoad, ServerRequest
-from agentenv.contract.server_config import PoolConfig
-from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.rollout.actor import Actor
-from agentenv.text.renderer import TagRenderer
-from tests.engines.faulty_server import EOS, VOCAB_SIZE, ByteTokenizer, FaultyServer, recite
+from tests.engines.faulty_server import ByteTokenizer, recite
 from tests.engines.pool_bench import TEXT, Bench, bench, virtual
-from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import on_virtual_clock, run_virtual
-from tests.test_actor import TASK
-
-TURN_S = 30.0
-
-
-class ChatTokenizer(ByteTokenizer):
-    all_special_tokens = ()
-
-    def apply_chat_template(self, chat: list[dict[str, str]], **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": self.encode("\n".join(turn["content"] for turn in chat) + "\n")}
-
-
-def three_searches(prompt: str, rng: Random) -> str:
-    more = prompt.count("<result>") < 3
-    return f"<search>q{rng.randrange(9)}</search>" if more else "<answer>3</answer>"
-
-
-async def grown(
-    folder: Path,
-    servers: list[FaultyServer],
-    tokenizer: ChatTokenizer,
-    limits: Limits,
-    config: PoolConfig,
-    num_trees: int,
-) -> list[TrajectoryTree]:
-    """Trees of 16 branches of four turns each, grown on these servers."""
-    pool = EnginePool(servers, folder, 0, vocab_size=VOCAB_SIZE, eos_ids={EOS}, config=config)
-    await pool.start(fresh=True)
-    sampling = SamplingParams(max_tokens=1)
-    actor = Actor(pool, TagRenderer(tokenizer), CountingEnv, limits, sampling, seed=7)
-    rollouts = (actor.rollout(TASK, Independent(16), index=index) for index in range(num_trees))
-    trees = await asyncio.gather(*rollouts)
-    await pool.close()
-    return trees
-
-
-def ends_of(trees: list[TrajectoryTree]) -> list[str | None]:
-    assert not [leaf.error for tree in trees for leaf in tree.failures()]
-    return [t.leaf.end for tree in trees for t in tree.trajectories()]
-
-
-@on_virtual_clock
-async def test_eight_branches_per_slot_lose_no_turn(folder: Path) -> None:
-    """8 trees of 16 on 16 places, four turns of 30 s: 960 s go by, 120 of work for each."""
-    scripted = ScriptedConfig(latency_s=TURN_S, max_model_len=4096)
-    tokenizer = ChatTokenizer(folder)
-    server = FaultyServer(
-        "server", lambda: ScriptedEngine(scripted, tokenizer, script=three_searches)
-    )
-    limits = Limits(max_seconds=200.0, max_response_tokens=400)
-    config = PoolConfig(max_concurrency=16)
-    trees = await grown(folder, [server], tokenizer, limits, config, 8)
-    assert server.peak_running == 16
-    assert asyncio.get_running_loop().time() >= 8 * 16 * 4 / 16 * TURN_S
-    assert ends_of(trees) == ["terminated"] * 128
-
-
-@on_virtual_clock
-async def test_a_silent_server_truncates_no_trajectory_for_any_first_token_limit(
-    folder: Path,
-) -> None:
-    """Four turns of 3 s within 60 s, on two servers of which one reports that it is healthy, and
-    gives no token."""
-    scripted = ScriptedConfig(latency_s=3.0, max_model_len=4096)
-    tokenizer = ChatTokenizer(folder)
-    servers = [
-        FaultyServer(name, lambda: ScriptedEngine(scripted, tokenizer, script=three_searches))
-        for name in ("well", "silent")
-    ]
-    servers[1].silent = servers[1].answers_probes = True
-    limits = Limits(max_seconds=60.0, max_response_tokens=400)
-    trees = await grown(folder, servers, tokenizer, limits, PoolConfig(), 12)
-    assert ends_of(trees) == ["terminated"] * 192
 
 
 @virtual(1, max_concurrency=1)

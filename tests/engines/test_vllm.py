@@ -335,7 +335,7 @@ async def test_a_missing_route_is_named(
         return found - {route}
 
     monkeypatch.setattr(http, "routes", fewer)
-    with pytest.raises(ConfigError, match=f"no route {route}: .*(VLLM_SERVER_DEV_MODE|0.32|vLLM)"):
+    with pytest.raises(ConfigError, match=route):
         await probe_vllm(http, VOCAB, 20)
     await http.close()
 

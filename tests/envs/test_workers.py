@@ -228,8 +228,8 @@ async def test_slow_expressions_do_not_stop_the_verdicts_of_other_answers() -> N
         outcomes = await asyncio.gather(*slow, *right)
     finally:
         await math.close()
-    assert set(outcomes[:64]) == {(False, "math-verify did not finish within 0.2 s")}
-    assert set(outcomes[64:]) == {(True, "math-verify: equal")}
+    assert [right for right, _ in outcomes] == [False] * 64 + [True] * 64
+    assert all("0.2" in reason for _, reason in outcomes[:64])
 
 
 async def test_a_layered_grader_scores_an_endless_answer_as_wrong() -> None:
@@ -237,4 +237,4 @@ async def test_a_layered_grader_scores_an_endless_answer_as_wrong() -> None:
     matcher = Layered(limit_s=0.3)
     verdict = await matcher.verdict("", r"x^{60}+3x+1=0", [r"x^{60}+3x+2=0"])
     assert not verdict.right
-    assert verdict.reason.endswith("math-verify did not finish within 0.3 s")
+    assert "0.3" in verdict.reason

@@ -13,7 +13,7 @@ from agentenv.base.config import ESSENTIAL
 from agentenv.base.errors import ConfigError
 from agentenv.base.model_files import num_stretched_positions, read_eos_ids, vocab_size
 from agentenv.base.offload import in_thread
-from agentenv.contract.engine import EngineConfig, EngineStart, ServerStarter, check_context
+from agentenv.contract.engine import EngineConfig, EngineStart, check_context
 from agentenv.contract.http_client import base_url, why_unreachable
 from agentenv.contract.server_config import MAX_SHARE, PoolConfig, Served, ServersConfig, read_key
 from agentenv.engines.pool.pool import EnginePool
@@ -200,7 +200,10 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         if pool.max_model_len:
             check_context(given.limits, pool.max_model_len)
         if launched is not None:
-            follow(given.servers, pool, make)
+            given.servers.follow(
+                lambda url: pool.add_server(make(url)),
+                lambda url: pool.remove_server(make(url).name),
+            )
         return pool
 
     def server_maker(self, vocabulary: int) -> Callable[[str], Server]:
@@ -221,10 +224,3 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
 
     def _positions(self, model_config: dict[str, Any]) -> int:
         return num_stretched_positions(model_config)
-
-
-def follow(servers: ServerStarter, pool: EnginePool, make: Callable[[str], Server]) -> None:
-    """Add and remove servers that move to another machine."""
-    servers.follow(
-        lambda url: pool.add_server(make(url)), lambda url: pool.remove_server(make(url).name)
-    )

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from agentenv.base.deadline import uncancelled
@@ -89,24 +90,6 @@ class Broadcast:
             )
 
 
-class _Readers:
-    """Servers that read the learner's memory, which is released after the last one."""
-
-    def __init__(self, shared: SharedSender, number: int) -> None:
-        self._shared, self._left = shared, number
-        self._released = asyncio.Event()
-
-    async def leave(self) -> None:
-        """A server has read everything, or has failed; returns once the memory is released."""
-        self._left -= 1
-        if not self._left:
-            try:
-                await self._shared.release()
-            finally:
-                self._released.set()
-        await self._released.wait()
-
-
 async def share_weights(shared: SharedSender, version: int, keepers: Sequence[Keeper]) -> None:
     """Let capable servers read these weights from the learner's memory. Afterwards a server has the
     weights and serves, or is out because its weights are unknown, or has its old weights. The
@@ -119,19 +102,24 @@ async def share_weights(shared: SharedSender, version: int, keepers: Sequence[Ke
     if not able:
         await shared.release()
         return
-    readers = _Readers(shared, len(able))
+    reading, released = set(able), asyncio.Event()
+
+    async def leave(keeper: Keeper) -> None:
+        """A server has read everything, or has failed; returns once the memory is released, which
+        follows the last server."""
+        if keeper not in reading:
+            return
+        reading.remove(keeper)
+        if not reading:
+            try:
+                await shared.release()
+            finally:
+                released.set()
+        await released.wait()
 
     async def take(keeper: Keeper) -> bool:
-        reads = True
-
-        async def leave() -> None:
-            nonlocal reads
-            if reads:
-                reads = False
-                await readers.leave()
-
         try:
-            await keeper.take(shared, version, leave)
+            await keeper.take(shared, version, partial(leave, keeper))
         except EngineError as error:
             logger.warning(
                 "%s did not take policy version %d from the learner's memory: %s; it gets a "
@@ -143,7 +131,7 @@ async def share_weights(shared: SharedSender, version: int, keepers: Sequence[Ke
         else:
             return True
         finally:
-            await leave()
+            await leave(keeper)
 
     succeeded = await asyncio.gather(*(take(keeper) for keeper in able))
     shared.num_failures = 0 if all(succeeded) else shared.num_failures + 1
