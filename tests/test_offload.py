@@ -70,9 +70,8 @@ ALLOWED = {
     # threads and processes that the seam cannot start; `check_outside` comes before
     "envs/search/corpus.py: run_in_executor": "a pool of its own, as large as the index allows",
     "envs/search/corpus.py: ThreadPoolExecutor": "the same",
-    "envs/sandbox/process.py: run_in_executor": "reaps, and begins although the loop may end",
-    "envs/sandbox/process.py: subprocess.Popen": "the zygote dies with the thread that starts it",
-    "envs/sandbox/program.py: subprocess.Popen": "bubblewrap dies with the thread that starts it",
+    "envs/sandbox/launch.py: subprocess.Popen": "the process dies with the thread that starts it",
+    "envs/sandbox/launch.py: subprocess.run": "the probe of an interpreter, in a thread",
     "agentenv/processes/worker_pool.py: subprocess.Popen": "the fork server; threads start it too",
     "agentenv/processes/worker_pool.py: threading.Thread": "reaps the fork server",
     "agentenv/processes/worker_pool.py: os.fork": "inside the fork server",
@@ -117,8 +116,7 @@ def test_code_that_cannot_use_the_seam_checks_it_first(path: str) -> None:
         path
         in {
             "envs/search/corpus.py",
-            "envs/sandbox/process.py",
-            "envs/sandbox/program.py",
+            "envs/sandbox/launch.py",
             "agentenv/processes/worker_pool.py",
         }
     )

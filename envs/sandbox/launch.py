@@ -26,7 +26,7 @@ from msgspec import Struct
 
 from agentenv.base.deadline import uncancelled
 from agentenv.base.errors import ConfigError, ForeignError, InfraError
-from agentenv.base.offload import in_thread
+from agentenv.base.offload import check_outside, in_thread
 from agentenv.base.untrusted import decode
 from agentenv.envs.sandbox import confine
 from agentenv.envs.sandbox.keys import PythonConfig
@@ -261,6 +261,7 @@ class ControlledProcess:
         variables: Mapping[str, str],
         kept: ExitStack | None = None,
     ) -> None:
+        check_outside("a sandbox")
         self._kept = kept or ExitStack()
         self._inside = -1  # a descriptor of the process inside, once it has started
         self._reaping: asyncio.Future[str] | None = None

@@ -23,7 +23,6 @@ from msgspec import Struct
 
 from agentenv.base.disk import own_folder
 from agentenv.base.errors import ConfigError, ForeignError, InfraError
-from agentenv.base.offload import check_outside
 from agentenv.base.untrusted import decode
 from agentenv.envs.sandbox import confine
 from agentenv.envs.sandbox.keys import PythonConfig
@@ -217,7 +216,6 @@ class ZygoteProcess:
         python = await find_interpreter(config.interpreter)
         if rung == "landlock" and confine.landlock_abi() < 1:
             raise ConfigError(f"this kernel offers no Landlock. {LANDLOCK_ADVICE}")
-        check_outside("the sandbox")
         isolated, home, files = rung == "namespaces", "", ExitStack()
         prefix = bubblewrap(python) if isolated else []
         script = "/sandbox/zygote.py" if isolated else str(HERE / "zygote.py")

@@ -24,7 +24,7 @@ from msgspec import Struct
 from agentenv.base.deadline import uncancelled
 from agentenv.base.disk import own_folder
 from agentenv.base.errors import ConfigError, ForeignError, InfraError
-from agentenv.base.offload import check_outside, in_thread
+from agentenv.base.offload import in_thread
 from agentenv.base.untrusted import decode
 from agentenv.envs.sandbox.launch import (
     HERE,
@@ -90,7 +90,6 @@ class Program:
         """Start it. Unless it is unsafe, it can reach only 127.0.0.1:`port`, which leads to the
         Unix socket `forward` of the host. Raises ConfigError if this machine or the specification
         lacks a requirement."""
-        check_outside("a program")
         confined = not spec.allow_unsafe
         uid = UNUSED_ID + 1 + next(_uids) % 60_000 if confined and os.geteuid() == 0 else None
         python = await find_interpreter(None)

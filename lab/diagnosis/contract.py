@@ -124,7 +124,9 @@ async def packed_model(assembly: Assembly[Any]) -> str:
     from agentenv.learners.trees.model_check import TOLERANCE, check_model  # loads torch
 
     learner, model = assembly.config.learner, await assembly.model()
-    await in_thread(check_model, model, learner.context_parallel, is_flat=learner.is_flat)
+    await in_thread(
+        check_model, model, learner.context_parallel, by_segments=learner.layout == "segments"
+    )
     return f"within {TOLERANCE:g} nats"
 
 
