@@ -7,11 +7,14 @@ evaluation. Reasons have the original spelling, since reports compare them.
 
 from __future__ import annotations
 
+import ast
 import re
 import string
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from agentenv.base.errors import ConfigError
 from agentenv.base.types import Message, Task
 from agentenv.contract.env import Grade
 from agentenv.envs.grading.verdict import Verdict
@@ -267,3 +270,43 @@ def _lower(text: Any, articles: bool) -> str:
 
 def _as_list(golds: str | Sequence[str]) -> Sequence[str]:
     return [golds] if isinstance(golds, str) else golds
+
+
+# The released prompt of the judge, which this package may not ship.
+
+FIELDS = ("question", "labeled_answer", "pred_answer")
+_FIELD = re.compile(rf"\{{({'|'.join(FIELDS)})\}}")
+
+
+def read_prompt(path: Path) -> str:
+    """A text with the three FIELDS in braces: the whole file, or the only such text of a Python
+    file, which is parsed and not run. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        texts = _texts_of(text) if path.suffix == ".py" else [text]
+    except (OSError, UnicodeDecodeError, SyntaxError, ValueError) as error:
+        raise ConfigError(
+            f"grader.judge.prompt_file: {path} cannot be read: {error}; expected "
+            "evaluation/src/llm_evaluator_sds.py of your copy of ARPO's repository"
+        ) from error
+    fitting = [text for text in texts if {*_FIELD.findall(text)} == {*FIELDS}]
+    if len(fitting) != 1:
+        wanted = ", ".join(f"{{{name}}}" for name in FIELDS)
+        raise ConfigError(
+            f"grader.judge.prompt_file: {path} contains {len(fitting)} texts with {wanted}; "
+            "expected one"
+        )
+    return fitting[0]
+
+
+def _texts_of(source: str) -> list[str]:
+    constants = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    return [node.value for node in constants if isinstance(node.value, str)]
+
+
+def filled_prompt(prompt: str, question: str, answer: str, golds: Sequence[str]) -> str:
+    """The prompt as filled in by the released evaluation: texts unchanged, several golds as the
+    repr of a list."""
+    labeled = golds[0] if len(golds) == 1 else str(list(golds))
+    values = dict(zip(FIELDS, (question, labeled, answer), strict=True))
+    return _FIELD.sub(lambda name: values[name[1]], prompt)

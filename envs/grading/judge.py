@@ -9,13 +9,12 @@ for it; a server that refuses the request or returns no chat completion is not.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib
 import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,8 @@ from agentenv.text.chat_model import ChatModel, fenced, read_reply
 PROMPT_VERSION = 2  # part of the cache key: a changed prompt is sent again
 MAX_CACHED = 50_000
 MAX_ANSWER_CHARS = 2000  # a longer answer keeps its head and tail
+
+RELEASED = "agentenv.reference.grading"  # loaded for compat, never imported
 
 logger = logging.getLogger(__name__)
 
@@ -78,11 +79,11 @@ class Judge:
         sampling = {} if config.compat else {"temperature": 0}
         self._model = ChatModel(config, "grader.judge", **sampling)
         self.config, self.ordered = config, ordered
-        self._prompt = read_prompt(Path(config.prompt_file)) if config.compat else ""
-        self._read: Callable[[str], bool | None] = _verdict
+        self._released: Any = importlib.import_module(RELEASED) if config.compat else None
+        self._prompt, self._read = "", _verdict
         if config.compat:
-            released = importlib.import_module(RELEASED)
-            first, self._read = released.ReleasedEquality(), released.reference_verdict
+            self._prompt = self._released.read_prompt(Path(config.prompt_file))
+            first, self._read = self._released.ReleasedEquality(), self._released.reference_verdict
         self.first = first
         self._tried = False
         path = Path(config.cache) if config.cache else None
@@ -151,7 +152,8 @@ class Judge:
     async def _judged(self, question: str, answer: str, golds: Sequence[str]) -> str:
         config = self.config
         if self._prompt:
-            body = self._model.body("", filled(self._prompt, question, answer, golds))
+            text = self._released.filled_prompt(self._prompt, question, answer, golds)
+            body = self._model.body("", text)
             del body["max_tokens"]  # the server's own
         else:
             text = prompt_text(question, answer, golds, ordered=self.ordered)
@@ -201,44 +203,3 @@ def _verdict(reply: str) -> bool | None:
     words = _WORDS.findall(text)
     right = _VERDICTS.get(words[0].upper()) if len(words) == 1 else None
     return None if right is None or _DENIED[right].search(text) else right
-
-
-# The released prompt, which this package may not ship.
-
-RELEASED = "agentenv.reference.grading"  # loaded for compat, never imported
-FIELDS = ("question", "labeled_answer", "pred_answer")
-_FIELD = re.compile(rf"\{{({'|'.join(FIELDS)})\}}")
-
-
-def read_prompt(path: Path) -> str:
-    """A text with the three FIELDS in braces: the whole file, or the only such text of a Python
-    file, which is parsed and not run. Raises ConfigError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        texts = _texts_of(text) if path.suffix == ".py" else [text]
-    except (OSError, UnicodeDecodeError, SyntaxError, ValueError) as error:
-        raise ConfigError(
-            f"grader.judge.prompt_file: {path} cannot be read: {error}; expected "
-            "evaluation/src/llm_evaluator_sds.py of your copy of ARPO's repository"
-        ) from error
-    fitting = [text for text in texts if {*_FIELD.findall(text)} == {*FIELDS}]
-    if len(fitting) != 1:
-        wanted = ", ".join(f"{{{name}}}" for name in FIELDS)
-        raise ConfigError(
-            f"grader.judge.prompt_file: {path} contains {len(fitting)} texts with {wanted}; "
-            "expected one"
-        )
-    return fitting[0]
-
-
-def _texts_of(source: str) -> list[str]:
-    constants = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
-    return [node.value for node in constants if isinstance(node.value, str)]
-
-
-def filled(prompt: str, question: str, answer: str, golds: Sequence[str]) -> str:
-    """The prompt as filled in by the released evaluation: texts unchanged, several golds as the
-    repr of a list."""
-    labeled = golds[0] if len(golds) == 1 else str(list(golds))
-    values = dict(zip(FIELDS, (question, labeled, answer), strict=True))
-    return _FIELD.sub(lambda name: values[name[1]], prompt)
