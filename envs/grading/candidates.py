@@ -22,6 +22,7 @@ from agentenv.envs.grading.names import STATES, without_class
 from agentenv.envs.grading.parts import (
     ARTICLE,
     ASIDES,
+    BETWEEN,
     EDGE,
     FORMULA,
     FUNCTION_WORDS,
@@ -38,6 +39,7 @@ from agentenv.envs.grading.parts import (
     is_of_place,
     is_range,
     is_role,
+    value_of,
 )
 from agentenv.envs.grading.quantities import Quantity, quantity, same_quantity, unit_of
 from agentenv.envs.grading.sentences import has_verb, is_hedged, is_statement
@@ -71,6 +73,12 @@ def is_named_in(gold: Gold, text: str) -> bool:
     parts = parts_of(gold, text)
     if gold.kind in ("choice", "truth", "math") or not parts:
         return False
+    if gold.kind == "number" and not all(
+        part.meets or _is_explanation(gold, part) for part in parts
+    ):
+        return False  # a formula, which mathematics compares
+    if gold.kind == "number" and BETWEEN.match(text):
+        return False
     if all(part.meets for part in parts):
         return _DOUBT.search(text) is None
     if len(parts) < 2:
@@ -83,6 +91,14 @@ def is_named_in(gold: Gold, text: str) -> bool:
 def is_framed_in(gold: Gold, text: str) -> bool:
     """Whether there are only words of answering around the gold."""
     return is_framed(text, gold.forms, is_word=gold.kind in ("truth", "choice"))
+
+
+def _is_explanation(gold: Gold, part: Part) -> bool:
+    """Whether a part is words, another form of the amount, its calculation or a bracket."""
+    bare = clean(part.text)
+    if is_wordy(bare) or amount_of(bare) is not None:
+        return True
+    return part.joint == "bracket" or value_of(bare) is not None
 
 
 def _changes(gold: Gold, part: Part) -> bool:
@@ -122,9 +138,19 @@ def rivals_in(gold: Gold, text: str) -> Rivals:
         is_aside = (is_aside and not part.starts) or (
             is_label and not part.meets and {*words[:1]} <= ASIDES and 0 < len(words) < 3
         )
+        if gold.kind == "number" and _differs(part, after):
+            found.append(part.text)
         if not (is_aside or part.meets) and is_rival(gold, part, after, nearby):
             found.append(part.text)
     return Rivals(tuple(dict.fromkeys(found)))
+
+
+def _differs(part: Part, after: Part | None) -> bool:
+    """Whether a sum is equated with a number other than its value: 5 + 8 = 14."""
+    if after is None or after.joint != "equals":
+        return False
+    value, amount = value_of(part.text), amount_of(clean(after.text))
+    return value is not None and amount is not None and amount.value not in (value, 100 * value)
 
 
 def _other_letters(gold: Gold, text: str, parts: Sequence[Part]) -> Rivals:
@@ -165,6 +191,7 @@ def _other_expressions(gold: Gold, text: str, parts: Sequence[Part]) -> Rivals:
 
 MAX_PHRASE_WORDS = 4
 MAX_HAN = 20  # characters of a name
+_COMPARED = re.compile(r"(?:\w+er|(?:more|less) \w+) than\b")
 _HAN_CLAUSE = re.compile("[\u7684\u662f\u5728\u4e86\u4e3a\u4e8e\u6709\u88ab\u56e0\u6240]")
 _DENIED = _TABLES.pattern("denied", re.IGNORECASE)
 _BOUND = re.compile(r"(?:between|from)\b.*\d\D+\d", re.IGNORECASE)
@@ -254,7 +281,8 @@ def _describes(gold: Gold, part: Part, bare: str) -> bool:
     is_attached = part.joint in ("bracket", "dash", "colon", "comma") or part.led
     is_phrase = gold.kind in ("words", "list") and not gold.is_named
     if gold.kind == "list" and not is_wordy(gold.text):
-        return not (part.starts and is_wordy(bare))  # mathematics compares elements
+        is_value = is_wordy(bare) or amount_of(bare) is not None
+        return not (part.starts and is_value)  # mathematics compares elements
     if is_of_place(bare, gold.rank, part):
         return True
     amount, is_when = amount_of(bare), bool(dates.dates(bare)) or dates.minutes(bare) is not None
@@ -285,6 +313,7 @@ def _describes(gold: Gold, part: Part, bare: str) -> bool:
         part.joint == "bracket"
         and (
             (len(words) < 3 and bare[:1].islower() and OPENING.match(bare))  # in plants
+            or _COMPARED.match(bare)
             or (is_phrase and FORMULA.fullmatch(bare[:8]))  # water (H2O)
         )
     ):
@@ -318,6 +347,8 @@ _INVERTED = _TABLES.pattern("inverted", re.IGNORECASE)
 _AS_IS = re.compile(r"\bas (?:is|was|are)\W*$", re.IGNORECASE)
 _CONCLUDED = _TABLES.pattern("concluded", re.IGNORECASE)
 _BESIDE = re.compile(rf"\s+(?:\w+\s+)?(?:and|or|to)\s+{MASK}")
+_HENCE = re.compile(rf"\s+(?:hence|thus)\s+{MASK}")
+_SET = re.compile(r"\b(?:all|the|these|both|his|her|their|its)\s+$", re.IGNORECASE)
 _CALCULATED = _TABLES.pattern("calculated", re.IGNORECASE)
 _ANAPHOR = _TABLES.pattern("anaphor", re.IGNORECASE)
 _ARTICLE = re.compile(r"\W*(?:the|an?)\s+", re.IGNORECASE)
@@ -419,7 +450,7 @@ def _is_explained(gold: Gold, mention: Mention) -> bool:
     before, _ = mention.clause
     if _RETRACTED.search(f"{mention.before[-80:]}@{mention.after[:30]}"):
         return True
-    if _INVERTED.search(mention.after) or _AS_IS.search(before):
+    if _HENCE.match(mention.after) or _INVERTED.search(mention.after) or _AS_IS.search(before):
         return False
     if _CONCLUDED.search(mention.after) and not _CONCLUDED.search(mention.before[-40:] + MASK):
         return True  # we have 3 rows, so the answer is
@@ -438,7 +469,8 @@ def _is_explained(gold: Gold, mention: Mention) -> bool:
         return True
     is_counted = _is_noun(mention.next_word)
     is_year = _YEAR.fullmatch(mention.text) is not None
-    return (is_governed and (is_counted or is_year)) or (is_year and is_counted)
+    is_of_a_set = _SET.search(before) is not None and gold.kind == "number"
+    return (is_counted and (is_governed or is_year or is_of_a_set)) or (is_governed and is_year)
 
 
 def _is_described(gold: Gold, mention: Mention) -> bool:
@@ -466,7 +498,7 @@ def _is_about_gold(gold: Gold, mention: Mention) -> bool:
     if MASK in rest:
         between = rest.partition(MASK)[2] if rest.find(MASK) < rest.find("@") else after
         return has_verb(f"N {between.partition(MASK)[0].partition('@')[0]} N")
-    return _ANAPHOR.search(rest) is not None
+    return _ANAPHOR.search(rest) is not None and (gold.kind == "words" or has_verb(rest))
 
 
 def _is_noun(word: str) -> bool:

@@ -39,7 +39,7 @@ from agentenv.envs.grading.names import same_words, without_class
 from agentenv.envs.grading.numbers import is_rounded, same_plain
 from agentenv.envs.grading.parts import amount_of
 from agentenv.envs.grading.quantities import same_quantity
-from agentenv.envs.grading.sentences import affirmed, is_hedged, states
+from agentenv.envs.grading.sentences import affirmed, is_denied, states
 from agentenv.envs.grading.text import MAX_ANSWER_CHARS, clean, last_correction, squashed
 from agentenv.envs.grading.verdict import Verdict, final_answer, shown
 from agentenv.envs.grading.words import f1, glued, is_wordy, same_signs, tokens
@@ -54,6 +54,7 @@ _NOTE = re.compile(
 )
 _LETTERS = re.compile(r"(?![A-J]{1,5}$)[^\W\d_]{3,}(?: [^\W\d_]{3,}){0,3}")  # no choice
 _CODE = re.compile(r"[A-Z]{1,4}[- ]?\d{1,4}[A-Z]?")
+_AUTHOR = re.compile(r"[\"*]?,?\s+by\s+[A-Z][\w.'-]*(?:\s+[A-Z][\w.'-]*){0,3}$")
 _DASHED = re.compile(r"\d+(?:-\d+)+")
 _DOUBLED = re.compile(r"(?<=[\w)}\]])!!(?!!)")  # a double factorial
 _VECTOR = (
@@ -252,7 +253,7 @@ def find(answer: str, gold: str, ordered: bool = False) -> Finding:
     one = _of_one_answer(answer, gold, ordered)
     is_truth = truth(wanted) is not None
     for corrected in last_correction(answer, is_truth=is_truth) if one.right is False else ():
-        if clean(corrected) and not is_hedged(affirmed(corrected, wanted)):
+        if clean(corrected) and not is_denied(affirmed(corrected, wanted)):
             again = _of_one_answer(corrected, gold, ordered)
             return again if again.right is not False else one
     return one
@@ -311,6 +312,10 @@ def _agree(answer: str, gold: str, ordered: bool = False) -> tuple[bool | None, 
     if right is not False:
         return right, layer
     same = _same(ordered)
+    if kind == "words" and _gold(gold, ordered).is_named and " by " not in wanted:
+        work = _AUTHOR.sub("", found)
+        if work != found and same(clean(work), wanted):
+            return True, layer
     if _with_notes(found, wanted, same) or _by_lines(answer, wanted, same):
         return True, layer
     return states(found, wanted, lambda text: same(clean(text), wanted) is True), layer
@@ -320,7 +325,7 @@ def _with_notes(found: str, wanted: str, same: Same) -> bool:
     """Whether they agree without a note in brackets: 72 (seventy-two), 5 ft (1.5 m) long."""
     for one, other in ((found, wanted), (wanted, found)):
         note = _NOTE.fullmatch(one)
-        if note is None or is_hedged(note[2] or note[4]) or forms.is_choice(other):
+        if note is None or is_denied(note[2] or note[4]) or forms.is_choice(other):
             continue
         body, note_text = note[1] or note[3], note[2] or note[4]
         if any(same(text, other) for text in ((body, note_text)[: 1 + (one is wanted)])):
@@ -330,7 +335,7 @@ def _with_notes(found: str, wanted: str, same: Same) -> bool:
         inner[0] and inner[1] and not same(inner[0][1], inner[1][1])
     ):
         return False
-    if any(note is not None and is_hedged(note[1]) for note in inner):
+    if any(note is not None and is_denied(note[1]) for note in inner):
         return False
     bare = [" ".join(_INNER_NOTE.sub(" ", text).split()) for text in (found, wanted)]
     return all(bare) and same(*bare) is True
@@ -339,7 +344,7 @@ def _with_notes(found: str, wanted: str, same: Same) -> bool:
 def _by_lines(answer: str, wanted: str, same: Same) -> bool:
     """Whether the first line is the gold, and the others deny nothing."""
     first, _, rest = answer.strip().partition("\n")
-    if not rest or is_hedged(answer) or len(rest.strip().splitlines()) > MAX_LINES:
+    if not rest or is_denied(answer) or len(rest.strip().splitlines()) > MAX_LINES:
         return False
     return bool(clean(first)) and same(clean(first), wanted) is True
 

@@ -264,6 +264,7 @@ def is_nationality(text: str) -> bool:
     return _NATIONAL.search(text) is not None
 
 
+BETWEEN = re.compile(r"(?:between|from)\s[^,;]{1,60}\s(?:and|to)\s", re.IGNORECASE)
 MAX_COMPOUND = 60
 
 

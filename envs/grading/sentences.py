@@ -24,6 +24,7 @@ _SUBJECT = _SENTENCE_TABLES.pattern("subject", re.DOTALL | re.IGNORECASE)
 _SURE = _SENTENCE_TABLES.pattern("sure", re.IGNORECASE)
 _CLEFT = _SENTENCE_TABLES.pattern("cleft", re.DOTALL | re.IGNORECASE)
 _NEGATION = _SENTENCE_TABLES.pattern("negation", re.IGNORECASE)
+_DENIAL = _SENTENCE_TABLES.pattern("denial", re.IGNORECASE)
 _CHANGED = _SENTENCE_TABLES.pattern("changed", re.IGNORECASE | re.DOTALL)
 _APPOSITION = _SENTENCE_TABLES.pattern("apposition", re.DOTALL)
 _AMOUNT = _SENTENCE_TABLES.pattern("amount")
@@ -41,6 +42,11 @@ def is_hedged(text: str) -> bool:
     return _NEGATION.search(text) is not None
 
 
+def is_denied(text: str) -> bool:
+    """Whether the text denies or doubts; narrower than whether it is hedged."""
+    return _DENIAL.search(text) is not None
+
+
 def has_verb(text: str) -> bool:
     """Whether the text contains a verb, so that it is a clause and no name or phrase."""
     words = _COMMAND.sub(" ", text).split()
@@ -50,8 +56,10 @@ def has_verb(text: str) -> bool:
 
 
 def is_statement(text: str) -> bool:
-    """Whether a text is a sentence: a subject, a verb; no phrase that begins with a participle."""
-    first, _, rest = text.partition(" ")
+    """Whether a text is a sentence: a subject, a verb; no phrase that begins with a participle. The
+    word after an article is no verb: a uniformed officer, in a flowerbed."""
+    first = text.partition(" ")[0]
+    rest = _OF_A_NOUN.sub("N", text).partition(" ")[2]
     is_subject = _PRONOUN.match(text) is not None and not first.isupper()
     return (is_subject and " " in text) or (
         (first[:1].isupper() or first[:1].isdigit() or first.lower() in _SUBJECTS)
@@ -145,4 +153,7 @@ def _amounts_to(
 # Two sentences.
 
 _SUBJECTS = frozenset(str.split("the a an one there all both each no some many most every"))
+_OF_A_NOUN = re.compile(
+    r"(?:^[Aa]n?|\ban?|\b[Tt]he)\s+(?:\w+ly\s+(?=\w+\s+(?!(?:to|in|by|at|on|from|for|the|an?)\b)))?\S+"
+)
 _PRONOUN = re.compile(r"(?:it|he|she|they|this|that)\b", re.IGNORECASE)

@@ -210,6 +210,7 @@ Joint = Literal["", "or", "alias", "bracket", "dash", "colon", "comma", "list", 
 Cut = Callable[[str], list[str]]
 
 _LINES = _SEPARATOR_TABLES.pattern("lines")
+_LABEL = re.compile(r"(?:^|(?<=[\s,;.(\"'{]))([^\W\d]+)\s?#?(?:\d{1,2})?[\"']?\s*[:=]\s*")
 _SEPARATOR_SYMBOLS = _SEPARATOR_TABLES.pattern("symbols")
 _SCRIPTS = _SEPARATOR_TABLES.pattern("scripts")
 _MARKS = _SEPARATOR_TABLES.pattern("marks")
@@ -239,6 +240,16 @@ _CORRECTION = _SEPARATOR_TABLES.pattern("correction", re.IGNORECASE)
 def lines(text: str) -> list[str]:
     """Cut at lines and before labeled answers."""
     return _LINES.split(text)
+
+
+def labels(text: str) -> list[str]:
+    """Around labels that come twice: Result: A Result: B; answer 1 = A, answer 2 = B."""
+    found = list(_LABEL.finditer(text))
+    names = [match[1].lower() for match in found]
+    ends = [(match.start(), match.end()) for match in found if names.count(match[1].lower()) > 1]
+    starts = [0, *(end for _, end in ends)]
+    stops = [*(start for start, _ in ends), len(text)]
+    return [text[start:stop] for start, stop in zip(starts, stops, strict=True)]
 
 
 def symbols(text: str) -> list[str]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
+from agentenv.envs.grading import dates
 from agentenv.envs.grading.gold import Gold, meets
 from agentenv.envs.grading.parts import (
+    BETWEEN,
     EDGE,
     Part,
     amount_of,
     is_compound,
     is_named,
+    is_range,
     is_sum_of_names,
     trimmed,
     value_of,
@@ -26,21 +30,30 @@ from agentenv.envs.grading.text import (
     Joint,
     clean,
     corrections,
+    labels,
     lines,
     marks,
     symbols,
 )
 from agentenv.envs.grading.words import has_cjk, is_wordy
 
+_VARIABLES = re.compile(r"[A-Za-z]{1,3}(?![A-Za-z])|\([^()]*\)")
 _IN_DOLLARS = re.compile(r"([^\d$]*)\$([^$]+)\$([^\d$]*)")
 _SCORE = re.compile(r"\d+(?:-\d+)+")  # no difference
+_SUM_OF = re.compile(
+    r"(?:the |a )?(?:sum|product|difference|quotient|ratio|average|mean|total) (?:of|between)\b",
+    re.I,
+)
 MAX_PARTS = 120
 
 
 def parts_of(gold: Gold, text: str) -> list[Part]:
     """The text cut until each part is the gold or contains no separator."""
     found: list[Part] = []
-    _cut(gold, text, "", 0, found, is_first=True)
+    pieces = labels(text) if gold.kind != "math" else [text]
+    joint: Joint = "" if len(pieces) < 2 else "or"
+    for piece in pieces:
+        _cut(gold, piece, joint, 0, found, is_first=len(pieces) < 2)
     return found[:MAX_PARTS]
 
 
@@ -65,7 +78,10 @@ def _cut(
     if meets(gold, text) or _is_worked_out(gold, text):
         found.append(Part(text, joint, meets=True, led=led, is_first=is_first))
         return
-    if gold.kind == "number" and is_compound(text):
+    if gold.kind == "number" and (is_compound(text) or _SUM_OF.match(text)):
+        found.append(Part(text, joint, led=led, is_first=is_first))
+        return
+    if level > 3 and BETWEEN.match(text) and is_range(text):
         found.append(Part(text, joint, led=led, is_first=is_first))
         return
     is_clause = False
@@ -91,6 +107,8 @@ def _cut(
         if len(pieces) < 2:
             text = trimmed(pieces[0]) if pieces else text
             continue
+        if own == "equals" and not _is_derivation(gold, pieces):
+            own = ""
         if is_clause and own not in ("", "alias"):
             pieces, led = [pieces[0], pieces[-1]], True
         for place, piece in enumerate(pieces):
@@ -127,6 +145,16 @@ def _is_worked_out(gold: Gold, text: str) -> bool:
     return is_it and all(
         is_sum_of_names(name) if value is None else value == gold.amount.value
         for name, value in zip(names, values, strict=True)
+    )
+
+
+def _is_derivation(gold: Gold, sides: Sequence[str]) -> bool:
+    """Whether an equation names or calculates its right side, and equates no two answers."""
+    return any(
+        amount_of(clean(side)) is None
+        and not is_wordy(_VARIABLES.sub("x", side))
+        and (gold.kind in ("number", "math", "list") and not dates.dates(clean(side)))
+        for side in sides[:-1]
     )
 
 
