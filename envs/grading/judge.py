@@ -79,9 +79,9 @@ class Judge:
         sampling = {} if config.compat else {"temperature": 0}
         self._model = ChatModel(config, "grader.judge", **sampling)
         self.config, self.ordered = config, ordered
-        self._released: Any = importlib.import_module(RELEASED) if config.compat else None
         self._prompt, self._read = "", _verdict
         if config.compat:
+            self._released: Any = importlib.import_module(RELEASED)
             self._prompt = self._released.read_prompt(Path(config.prompt_file))
             first, self._read = self._released.ReleasedEquality(), self._released.reference_verdict
         self.first = first
