@@ -26,7 +26,7 @@ from agentenv.learners.trees.context import ContextGroup, ContextShare, padded
 from agentenv.learners.trees.partition import MicroBatch
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # of one [tokens, vocabulary] tensor
-# Of the gradient of some rows of a weight in half precision, in float32.
+# Of a float32 copy of some rows of the weight; on a GPU, which needs no copy, of their gradient.
 TILE_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
 
 
@@ -183,8 +183,14 @@ def chunk_tokens(weight: Tensor, dtype: torch.dtype) -> int:
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """[tokens, vocabulary] in dtype; half precision is multiplied and summed in float32."""
-    is_wide = weight.dtype == dtype
-    logits = hidden @ weight.T if is_wide else _product(hidden, weight.T)
+    if weight.dtype == dtype:
+        logits = hidden @ weight.T
+    elif weight.device.type == "cuda":
+        logits = _product(hidden, weight.T)
+    else:
+        logits = hidden.new_empty(len(hidden), len(weight), dtype=dtype)
+        for rows in _tiles(weight):
+            logits[:, rows] = _product(hidden, weight[rows].T)
     if bias is not None:
         logits += bias
     return logits
@@ -199,7 +205,12 @@ def _back(of_logits: Tensor, hidden: Tensor, weight: Tensor, grad_weight: Tensor
     if grad_weight is not None:
         for rows in _tiles(weight):
             grad_weight[rows] += _product(of_logits[:, rows].T, hidden)
-    return _product(of_logits, weight)
+    if weight.device.type == "cuda":
+        return _product(of_logits, weight)
+    of_hidden = torch.zeros_like(hidden, dtype=of_logits.dtype)
+    for rows in _tiles(weight):
+        of_hidden += _product(of_logits[:, rows], weight[rows])
+    return of_hidden
 
 
 def _tiles(weight: Tensor) -> list[slice]:

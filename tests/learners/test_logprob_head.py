@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentenv.learners.trees import policy as logprob_head
 from agentenv.learners.trees.policy import PLAIN, LogitShape, LogprobHead, chunk_tokens
@@ -94,6 +96,31 @@ def test_half_precision_is_summed_in_float32() -> None:
         assert one.grad is not None
         assert one.grad.dtype == torch.bfloat16
         torch.testing.assert_close(one.grad.double(), other.grad, rtol=5e-3, atol=1e-3)
+
+
+class Largest(TorchDispatchMode):
+    """The largest number of bytes of a float32 tensor that an operation returns."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and found.dtype == torch.float32:
+            self.num_bytes = max(self.num_bytes, found.numel() * 4)
+        return found
+
+
+def test_a_head_in_half_precision_is_never_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy in float32 would grow with the model, and be made again for each chunk."""
+    most = 4 * VOCABULARY * 4
+    monkeypatch.setitem(logprob_head.CHUNK_BYTES, "cpu", most)
+    monkeypatch.setitem(logprob_head.TILE_BYTES, "cpu", most)
+    head, hidden, targets = example(torch.bfloat16, bias=False)
+    head.weight.requires_grad_(False)
+    with Largest() as largest:
+        logprobs, entropies, _ = head(hidden, targets)
+        (logprobs + entropies).sum().backward()
+    assert 0 < largest.num_bytes <= most < head.weight.numel() * 4
 
 
 def test_extreme_logits_give_finite_log_probs_and_entropies() -> None:
