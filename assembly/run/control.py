@@ -196,7 +196,7 @@ class ControlServer:
                 return await self._answer(request)
         except TimeoutError:
             return ControlRefused("the run did not answer in time")
-        except AgentEnvError as error:
+        except (AgentEnvError, OSError) as error:  # of a disk, for instance
             return ControlRefused(str(error))
 
 

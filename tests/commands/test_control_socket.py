@@ -13,6 +13,8 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -24,6 +26,7 @@ from agentenv.assembly.run.control import (
     Reply,
     Request,
     RequestDone,
+    Resume,
     SaveCheckpoint,
     UnreachableError,
     listening,
@@ -32,6 +35,7 @@ from agentenv.assembly.run.control import (
 )
 from agentenv.base.errors import ConfigError
 from agentenv.launchers import ctl
+from agentenv.training.loop.control import Control
 
 NOBODY = 65534
 CONNECT = f"""
@@ -61,6 +65,8 @@ def run() -> Iterator[Path]:
 async def answer(request: Request) -> Reply:
     if isinstance(request, Pause):
         raise ConfigError("not now")
+    if isinstance(request, Resume):
+        raise OSError(28, "full")
     return RequestDone([type(request).__name__])
 
 
@@ -96,6 +102,8 @@ def test_only_the_owner_can_open_the_socket_and_it_is_removed_with_the_run(run: 
         assert send(run, GetStatus()) == RequestDone(["GetStatus"])
         with pytest.raises(ConfigError, match="not now"):
             send(run, Pause())
+        with pytest.raises(ConfigError, match="full"):  # of the disk
+            send(run, Resume())
 
     run_with_socket(run, look)
     assert not (run / "ctl").exists()
@@ -291,3 +299,28 @@ def test_wrong_arguments_are_refused_before_any_request(run: Path, wrong: list[s
     with pytest.raises(SystemExit) as ended:
         ctl.main([str(run), *wrong])
     assert ended.value.code == 2
+
+
+async def test_a_requested_save_goes_on_without_its_client(tmp_path: Path) -> None:
+    """To cancel a save would end it after checkpoint.finish_s, and the learner with it."""
+    begun, saved = asyncio.Event(), asyncio.Event()
+
+    class Saver:
+        async def save(self) -> None:
+            begun.set()
+            await asyncio.sleep(0.05)
+            saved.set()
+
+    training: Any = SimpleNamespace(
+        phase="RL",
+        loop=SimpleNamespace(weights_at_rest=asyncio.Lock(), saver=Saver()),
+        state=SimpleNamespace(step=1),
+    )
+    asked = asyncio.ensure_future(Control(training).answer(SaveCheckpoint()))
+    await begun.wait()
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert not saved.is_set()
+    async with asyncio.timeout(10):
+        await saved.wait()

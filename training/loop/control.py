@@ -28,6 +28,7 @@ from agentenv.assembly.run.control import (
     listening,
 )
 from agentenv.assembly.run.waits import by_what, expected_s, oldest
+from agentenv.base.deadline import retrieve_exception
 from agentenv.base.errors import ConfigError
 from agentenv.rollout.branch import BranchNow
 from agentenv.rollout.metrics import failure_kind_of
@@ -281,13 +282,19 @@ class Control:
                 "a checkpoint on demand is available during RL updates; the run is in phase "
                 f"{training.phase!r}, which saves on its own schedule"
             )
-
-        async with training.loop.weights_at_rest:
-            await training.loop.saver.save()
-            step = training.state.step
+        # in a task of its own: to cancel a save ends it, and with it the learner
+        saving = asyncio.ensure_future(self._save())
+        saving.add_done_callback(retrieve_exception)
+        step = await asyncio.shield(saving)
         path = str(training.run.checkpoints.path(step))
         line = f"{path} is saved; it is deleted after checkpoint.keep_last later ones"
         return self._done("checkpoint", [line], {"path": path, "step": step})
+
+    async def _save(self) -> int:
+        """Save between two steps; returns the step."""
+        async with self.training.loop.weights_at_rest:
+            await self.training.loop.saver.save()
+            return self.training.state.step
 
     def _done(
         self, command: str, lines: list[str], facts: dict[str, Any] | None = None
