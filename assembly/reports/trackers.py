@@ -65,6 +65,7 @@ class WandbConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             return
         import wandb
 
+        wandb.setup(wandb.Settings(silent=True))  # else the login asks the server for a name
         if not wandb.login(prompt=False, verify=False):
             raise ConfigError(
                 "monitor.wandb: Weights & Biases has no key; set WANDB_API_KEY, run `wandb login`, "

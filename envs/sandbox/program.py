@@ -93,23 +93,21 @@ class Program:
         confined = not spec.allow_unsafe
         uid = UNUSED_ID + 1 + next(_uids) % 60_000 if confined and os.geteuid() == 0 else None
         python = await find_interpreter(None)
-        program = None
-        with ExitStack() as kept:
+        kept, program = ExitStack(), None
+        try:
             try:
                 folder = await uncancelled(in_thread(_new_folder, kept, spec, uid))
                 launched = _launched(python, spec, folder, seed, uid, port, forward)
                 program = cls(kept, folder, launched)
                 if not await launched.started():
                     raise await program._problem()
-            except OSError as error:
-                problem = f"the program cannot be started: {error}"
-                lacks = isinstance(error, FileNotFoundError | PermissionError)
-                raise (ConfigError(problem) if lacks else InfraError(problem)) from error
             except BaseException:
-                if program is not None:
-                    await program.stop()
+                await (program.close() if program else uncancelled(in_thread(kept.close)))
                 raise
-            program._kept = kept.pop_all()
+        except OSError as error:
+            problem = f"the program cannot be started: {error}"
+            lacks = isinstance(error, FileNotFoundError | PermissionError)
+            raise (ConfigError(problem) if lacks else InfraError(problem)) from error
         return program
 
     async def wait(self) -> Ended:
