@@ -145,8 +145,10 @@ def _lengths(name: str, paths: Sequence[Trajectory]) -> Metrics:
 
 def _tool_metrics(calls: Sequence[Info]) -> Metrics:
     metrics: Metrics = {}
-    for name in sorted({call["name"] for call in calls}):
-        of_name = [call for call in calls if call["name"] == name]
+    by_name: dict[str, list[Info]] = {}  # a policy may invent a name for each call
+    for call in calls:
+        by_name.setdefault(call["name"], []).append(call)
+    for name, of_name in sorted(by_name.items()):
         metrics[f"tool/{name}/calls"] = len(of_name)
         metrics[f"tool/{name}/errors"] = sum(not call.get("ok", True) for call in of_name)
         metrics[f"tool/{name}/mean_s"] = fmean(call.get("duration_s", 0.0) for call in of_name)

@@ -213,7 +213,8 @@ class DeepSpeedLearner:
     async def publish(self, directory: Path, *, adapter_only: bool = False) -> Path:
         """Write the weights as a Hugging Face directory, or only the LoRA adapter in peft's format,
         and increment the policy version."""
-        await self.call_all(wire.WriteModel(_absolute(directory), True, False, adapter_only))
+        path = _absolute(directory)
+        await self.call_all(wire.WriteModel(path, publish=True, adapter_only=adapter_only))
         return directory
 
     async def sleep(self) -> None:
