@@ -18,6 +18,7 @@ from agentenv.evaluation import statistics
 from agentenv.evaluation.scores import CONCURRENCY, Scorer, Votes, count_votes, score_rows
 from agentenv.evaluation.statistics import cohen_kappa, majority_at_k, pass_at_k
 from agentenv.rollout.failures import faults_of
+from agentenv.rollout.metrics import failure_kind_of
 
 
 class Estimate(Struct, kw_only=True):
@@ -169,7 +170,7 @@ def figures_of(
         num_questions=len(questions),
         num_trajectories=len(done),
         num_failed=len(rows) - len(done),
-        failures=_counted(row.failure_kind for row in rows if row.end == FAILED),
+        failures=_counted(failure_kind_of(row.error) for row in rows if row.end == FAILED),
         estimates={name: one for name, one in estimates.items() if one.num_questions},
         success_if_failed_wrong=fmean(lowest) if lowest else 0.0,
         pass_at={k: one for k, one in pass_at.items() if one.num_questions},

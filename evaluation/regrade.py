@@ -10,6 +10,7 @@ import asyncio
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -195,7 +196,7 @@ async def regrade(folder: Path, overrides: Sequence[str], view: View) -> None:
     with blaming(source, overrides):
         config = build_config(EvaluateConfig, tree, source)
     try:
-        with lock(folder):
+        with closing(lock(folder)):
             rows = await in_thread(load_rows, folder)
             scorer = make_scorer(view.log)
             view.begin("regrading", len(rows))

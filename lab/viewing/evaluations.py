@@ -14,6 +14,7 @@ import msgspec
 from agentenv.assembly.reports.records import FAILED, EvalRow
 from agentenv.base.errors import DataError, ForeignError
 from agentenv.base.untrusted import decode, decode_loose
+from agentenv.rollout.metrics import failure_kind_of
 
 if TYPE_CHECKING:  # slow to load, and not needed for the first page of a run
     from agentenv.evaluation.figures import QuestionRows
@@ -196,7 +197,7 @@ def _index_row(row: EvalRow) -> list[Any]:
     return [
         *(row.dataset, row.task, row.sample, row.kind),
         *(row.question[:MAX_CHARS], row.prediction[:MAX_CHARS], row.success, row.reward),
-        *(row.end, row.limit, row.failure_kind if row.end == FAILED else None),
+        *(row.end, row.limit, failure_kind_of(row.error) if row.end == FAILED else None),
         *(len(row.tool_calls), row.num_turns, row.action_tokens, round(row.seconds, 3)),
         row.parts.get("judge"),
     ]

@@ -174,7 +174,7 @@ def _details(entry: Entry, kept: KeptTree) -> Figures:
         "question": tree.task.question[:MAX_QUESTION_CHARS],
         "env": tree.task.env_id,
         "right": sum(bool(leaf.info.get("success")) for leaf in leaves if leaf.end != "failed"),
-        "failures": dict(Counter(map(failure_kind_of, tree.failures()))),
+        "failures": dict(Counter(failure_kind_of(leaf.error) for leaf in tree.failures())),
         "limits": dict(Counter(str(leaf.limit) for leaf in leaves if leaf.end == "truncated")),
         "calls": len(calls),
         "call_errors": sum(not call.get("ok", True) for call in calls),
