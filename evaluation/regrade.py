@@ -32,6 +32,7 @@ from agentenv.base.overrides import apply_overrides, blaming
 from agentenv.base.types import Task
 from agentenv.contract.env import Grade, Grader, close_shared, graded, start_grader
 from agentenv.evaluation.report import figures, show_report
+from agentenv.evaluation.run import verdict
 from agentenv.evaluation.scores import CONCURRENCY, make_scorer
 from agentenv.evaluation.store import (
     CONFIG_FILE,
@@ -282,8 +283,3 @@ def _show(changes: Sequence[Change], folder: Path, view: View) -> None:
     if table.rows[MAX_LISTED:]:
         left = len(table.rows) - MAX_LISTED
         view.log(f"and {left} more, in {folder / CHANGES_FILE}")
-
-
-def verdict(row: EvalRow) -> str:
-    """The verdict of a row: "failed", "right" or "wrong"."""
-    return "failed" if row.end == FAILED else "right" if row.success else "wrong"

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -53,33 +53,27 @@ from agentenv.text.renderer import Renderer, TextCodec
 INTERVAL_S = 1.0
 
 
+def verdict(row: EvalRow) -> str:
+    """The verdict of a row: "failed", "right" or "wrong"."""
+    return "failed" if row.end == FAILED else "right" if row.success else "wrong"
+
+
 class Progress:
-    """Reports finished trajectories, success so far, tokens per second, failures and retries to
-    `show`."""
+    """Shows finished trajectories, success so far, tokens per second, failures and retries.
+    `counts`: number of trajectories by verdict, beginning with those of `stored`, and of
+    "retries"."""
 
     def __init__(
-        self, show: Callable[[int, str], None], engine: Engine, stored: Iterable[EvalRow] = ()
+        self, show: Callable[[int, str], None], engine: Engine, stored: Iterable[EvalRow]
     ) -> None:
-        self.num_done = self.num_right = self.num_failed = self.num_retries = 0
+        self.counts = Counter(map(verdict, stored))
         self._report, self._engine = show, engine
         self._throughput, self._rate = Throughput(), 0.0
-        for row in stored:
-            self.num_done += 1
-            self.num_right += row.success
         self._ticking = asyncio.create_task(self._tick())
 
-    def add(self, row: EvalRow) -> None:
-        """Count a finished trajectory."""
-        if row.end == FAILED:
-            self.num_failed += 1
-        else:
-            self.num_done += 1
-            self.num_right += row.success
-        self._show()
-
-    def retry(self) -> None:
-        """Count a failed attempt that is retried."""
-        self.num_retries += 1
+    def count(self, what: str) -> None:
+        """Count a finished trajectory by its verdict, or a failed attempt that is retried."""
+        self.counts[what] += 1
         self._show()
 
     def close(self) -> None:
@@ -93,11 +87,11 @@ class Progress:
             await poll_pause(INTERVAL_S)
 
     def _show(self) -> None:
-        success = self.num_right / self.num_done if self.num_done else 0.0
-        failed = f"  {self.num_failed} failed" if self.num_failed else ""
-        retried = f"  {self.num_retries} retries" if self.num_retries else ""
-        note = f"success {success:.3f}  {self._rate:.0f} tok/s{failed}{retried}"
-        self._report(self.num_done + self.num_failed, note)
+        num_done = self.counts["right"] + self.counts["wrong"]
+        note = f"success {self.counts['right'] / max(1, num_done):.3f}  {self._rate:.0f} tok/s"
+        for name in ("failed", "retries"):
+            note += f"  {self.counts[name]} {name}" if self.counts[name] else ""
+        self._report(num_done + self.counts["failed"], note)
 
 
 MAX_FAILED = 32  # if all of the first attempts failed, the evaluation stops
@@ -187,17 +181,14 @@ def _counts(trajectory: Trajectory, renderer: Renderer) -> tuple[int, int]:
     return prompt, tools
 
 
-class Outcome(NamedTuple):
-    """The number of trajectories that finally failed, and the error if their share is too large."""
-
-    num_failed: int = 0
-    problem: AgentEnvError | OSError | None = None
+Problem = AgentEnvError | OSError
 
 
 async def run_evaluation(
     config: EvaluateConfig, subject: Subject, out: Path, view: View
-) -> Outcome:
-    """Sample the trajectories that `out` lacks. Raises the error of `broken` if all attempts
+) -> tuple[int, Problem | None]:
+    """Sample the trajectories that `out` lacks. Returns the number of trajectories that finally
+    failed, and the error if their share is too large. Raises the error of `broken` if all attempts
     fail."""
     async with AsyncExitStack() as stack:
         assembly = EvaluationAssembly(config, subject, stack, view.log)
@@ -217,7 +208,7 @@ async def run_evaluation(
                 "the report covers all; for a report on this command's only, choose another --out"
             )
         if not missing:
-            return Outcome()
+            return 0, None
         engine = await assembly.engine()
         actors = {name: await assembly.actor(name, engine) for name in sets}
         log = share_failures(actors.values(), config)
@@ -225,17 +216,13 @@ async def run_evaluation(
         stored = [row for row in store.rows.values() if row.end != FAILED and row.key in keys]
         view.begin("evaluation", len(missing) + len(stored), len(stored), "the report")
         stack.callback(view.end)
-        progress = Progress(view.advance, engine, stored)
-        stack.callback(progress.close)
-
-        def make_row(name: str, answer: Answer) -> EvalRow:
-            return row_of(name, answer, assembly.seed(name))
-
-        many = config.concurrency
-        problem: AgentEnvError | OSError | None = None
+        problem: Problem | None = None
         try:
             with rolling_out(), watched(actors.values, view):
-                await sample_into(store, missing, actors, make_row, progress, concurrency=many)
+                await sample_into(
+                    store, missing, actors, assembly.seed, view.advance,
+                    concurrency=config.concurrency, stored=stored,
+                )  # fmt: skip
         except* TooManyFailuresError as errors:
             problem = first_reason(errors)
         counted = [f"{name} {value:g}" for name, value in shared_stats().items() if value]
@@ -246,20 +233,20 @@ async def run_evaluation(
             if problem is None or not one.config.limits.strict:  # also counts stored rows
                 found = _too_many(name, store, one.config.limits, log.redactor)
                 problem = found or problem
-        return Outcome(len(failed), problem)
+        return len(failed), problem
 
 
 async def evaluate_and_report(
     config: EvaluateConfig, subject: Subject, out: Path, view: View
-) -> tuple[Outcome, Summary]:
+) -> tuple[Problem | None, Summary]:
     """`run_evaluation`, and then the report of all rows in `out`."""
-    outcome = await run_evaluation(config, subject, out, view)
-    if outcome.num_failed:
-        view.log(f"{outcome.num_failed} trajectories failed; the same command retries them")
+    num_failed, problem = await run_evaluation(config, subject, out, view)
+    if num_failed:
+        view.log(f"{num_failed} trajectories failed; the same command retries them")
     view.wait_for("scoring", "the report")
     summary = await report_of(out, view)
     view.end()
-    return outcome, summary
+    return problem, summary
 
 
 def _too_many(
@@ -330,13 +317,16 @@ async def sample_into(
     store: Store,
     missing: Sequence[Wanted],
     actors: Mapping[str, Actor],
-    make_row: Callable[[str, Answer], EvalRow],
-    progress: Progress,
+    seed: Callable[[str], int],
+    show: Callable[[int, str], None],
     *,
     concurrency: int,
-) -> None:
-    """Sample the `missing` trajectories with the actor of each set, and store each row as soon as
-    its trajectory ends. `make_row` takes the set's name and the answer. Raises the error of
+    stored: Iterable[EvalRow] = (),
+    change: Callable[[EvalRow, Answer], EvalRow] = lambda row, answer: row,
+) -> int:
+    """Sample the `missing` trajectories with the actor and the seed of each set, and store each row
+    as soon as its trajectory ends. `show` takes the progress, which begins with `stored` rows;
+    `change` gives the row to store. Returns the number of failed trajectories. Raises the error of
     `broken` if the first MAX_FAILED attempts, or all, have failed, which is no coincidence."""
     names = {id(actor): name for name, actor in actors.items()}
     errors: list[str] = []
@@ -356,20 +346,26 @@ async def sample_into(
 
     async def keep(answer: Answer) -> None:
         nonlocal hopeless
-        row = make_row(names[id(answer.question.actor)], answer)
+        name = names[id(answer.question.actor)]
+        row = change(row_of(name, answer, seed(name)), answer)
         await in_thread(store.add, row)
-        progress.add(row)
+        progress.count(verdict(row))
         if row.end != FAILED:
             hopeless = 0
         else:
             count(answer, row.error or "")
 
     def retry(answer: Answer) -> None:
-        progress.retry()
+        progress.count("retries")
         count(answer, answer.tree.failures()[0].error or "")
 
     questions = (Question(actors[one.dataset], one.task, one.sample) for one in missing)
-    await run_questions(questions, keep, retry, concurrency=concurrency)
+    progress = Progress(show, next(iter(actors.values())).engine, stored)
+    try:
+        await run_questions(questions, keep, retry, concurrency=concurrency)
+    finally:
+        progress.close()
+    return progress.counts["failed"]
 
 
 def _wanted(name: str, one: Questions) -> Iterator[Wanted]:

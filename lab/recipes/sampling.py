@@ -30,7 +30,7 @@ from agentenv.base.types import Info, Limit, Message, Task
 from agentenv.contract.engine import Engine
 from agentenv.contract.env import EnvWrapper, StepResult
 from agentenv.envs.grading.verdict import final_answer
-from agentenv.evaluation.run import Progress, row_of, sample_into, share_failures
+from agentenv.evaluation.run import sample_into, share_failures
 from agentenv.evaluation.store import Store
 from agentenv.evaluation.subject import EvaluationAssembly
 from agentenv.lab.recipes.sorting import (
@@ -99,7 +99,10 @@ class HintHooks(RolloutHooks):
 
 
 def hinted_row(row: EvalRow, answer: Answer) -> EvalRow:
-    """The row with the hinted text moved from the prompt to the beginning of the policy's text."""
+    """The row with the hinted text, if any, moved from the prompt to the beginning of the policy's
+    text."""
+    if MARK not in row.metadata:
+        return row
     root, renderer = answer.tree.root, answer.question.actor.renderer
     hint = {key: value for key, value in row.metadata[MARK].items() if key != "prefix"}
     row = replace(row, metadata={**row.metadata, MARK: hint})
@@ -197,19 +200,13 @@ class SynthesisSampling:
         actors = {one.dataset: await self._actor(one.dataset, self._engine) for one in missing}
         failures = share_failures(actors.values(), self.plan.evaluation)
         self.view.begin(stage, len(missing))
-        progress = Progress(self.view.advance, self._engine)
-
-        def make_row(name: str, answer: Answer) -> EvalRow:
-            row = row_of(name, answer, self.assembly.seed(name))
-            return hinted_row(row, answer) if MARK in row.metadata else row
-
-        many = self.plan.evaluation.concurrency
         try:
-            await sample_into(self.store, missing, actors, make_row, progress, concurrency=many)
+            self.num_failed += await sample_into(
+                self.store, missing, actors, self.assembly.seed, self.view.advance,
+                concurrency=self.plan.evaluation.concurrency, change=hinted_row,
+            )  # fmt: skip
         finally:
-            self.num_failed += progress.num_failed
             failures.report("failed attempts")
-            progress.close()
             self.view.end()
 
     async def _actor(self, name: str, engine: Engine) -> Actor:
