@@ -30,7 +30,7 @@ from agentenv.base.errors import ConfigError, CrashError, GraderError
 from agentenv.base.offload import in_thread
 from agentenv.base.overrides import apply_overrides, blaming
 from agentenv.base.types import Task
-from agentenv.contract.env import Grade, Grader, close_shared, graded, start_grader
+from agentenv.contract.env import Grader, close_shared, graded, start_grader
 from agentenv.evaluation.report import figures, show_report
 from agentenv.evaluation.run import verdict
 from agentenv.evaluation.scores import CONCURRENCY, make_scorer
@@ -89,14 +89,6 @@ class Graders:
                 )
             self._makers[name].check_read([self.task(one) for one in rows if one.dataset == name])
 
-    async def grade(self, row: EvalRow, task: Task | None = None) -> Grade:
-        """The grade of a trajectory against the answers of its own task, or of `task`. Raises
-        ConfigError if its environment has no grader, and GraderError and CrashError of the grader.
-        """
-        task = task or self.task(row)
-        grader = await self.of(row.dataset, task)
-        return await graded(grader, task, written(row), calls_that_ran(row))
-
     async def of(self, name: str, task: Task) -> Grader:
         """The started grader of a task in the set `name`. Raises ConfigError without one."""
         key = name, task.env_id
@@ -144,7 +136,7 @@ async def regrade_rows(
         if not may_be_graded(row):
             return Change(row, row)
         async with slots:
-            after = await _regrade(row, graders)
+            after = await regraded(row, graders)
         counts["failed" if after.end == FAILED else "graded"] += 1
         if not counts["graded"] and counts["failed"] >= MAX_FAILED_AT_FIRST:
             raise GraderError(f"nothing was changed; no row could be graded: {after.error}")
@@ -161,10 +153,14 @@ def may_be_graded(row: EvalRow) -> bool:
     return row.end != FAILED or (row.error or "").startswith(GRADER_FAILED)
 
 
-async def _regrade(row: EvalRow, graders: Graders) -> EvalRow:
+async def regraded(row: EvalRow, graders: Graders) -> EvalRow:
+    """The row with the grade of its task's grader, or failed if that fails. Raises ConfigError if
+    its environment has no grader."""
     graded_row = replace(row, scores={}, same_as=None)
     try:
-        grade = await graders.grade(row)
+        task = graders.task(row)
+        grader = await graders.of(row.dataset, task)
+        grade = await graded(grader, task, written(row), calls_that_ran(row))
     except (GraderError, CrashError) as error:
         return replace(
             graded_row, end=FAILED, error=f"{GRADER_FAILED} {error}", success=False, reward=0.0,

@@ -31,7 +31,7 @@ from agentenv.base.errors import (
 )
 from agentenv.base.offload import in_thread, poll_pause
 from agentenv.base.tree import Node, Trajectory
-from agentenv.base.types import Limits
+from agentenv.base.types import Limits, Task
 from agentenv.contract.engine import Engine
 from agentenv.contract.env import shared_stats
 from agentenv.engines.chat import ChatEngine, ChatRenderer
@@ -96,48 +96,34 @@ class Progress:
 
 MAX_FAILED = 32  # if all of the first attempts failed, the evaluation stops
 
-# The row of a tree with one leaf.
-
 
 def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
     """The row of a trajectory; of a failed one, the part before the failure."""
     question, tree = answer.question, answer.tree
-    task, renderer = question.task, question.actor.renderer
+    renderer = question.actor.renderer
     (leaf,) = tree.leaves()
     trajectory = Trajectory(tree.history(leaf))
-    segments = segments_of(trajectory.path, renderer)
-    texts = [segment["policy"] for segment in segments if "policy" in segment]
-    failed = leaf.end == "failed"
+    row = row_of_path(dataset, question.task, question.sample, trajectory, renderer)
+    texts = [segment["policy"] for segment in row.segments if "policy" in segment]
+    failed = leaf.end == FAILED
     prompt_tokens, tool_tokens = _counts(trajectory, renderer)
-    calls = [call for node in trajectory.path for call in node.info.get("tool_calls", ())]
     assist: dict[str, float] = leaf.info.get("assist") or {}
-    if not assist and any(call.get("info") for call in calls):
-        count_calls(assist, calls)  # of the env's browser agent, without an assisted actor
+    if not assist and any(call.get("info") for call in row.tool_calls):
+        count_calls(assist, row.tool_calls)  # of the env's browser agent, without assisted actor
     versions = [span.version for node in trajectory.path for span in node.version_spans]
-    return EvalRow(
-        dataset=dataset,
-        task=task.id,
-        sample=question.sample,
-        kind=task.kind,
-        env_id=task.env_id,
-        question=task.question,
-        answers=list(task.answers),
-        metadata=task.metadata,
+    return replace(
+        row,
         seed=seed,
-        segments=segments,
         prediction=final_answer(texts[-1]) if texts and not failed else "",
-        tool_calls=calls,
         num_turns=sum(bool(node.action_ids) for node in trajectory.path),
         num_retries=answer.num_retries,
         prompt_tokens=prompt_tokens,
         action_tokens=trajectory.num_action_tokens,
         tool_tokens=tool_tokens,
         seconds=round(answer.seconds, 4),
-        end=str(leaf.end),
-        limit=str(leaf.limit) if leaf.limit is not None else None,
         error=leaf.error,
-        reward=0.0 if failed else trajectory.reward,
-        success=trajectory.success and not failed,
+        reward=0.0 if failed else row.reward,
+        success=row.success and not failed,
         reason=str(leaf.info.get("reason", "")),
         parts=dict(leaf.info.get("parts", {})),
         assist=assist,
@@ -147,6 +133,29 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
             if "abandoned" in node.info
         ],
         policy_versions=[min(versions), max(versions)] if versions else [],
+    )
+
+
+def row_of_path(
+    dataset: str, task: Task, sample: int, trajectory: Trajectory, codec: Renderer | TextCodec
+) -> EvalRow:
+    """The row of a trajectory without figures: the input of its grader, and the result."""
+    leaf = trajectory.leaf
+    return EvalRow(
+        dataset=dataset,
+        task=task.id,
+        sample=sample,
+        kind=task.kind,
+        env_id=task.env_id,
+        question=task.question,
+        answers=list(task.answers),
+        metadata=task.metadata,
+        segments=segments_of(trajectory.path, codec),
+        tool_calls=[call for node in trajectory.path for call in node.info.get("tool_calls", ())],
+        end=str(leaf.end),
+        limit=str(leaf.limit) if leaf.limit is not None else None,
+        reward=trajectory.reward,
+        success=trajectory.success,
     )
 
 
