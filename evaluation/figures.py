@@ -161,7 +161,6 @@ def figures_of(
     pass_at = {k: estimates.pop(f"pass@{k}") for k in ks}
     majority_at = {k: estimates.pop(f"maj@{k}") for k in ks}
     success, calls = estimates["success"].value or 0.0, estimates["tool_calls"].value or 0.0
-    lowest = [sum(row.success for row in one.done) / len(one.rows) for one in questions]
     spreads = {"tool_calls": _spread([len(row.tool_calls) for row in done])}
     for name in ("turns", "prompt_tokens", "action_tokens", "tool_tokens", "seconds"):
         key = "num_turns" if name == "turns" else name
@@ -172,7 +171,7 @@ def figures_of(
         num_failed=len(rows) - len(done),
         failures=_counted(failure_kind_of(row.error) for row in rows if row.end == FAILED),
         estimates={name: one for name, one in estimates.items() if one.num_questions},
-        success_if_failed_wrong=fmean(lowest) if lowest else 0.0,
+        success_if_failed_wrong=success_if_wrong(questions),
         pass_at={k: one for k, one in pass_at.items() if one.num_questions},
         majority_at={k: one for k, one in majority_at.items() if one.num_questions},
         arpo_tool_productivity=success * calls / (calls + CALLS_OFFSET) * 100 if calls else None,
@@ -184,6 +183,12 @@ def figures_of(
         num_retries=sum(row.num_retries for row in rows),
         num_misformatted=sum(map(_is_misformatted, done)),
     )
+
+
+def success_if_wrong(questions: Sequence[QuestionRows]) -> float:
+    """The mean success over questions if failed samples were wrong; 0 without questions."""
+    lowest = [sum(row.success for row in one.done) / len(one.rows) for one in questions]
+    return fmean(lowest) if lowest else 0.0
 
 
 def _is_misformatted(row: EvalRow) -> bool:

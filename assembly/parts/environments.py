@@ -280,7 +280,8 @@ class EnvSettings(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: Any, **more: Any) -> Self:
-        """The settings in a configuration that has all these keys, such as a set's, and `more`
+        """The settings in a configuration that has these keys, such as a set's, and `more`
         fields of a subclass."""
-        found = {name: getattr(config, name) for name in EnvSettings.__struct_fields__}
+        names = [one for one in cls.__struct_fields__ if one not in more and hasattr(config, one)]
+        found = {name: getattr(config, name) for name in names}
         return cls(**found, **more)

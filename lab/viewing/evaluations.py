@@ -178,15 +178,16 @@ def compare(first: Evaluation, second: Evaluation) -> Figures:
             "num_changed": len(pairs),
             "changed": [
                 {
-                    "set": pair.dataset,
-                    "task": pair.first.rows[0].task,
-                    "kind": pair.kind,
-                    "question": pair.first.rows[0].question[:MAX_CHARS],
+                    "set": row.dataset,
+                    "task": row.task,
+                    "kind": row.kind,
+                    "question": row.question[:MAX_CHARS],
                     "change": pair.change,
-                    "first": pair.first.rows[0].prediction[:MAX_CHARS],
+                    "first": row.prediction[:MAX_CHARS],
                     "second": pair.second.rows[0].prediction[:MAX_CHARS],
                 }
                 for pair in shown
+                for row in pair.first.rows[:1]
             ],
         }
     )
