@@ -33,7 +33,7 @@ from agentenv.base.types import Task
 from agentenv.contract.env import Grader, close_shared, graded, start_grader
 from agentenv.evaluation.report import figures, show_report
 from agentenv.evaluation.run import verdict
-from agentenv.evaluation.scores import CONCURRENCY, make_scorer
+from agentenv.evaluation.scores import for_each, make_scorer
 from agentenv.evaluation.store import (
     CONFIG_FILE,
     ROWS_FILE,
@@ -129,28 +129,19 @@ async def regrade_rows(
     the first MAX_FAILED_AT_FIRST rows.
     """
     graders.check(rows)
-    slots = asyncio.Semaphore(CONCURRENCY)
     counts = {"graded": 0, "failed": 0}
 
     async def one(row: EvalRow) -> Change:
-        if not may_be_graded(row):
+        if row.end == FAILED and not (row.error or "").startswith(GRADER_FAILED):
             return Change(row, row)
-        async with slots:
-            after = await regraded(row, graders)
+        after = await regraded(row, graders)
         counts["failed" if after.end == FAILED else "graded"] += 1
         if not counts["graded"] and counts["failed"] >= MAX_FAILED_AT_FIRST:
             raise GraderError(f"nothing was changed; no row could be graded: {after.error}")
         on_row(counts["graded"] + counts["failed"])
         return Change(row, after)
 
-    async with asyncio.TaskGroup() as group:
-        running = [group.create_task(one(row)) for row in rows]
-    return [task.result() for task in running]
-
-
-def may_be_graded(row: EvalRow) -> bool:
-    """Whether a row can be graded: it did not fail, or only its grader failed."""
-    return row.end != FAILED or (row.error or "").startswith(GRADER_FAILED)
+    return await for_each(one, rows)
 
 
 async def regraded(row: EvalRow, graders: Graders) -> EvalRow:

@@ -50,8 +50,7 @@ async def figures(
     the rows."""
     saved = load_saved(folder)
     name = f"{folder.name}: {saved.subject.get('name', '')}".rstrip(": ")
-    again = bool(scorer.compat)  # stored scores are without compat
-    return await summarize(name, rows, scorer, ks=ks, again=again)
+    return await summarize(name, rows, scorer, ks=ks)
 
 
 async def show_report(folder: Path, summary: Summary, view: View) -> Summary:
