@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -49,16 +48,7 @@ MAX_FAILED_AT_FIRST = 20  # rows; if none of them could be graded, the grader is
 GRADER_FAILED = "GraderError:"
 
 
-class Change(NamedTuple):
-    """A row before and after regrading."""
-
-    before: EvalRow
-    after: EvalRow
-
-    @property
-    def flipped(self) -> bool:
-        """Whether the verdict changed; "failed" is one."""
-        return verdict(self.before) != verdict(self.after)
+Change = tuple[EvalRow, EvalRow]  # a row before and after regrading
 
 
 class Graders:
@@ -133,13 +123,13 @@ async def regrade_rows(
 
     async def one(row: EvalRow) -> Change:
         if row.end == FAILED and not (row.error or "").startswith(GRADER_FAILED):
-            return Change(row, row)
+            return row, row
         after = await regraded(row, graders)
         counts["failed" if after.end == FAILED else "graded"] += 1
         if not counts["graded"] and counts["failed"] >= MAX_FAILED_AT_FIRST:
             raise GraderError(f"nothing was changed; no row could be graded: {after.error}")
         on_row(counts["graded"] + counts["failed"])
-        return Change(row, after)
+        return row, after
 
     return await for_each(one, rows)
 
@@ -192,7 +182,7 @@ async def regrade(folder: Path, overrides: Sequence[str], view: View) -> None:
                 rows, Graders.of_config(config, resolver(saved.run)), on_row=view.advance
             )
             view.end()
-            after = [change.after for change in changes]
+            after = [two for _, two in changes]
             _show(changes, folder, view)
             found = await figures(folder, after, scorer)
             replace_rows(folder, after, BEFORE_FILE)
@@ -207,7 +197,7 @@ async def regrade(folder: Path, overrides: Sequence[str], view: View) -> None:
 def regraded_config(config: Tree, overrides: Sequence[str]) -> Tree:
     """The configuration with changed graders. `grader.` keys apply to every set and to all
     environment variants, `sets.NAME.grader.` keys to that set."""
-    tree = copy.deepcopy(config)
+    tree, by_set = copy.deepcopy(config), defaultdict[str, list[str]](list)
     for override in overrides:
         start, is_grader, _ = override.partition("=")[0].strip().rpartition("grader.")
         name = start.removeprefix("sets.").removesuffix(".")  # which may have dots
@@ -217,19 +207,15 @@ def regraded_config(config: Tree, overrides: Sequence[str]) -> Tree:
             )
         if start and name not in tree["sets"]:
             raise ConfigError(f"{override!r}: the sets are {sorted(tree['sets'])}")
-    places = {"grader.": [tree, *tree["sets"].values()]}
-    places |= {f"sets.{name}.grader.": [one] for name, one in tree["sets"].items()}
-    for start, found in places.items():
-        own = [text.removeprefix(start) for text in overrides if text.startswith(start)]
-        for place in found:
-            _override(place, own)
+        by_set[name].append(override.strip().removeprefix(f"{start}grader."))
+    for name in sorted(by_set):  # "" first: of every set
+        for place in [tree["sets"][name]] if name else [tree, *tree["sets"].values()]:
+            _override(place, by_set[name])
     return tree
 
 
 def _override(place: Tree, overrides: Sequence[str]) -> None:
     """Change the grader of a table and of the variants of its environment."""
-    if not overrides:
-        return
     variants = (place.get("env") or {}).get("variants") or {}
     chosen = any(text.partition("=")[0].strip() == "kind" for text in overrides)
     for table in [place, *(one for one in variants.values() if one.get("grader") is not None)]:
@@ -240,10 +226,10 @@ def _override(place: Tree, overrides: Sequence[str]) -> None:
 
 def changes_table(changes: Sequence[Change]) -> Table:
     """The table of changed verdicts."""
-    flipped = [change for change in changes if change.flipped]
+    flipped = [(one, two) for one, two in changes if verdict(one) != verdict(two)]
     moves = Counter((verdict(one), verdict(two)) for one, two in flipped)
     moved = ", ".join(f"{count} {one} -> {two}" for (one, two), count in sorted(moves.items()))
-    flipped.sort(key=lambda change: (verdict(change.after), change.after.key))
+    flipped.sort(key=lambda change: (verdict(change[1]), change[1].key))
     rows = []
     for before, after in flipped:
         texts = [" | ".join(after.answers), after.prediction, after.error or after.reason]

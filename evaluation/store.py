@@ -6,7 +6,6 @@ DIR/rows.jsonl     an EvalRow per line, written when its trajectory ends
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -121,13 +120,8 @@ class Store:
 
     def _cut_torn_line(self) -> None:
         """Remove an incomplete last line, which a killed command may leave."""
-        path = self.path / ROWS_FILE
-        if not path.is_file() or not path.stat().st_size:
-            return
-        with path.open("rb+") as file, mmap.mmap(file.fileno(), 0) as text:
-            end = text.rfind(b"\n") + 1
-            if end < len(text):
-                file.truncate(end)
+        with suppress(FileNotFoundError), (self.path / ROWS_FILE).open("rb+") as file:
+            file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
 
 
 def replace_rows(folder: Path, rows: Sequence[EvalRow], keep_as: str = "") -> None:

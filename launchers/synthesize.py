@@ -28,7 +28,7 @@ from agentenv.base.errors import ConfigError
 from agentenv.base.types import Message
 from agentenv.engines.chat import ChatEngine
 from agentenv.engines.token_routes import TokensEngine
-from agentenv.evaluation.run import saved_of
+from agentenv.evaluation.run import chosen_sets, saved_of
 from agentenv.evaluation.store import Store
 from agentenv.evaluation.subject import (
     EvaluationAssembly,
@@ -104,8 +104,7 @@ def _plan(arguments: argparse.Namespace, subject: Subject, view: View) -> Synthe
     plan = configured(arguments, subject, SynthesisConfig, make_plan, view.log)
     if not arguments.n:
         return plan
-    sets = {name: replace(one, max_tasks=arguments.n) for name, one in plan.evaluation.sets.items()}
-    return replace(plan, evaluation=replace(plan.evaluation, sets=sets))
+    return replace(plan, evaluation=chosen_sets(plan.evaluation, (), arguments.n))
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -311,7 +311,10 @@ def show_cluster(config: TrainConfig, arguments: argparse.Namespace, view: View,
     job = job_of(config, arguments.config, arguments.overrides, run)
     if script:
         try:
-            _write_job(script, job, is_secret=isinstance(config.cluster, KubernetesCluster))
+            with open(script, "w", encoding="utf-8") as file:
+                if isinstance(config.cluster, KubernetesCluster):  # it contains a token
+                    os.fchmod(file.fileno(), 0o600)
+                file.write(job)
         except OSError as error:
             raise ConfigError(
                 f"cluster.script = {script}: {error.strerror}; choose a writable file"
@@ -319,14 +322,6 @@ def show_cluster(config: TrainConfig, arguments: argparse.Namespace, view: View,
         view.log(f"wrote {script}")
     elif job:
         view.log(f"\n{job}")
-
-
-def _write_job(path: str, text: str, *, is_secret: bool) -> None:
-    """Write the job script; with `is_secret` (a token), readable only by its owner."""
-    with open(path, "w", encoding="utf-8") as file:
-        if is_secret:
-            os.fchmod(file.fileno(), 0o600)
-        file.write(text)
 
 
 def _next(config: AnyRun) -> str:

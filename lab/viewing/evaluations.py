@@ -248,15 +248,14 @@ class JsonLines:
         so that lines read before are invalid."""
         try:
             found = self.path.stat()
+            file, size = (found.st_dev, found.st_ino), found.st_size
         except FileNotFoundError:
-            is_void, self.place, self._file = self.place > 0, 0, None
-            return is_void, iter(())
-        file = found.st_dev, found.st_ino
-        is_void = self.place > 0 and (file != self._file or found.st_size < self.place)
+            file, size = None, 0
+        is_void = self.place > 0 and (file != self._file or size < self.place)
         if is_void:
             self.place = 0
         self._file = file
-        return is_void, self._read()
+        return is_void, iter(()) if file is None else self._read()
 
     def _read(self) -> Iterator[bytes]:
         with self.path.open("rb") as file:
