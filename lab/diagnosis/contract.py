@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from agentenv.assembly.checks.checks import EPISODES, MODEL, RUNS, TRAIN, Check, Skip
 from agentenv.assembly.parts.assembly import TRAINED, Assembly
-from agentenv.assembly.parts.environments import EnvMaker
+from agentenv.assembly.parts.environments import EnvMaker, grader_of
 from agentenv.base.deadline import within
 from agentenv.base.errors import (
     ConfigError,
@@ -189,9 +189,7 @@ async def check_grader_sanity(make_env: EnvMaker, tasks: Sequence[Task]) -> str:
     rows = distinct(tasks)
     if len(rows) < 2:
         raise Skip("no two rows have different answers")
-    env = make_env(rows[0])
-    try:
-        grader: Grader | None = getattr(env, "grader", None)
+    async with grader_of(make_env, rows[0]) as grader:
         if grader is None:
             raise Skip(f"{rows[0].env_id} has no grader")
         await start_grader(grader)
@@ -219,8 +217,6 @@ async def check_grader_sanity(make_env: EnvMaker, tasks: Sequence[Task]) -> str:
                         f"{spelled!r}, as wrong; correct answers in another form earn nothing: "
                         f"{_more_lenient(grader)}"
                     )
-    finally:
-        await env.close()
     return (
         f"{len(rows)} gold answers correct, shuffled ones and two in one answer wrong, reformatted "
         "ones correct"

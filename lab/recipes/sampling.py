@@ -279,9 +279,7 @@ async def tool_names(
 ) -> dict[str, list[str]]:
     """The names of the tools of each environment of the questions. Raises ConfigError for an
     environment without tools."""
-    first: dict[str, TaskPair] = {}
-    for pair in pairs:
-        first.setdefault(pair.tools.env_id, pair)
+    first = {pair.tools.env_id: pair for pair in reversed(pairs)}
     found = {}
     for env_id, pair in first.items():
         make_env = sets[set_name(pair.name, "tools")].make_env

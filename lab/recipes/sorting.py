@@ -60,7 +60,7 @@ def parts_of(row: EvalRow, tools: Sequence[str]) -> list[Part]:
     parts = [
         (True, unify_tags(one["policy"], tools))
         if "policy" in one
-        else (False, _without_frame(one["env"]))
+        else (False, one["env"].strip().removeprefix("<result>").removesuffix("</result>").strip())
         for one in row.segments[1:]
     ]
     if parts and parts[0][0] and first.rstrip().endswith(THOUGHT_OPEN):
@@ -155,10 +155,6 @@ def _spellings(tools: tuple[str, ...]) -> tuple[re.Pattern[str], dict[str, str]]
     names = {**ALIASES, **{name.casefold(): name for name in (*OURS, *tools)}}
     either = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
     return re.compile(rf"<\s*(/?)\s*({either})\s*>", re.IGNORECASE), names
-
-
-def _without_frame(text: str) -> str:
-    return text.strip().removeprefix("<result>").removesuffix("</result>").strip()
 
 
 # The trajectories suitable for training, and the reasons against the others.

@@ -14,12 +14,11 @@ import msgspec
 from agentenv.assembly.reports.records import FAILED, EvalRow
 from agentenv.base.errors import DataError, ForeignError
 from agentenv.base.untrusted import decode, decode_loose
+from agentenv.evaluation.store import CONFIG_FILE, ROWS_FILE
 from agentenv.rollout.metrics import failure_kind_of
 
 if TYPE_CHECKING:  # slow to load, and not needed for the first page of a run
     from agentenv.evaluation.figures import QuestionRows
-
-CONFIG_FILE, ROWS_FILE = "config.json", "rows.jsonl"
 
 COLUMNS = (
     *("set", "task", "sample", "kind", "question", "prediction", "success", "reward", "end"),
