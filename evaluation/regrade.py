@@ -17,7 +17,6 @@ import msgspec
 from msgspec.structs import replace
 
 from agentenv.assembly.keys.evaluation import EvaluateConfig
-from agentenv.assembly.keys.rl import EnvConfig
 from agentenv.assembly.parts.environments import EnvMaker
 from agentenv.assembly.reports.records import FAILED, EvalRow, calls_that_ran, prediction, written
 from agentenv.assembly.run.tables import Table, as_markdown, short
@@ -65,7 +64,11 @@ class Graders:
         makers = {}
         for name, one in config.sets.items():
             assert one.env is not None, "filled when the sets were resolved"
-            own, tables = _without_tools(one.env), {"grader": one.grader}
+            variants = {
+                key: replace(variant, tools=[], python=None, search=None)
+                for key, variant in one.env.variants.items()
+            }
+            own, tables = replace(one.env, tools=[], variants=variants), {"grader": one.grader}
             makers[name] = EnvMaker(own, tables, resolve, one.limits, one.prompt)
         return cls(makers)
 
@@ -99,13 +102,6 @@ class Graders:
         env_id = row.env_id or self._makers[row.dataset].config.id
         answers = tuple(row.answers)
         return Task(row.task, env_id, row.question, answers, row.kind, dict(row.metadata))
-
-
-def _without_tools(env: EnvConfig) -> EnvConfig:
-    variants = {
-        name: replace(one, tools=[], python=None, search=None) for name, one in env.variants.items()
-    }
-    return replace(env, tools=[], variants=variants)
 
 
 async def regrade_rows(

@@ -105,7 +105,6 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
     trajectory = Trajectory(tree.history(leaf))
     row = row_of_path(dataset, question.task, question.sample, trajectory, renderer)
     texts = [segment["policy"] for segment in row.segments if "policy" in segment]
-    failed = leaf.end == FAILED
     prompt_tokens, tool_tokens = _counts(trajectory, renderer)
     assist: dict[str, float] = leaf.info.get("assist") or {}
     if not assist and any(call.get("info") for call in row.tool_calls):
@@ -114,7 +113,7 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
     return replace(
         row,
         seed=seed,
-        prediction=final_answer(texts[-1]) if texts and not failed else "",
+        prediction=final_answer(texts[-1]) if texts and row.end != FAILED else "",
         num_turns=sum(bool(node.action_ids) for node in trajectory.path),
         num_retries=answer.num_retries,
         prompt_tokens=prompt_tokens,
@@ -122,8 +121,6 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
         tool_tokens=tool_tokens,
         seconds=round(answer.seconds, 4),
         error=leaf.error,
-        reward=0.0 if failed else row.reward,
-        success=row.success and not failed,
         reason=str(leaf.info.get("reason", "")),
         parts=dict(leaf.info.get("parts", {})),
         assist=assist,
@@ -140,7 +137,7 @@ def row_of_path(
     dataset: str, task: Task, sample: int, trajectory: Trajectory, codec: Renderer | TextCodec
 ) -> EvalRow:
     """The row of a trajectory without figures: the input of its grader, and the result."""
-    leaf = trajectory.leaf
+    leaf, failed = trajectory.leaf, trajectory.leaf.end == FAILED
     return EvalRow(
         dataset=dataset,
         task=task.id,
@@ -154,8 +151,8 @@ def row_of_path(
         tool_calls=[call for node in trajectory.path for call in node.info.get("tool_calls", ())],
         end=str(leaf.end),
         limit=str(leaf.limit) if leaf.limit is not None else None,
-        reward=trajectory.reward,
-        success=trajectory.success,
+        reward=0.0 if failed else trajectory.reward,
+        success=trajectory.success and not failed,
     )
 
 

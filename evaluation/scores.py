@@ -31,7 +31,8 @@ from agentenv.envs.grading.verdict import same_answer
 from agentenv.envs.grading.words import f1, has_cjk, is_wordy
 from agentenv.evaluation.store import keep_filled, load_rows, num_filled
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 Compat = Literal["", "reference"]
 
 CONCURRENCY = 64  # rows
@@ -183,10 +184,9 @@ async def count_votes(rows: Sequence[EvalRow], scorer: Scorer) -> Votes:
 
     The rows store the result in `same_as`, and are compared again only after new samples.
     """
-    votes = known_votes(rows)
-    if votes is None:
+    if known_votes(rows) is None:
         await _compare(_wrong(rows), scorer)
-        votes = known_votes(rows)
+    votes = known_votes(rows)
     assert votes is not None
     return votes
 

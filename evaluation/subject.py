@@ -248,8 +248,7 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
     async def contexts(self) -> Sequence[int]:
         endpoint = await self.endpoint()
         if endpoint is not None:
-            length = endpoint.max_model_len
-            return [length] if length else []
+            return [endpoint.max_model_len] if endpoint.max_model_len else []
         model = await self.model()
         assert model is not None
         return [self.config.engine.max_context(model)]

@@ -16,6 +16,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby, product
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -265,8 +266,6 @@ async def _interrupt(process: asyncio.subprocess.Process) -> None:
     for number in (signal.SIGINT, signal.SIGKILL):
         if process.returncode is None:
             os.killpg(process.pid, number)
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(GRACE_S):
                     await process.wait()
-            except TimeoutError:
-                continue

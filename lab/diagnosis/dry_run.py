@@ -248,15 +248,14 @@ def dry_run(
     resolve = resolver(run)
 
     assembly = Assembly[Any](config, run, AsyncExitStack(), view.log)
-    not_installed = list[str]()
+    missing = list[str]()
     try:
         asyncio.run(refuse(assembly, "configuration"))
     except MissingError as error:
-        not_installed.append(str(error))
-    to_fetch = [*_not_cached(config)]
+        missing.append(str(error))
+    missing += _not_cached(config)
     plan = make_plan(config, machine, resolve, model)
-    plan.missing += not_installed
-    plan.missing += to_fetch
+    plan.missing += missing
     absent = [*missing_files(config, assembly)]
     plan.missing += (_to_fetch(config, one) for one in absent)
     plan.missing += _missing_parts(config)

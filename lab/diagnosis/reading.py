@@ -156,12 +156,7 @@ def _local(one: SetConfig) -> SetConfig:
     """The set with a grader of rules, and without web, index or cache."""
     search, grader = one.search, one.grader
     if isinstance(search, SearchConfig):
-        search = replace(
-            search,
-            backend=BM25Config(),
-            cache="",
-            arpo_cache="",
-        )
+        search = replace(search, backend=BM25Config(), cache="", arpo_cache="")
     if isinstance(grader, GraderConfig):
         parts = {name: _by_rules(part) for name, part in grader.combined.items()}
         grader = replace(_by_rules(grader), combined=parts)

@@ -163,7 +163,8 @@ class SynthesisSampling:
         """The first chains of the question that have a place for a hint."""
         config, name = self.plan.config.hints, set_name(pair.name, "hints")
         assert config is not None
-        count = 0
+        one, count = self.sets[name], 0
+        room = MAX_HINTED_SHARE * one.config.limits.max_response_tokens
         for wanted in self._samples(pair, "direct"):
             row = self.store.rows.get(wanted.key)
             if row is None or row.end == FAILED or count == config.max_per_question:
@@ -171,15 +172,10 @@ class SynthesisSampling:
             text = chain_text(parts_of(row, self.tools[pair.tools.env_id]))
             rng = Random(f"{self.plan.config.seed}/{pair.name}/{pair.tools.id}/{row.sample}/hint")
             hint = make_hint(text, row.sample, config, rng)
-            if hint is not None and self._has_room(name, hint):
+            if hint is not None and len(one.renderer.encode(hint.prefix)) <= room:
                 count += 1
                 hinted = {**pair.tools.metadata, MARK: msgspec.to_builtins(hint)}
                 yield Wanted(name, replace(pair.tools, metadata=hinted), row.sample)
-
-    def _has_room(self, name: str, hint: Hint) -> bool:
-        one = self.sets[name]
-        room = MAX_HINTED_SHARE * one.config.limits.max_response_tokens
-        return len(one.renderer.encode(hint.prefix)) <= room
 
     # Sampling.
 

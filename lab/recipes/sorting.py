@@ -84,7 +84,7 @@ def unify_tags(text: str, tools: Sequence[str]) -> str:
 def check_chain(parts: Sequence[Part], tools: Sequence[str], *, require_box: bool) -> Problem:
     """The first problem with tags, checked in this order: unpaired_tag, wrong_order, no_thought,
     no_answer, no_box."""
-    opened, called, num_thoughts, num_answers = "", False, 0, 0
+    opened, called, seen = "", False, set[str]()
     for by_policy, tag in _tags(parts, tools):
         name = tag.strip("</>")
         if not by_policy:
@@ -103,19 +103,18 @@ def check_chain(parts: Sequence[Part], tools: Sequence[str], *, require_box: boo
             return "unpaired_tag", f"{tag} is within <{opened}>"
         elif called:
             return "wrong_order", f"{tag} is in place of a result"
-        elif num_answers:
+        elif "answer" in seen:
             return "wrong_order", f"{tag} follows the answer"
         else:
             opened = name
-            num_thoughts += name == "think"
-            num_answers += name == "answer"
+            seen.add(name)
     if opened:
         return "unpaired_tag", f"<{opened}> is not closed"
     if called:
         return "wrong_order", "a call without a result"
-    if not num_thoughts:
+    if "think" not in seen:
         return "no_thought", "no <think>"
-    if not num_answers:
+    if "answer" not in seen:
         return "no_answer", "no <answer>"
     last = parts[-1][1]
     if last.rpartition("</answer>")[2].strip():

@@ -107,12 +107,10 @@ class Evaluation:
         no row is newer; else without scores and votes, which only a report computes."""
         summary = self.folder / SUMMARY_FILE
         rows = self.folder / ROWS_FILE
-        try:
+        with suppress(OSError, ForeignError):
             if summary.stat().st_mtime >= rows.stat().st_mtime:
                 found: Figures = decode_loose(summary.read_bytes())
                 return found
-        except (OSError, ForeignError):
-            pass
         from agentenv.evaluation.figures import summary_of
 
         with self._computing:
@@ -185,8 +183,7 @@ def compare(first: Evaluation, second: Evaluation) -> Figures:
                     "first": row.prediction[:MAX_CHARS],
                     "second": pair.second.rows[0].prediction[:MAX_CHARS],
                 }
-                for pair in shown
-                for row in pair.first.rows[:1]
+                for pair, row in ((one, one.first.rows[0]) for one in shown)
             ],
         }
     )
@@ -268,7 +265,6 @@ class JsonLines:
 
 def size_of(path: Path) -> int:
     """The size of a file in bytes; 0 if it is missing."""
-    try:
+    with suppress(OSError):
         return path.stat().st_size
-    except OSError:
-        return 0
+    return 0

@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -221,10 +222,9 @@ def _within(run: Path) -> list[Path]:
 
 def _json(path: Path) -> Any:
     """The content of a JSON file; None if it cannot be read."""
-    try:
+    with suppress(OSError, ForeignError):
         return decode_loose(path.read_bytes())
-    except (OSError, ForeignError):
-        return None
+    return None
 
 
 def _number(text: str) -> int:
