@@ -75,10 +75,10 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     view.wait_for("getting ready", "the questions")
     out = arguments.out or default_folder(config, subject)
     with gpus_for_others(config):
-        outcome, _ = run_until_done(evaluate_and_report(config, subject, out, view), view)
+        problem, _ = run_until_done(evaluate_and_report(config, subject, out, view), view)
     view.suggest(next_commands(out))
-    if outcome.problem is not None:
-        raise outcome.problem
+    if problem is not None:
+        raise problem
     return 0
 
 

@@ -28,7 +28,7 @@ from agentenv.base.errors import ConfigError
 from agentenv.base.types import Message
 from agentenv.engines.chat import ChatEngine
 from agentenv.engines.token_routes import TokensEngine
-from agentenv.evaluation.run import saved_of
+from agentenv.evaluation.run import chosen_sets, saved_of
 from agentenv.evaluation.store import Store
 from agentenv.evaluation.subject import (
     EvaluationAssembly,
@@ -51,7 +51,6 @@ from agentenv.lab.recipes.sorting import (
     rejected_rows,
     rl_row,
     sft_row,
-    sort_question,
     summarize,
     write_data,
 )
@@ -105,8 +104,7 @@ def _plan(arguments: argparse.Namespace, subject: Subject, view: View) -> Synthe
     plan = configured(arguments, subject, SynthesisConfig, make_plan, view.log)
     if not arguments.n:
         return plan
-    sets = {name: replace(one, max_tasks=arguments.n) for name, one in plan.evaluation.sets.items()}
-    return replace(plan, evaluation=replace(plan.evaluation, sets=sets))
+    return replace(plan, evaluation=chosen_sets(plan.evaluation, (), arguments.n))
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -139,9 +137,7 @@ async def synthesize(plan: SynthesisPlan, subject: Subject, out: Path, view: Vie
         stack.callback(store.close)
         view.log_to(out / LOG_FILE)
         sampling = SynthesisSampling(plan, assembly, sets, store, tools, view)
-        questions = await sampling.run(pairs)
-        config = plan.config
-        found = [sort_question(one, config.filter, config.seed) for one in questions]
+        found = await sampling.run(pairs)
         await _write(plan, sets, out, found, dropped, view)
         return sampling.num_failed
 
@@ -156,7 +152,7 @@ async def _write(
 ) -> None:
     sft, rl = [], []
     for one in found:
-        name, task = one.question.set_name, one.question.task
+        name, task = one.set_name, one.task
         if one.chosen:
             prompt = await _prompt(sets[set_name(name, "tools")], one)
             sft += [sft_row(judged, task, prompt, name) for judged in one.chosen]
@@ -172,7 +168,7 @@ async def _write(
 
 async def _prompt(questions: Questions, one: Sorted) -> list[Message]:
     """The prompt with tools, also for answers without: the policy learns when to skip tools."""
-    messages, _ = await try_env(questions.make_env, one.question.task)
+    messages, _ = await try_env(questions.make_env, one.task)
     return messages
 
 

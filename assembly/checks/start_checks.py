@@ -24,6 +24,7 @@ from agentenv.assembly.parts.assembly import (
 from agentenv.assembly.parts.environments import (
     EnvMaker,
     EnvSettings,
+    grader_of,
 )
 from agentenv.assembly.run.rundir import check_writable
 from agentenv.assembly.serving.server_command import find_python
@@ -379,13 +380,9 @@ async def check_graders(make_env: Callable[[Task], Env], tasks: Iterable[Task]) 
         if len(kept) < NUM_CHECKED_ROWS:
             kept.append(task)
     for own in rows.values():
-        env = make_env(own[0])
-        try:
-            grader = getattr(env, "grader", None)
+        async with grader_of(make_env, own[0]) as grader:
             if grader is not None:
                 await check_grader(grader, own)
-        finally:
-            await env.close()
 
 
 async def sequence_lengths(assembly: Any) -> None:

@@ -213,7 +213,6 @@ def _hint_texts(key: str) -> list[str]:
 
 Way = Literal["direct", "tools", "hints"]
 WAYS: tuple[Way, ...] = ("direct", "tools", "hints")
-WITH_TOOLS: tuple[Way, ...] = ("tools", "hints")
 SYNTHESIS_KEYS = ("direct", "hints", "filter", "exclude")
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, Self
 
 import msgspec
@@ -29,7 +30,7 @@ from agentenv.base.crashes import at_start
 from agentenv.base.errors import ConfigError
 from agentenv.base.registry import decode_part, loaded
 from agentenv.base.types import Info, Limits, Message, Task
-from agentenv.contract.env import Env, check_reset
+from agentenv.contract.env import Env, Grader, check_reset
 from agentenv.contract.tool_config import load_tools
 from agentenv.contract.tools import ChosenTool
 from agentenv.text.prompt import PromptConfig, load_instruction
@@ -234,6 +235,16 @@ async def try_env(make_env: Callable[[Task], Env], task: Task) -> tuple[list[Mes
     return await at_start(start(), f"the environment {task.env_id}, begun for task {task.id},")
 
 
+@asynccontextmanager
+async def grader_of(make_env: Callable[[Task], Env], task: Task) -> AsyncIterator[Grader | None]:
+    """The grader of a task, from an environment that is never reset; None without one."""
+    env = make_env(task)
+    try:
+        yield getattr(env, "grader", None)
+    finally:
+        await env.close()
+
+
 def _keywords(factory: Any) -> set[str]:
     """The keywords that a class or function accepts; includes "**" if it accepts any."""
     parameters = inspect.signature(factory).parameters.values()
@@ -280,7 +291,8 @@ class EnvSettings(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: Any, **more: Any) -> Self:
-        """The settings in a configuration that has all these keys, such as a set's, and `more`
+        """The settings in a configuration that has these keys, such as a set's, and `more`
         fields of a subclass."""
-        found = {name: getattr(config, name) for name in EnvSettings.__struct_fields__}
+        names = [one for one in cls.__struct_fields__ if one not in more and hasattr(config, one)]
+        found = {name: getattr(config, name) for name in names}
         return cls(**found, **more)

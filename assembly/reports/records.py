@@ -30,7 +30,6 @@ from agentenv.text.renderer import THOUGHT_OPEN
 from agentenv.text.tags import TAGS
 
 FAILED = "failed"
-MAX_KIND_CHARS = 60
 
 Key = tuple[str, str, int]
 Decode = Callable[[Sequence[int]], str]
@@ -99,11 +98,6 @@ class EvalRow(Struct, kw_only=True):
     def key(self) -> Key:
         """The identity of the trajectory within its evaluation."""
         return self.dataset, self.task, self.sample
-
-    @property
-    def failure_kind(self) -> str:
-        """Of a failed trajectory: the class of its error, e.g. "EnvError"."""
-        return (self.error or "unknown").partition(":")[0][:MAX_KIND_CHARS]
 
 
 # The input of a grader, recovered from a stored trajectory: the policy's messages and calls.

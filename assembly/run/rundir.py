@@ -67,7 +67,7 @@ class RunDirectory:
             if not resume:
                 self._refuse_used()
                 make_folder(path)
-            self._lock = Lock(path)
+            self._lock = Lock(path / "lock", "stop it, or choose another name with run.name=NAME")
             if not resume:
                 self._claim()
             make_folder(self.checkpoints.folder)

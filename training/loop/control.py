@@ -203,7 +203,7 @@ class Control:
         if rollout is not None:
             for node in rollout.tree.nodes:
                 if node.end == FAILED:
-                    failures[failure_kind_of(node)] += 1
+                    failures[failure_kind_of(node.error)] += 1
                 elif node.end is not None:
                     ends[f"{node.end}{f' by {node.limit}' if node.limit else ''}"] += 1
             worked_s, allowed_s = rollout.clock(), rollout.limits.seconds_of_tree
