@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import EnvConfig
-from agentenv.assembly.parts.environments import EnvMaker
+from agentenv.assembly.parts.environments import EnvMaker, EnvSettings
 from agentenv.assembly.reports.records import FAILED, EvalRow, calls_that_ran, prediction, written
 from agentenv.assembly.run.tables import Table, as_markdown, short
 from agentenv.assembly.run.terminal import View
@@ -73,8 +73,10 @@ class Graders:
         makers = {}
         for name, one in config.sets.items():
             assert one.env is not None, "filled when the sets were resolved"
-            own, tables = _without_tools(one.env), {"grader": one.grader}
-            makers[name] = EnvMaker(own, tables, resolve, one.limits, one.prompt)
+            settings = EnvSettings(
+                env=_without_tools(one.env), limits=one.limits, prompt=one.prompt, grader=one.grader
+            )
+            makers[name] = EnvMaker(settings, resolve)
         return cls(makers)
 
     def check(self, rows: Sequence[EvalRow]) -> None:

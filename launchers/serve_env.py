@@ -146,7 +146,7 @@ def _address(name: str, url: str, key_variable: str) -> list[str]:
 async def env_server(config: ServeEnvConfig, resolve: Resolve, report: Reporter) -> EnvServer:
     """The server, which does not listen yet. Raises ConfigError and DataError."""
     key = read_key(config.api_key_env, "api_key_env")
-    env_id, make_env = config.env.id, EnvMaker.of(config, resolve)
+    env_id, make_env = config.env.id, EnvMaker(config, resolve)
     splits = {"train": await load_set(config.data, env_id, resolve, report)}
     for name, one in config.eval.sets.items():
         splits[name] = await load_set(one, env_id, resolve, report, name)

@@ -49,21 +49,18 @@ class Recipe(NamedTuple):
 class EnvMaker:
     """Makes the env of a task: a variant, `env.id`, or another registered id in its row.
 
-    `tables`: the run's [python], [search] and [grader], passed to environments with such a keyword.
-    `resolve` replaces "{run}" in texts by the run's directory.
+    `settings`: a configuration with the keys of EnvSettings, such as a set's; environments with a
+    keyword for [python], [search] or [grader] get that table. `resolve` replaces "{run}" in texts
+    by the run's directory.
     """
 
-    def __init__(
-        self,
-        config: EnvConfig,
-        tables: Tables,
-        resolve: Resolve,
-        limits: Limits,
-        prompt: PromptConfig,
-    ) -> None:
+    def __init__(self, settings: Any, resolve: Resolve) -> None:
+        config: EnvConfig = settings.env
+        limits: Limits = settings.limits
+        prompt: PromptConfig = settings.prompt
         import_envs(config.module)
-        self.config = config
-        self._tables = tables
+        self.settings, self.config = settings, config
+        self._tables = tables_of(settings)
         self._resolve = resolve
         self._answers_excess = limits.on_limit == "result"  # the env answers calls beyond the limit
         self._needs_tool_env = bool(self._answers_excess or prompt.template)
@@ -80,11 +77,6 @@ class EnvMaker:
             )
             for name, variant in {**own, **config.variants}.items()
         }
-
-    @classmethod
-    def of(cls, config: Any, resolve: Resolve) -> EnvMaker:
-        """The maker for a configuration with env, limits, prompt and tables, such as a set's."""
-        return cls(config.env, tables_of(config), resolve, config.limits, config.prompt)
 
     def __call__(self, task: Task) -> Env:
         """A new env for one episode. Raises ConfigError."""

@@ -169,7 +169,7 @@ class Regrader:
         model = find_checkpoint(run)
         tokenizer = await in_thread(load_tokenizer, model, False)
         codec = TextCodec(tokenizer, read_eos_ids(model, tokenizer))
-        return cls(Graders({TRAINED: EnvMaker.of(config, resolver(run))}), codec)
+        return cls(Graders({TRAINED: EnvMaker(config, resolver(run))}), codec)
 
     async def grade(self, step: Step, entry: Entry) -> list[Graded]:
         """Regrade every trajectory of a tree that did not fail."""

@@ -142,7 +142,7 @@ async def _not_installed(assembly: RolloutAssembly[Any]) -> AsyncIterator[str]:
         if not assembly.makes(one.rows) or assembly.makes((one.env.tools, one.prompt)):
             continue
         try:
-            env = EnvMaker.of(one, assembly.resolve)(Task("none", one.env.id, "none", ("1",)))
+            env = EnvMaker(one, assembly.resolve)(Task("none", one.env.id, "none", ("1",)))
             try:
                 await start_grader(env.grader)  # type: ignore[attr-defined]
             finally:

@@ -24,7 +24,7 @@ async def build(
     setup = read_env_setup(frame)
     settings = env_settings(setup)
     stack.push_async_callback(close_shared)
-    make = EnvMaker.of(settings, resolver(Path(setup.folder)))
+    make = EnvMaker(settings, resolver(Path(setup.folder)))
     return EnvHost(make, link, settings.limits.env_timeout_s)
 
 
