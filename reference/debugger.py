@@ -49,23 +49,18 @@ class DebuggerConfig(HelperConfig, frozen=True, kw_only=True, forbid_unknown_fie
     tool: Annotated[str, Meta(description="the tool that runs code")] = "python"
 
 
-class HelperModel:
+class HelperModel(ChatModel):
     """A helper model behind an OpenAI-compatible server; `name`: for messages."""
 
     def __init__(self, name: str, config: HelperConfig) -> None:
-        self.name = name
+        super().__init__(config, f"assist.{name}", temperature=config.temperature)
         self.config = config
-        self._model = ChatModel(config, f"assist.{name}", temperature=config.temperature)
-
-    async def start(self) -> None:
-        """Find the model. Raises ConfigError for an unreachable server."""
-        await self._model.endpoint.start()
 
     async def complete(self, system: str, user: str) -> ModelReply:
         """The model's reply. Raises InfraError without a reply within the deadline and retries."""
         try:
             async with asyncio.timeout(self.config.timeout_s):
-                return await self._model.complete(system, user)
+                return await super().complete(system, user)
         except TimeoutError:
             raise InfraError(f"no reply within {self.config.timeout_s:g} s") from None
         except EngineError as error:
@@ -74,10 +69,6 @@ class HelperModel:
     def fenced(self, text: str) -> str:
         """The text, shortened, between marks that it cannot contain."""
         return fenced(shortened(text, self.config.max_input_chars))
-
-    async def close(self) -> None:
-        """Close the connections; idempotent."""
-        await self._model.close()
 
 
 MAX_CODE_CHARS = 20_000

@@ -53,7 +53,7 @@ class Session:
         debugged(self.env, config, self.model)
 
     async def __aenter__(self) -> Session:
-        await self.model.start()
+        await self.model.endpoint.start()
         await self.env.reset(seed=1)
         return self
 
@@ -251,6 +251,6 @@ async def test_an_unusable_server_is_refused_at_the_start(
     with pytest.raises(ConfigError, match=text):  # noqa: PT012 - made or started, all the same
         model = HelperModel("debugger", DebuggerConfig(**{"url": server.url, **keys}))
         try:
-            await model.start()
+            await model.endpoint.start()
         finally:
             await model.close()

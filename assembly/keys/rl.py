@@ -202,15 +202,8 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ConfigError("sampling: stop contains an empty string")
 
     def params(self) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=1,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            stop=tuple(self.stop),
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-        )
+        values = {name: getattr(self, name) for name in OFF}
+        return SamplingParams(max_tokens=1, stop=tuple(self.stop), **values)
 
 
 # Keys that make the sampling distribution differ from the policy's.

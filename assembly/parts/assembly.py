@@ -38,7 +38,7 @@ from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.model_files import check_model_directory, load_tokenizer, read_eos_ids
 from agentenv.base.offload import in_thread
 from agentenv.base.registry import loaded
-from agentenv.base.types import Info, Limits, Message, Task
+from agentenv.base.types import Info, Message, Task
 from agentenv.contract.env import Env, close_shared
 from agentenv.data.dataset import TaskMix, load_mix, load_tasks
 from agentenv.data.rows import RowsConfig
@@ -284,11 +284,15 @@ class RolloutAssembly(Assembly[WithRoles]):
         tasks, makers, renderers = await self.tasks(), await self.makers(), await self.renderers()
         found = {}
         for name, one in self.sets.items():
-            renderer = renderers[name]
-            fitting = await fit_prompts(
-                tasks[name], one.rows, makers[name], renderer, one.limits, self.report, one.key
-            )
-            found[name] = Questions(one, fitting, makers[name], renderer)
+            maker, renderer, rule = makers[name], renderers[name], one.rows.overlong_prompt
+            key = f"{one.key}.overlong_prompt"
+            fitter = PromptFitter(maker, renderer, one.limits, rule, key, self.report)
+            fitting = mix = tasks[name]
+            if isinstance(mix, TaskMix):  # its parts stay separate
+                fitting = TaskMix([await fitter.fit(part) for part in mix.parts], mix.weights)
+            else:
+                fitting = await fitter.fit(fitting)
+            found[name] = Questions(one, fitting, maker, renderer)
         return found
 
 
@@ -338,23 +342,6 @@ async def load_set(
         held_out=not is_trained,
         key=key,
     )
-
-
-async def fit_prompts(
-    tasks: Sequence[Task],
-    rows: RowsConfig,
-    make_env: EnvMaker,
-    renderer: Renderer,
-    limits: Limits,
-    report: Reporter,
-    key: str,
-) -> Sequence[Task]:
-    """The tasks whose prompts fit; the parts of a mix stay separate."""
-    overlong = f"{key}.overlong_prompt"
-    fitter = PromptFitter(make_env, renderer, limits, rows.overlong_prompt, overlong, report)
-    if isinstance(tasks, TaskMix):
-        return TaskMix([await fitter.fit(part) for part in tasks.parts], tasks.weights)
-    return await fitter.fit(tasks)
 
 
 def prefixed(report: Reporter, key: str) -> Reporter:

@@ -38,7 +38,7 @@ def env_settings(setup: EnvSetup) -> EnvSettings:
     return build_config(EnvSettings, setup.settings, "the host")
 
 
-class EnvProcesses:
+class EnvProcesses(Supervisor):
     """The processes of one configuration of environments, with logs in `logs`. A shared resource
     (agentenv/contract/env.py): its counters are reported with those of this process."""
 
@@ -54,12 +54,7 @@ class EnvProcesses:
             MAX_RESTARTS,
             sees_gpus=encodes_on_gpu(settings),
         )
-        self._supervisor = Supervisor(spec, self._workers, setup, logs, report)
-
-    async def start(self) -> None:
-        """Start all processes and wait until they are ready. Raises WorkerError, and errors of the
-        processes."""
-        await self._supervisor.start()
+        super().__init__(spec, self._workers, setup, logs, report)
 
     def make(self, task: Task) -> WorkerEnv:
         """An env of the task, in one of the processes."""
@@ -68,7 +63,3 @@ class EnvProcesses:
     def stats(self) -> dict[str, float]:
         """The counters of the environments."""
         return self._workers.stats()
-
-    async def close(self) -> None:
-        """Stop the processes; idempotent."""
-        await self._supervisor.close()

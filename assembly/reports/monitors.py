@@ -99,10 +99,6 @@ class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if self.wandb is not None:
             self.wandb.check_login()
 
-    def start(self, run: Path, settings: dict[str, Any]) -> Monitors:
-        """The monitors of the run in the folder `run`; `settings`: its whole configuration."""
-        return Monitors(self, run, settings)
-
 
 class RolloutMonitorConfig(MonitorConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """As MonitorConfig, for a run with rollouts, of which monitors show samples."""
@@ -238,14 +234,11 @@ class Monitors(Monitoring):
 
     def _run(self) -> None:
         while (waiting := self._calls.get()) is not None:
-            self._guarded(*waiting)
-
-    def _guarded(self, name: str, call: Callable[[], None]) -> None:
-        if name not in self._working:
-            return
-        try:
-            call()
-        except Exception as error:  # of third-party code; the run continues without the monitor
-            self._working = {key: one for key, one in self._working.items() if key != name}
-            text = "monitor %s is switched off: %s: %s; metrics.jsonl has all records"
-            logger.warning(text, name, type(error).__name__, error)
+            name, call = waiting
+            try:
+                if name in self._working:
+                    call()
+            except Exception as error:  # of third-party code; the run continues without the monitor
+                self._working = {key: one for key, one in self._working.items() if key != name}
+                text = "monitor %s is switched off: %s: %s; metrics.jsonl has all records"
+                logger.warning(text, name, type(error).__name__, error)

@@ -173,7 +173,6 @@ class Saver:
         self._is_consistent = True  # weights and state are of the same step
         self._last = _now()
         self._is_abandoned = False  # a save hung
-        self._found: list[Path] | None = None  # existing checkpoints, after a save has failed
         self._closing: asyncio.Future[None] | None = None  # of an abandoned learner
 
     @asynccontextmanager
@@ -200,18 +199,24 @@ class Saver:
         """
         task = asyncio.ensure_future(self._save(at_end=at_end))
         cancelled: asyncio.CancelledError | None = None
-        timer = self._cancel_later(task) if at_end else None
-        try:
-            with self.view.doing(f"the checkpoint {self._path().name}"):
-                while not task.done():
-                    try:
-                        await asyncio.wait({task})
-                    except asyncio.CancelledError as error:
-                        cancelled = error
-                        timer = timer or self._cancel_later(task)
-        finally:
-            if timer is not None:
-                timer.cancel()
+        end = _now() + self.config.finish_s if at_end else None
+        with self.view.doing(f"the checkpoint {self._path().name}"):
+            while not task.done():
+                try:
+                    await asyncio.wait({task}, timeout=None if end is None else end - _now())
+                except asyncio.CancelledError as error:
+                    cancelled, end = error, end or _now() + self.config.finish_s
+                    continue
+                if task.done() or end is None or _now() < end:
+                    continue
+                if self._closing is not None:
+                    self._is_abandoned, end = task.cancel(), None
+                    continue
+                self.view.warn(
+                    f"saving was cancelled after {self.config.finish_s:g} s; raise "
+                    "checkpoint.finish_s if it was only slow"
+                )
+                self._closing, end = asyncio.ensure_future(self.learner.close()), _now() + LAST_S
         if self._is_abandoned and task.cancelled():
             raise LearnerError(
                 f"writing to {self.checkpoints.folder} hangs; is its disk, or the server that "
@@ -230,12 +235,11 @@ class Saver:
         reason = await self._save_last()
         if not reason:
             return
-        found: list[Path] | None = None  # unknown
+        found: list[Path] | None = None
         if not self._is_abandoned:
             with suppress(StallError):
                 found = await within(LOOK_S, "it", in_thread(self.checkpoints.finished))
-        self._found = found
-        self._fail(reason)
+        self._fail(reason, found)
 
     async def _save_last(self) -> str:
         """Save before the run ends; returns the reason of a failure, else an empty string."""
@@ -299,25 +303,9 @@ class Saver:
     def _path(self) -> Path:
         return self.checkpoints.path(self.step(), self.phase)
 
-    def _cancel_later(self, saving: asyncio.Task[None]) -> asyncio.TimerHandle:
-        loop = asyncio.get_running_loop()
-        return loop.call_later(self.config.finish_s, self._cancel, saving)
-
-    def _cancel(self, saving: asyncio.Task[None]) -> None:
-        self.view.warn(
-            f"saving was cancelled after {self.config.finish_s:g} s; raise checkpoint.finish_s if "
-            "it was only slow"
-        )
-        self._closing = asyncio.ensure_future(self.learner.close())
-        asyncio.get_running_loop().call_later(LAST_S, self._abandon, saving)
-
-    def _abandon(self, saving: asyncio.Task[None]) -> None:
-        if not saving.done():
-            self._is_abandoned = True
-            saving.cancel()
-
-    def _fail(self, reason: str) -> None:
-        found, name = self._found, self._path().name
+    def _fail(self, reason: str, found: list[Path] | None) -> None:
+        """Report that saving failed; `found`: the existing checkpoints, None if unknown."""
+        name = self._path().name
         if found is not None and self._path() in found:
             return self.view.warn(f"{name} is saved, but afterwards: {reason}")
         kept = f"; the last checkpoint is {found[-1]}" if found else "; there is no checkpoint"

@@ -65,10 +65,10 @@ class LogFile(logging.Handler):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        self.path, self.num_missing = path, 0
-        self._lines: queue.Queue[bytes | threading.Event] = queue.Queue(self.MAX_LINES)
-        self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        start_thread(partial(self._write, self._file), name="run.log")
+        self.path, self.num_missing, self._is_open = path, 0, True
+        self._lines: queue.Queue[bytes | None] = queue.Queue(self.MAX_LINES)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        start_thread(partial(self._write, file), name="run.log")
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -80,36 +80,31 @@ class LogFile(logging.Handler):
             self.handleError(record)
 
     def _write(self, file: int) -> None:
-        while True:
-            line = self._lines.get()
-            if isinstance(line, threading.Event):
-                line.set()
-                if self._file is None:
-                    return os.close(file)
-                continue
+        while (line := self._lines.get()) is not None:
             try:
                 while line:
                     line = line[os.write(file, line) :]
             except OSError:
                 self.num_missing += 1
+            self._lines.task_done()
+        os.close(file)
 
     def flush(self) -> None:
         """Return when all lines are written, or after CLOSE_S."""
-        if self._file is None:
-            return
-        written, deadline = threading.Event(), time.monotonic() + self.CLOSE_S
-        with suppress(queue.Full):
-            self._lines.put(written, timeout=self.CLOSE_S)
-            written.wait(deadline - time.monotonic())
+        lines = self._lines
+        with lines.all_tasks_done:
+            lines.all_tasks_done.wait_for(
+                lambda: not (self._is_open and lines.unfinished_tasks), self.CLOSE_S
+            )
 
     def close(self) -> None:
         """Flush; lines that are still unwritten then count as missing."""
-        if self._file is not None:
+        if self._is_open:
             self.flush()
-            self._file = None
+            self._is_open = False
             self.num_missing += self._lines.qsize()
             with suppress(queue.Full):
-                self._lines.put_nowait(threading.Event())
+                self._lines.put_nowait(None)
         super().close()
 
 
