@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from agentenv.base.errors import ConfigError, EngineError, InfraError, ToolError
+from agentenv.base.errors import EngineError, InfraError, ToolError
 from agentenv.base.types import Info, ToolResult
 from agentenv.base.untrusted import shortened
 from agentenv.contract.server_config import ChatModelConfig
@@ -185,13 +185,8 @@ def corrected_code(text: str) -> str:
 
 
 def debugged(env: ToolEnv, config: DebuggerConfig, model: HelperModel) -> None:
-    """Put the debugger around the tool of an env, before `reset`. Raises ConfigError."""
-    tool = env.tools.get(config.tool)
-    if tool is None:
-        raise ConfigError(
-            f"assist.debugger.tool: {type(env).__name__} has no tool {config.tool!r}; it has "
-            f"{sorted(env.tools)}"
-        )
+    """Put the debugger around the tool of an env, before `reset`."""
+    tool = env.tools[config.tool]
     limits = env.tool_limits.get(config.tool, ToolLimits())
     limits = limits.filled(env.tool_timeout_s, env.num_retries)
     assert limits.timeout_s is not None

@@ -61,7 +61,7 @@ class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     encrypted      question and answer may be base64 of the text XORed with the row's canary
     ordered        the official scorer compares the items of a list one by one
     private        placeholder of unpublished answers
-    prompt         a system prompt other than PRESET
+    prompt         a system prompt, a preset of `agentenv.text.prompt`
     also           other names, in lower-case letters and digits
     """
 
@@ -84,13 +84,8 @@ class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     encrypted: bool = False
     ordered: bool = False
     private: str = ""
-    prompt: str = ""
+    prompt: str = PRESET
     also: tuple[str, ...] = ()
-
-    @property
-    def preset(self) -> str:
-        """The system prompt, a preset of `agentenv.text.prompt`."""
-        return self.prompt or PRESET
 
     def usual_keys(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The default keys of a set of this benchmark: environment, tools with the papers' limits
@@ -101,7 +96,7 @@ class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """
         env: Mapping[str, Any] = given.get("env") or {}
         grader: Mapping[str, Any] = given.get("grader") or {}
-        keys: dict[str, Any] = {"prompt": {"template": self.preset}, "grader": {}}
+        keys: dict[str, Any] = {"prompt": {"template": self.prompt}, "grader": {}}
         if env.get("id", ENV_ID) == ENV_ID:
             tools = [{"name": name, "max_calls": calls} for name, calls in MAX_CALLS.items()]
             num_calls = sum(MAX_CALLS.values())

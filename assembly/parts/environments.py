@@ -117,12 +117,10 @@ class EnvMaker:
         `elsewhere`. If the tasks are `all_rows` of a run, also for keys of an unused
         environment."""
         used = self._used(tasks)
-        recipes = [*self._recipes.values(), *map(self._recipe_of, used)]
+        read = {*elsewhere, *self.reads(())}
         for name, table in self._tables.items():
-            if table is None or name in elsewhere:
-                continue
-            if not any(name in recipe.read for recipe in recipes):
-                ids = ", ".join(sorted({recipe.env_id for recipe in recipes}))
+            if table is not None and name not in read:
+                ids = ", ".join(sorted({recipe.env_id for recipe in self._recipes.values()}))
                 raise ConfigError(
                     f"[{name}]: not used by {ids}; remove the table, or give the environment's "
                     f"constructor a keyword {name!r} (docs/own-parts.md)"
@@ -142,8 +140,8 @@ class EnvMaker:
     def reads(self, tasks: Iterable[Task]) -> frozenset[str]:
         """The tables that the environments of the tasks, and all variants, read. Raises ConfigError
         for an unknown environment."""
-        recipes = [*self._recipes.values(), *map(self._recipe_of, self._used(tasks))]
-        return frozenset(name for recipe in recipes for name in recipe.read)
+        self._used(tasks)
+        return frozenset(name for recipe in self._recipes.values() for name in recipe.read)
 
     # inner workings
 
@@ -152,6 +150,7 @@ class EnvMaker:
         used = {task.env_id: task.id for task in reversed(list(tasks))}
         for env_id, task_id in used.items():
             self.check_known(env_id, f"task {task_id}")
+            self._recipe_of(env_id)
         return set(used)
 
     def _recipe_of(self, env_id: str) -> Recipe:
