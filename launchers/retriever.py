@@ -19,7 +19,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
 
@@ -30,7 +29,7 @@ from agentenv.base.errors import ForeignError, InfraError, ToolError
 from agentenv.base.overrides import apply_overrides
 from agentenv.base.result_cache import ResultCache
 from agentenv.base.untrusted import decode
-from agentenv.endpoint.server import Listener
+from agentenv.endpoint.server import Listener, json_response
 from agentenv.envs.search.bm25 import BM25Config
 from agentenv.envs.search.corpus import Backend, Hit, Query, joined_contents
 from agentenv.envs.search.keys import AnyBackend, SearchConfig
@@ -139,8 +138,7 @@ async def _response(answer: Coroutine[Any, Any, Any], expected: str) -> web.Resp
         status, content = 400, {"error": f"{error}; {expected}"}
     except (ToolError, InfraError) as error:
         status, content = 400 if isinstance(error, ToolError) else 503, {"error": str(error)}
-    body = msgspec.json.encode(content)
-    return web.Response(body=body, status=status, content_type="application/json")
+    return json_response(content, status)
 
 
 def _document(hit: Hit) -> dict[str, object]:

@@ -26,7 +26,7 @@ from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 from agentenv.assembly.serving.gpus import gpus_for_others
 from agentenv.assembly.serving.servers import ServerFactory, start_servers
-from agentenv.base.config import Reporter, Tree, build_config
+from agentenv.base.config import Reporter, Tree, build_config, resolver
 from agentenv.base.errors import ConfigError
 from agentenv.base.installation import require_train
 from agentenv.base.offload import in_thread
@@ -59,7 +59,7 @@ async def serve(config: ServeConfig, run: RunDirectory, view: View, resume: str)
     """Start all servers, print their addresses, and wait for a signal."""
     async with AsyncExitStack() as stack:
         factory = ServerFactory(run.path, stack, view.log)
-        urls = await start_servers(config.roles, run.resolve, factory)
+        urls = await start_servers(config.roles, resolver(run.path), factory)
         shown = "{0} is at {1}: 'roles.{0}={{url=\"{1}\"}}'".format
         await until_stopped(view, [shown(*one) for one in urls.items()])
 

@@ -8,6 +8,7 @@ policy reads its result. If that fails too, the policy reads the error of its ow
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct, field
@@ -38,9 +39,6 @@ class HelperConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknown_fi
         float,
         Meta(gt=0, description="deadline of one use, retries included; after it there is no help"),
     ] = 120.0
-    num_retries: Annotated[
-        int, Meta(ge=0, description="retries after 429, 5xx, lost connections, malformed replies")
-    ] = 3
 
 
 class DebuggerConfig(HelperConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,6 +90,7 @@ class _State(Struct):
     uses: list[None] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class DebuggedTool:
     """`tool` with the debugger around it. `own_s`: the time limit of a call of the tool, in
     seconds.
@@ -100,13 +99,13 @@ class DebuggedTool:
     code, whether that ran, the problem otherwise, and the number of the model's tokens.
     """
 
-    def __init__(
-        self, tool: Tool, config: DebuggerConfig, model: HelperModel, own_s: float
-    ) -> None:
-        self.tool = tool
-        self.config = config
-        self.model = model
-        self.own_s = own_s
+    tool: Tool
+    config: DebuggerConfig
+    model: HelperModel
+    own_s: float
+
+    def __post_init__(self) -> None:
+        tool = self.tool
         self.name, self.description, self.schema = tool.name, tool.description, tool.schema
         self.fork_mode = tool.fork_mode
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import base64
 import binascii
-import difflib
 import logging
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from importlib.metadata import entry_points
@@ -26,6 +26,7 @@ from msgspec.structs import replace
 
 from agentenv.base.config import build_config, read_toml
 from agentenv.base.errors import ConfigError, DataError, ForeignError
+from agentenv.base.registry import not_one_of
 from agentenv.base.types import SYSTEM_KEY, Task
 from agentenv.base.untrusted import decode_python
 from agentenv.data.data_files import Row, find_files
@@ -170,10 +171,7 @@ def benchmark(name: str) -> Benchmark:
     for known, one in benchmarks.items():
         if plain in (_plain(known.removeprefix(f"{file}:")), *one.also):
             return one
-    near = difflib.get_close_matches(plain, [_plain(known) for known in benchmarks], n=2)
-    meant = [known for known in benchmarks if _plain(known) in near]
-    hint = f"did you mean {' or '.join(meant)}?" if meant else f"known: {', '.join(benchmarks)}"
-    raise ConfigError(f"benchmark {name!r}: unknown; {hint}")
+    raise ConfigError(f"benchmark: {not_one_of(own, [*benchmarks])}")
 
 
 def benchmark_of(metadata: Mapping[str, Any]) -> Benchmark | None:
@@ -203,6 +201,7 @@ BENCHMARK_KEY = "benchmark"  # of Task.metadata and EvalRow.metadata: the benchm
 CANARY = "canary"
 
 
+@dataclass(eq=False)
 class BenchmarkRows:
     """A function from a file's row to a row with question, answer, id, kind and the fields that
     group scores; None for a row that needs more than text, which `num_left_out` counts.
@@ -210,12 +209,11 @@ class BenchmarkRows:
     Column names ignore case; `columns` maps the columns of a file with other names.
     """
 
-    def __init__(self, benchmark: Benchmark, columns: ColumnsConfig, key: str) -> None:
-        self.benchmark = benchmark
-        self.key = key
-        self.columns = columns
-        self.num_left_out = 0
-        self.fields_seen: set[str] = set()
+    benchmark: Benchmark
+    columns: ColumnsConfig
+    key: str
+    num_left_out: int = 0
+    fields_seen: set[str] = field(default_factory=set)
 
     def __call__(self, row: Row) -> Row | None:
         """Convert a row. Raises DataError with the column and the expected content."""

@@ -107,11 +107,8 @@ class WideCluster(SpreadCluster, frozen=True, kw_only=True, tag="-wide"):
         raise NotImplementedError
 
     def processes(self) -> WorkerSpec:
-        return (
-            super()
-            .processes()
-            ._replace(min_num=self.least, max_outage_s=self.max_outage_s, port=self.port)
-        )
+        found = super().processes()
+        return found._replace(min_num=self.least, max_outage_s=self.max_outage_s, port=self.port)
 
 
 class RayCluster(WideCluster, frozen=True, kw_only=True, tag="ray"):
@@ -166,11 +163,8 @@ class RayCluster(WideCluster, frozen=True, kw_only=True, tag="ray"):
         return {"CPU": 1.0, "GPU": float(self.gpus_per_rank)}
 
     def processes(self) -> WorkerSpec:
-        return (
-            super()
-            .processes()
-            ._replace(env=self.env, resources=self.of_worker(), python=self.python)
-        )
+        found = super().processes()
+        return found._replace(env=self.env, resources=self.of_worker(), python=self.python)
 
     def lines(self, config: Any) -> Iterator[str]:
         yield f"Ray cluster {self.address or 'of this machine, started for the run'}:"

@@ -23,11 +23,12 @@ from msgspec import inspect as mi
 from msgspec.structs import fields
 
 from agentenv.assembly.run.arguments import import_from_working_directory
-from agentenv.base.config import registry_at
+from agentenv.base.config import keys_in, registry_at
 from agentenv.base.errors import ConfigError
 from agentenv.base.registry import (
     TAG,
     element,
+    joined,
     marks_of,
     registry_of,
     struct_types,
@@ -136,7 +137,7 @@ def _fields(
             inner = element(field.type)
             suffix = "" if inner is field.type else SUFFIX[type(unwrap(field.type))]
             name = field.encode_name + (suffix if struct_types(inner, loads=loads) else "")
-            yield struct, field, f"{path}.{name}" if path else name, inner
+            yield struct, field, joined(path, name), inner
 
 
 def _tables(structs: Sequence[mi.StructType]) -> Tables:
@@ -366,7 +367,7 @@ def values_of(config: Struct, base: Struct | None = None, path: str = "") -> Ite
         field = f"{path}.{config.__struct_config__.tag_field}"
         yield Value(field, shown(tag), chosen=base is None)
     for part in fields(type(config)):
-        key = f"{path}.{part.encode_name}" if path else part.encode_name
+        key = joined(path, part.encode_name)
         default = part.default
         if base is not None:
             default = getattr(base, part.name)
@@ -393,7 +394,7 @@ def refuse_verl_keys(raw: dict[str, Any], source: str) -> None:
 
     Hydra's overrides `+key` and `++key` are the same keys.
     """
-    found = {key: text for key in _dotted(raw) if (text := _advice(key.lstrip("+")))}
+    found = {key: text for key in keys_in(raw) if (text := _advice(key.lstrip("+")))}
     if found:
         lines = [f"  {key.lstrip('+')}: {text}" for key, text in found.items()]
         raise ConfigError(
@@ -434,12 +435,3 @@ def _advice(key: str) -> str:
 
 BOTH = ("data", "algorithm")  # tables that verl and agentenv both have
 _THEIR_TABLES = ("data.custom_cls.", "algorithm.kl_ctrl.", "algorithm.pf_ppo.")
-
-
-def _dotted(raw: dict[str, Any], path: str = "") -> Iterator[str]:
-    for name, value in raw.items():
-        key = f"{path}.{name}" if path else name
-        if isinstance(value, dict) and value:
-            yield from _dotted(value, key)
-        else:
-            yield key

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from agentenv.assembly.parts.environments import EnvSettings
 from agentenv.assembly.serving.gpus import encodes_on_gpu
-from agentenv.base.config import Reporter, build_config, to_plain
+from agentenv.base.config import Reporter, to_plain
 from agentenv.base.types import Task
 from agentenv.cluster.envs import EnvWorkers, WorkerEnv
 from agentenv.processes.supervisor import Supervisor
@@ -31,11 +31,6 @@ class EnvSetup(Struct, array_like=True, frozen=True):
 
 
 read_env_setup = msgspec.msgpack.Decoder(EnvSetup).decode
-
-
-def env_settings(setup: EnvSetup) -> EnvSettings:
-    """The configuration in a setup. Raises ConfigError."""
-    return build_config(EnvSettings, setup.settings, "the host")
 
 
 class EnvProcesses(Supervisor):

@@ -6,7 +6,6 @@ anything starts.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -27,7 +26,7 @@ from agentenv.assembly.keys.rl import (
 from agentenv.base.config import Resolve, substituted
 from agentenv.base.crashes import at_start
 from agentenv.base.errors import ConfigError
-from agentenv.base.registry import decode_part, loaded
+from agentenv.base.registry import decode_part, loaded, not_one_of
 from agentenv.base.types import Info, Limits, Message, Task
 from agentenv.contract.env import Env, check_reset
 from agentenv.contract.tool_config import load_tools
@@ -241,9 +240,7 @@ def _check_kwargs(key: str, variant: EnvVariant, factory: Any, given: Mapping[st
     known = [one.name for one in named]
     for name in variant.kwargs:
         if not _takes(keywords, name):
-            near = difflib.get_close_matches(name, known, n=1)
-            takes = f"it has {', '.join(known)}" if known else "it has no keyword arguments"
-            hint = f"did you mean {near[0]}?" if near else f"{takes}; remove this one"
+            hint = not_one_of(name, known, "" if known else "no keyword arguments")
             raise ConfigError(f"{key}.{name}: unknown to {variant.id}; {hint}")
     for one in named:
         if one.default is one.empty and one.name not in given:

@@ -44,23 +44,20 @@ CHARS_PER_INCH = 19.0  # of a small font
 def png(figure: Any, dpi: int = 110) -> bytes:
     """The figure as a PNG file. Axes with labels but no legend get a legend below them, where it
     covers neither curves nor labels."""
-    legends = []
+    from matplotlib.transforms import ScaledTranslation
+
+    inches = figure.dpi_scale_trans
     for axes in figure.axes:
         _, labels = axes.get_legend_handles_labels()
         if labels and axes.get_legend() is None:
             width = figure.get_size_inches()[0] * axes.get_position().width
             fitting = int(CHARS_PER_INCH * width / (max(map(len, labels)) + 6))  # 6: the line
             ncols = max(1, min(fitting, len(labels)))
-            legend = axes.legend(
-                fontsize="small", loc="upper center", ncols=ncols, frameon=False
+            below = ScaledTranslation(0, -0.45 if axes.get_xlabel() else -0.25, inches)
+            axes.legend(
+                fontsize="small", loc="upper center", ncols=ncols, frameon=False,
+                bbox_to_anchor=(0.5, 0), bbox_transform=axes.transAxes + below,
             )  # fmt: skip
-            legends.append((axes, legend))
-    for _ in range(2):  # a legend shrinks its axes, and its position is in units of their height
-        for axes, legend in legends:
-            height = figure.get_size_inches()[1] * axes.get_position().height
-            below = (0.45 if axes.get_xlabel() else 0.25) / height
-            legend.set_bbox_to_anchor((0.5, -below), axes.transAxes)
-        figure.draw_without_rendering()
     file = BytesIO()
     figure.savefig(file, format="png", dpi=dpi)
     return file.getvalue()

@@ -59,9 +59,6 @@ class Checkpoints:
         found = sorted(self.folder.glob("s[ft]*-*[0-9]"))  # "sft-" sorts before "step-"
         return [path for path in found if (path / STATE_FILE).is_file()]
 
-    def _exists(self, path: Path) -> bool:
-        return path in self.finished()
-
     def begin(self, path: Path) -> Path:
         """An empty folder in which to write the checkpoint `path`."""
         partial = path.with_name(path.name + PARTIAL)
@@ -85,7 +82,7 @@ class Checkpoints:
     ) -> None:
         """Write the checkpoint `path` atomically, unless it exists: model, learner and `state`.
         Then remove old checkpoints, see `prune`."""
-        if await in_thread(self._exists, path):
+        if path in await in_thread(self.finished):
             return
         partial = await in_thread(self.begin, path)
         try:

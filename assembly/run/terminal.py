@@ -144,21 +144,18 @@ class _Stream:
         return getattr(found, "rich_proxied_file", found)  # type: ignore[no-any-return]
 
     def write(self, text: str) -> int:
-        with self._losing():
-            self._now().write(text)
+        self._losing(lambda: self._now().write(text))
         return len(text)
 
     def flush(self) -> None:
-        with self._losing():
-            self._now().flush()
+        self._losing(lambda: self._now().flush())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._now(), name)
 
-    @contextmanager
-    def _losing(self) -> Iterator[None]:
+    def _losing(self, output: Callable[[], object]) -> None:
         try:
-            yield
+            output()
         except OSError as error:
             if not self.may_be_lost:
                 raise
@@ -406,15 +403,30 @@ def exit_code_of(
     """
     import_from_working_directory()
     logging.captureWarnings(True)  # those of other packages go to the log of the run
+    view = view or View()
     try:
         with without_deepspeed():
-            code = _run(work, view or View(), writing, interrupted)
-    except Exception:
-        if not hanging():
+            check_places()
+            code = work(view) or 0
+    except KeyboardInterrupt:
+        view.end()
+        if interrupted:
+            view.log(interrupted)
+        code = EXIT_INTERRUPTED
+    except Exception as error:
+        reason = reason_of(error, view.folder, writing)
+        if reason is not None:
+            view.fail(str(reason))
+            is_input = isinstance(reason, ConfigError | DataError)
+            code = EXIT_BAD_INPUT if is_input else EXIT_FAILED
+        elif hanging():
+            view.end()
+            traceback.print_exc()
+            code = EXIT_FAILED
+        else:
             raise
-        traceback.print_exc()
-        code = EXIT_FAILED
     finally:
+        view.close()
         logging.captureWarnings(False)
     if stuck := hanging():  # threads that the interpreter would wait for at its exit
         with suppress(OSError, ValueError):
@@ -423,25 +435,6 @@ def exit_code_of(
             sys.stderr.flush()
         os._exit(code)
     return code
-
-
-def _run(work: Callable[[View], int | None], view: View, writing: str, interrupted: str) -> int:
-    try:
-        check_places()
-        return work(view) or 0
-    except KeyboardInterrupt:
-        view.end()
-        if interrupted:
-            view.log(interrupted)
-        return EXIT_INTERRUPTED
-    except (ImportError, OSError, AgentEnvError, ExceptionGroup) as error:
-        reason = reason_of(error, view.folder, writing)
-        if reason is None:
-            raise
-        view.fail(str(reason))
-        return EXIT_BAD_INPUT if isinstance(reason, ConfigError | DataError) else EXIT_FAILED
-    finally:
-        view.close()
 
 
 @contextmanager

@@ -105,7 +105,7 @@ class Watchdog:
         self._num_signals = 0
         self._last_signal = 0.0
         self._ending = 0.0  # deadline of the process, after the second signal
-        self._watched = threading.main_thread()
+        self._watched = threading.current_thread()
         self._signals, self._wakeup = socket.socketpair()
         self._others: list[int] = []  # descriptors that received signals before this one
 
@@ -116,7 +116,7 @@ class Watchdog:
         before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         if isinstance(self._loop, CommandLoop):
             self._loop.on_run = self.claim_signals
-        with self._running():
+        with self.watch_thread():
             try:
                 yield
             finally:
@@ -127,12 +127,6 @@ class Watchdog:
     @contextmanager
     def watch_thread(self) -> Iterator[None]:
         """As `watch`, in any thread and without signals."""
-        self._watched = threading.current_thread()
-        with self._running():
-            yield
-
-    @contextmanager
-    def _running(self) -> Iterator[None]:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
         try:

@@ -121,7 +121,7 @@ async def test_rows_choose_tools_and_grader_by_a_variant() -> None:
         ({"id": "agentenv/QAGrader-v0", "kwargs": {"grader": {}}}, {"grader": {}},
          "env.kwargs.grader and the table 'grader'"),
         ({"id": "agentenv/QAGrader-v0", "kwargs": {"search": {}}}, {},
-         "env.kwargs.search: unknown to agentenv/QAGrader-v0; it has grader, prompt"),
+         "env.kwargs.search: unknown to agentenv/QAGrader-v0; expected one of"),
         ({"id": "agentenv/QAGrader-v0",
           "variants": {"a": {"id": "agentenv/QAGrader-v0", "search": {}}}}, {},
          "env.variants.a.search: not used by agentenv/QAGrader-v0"),
