@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shlex
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -157,9 +156,3 @@ def _regrade(argv: Sequence[str]) -> int:
 
 
 STORED = {"report": _report, "compare": compare.main, "regrade": _regrade}
-
-
-if __name__ == "__main__":
-    from agentenv.launchers.__main__ import main as command
-
-    sys.exit(command(["evaluate", *sys.argv[1:]]))

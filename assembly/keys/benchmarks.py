@@ -18,6 +18,7 @@ from functools import cache
 from importlib import resources
 from importlib.metadata import entry_points
 from itertools import cycle
+from operator import xor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -285,19 +286,13 @@ def _decoded(question: str, answer: Any, canary: Any) -> tuple[str, Any]:
         raise DataError(f"the question is encrypted, but there is no {CANARY!r} to decode it with")
     golds = answer if isinstance(answer, list) else [answer]
     try:
-        texts = [
-            _xor(base64.b64decode(str(text), validate=True), canary).decode()
-            for text in (question, *golds)
-        ]
+        data = [base64.b64decode(str(text), validate=True) for text in (question, *golds)]
+        texts = [bytes(map(xor, one, cycle(canary.encode()))).decode() for one in data]
     except (binascii.Error, ValueError) as error:
         raise DataError(
             f"question or answer cannot be decoded with the row's {CANARY!r}: {error}"
         ) from error
     return texts[0], texts[1:] if isinstance(answer, list) else texts[1]
-
-
-def _xor(data: bytes, canary: str) -> bytes:
-    return bytes(one ^ key for one, key in zip(data, cycle(canary.encode()), strict=False))
 
 
 def _unpacked(row: Row, column: str) -> Row:

@@ -187,10 +187,6 @@ class ExternalCluster(WideCluster, frozen=True, kw_only=True, tag="external"):
     """Rollout workers are started externally, on any machine that reaches the controller
     (docs/clusters.md): `python -m agentenv.training.workers.rollout_worker`."""
 
-    def where(self) -> str:
-        """The address to listen on."""
-        return self.host or "0.0.0.0"
-
     def token(self) -> str:
         """The shared secret of controller and workers. Raises ConfigError if it is not set."""
         from agentenv.processes.supervisor import TOKEN_VARIABLE  # slow to load

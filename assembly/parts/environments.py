@@ -17,8 +17,8 @@ from msgspec import Struct
 import agentenv.contract.env_registry
 from agentenv.assembly.keys.rl import (
     TABLES,
+    EnvChoice,
     EnvConfig,
-    EnvVariant,
     GraderTable,
     PythonTable,
     SearchTable,
@@ -69,13 +69,9 @@ class EnvMaker:
             "max_tool_calls": limits.max_tool_calls if self._answers_excess else None,
             "instruction": load_instruction(prompt, resolve),
         }
-        own = {config.id: EnvVariant(id=config.id, kwargs=config.kwargs, tools=config.tools)}
-        self._recipes = {
-            name: self._recipe(
-                variant, f"env.variants.{name}" if name in config.variants else "env"
-            )
-            for name, variant in {**own, **config.variants}.items()
-        }
+        self._recipes = {config.id: self._recipe(config, "env")}
+        for name, variant in config.variants.items():
+            self._recipes[name] = self._recipe(variant, f"env.variants.{name}")
 
     def __call__(self, task: Task) -> Env:
         """A new env for one episode. Raises ConfigError."""
@@ -154,7 +150,7 @@ class EnvMaker:
 
     def _recipe_of(self, env_id: str) -> Recipe:
         if env_id not in self._recipes:
-            self._recipes[env_id] = self._recipe(EnvVariant(id=env_id), f"env {env_id}")
+            self._recipes[env_id] = self._recipe(EnvChoice(id=env_id), f"env {env_id}")
         return self._recipes[env_id]
 
     def _spec(
@@ -170,7 +166,7 @@ class EnvMaker:
                 own = "; to register a custom one, set env.module"
             raise ConfigError(f"{key}: {error}{hint}{own}") from error
 
-    def _recipe(self, variant: EnvVariant, key: str) -> Recipe:
+    def _recipe(self, variant: EnvChoice, key: str) -> Recipe:
         spec = self._spec(variant.id, f"{key}.id")
         try:
             factory = spec.load()
@@ -180,7 +176,7 @@ class EnvMaker:
         kwargs = substituted(variant.kwargs, self._resolve)
         read = set()
         for name in TABLES:
-            own, table = getattr(variant, name), self._tables.get(name)
+            own, table = getattr(variant, name, None), self._tables.get(name)
             if own is not None and not _takes(keywords, name):
                 raise ConfigError(f"{key}.{name}: not used by {variant.id}; remove the table")
             if not _takes(keywords, name) or (own is None and table is None):
@@ -190,7 +186,9 @@ class EnvMaker:
                     f"{key}.kwargs.{name} and the table {name!r}: set only one of them"
                 )
             read.add(name)
-            kwargs[name] = _resolved(own if own is not None else table, self._resolve)
+            used = own if own is not None else table
+            plain = substituted(msgspec.to_builtins(used), self._resolve)
+            kwargs[name] = msgspec.convert(plain, type(used), dec_hook=decode_part)
         _check_kwargs(f"{key}.kwargs", variant, factory, {**spec.kwargs, **kwargs})
         tools = load_tools(variant.tools, self._resolve)
         return Recipe(variant.id, kwargs, tools, frozenset(read))
@@ -231,7 +229,7 @@ def _keywords(factory: Any) -> set[str]:
     return named if len(named) == len(parameters) else {*named, "**"}
 
 
-def _check_kwargs(key: str, variant: EnvVariant, factory: Any, given: Mapping[str, Any]) -> None:
+def _check_kwargs(key: str, variant: EnvChoice, factory: Any, given: Mapping[str, Any]) -> None:
     """Raises ConfigError for keywords of the variant that the factory does not accept, and for
     required keywords that `given`, all keywords, lacks."""
     keywords = _keywords(factory)
@@ -249,11 +247,6 @@ def _check_kwargs(key: str, variant: EnvVariant, factory: Any, given: Mapping[st
 
 def _takes(keywords: set[str], name: str) -> bool:
     return name in keywords or "**" in keywords
-
-
-def _resolved(table: Any, resolve: Resolve) -> Any:
-    plain = substituted(msgspec.to_builtins(table), resolve)
-    return msgspec.convert(plain, type(table), dec_hook=decode_part)
 
 
 class EnvSettings(Struct, frozen=True, kw_only=True):

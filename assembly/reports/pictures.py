@@ -21,14 +21,12 @@ from agentenv.data.data_files import Row
 from agentenv.rollout.metrics import EntropyProfile, profile_rows
 
 
-def panels(
-    num_rows: int, num_columns: int, size: tuple[float, float], title: str = ""
-) -> tuple[Any, list[Any]]:
-    """A figure of `size` (width and height in inches) and its axes, row by row, with a grid."""
+def panels(num_columns: int, size: tuple[float, float], title: str = "") -> tuple[Any, list[Any]]:
+    """A figure of `size` (width and height in inches) and its axes in one row, with a grid."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
-    found = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
+    found = list(figure.subplots(1, num_columns, squeeze=False).flat)
     for axes in found:
         axes.grid(alpha=0.3)
         axes.set_axisbelow(True)
@@ -86,7 +84,7 @@ def _plot(profile: EntropyProfile, target: Path, name: str) -> None:
     }
     titles = {"start": "first turn", "after_result": "after any tool result"}
     title = f"{name}: entropy by position, rollouts of the whole run"
-    figure, (left, right) = panels(1, 2, (11, 4.2), title)
+    figure, (left, right) = panels(2, (11, 4.2), title)
     for label, curve in profile.items():
         if not curve.count:
             continue
@@ -120,7 +118,7 @@ def learning_curve(rows: Sequence[Row], name: str) -> Any:
     """A figure of training reward and success by step, and of evaluation success. The y-axes fit
     the values and include 0."""
     steps = [row for row in rows if "trees/offered" in row]
-    figure, (left, right) = panels(1, 2, (11, 5), name)
+    figure, (left, right) = panels(2, (11, 5), name)
     curves = [("reward/success", "success", "-"), ("reward/mean", "reward", "--")]
     if all(row.get("reward/success") == row.get("reward/mean") for row in steps):
         curves = [("reward/success", "success, which is the reward", "-")]

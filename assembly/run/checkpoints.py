@@ -245,7 +245,7 @@ class Saver:
         if self._is_abandoned:
             return "its disk hangs"
         try:
-            if not await within(self.config.finish_s, "the disk", in_thread(self._exists)):
+            if not await within(self.config.finish_s, "the disk", in_thread(self.has, self.step())):
                 self.view.log(
                     f"saving {self._path().name} (at most {self.config.finish_s:g} s) "
                     "(checkpoint.finish_s)"
@@ -269,7 +269,7 @@ class Saver:
         same weights."""
 
         async with self._one_at_a_time:
-            if await in_thread(self._exists):
+            if await in_thread(self.has, self.step()):
                 await in_thread(save_state, self._path(), self.snapshot())
 
     # inner workings
@@ -289,9 +289,6 @@ class Saver:
                     self._path(), self.learner, state, keep_last, self.needed()
                 )
             self._last = _now()
-
-    def _exists(self) -> bool:
-        return self.has(self.step())
 
     def has(self, step: int) -> bool:
         """Whether the checkpoint of this step is there."""

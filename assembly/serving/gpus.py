@@ -34,12 +34,10 @@ def gpus_for_others(config: Any) -> Iterator[None]:
     engine and learner run in other processes: a library that opens a GPU may allocate most of its
     memory (JAX: three quarters). `visible_gpus` still returns them."""
     global _hidden
-    engines = [getattr(config, "engine", None)]
-    engines.append(getattr(getattr(config, "eval", None), "engine", None))
-    found = [one for one in engines if one is not None]
-    elsewhere = all(one.launched is not None or one.runs_elsewhere for one in found)
+    engine = getattr(config, "engine", None)
+    elsewhere = engine is not None and (engine.launched is not None or engine.runs_elsewhere)
     keeps = isinstance(getattr(config, "cluster", None), RayCluster)  # Ray detects GPUs itself
-    if not found or not elsewhere or keeps or encodes_on_gpu(config) or not visible_gpus():
+    if not elsewhere or keeps or encodes_on_gpu(config) or not visible_gpus():
         yield
         return
     before, _hidden = os.environ.get(GPUS), visible_gpus()

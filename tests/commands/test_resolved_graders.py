@@ -86,8 +86,7 @@ def graders_of(path: Path) -> Iterator[tuple[str, Grader]]:
         filled = {name: fill_roles(one, urls) for name, one in sets.items()}
         given = {name: (one, one.env) for name, one in filled.items()}
     for name, (one, env) in given.items():
-        settings = replace(EnvSettings.of(one), prompt=PromptConfig())
-        make = EnvMaker(settings, _resolve)
+        make = EnvMaker(replace(EnvSettings.of(one), prompt=PromptConfig()), _resolve)
         made = make(Task("t", env.id, "?", ("2",)))
         assert isinstance(made, ToolEnv)
         yield f"{path.stem}: {name}", made.grader
