@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from agentenv.assembly.run import control
-from agentenv.assembly.run.control import Command, Request, RequestDone, UnreachableError
+from agentenv.assembly.run.control import Command, ControlRequest, RequestDone, UnreachableError
 from agentenv.assembly.run.lock import LockHolder
 from agentenv.assembly.run.tables import Table
 from agentenv.assembly.run.terminal import View, exit_code_of
@@ -82,7 +82,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     run = arguments.run
     if not run.is_dir():
         raise ConfigError(f"{run}: no such folder; expected the folder of a run")
-    request = Request(arguments.command, arguments.trees)
+    request = ControlRequest(arguments.command, arguments.trees)
     if not arguments.json:
         view.wait_for(f"waiting for the process that trains in {run}")
     try:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentenv.assembly.reports.monitors import Monitors
 from agentenv.assembly.run.arguments import EXIT_FAILED, EXIT_INTERRUPTED
 from agentenv.assembly.run.rundir import LOG_FILE, RunDirectory
 from agentenv.assembly.run.terminal import View
@@ -38,7 +37,7 @@ def run_session(
     code = EXIT_FAILED
     try:
         if hasattr(config, "monitor"):
-            run.monitors = Monitors(config.monitor, run.path, to_plain(config))
+            run.monitors = config.monitor.start(run.path, to_plain(config))
         with gpus_for_others(config):
             yield run
         code = 0

@@ -99,6 +99,10 @@ class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if self.wandb is not None:
             self.wandb.check_login()
 
+    def start(self, run: Path, settings: dict[str, Any]) -> Monitors:
+        """The monitors of the run in the folder `run`; `settings`: its whole configuration."""
+        return Monitors(self, run, settings)
+
 
 class RolloutMonitorConfig(MonitorConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """As MonitorConfig, for a run with rollouts, of which monitors show samples."""

@@ -1,6 +1,6 @@
 """Runtime control of a run: the requests of `agentenv ctl`, and their socket.
 
-    agentenv ctl  --a Request, a line of JSON-->  RUN/ctl/socket   the training process
+    agentenv ctl  --a request, a line of JSON-->  RUN/ctl/socket   the training process
                       <--a Reply, a line of JSON----
 
 The socket is in a folder that only its owner can enter (mode 0700), and has mode 0600. Each end
@@ -47,7 +47,7 @@ _PEER = struct.Struct("3i")  # pid, uid, gid
 Command = Literal["status", "why", "cancel", "pause", "resume", "checkpoint"]
 
 
-class Request(Struct, forbid_unknown_fields=True):
+class ControlRequest(Struct, forbid_unknown_fields=True):
     """A command: `status` of the run; `why`: the waits of all rollouts, or of one of `trees` in
     detail; `cancel` trees, which fail with the kind `cancelled`; `pause`: start no further tree,
     turn or update until `resume`; `checkpoint`: write one between two updates, then reply."""
@@ -79,7 +79,7 @@ class RequestDone(Struct, tag="done"):
 
 
 Reply = ControlRefused | RequestDone
-Answer = Callable[[Request], Awaitable[Reply]]
+Answer = Callable[[ControlRequest], Awaitable[Reply]]
 
 
 # Path of the socket.
@@ -169,7 +169,7 @@ class ControlServer:
         try:
             async with asyncio.timeout(READ_S):
                 line = await reader.readuntil(b"\n")
-            request = decode(line, Request)
+            request = decode(line, ControlRequest)
         except TimeoutError:
             return ControlRefused(f"no request within {READ_S:g} s")
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
@@ -192,7 +192,7 @@ class UnreachableError(AgentEnvError):
     """No process answers for this run; the message has the reason."""
 
 
-def send(run: Path, request: Request, timeout_s: float | None = None) -> RequestDone:
+def send(run: Path, request: ControlRequest, timeout_s: float | None = None) -> RequestDone:
     """The reply of the process that trains in `run`. `timeout_s` defaults to the limit of the
     request. Raises UnreachableError, and ConfigError if the run rejects the request."""
     timeout_s = timeout_s or request.limit_s + READ_S

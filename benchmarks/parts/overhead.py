@@ -45,7 +45,6 @@ from msgspec import Struct, msgpack
 from msgspec.structs import asdict
 
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.assembly.reports.monitors import Monitors
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View, run_until_done
 from agentenv.base.config import load_config
@@ -438,7 +437,7 @@ def trained(kind: type[T], folder: Path) -> T:
     """Train in the workspace `folder` and return the finished training. Its run is `folder`/run."""
     config = load_config(TrainConfig, folder / CONFIG, [])
     run = RunDirectory(folder / "run", resume=False)
-    run.monitors = Monitors(config.monitor, run.path, {})
+    run.monitors = config.monitor.start(run.path, {})
     training = kind(config, run, View(), **ADDED)
     run_until_done(training.run_all(), training.view)
     return training

@@ -16,8 +16,8 @@ from typing import Any
 
 from agentenv.assembly.reports.records import FAILED
 from agentenv.assembly.run.control import (
+    ControlRequest,
     Reply,
-    Request,
     RequestDone,
     listening,
 )
@@ -53,7 +53,7 @@ class Control:
         self.training = training
         self._since = time.strftime("%Y-%m-%d %H:%M:%S")
 
-    async def answer(self, request: Request) -> Reply:
+    async def answer(self, request: ControlRequest) -> Reply:
         """The reply to a request. Raises AgentEnvError if it cannot be fulfilled."""
         match request.command:
             case "status":
