@@ -17,7 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentenv.assembly.keys.evaluation import EvaluateConfig
-from agentenv.assembly.parts.environments import EnvMaker
+from agentenv.assembly.parts.environments import EnvMaker, EnvSettings
 from agentenv.assembly.reports.records import FAILED, EvalRow, calls_that_ran, prediction, written
 from agentenv.assembly.run.tables import Table, as_markdown, short
 from agentenv.assembly.run.terminal import View
@@ -68,8 +68,9 @@ class Graders:
                 key: replace(variant, tools=[], python=None, search=None)
                 for key, variant in one.env.variants.items()
             }
-            own, tables = replace(one.env, tools=[], variants=variants), {"grader": one.grader}
-            makers[name] = EnvMaker(own, tables, resolve, one.limits, one.prompt)
+            own = replace(one.env, tools=[], variants=variants)
+            settings = EnvSettings(env=own, limits=one.limits, prompt=one.prompt, grader=one.grader)
+            makers[name] = EnvMaker(settings, resolve)
         return cls(makers)
 
     def check(self, rows: Sequence[EvalRow]) -> None:

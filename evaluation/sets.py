@@ -356,7 +356,7 @@ def _cell(ratio: Ratio) -> str:
 def plot(curves: Curves, target: Path) -> None:
     """Plot mean success with 95 % bands over seeds and questions, against evaluations and against
     tool calls."""
-    figure, (left, right) = panels(1, 2, (11, 4.4))
+    figure, (left, right) = panels(2, (11, 4.4))
     for number, (arm, by_seed) in enumerate(curves.items()):
         color = f"C{number % 10}"
         drawn = {seed: _drawn(curve, seed) for seed, curve in by_seed.items()}

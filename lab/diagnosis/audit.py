@@ -108,7 +108,7 @@ async def audit(run: Path, max_trees: int) -> tuple[list[CheckResult], list[str]
     model = find_checkpoint(run)
     tokenizer = await in_thread(load_tokenizer, model, False)
     codec = TextCodec(tokenizer, read_eos_ids(model, tokenizer))
-    graders, again = Graders({TRAINED: EnvMaker.of(config, resolver(run))}), list[Again]()
+    graders, again = Graders({TRAINED: EnvMaker(config, resolver(run))}), list[Again]()
     try:
         for step, entry in spread(steps, max_trees):
             tree = (await in_thread(step.tree, entry)).tree

@@ -179,7 +179,7 @@ async def grader_sanity(assembly: TrainingAssembly) -> str:
     """The grader accepts the gold answer, also reformatted, and rejects that of another row, also
     next to the gold answer."""
     found = []
-    for maker, sets in await assembly.shared():
+    for maker, sets in (await assembly.shared()).items():
         for name, tasks in sets.items():
             found.append(f"{name}: {await check_grader_sanity(maker, tasks)}")
     return ", ".join(found)

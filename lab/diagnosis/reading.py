@@ -143,7 +143,7 @@ async def _not_installed(assembly: RolloutAssembly[Any]) -> AsyncIterator[str]:
             continue
         try:
             task = Task("none", one.env.id, "none", ("1",))
-            async with grader_of(EnvMaker.of(one, assembly.resolve), task) as grader:
+            async with grader_of(EnvMaker(one, assembly.resolve), task) as grader:
                 if grader is not None:
                     await start_grader(grader)
         except MissingError as error:
