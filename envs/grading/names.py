@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from typing import Any
+
+import pycountry
 
 from agentenv.envs.grading.numbers import han_core
 from agentenv.envs.grading.text import Tables
@@ -29,8 +33,27 @@ _FEATURES = frozenset(_NAME_TABLES["features"])
 _GIVEN = frozenset(_NAME_TABLES["given"])
 _PARTICLES = frozenset(str.split("van von de der den la le di da del bin ibn al el dos y"))
 _SUFFIXES = frozenset({"junior", "senior", *map(str, range(1, 10))})
-_ALIASES = {" ".join(tokens(form)): name for form, name in _NAME_TABLES.by_form("aliases").items()}
-STATES: dict[str, str] = dict(one.split(" ", 1) for one in _NAME_TABLES["states"])  # by letters
+
+
+def _places(places: Iterable[Any]) -> dict[str, str]:
+    """The usual names of places of ISO 3166 by their official ones, both in tokens."""
+    return {
+        _plain(getattr(one, "official_name", one.name)): _plain(
+            re.split(r"[,[(]", getattr(one, "common_name", one.name))[0]
+        )
+        for one in places
+    }
+
+
+def _plain(text: str) -> str:
+    return " ".join(tokens(text))
+
+
+_NATIONS = _places(pycountry.countries)
+_ALIASES = _NATIONS | {_plain(form): name for form, name in _NAME_TABLES.by_form("aliases").items()}
+STATES: dict[str, str] = {
+    one.code[3:]: one.name for one in pycountry.subdivisions.get(country_code="US")
+}
 
 _CLASSES = _NAME_TABLES.pattern("classes", re.IGNORECASE)
 _OPENING = _NAME_TABLES.pattern("opening", re.IGNORECASE)
@@ -46,7 +69,7 @@ _COPULA = re.compile(r"\s+(is|are|was|were)\s+")
 _NICKNAME = re.compile(r"(\w.*?)\s+[\"'(](\w[\w.-]*)[\"')]\s+(.+)")
 _LINK = _NAME_TABLES.pattern("link")
 
-_COUNTRIES = frozenset(_NAME_TABLES["countries"])
+_COUNTRIES = {*_NATIONS.values(), *_NAME_TABLES["countries"]}
 _PLACE_FORMS = tuple(
     re.compile(rf"(\S|\S.*\S){form}")
     for form in (
@@ -84,7 +107,7 @@ def _same_name(answer: str, gold: str) -> bool:
     found, wanted = tokens(answer), tokens(gold)
     if not found or not wanted:
         return answer.strip() == gold.strip()
-    if glued(found) == glued(wanted) or _alias(found) == _alias(wanted):
+    if glued(found) == glued(wanted) or _alias(answer) == _alias(gold):
         return True
     if _joined(answer) == _joined(gold):
         return True
@@ -316,8 +339,8 @@ def _initials(words: list[str]) -> str:
     return "".join(word if _ROMAN_NUMERAL.fullmatch(word) else word[0].upper() for word in words)
 
 
-def _alias(found: list[str]) -> str:
-    text = " ".join(found)
+def _alias(name: str) -> str:
+    text = _plain(name)
     return _ALIASES.get(text, text)
 
 
@@ -340,8 +363,15 @@ def _american(token: str) -> str:
 
 def country_of(name: str) -> str:
     """The country that a text names; "" if it names none."""
-    country = _alias(tokens(name))
+    country = _alias(name)
     return country if country in _COUNTRIES else ""
+
+
+def provinces(*countries: str) -> set[str]:
+    """The states and provinces of countries, which are given by their letters, in tokens."""
+    every = (one for code in countries for one in pycountry.subdivisions.get(country_code=code))
+    kinds = ("State", "Province", "Country")
+    return {*_places(one for one in every if one.type in kinds).values()}
 
 
 def placed(text: str) -> tuple[str, str]:

@@ -79,17 +79,15 @@ BOX = r"\boxed{"
 FRAME = r"\\(?:f?boxed|fbox)\s*\{"
 _BRACE = re.compile(r"[{}]")
 _SPELLING_TABLES = Tables("spelling", frame=FRAME)
-_SYMBOLS = str.maketrans(_SPELLING_TABLES.by_form("symbols"))
-_SUPERSCRIPTS = {
-    chr(code): digit
-    for code, digit in zip(
-        [0x2070, 0xB9, 0xB2, 0xB3, *range(0x2074, 0x207A), 0x207A, 0x207B],
-        "0123456789+-",
-        strict=True,
-    )
-}
-_SUPERSCRIPT = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
-_VULGAR = _SPELLING_TABLES.pattern("vulgar")
+_NAMES_OF_COMMANDS: dict[str, list[str]] = _SPELLING_TABLES["commands"]
+COMMANDS = {names[0]: word for word, names in _NAMES_OF_COMMANDS.items()}  # words by command
+_CANONICAL = {form: rf"\{names[0]} " for names in _NAMES_OF_COMMANDS.values() for form in names}
+_SIGNS = _SPELLING_TABLES.by_form("punctuation")
+_SIGNS |= {sign: command for sign, command in _CANONICAL.items() if not sign.isascii()}
+_TRANSLATED = str.maketrans(_SIGNS)
+_COMMAND = re.compile(r"\\([a-zA-Z]+)")
+_SUPERSCRIPT = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u207b]+")
+_VULGAR = re.compile("(?<=\\d)(?=[\u00bc-\u00be\u2150-\u215e])")
 _ROOT = re.compile(r"\N{SQUARE ROOT}\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|\(([^()]*)\))")
 _PLAIN_ROOT = re.compile(r"(?<![A-Za-z\\])\\?sqrt\s*(?:\(((?:[^()]|\([^()]*\))*)\)|\{([^{}]*)\})")
 _LATEX = _SPELLING_TABLES.rewrites("latex")
@@ -125,11 +123,9 @@ def boxes(text: str) -> list[tuple[str, str]]:
 def unify(text: str) -> str:
     """Unicode forms unified: NFKC after mapping the signs that NFKC would lose."""
     text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or ''}}}", text)
-    text = _SUPERSCRIPT.sub(
-        lambda match: "^{" + "".join(_SUPERSCRIPTS[sign] for sign in match[0]) + "}", text
-    )
-    text = unicodedata.normalize("NFKC", _VULGAR.sub(" ", text))[:MAX_UNIFIED_CHARS]
-    return text.translate(_SYMBOLS)
+    text = _VULGAR.sub(" ", _SUPERSCRIPT.sub(r"^{\g<0>}", text))
+    text = unicodedata.normalize("NFKC", text)[:MAX_UNIFIED_CHARS]
+    return text.translate(_TRANSLATED)
 
 
 @lru_cache(maxsize=4096)  # many rules check parts of an answer
@@ -141,13 +137,19 @@ def clean(text: str) -> str:
         text = _strip_once(text)
         if text == before:
             break
-    text = _without_dollars(text)
-    for pattern, replacement in _LATEX:
-        text = pattern.sub(replacement, text)
+    text = notation(_without_dollars(text))
     text = _PLAIN_ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or ''}}}", text)
     text = _bare(" ".join(text.split()))
     text = _APPROXIMATELY.sub("", text) if _APPROXIMATELY.match(text) else text
     return _end(text)
+
+
+def notation(text: str) -> str:
+    r"""Commands of LaTeX and ASCII signs in one form: \le for \leq and <=."""
+    text = _COMMAND.sub(lambda match: _CANONICAL.get(match[1], match[0]), text)
+    for pattern, replacement in _LATEX:
+        text = pattern.sub(replacement, text)
+    return text
 
 
 def _without_dollars(text: str) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
+from functools import lru_cache
 
 from agentenv.envs.grading.numbers import words_as_digits
-from agentenv.envs.grading.text import Tables, unify, words_of
+from agentenv.envs.grading.text import COMMANDS, Tables, notation, unify, words_of
 
 MINUS = "\N{MINUS SIGN}"  # unified texts contain only hyphens
 _BACK, _BOTH_WAYS = "\N{LEFTWARDS ARROW}", "\N{LEFT RIGHT ARROW}"
@@ -19,7 +20,6 @@ NAMED_A = "\N{FULLWIDTH LATIN SMALL LETTER A}"  # a name, which is no article
 _TABLES = Tables("words", signs=SIGNS)
 _SIGN_WORDS = frozenset({"a", "plus", "minus", "sharp", "flat", "star"})
 
-_COMMANDS = _TABLES.by_form("commands")
 _FORMAT = _TABLES.words("format")
 _COMMAND = re.compile(r"\\([a-zA-Z]+)")
 _TAG = re.compile(r"</?[a-z][a-z\d]*(?:\s[^<>]*)?/?>|^>\s+(?=[^\W\d])", re.MULTILINE)
@@ -169,9 +169,10 @@ def is_wordy(text: str) -> bool:
 # dates, dashes, bullets) has none.
 
 
+@lru_cache(maxsize=4096)
 def _signed(text: str) -> str:
     """A unified text with its signs in one form each, and LaTeX commands as words."""
-    text = _GREEK.sub(_greek, _COMMAND.sub(_named, _TAG.sub(" ", text)))
+    text = _GREEK.sub(_greek, _COMMAND.sub(_named, notation(_TAG.sub(" ", text))))
     for form, plain in _FORMS:
         text = form.sub(plain, text)
     return text
@@ -199,7 +200,7 @@ def _is_sign(token: str) -> bool:
 
 def _named(match: re.Match[str]) -> str:
     name = match[1]
-    return " " if name in _FORMAT else f" {_COMMANDS.get(name, name)} "
+    return " " if name in _FORMAT else f" {COMMANDS.get(name, name)} "
 
 
 def _greek(match: re.Match[str]) -> str:
