@@ -12,8 +12,8 @@ from agentenv.envs.grading.numbers import han_core
 from agentenv.envs.grading.text import Tables
 from agentenv.envs.grading.words import (
     ROMAN_LETTERS,
+    folded,
     glued,
-    singular,
     tokens,
     transliterated,
 )
@@ -344,18 +344,8 @@ def _alias(name: str) -> str:
     return _ALIASES.get(text, text)
 
 
-_SPELLING = _NAME_TABLES.rewrites("spelling")
-
-
 def _folded(found: list[str]) -> list[str]:
-    """Spelling and number of words in one form: British as American, toddies as toddy."""
-    return [singular(_american(token)) for token in found]
-
-
-def _american(token: str) -> str:
-    for pattern, replacement in _SPELLING:
-        token = pattern.sub(replacement, token)
-    return token
+    return [folded(token) for token in found]
 
 
 # Places.

@@ -54,7 +54,7 @@ class Tables:
         """A table of regular expressions, in its order."""
         return {key: re.compile(self._filled(form)) for key, form in self._tables[name].items()}
 
-    def rewrites(self, name: str) -> tuple[tuple[re.Pattern[str], str], ...]:
+    def rewrites(self, name: str) -> Rewrites:
         """Regular expressions, each with the replacement of its matches, in their order."""
         return tuple(
             (re.compile(self._filled(form)), self._filled(replacement))
@@ -67,6 +67,16 @@ class Tables:
 
     def _value(self, name: str) -> str:
         return self._inserted[name] if name in self._inserted else self.text(name)
+
+
+Rewrites = tuple[tuple[re.Pattern[str], str], ...]
+
+
+def rewritten(text: str, rewrites: Rewrites) -> str:
+    """The text after all rewrites, one after the other."""
+    for pattern, replacement in rewrites:
+        text = pattern.sub(replacement, text)
+    return text
 
 
 MAX_ANSWER_CHARS = 2000
@@ -146,10 +156,7 @@ def clean(text: str) -> str:
 
 def notation(text: str) -> str:
     r"""Commands of LaTeX and ASCII signs in one form: \le for \leq and <=."""
-    text = _COMMAND.sub(lambda match: _CANONICAL.get(match[1], match[0]), text)
-    for pattern, replacement in _LATEX:
-        text = pattern.sub(replacement, text)
-    return text
+    return rewritten(_COMMAND.sub(lambda match: _CANONICAL.get(match[1], match[0]), text), _LATEX)
 
 
 def _without_dollars(text: str) -> str:
