@@ -9,7 +9,7 @@ from typing import Any
 import pycountry
 
 from agentenv.envs.grading.numbers import han_core
-from agentenv.envs.grading.text import Tables
+from agentenv.envs.grading.text import Tables, rewritten
 from agentenv.envs.grading.words import (
     ROMAN_LETTERS,
     folded,
@@ -58,16 +58,14 @@ STATES: dict[str, str] = {
 _CLASSES = _NAME_TABLES.pattern("classes", re.IGNORECASE)
 _OPENING = _NAME_TABLES.pattern("opening", re.IGNORECASE)
 _DETERMINER = _NAME_TABLES.pattern("determiner", re.IGNORECASE)
-_PART_OF = _NAME_TABLES.pattern("part_of", re.IGNORECASE)
 _EPITHET = re.compile(r"(?:[a-z]+ ){1,3}(?=[A-Z])")  # the geologist James Hutton
 _NO_EPITHET = _NAME_TABLES.words("no_epithet")
-_REALM = re.compile(r"(?<=[a-z] [IVX]|.[IVX][IVX])\s+of (?:the )?[A-Z]\w+(?: [A-Z]\w+)*$")
 _STATE = _NAME_TABLES.pattern("state")
 _SMALL = frozenset(str.split("of the and for a an in on de"))
 _ROMAN_NUMERAL = re.compile(r"[IVX]+")
-_COPULA = re.compile(r"\s+(is|are|was|were)\s+")
-_NICKNAME = re.compile(r"(\w.*?)\s+[\"'(](\w[\w.-]*)[\"')]\s+(.+)")
-_LINK = _NAME_TABLES.pattern("link")
+_CORE, _TURNS = _NAME_TABLES.rewrites("core"), _NAME_TABLES.rewrites("turns")
+_POSSESSIVE = re.compile(r"(?:the\s+)?(\S[^,']*)'s\s+(\S[^,']*)")
+_LINKS = re.compile(r",|\b(?:by|of|in|at|from|the)\b")
 
 _COUNTRIES = {*_NATIONS.values(), *_NAME_TABLES["countries"]}
 _PLACE_FORMS = tuple(
@@ -86,21 +84,16 @@ def same_words(answer: str, gold: str) -> bool:
     """Equal as words, up to spacing, accents, titles, common short forms and word order."""
     if len(answer) > MAX_CHARS:
         return tokens(answer) == tokens(gold)
-    if _same_name(answer, gold):
-        return True
+    pairs = [(answer, gold), (transliterated(answer), gold), (answer, transliterated(gold))]
     (place, country), (other, its_country) = placed(answer), placed(gold)
-    if bool(country) != bool(its_country) and _same_name(place, other):  # Paris, France
-        return True
-    spelt = transliterated(answer), transliterated(gold)
-    return spelt != (answer, gold) and any(
-        _same_name(*pair) for pair in ((spelt[0], gold), (answer, spelt[1]))
-    )
+    if bool(country) != bool(its_country):  # Paris, France
+        pairs.append((place, other))
+    return any(_same_name(*pair) for pair in dict.fromkeys(pairs))
 
 
 def without_class(text: str) -> str:
     """Niger for the Republic of Niger, 1999 for the year 1999."""
-    match = _CLASSES.match(text)
-    return text[match.end() :] if match is not None else text
+    return _CLASSES.sub("", text)
 
 
 def _same_name(answer: str, gold: str) -> bool:
@@ -109,24 +102,28 @@ def _same_name(answer: str, gold: str) -> bool:
         return answer.strip() == gold.strip()
     if glued(found) == glued(wanted) or _alias(answer) == _alias(gold):
         return True
-    if _joined(answer) == _joined(gold):
-        return True
     if is_acronym(answer, gold) or is_acronym(gold, answer):
         return True
-    if _is_nickname(answer, gold) or _is_nickname(gold, answer):
-        return True
+    if bool(_OPENING.match(answer)) != bool(_OPENING.match(gold)):
+        answer, gold = _OPENING.sub("", answer), _OPENING.sub("", gold)
     one, other = _core(answer, gold), _core(gold, answer)
-    if bool(_OPENING.match(one)) != bool(_OPENING.match(other)):
-        one, other = _OPENING.sub("", one, count=1), _OPENING.sub("", other, count=1)
-    one, other = _core(one, other), _core(other, one)
-    if _same_core(one, other) or _is_turned(one, other):
+    if _same_core(one, other) or _is_sorted(one, other):
+        return True
+    orders = [[_glued(order) for order in _orders(side)] for side in (one, other)]
+    if orders[0][0] in orders[1] or orders[1][0] in orders[0]:
         return True
     return han_core(answer) == han_core(gold) != ""
 
 
-def _joined(text: str) -> str:
-    """Levi's as Levis."""
-    return glued(tokens(text.replace("'s", "s").replace("\N{RIGHT SINGLE QUOTATION MARK}s", "s")))
+def _orders(text: str) -> list[str]:
+    """A phrase with "of" for a possessive, and its other forms, as another order of its words."""
+    first = _POSSESSIVE.sub(r"\2 of \1", text)
+    turned = [form.sub(plain, first) for form, plain in _TURNS if form.search(first)]
+    return [first, *turned, re.sub("['\u2019]s\\b", "s", text)]
+
+
+def _glued(text: str) -> str:
+    return glued(_folded([ROMAN_LETTERS.get(word, word) for word in tokens(text)]))
 
 
 def _core(original: str, other: str) -> str:
@@ -138,8 +135,7 @@ def _core(original: str, other: str) -> str:
     if epithet is not None and not _NO_EPITHET & set(epithet[0].split()):
         rest = text[epithet.end() :]
         text = rest if _is_proper(rest) and _is_proper(other) else text
-    text = _REALM.sub("", text)
-    text = _PART_OF.sub(r"\1 ", re.sub(r"(?<=\d),(?=\d{3}\b)", "", text))
+    text = rewritten(text, _CORE)
     return _STATE.sub(lambda match: f", {STATES.get(match[1], match[1])}", text)
 
 
@@ -156,12 +152,18 @@ def _same_core(answer: str, gold: str) -> bool:
         kept = [_without_kind(found, wanted), _without_kind(wanted, found)]
     if glued(kept[0]) == glued(kept[1]):
         return True
-    return (
-        (_is_named(answer) and _is_named(gold) and same_person(found, wanted))
-        or _is_swapped(answer, gold)
-        or _ordinal_last(found) == _ordinal_last(wanted)
-        or _infinitive(found) == _infinitive(wanted)
-    )
+    is_person = _is_named(answer) and _is_named(gold) and same_person(found, wanted)
+    return is_person or _is_swapped(answer, gold)
+
+
+def _is_sorted(one: str, other: str) -> bool:
+    """Duke Peter I of Bourbon and Peter I, Duke of Bourbon: one of them has a comma."""
+    sides = [
+        sorted(_folded([ROMAN_LETTERS.get(word, word) for word in tokens(_LINKS.sub(" ", side))]))
+        for side in (one, other)
+    ]
+    has_order = sum(word.isdigit() for word in sides[0]) > 1 or len(sides[0]) < 3
+    return sides[0] == sides[1] and not has_order and {one.count(","), other.count(",")} == {0, 1}
 
 
 # Titles and kinds.
@@ -256,70 +258,6 @@ def _is_swapped(one: str, other: str) -> bool:
     if _NO_PERSON & set(found):
         return False
     return not _GIVEN.issuperset(found) and all(name.isalpha() for name in found)
-
-
-def _is_nickname(short: str, long: str) -> bool:
-    """Kimmy Schmidt, or Kimberly Schmidt, for Kimberly "Kimmy" Schmidt."""
-    match = _NICKNAME.fullmatch(long.strip())
-    if match is None:
-        return False
-    first, nick, last = map(tokens, match.groups())
-    return tokens(short) in ([*nick, *last], [*first, *last], [first[0], *last])
-
-
-# Word order.
-
-
-_POSSESSIVE = re.compile(r"(?:the\s+)?(\S[^,']*)'s\s+(\S[^,']*)")
-
-
-def _is_turned(one: str, other: str) -> bool:
-    """Whether the texts around commas, "of", "in" and the like are the same in another order: the
-    gorge of the Rhine and the Rhine Gorge; Shakespeare, William; Bay Ridge in Brooklyn; Duke Peter
-    I of Bourbon and Peter I, Duke of Bourbon; Paris is the capital and the capital is Paris."""
-    one, other = (_POSSESSIVE.sub(r"\2 of \1", text) for text in (one, other))
-    parts = [[_numbered(part) for part in _LINK.split(text) if part] for text in (one, other)]
-    flat = [[word for part in side for word in part] for side in parts]
-    if flat[0] == flat[1]:
-        return len(parts[0]) + len(parts[1]) > 2
-    for this, that in ((0, 1), (1, 0)):  # A of B as B A
-        turned = [word for part in parts[this][::-1] for word in part]
-        if len(parts[this]) != 2 or len(parts[that]) == 2:
-            continue
-        head, tail = parts[this]  # Federal Minister of the Interior as Federal Interior Minister
-        if flat[that] in (turned, [*head[:-1], *tail, *head[-1:]]):
-            return True
-    commas = one.count(","), other.count(",")
-    if commas in ((0, 1), (1, 0)) and len(flat[0]) > 1:
-        with_comma, without = (one, other) if commas[0] else (other, one)
-        last, _, first = with_comma.partition(",")
-        if tokens(f"{first} {last}") == tokens(without):
-            return True
-        num_numbers = sum(word.isdigit() for word in flat[0])  # whose order matters
-        if len(flat[0]) > 2 and num_numbers < 2 and sorted(flat[0]) == sorted(flat[1]):
-            return True
-    sides = [_COPULA.split(text, maxsplit=1) for text in (one, other)]
-    if any(len(side) != 3 for side in sides) or sides[0][1] != sides[1][1]:
-        return False
-    return [tokens(part) for part in sides[0][::2]] == [tokens(part) for part in sides[1][::-2]]
-
-
-def _numbered(part: str) -> list[str]:
-    return _folded([ROMAN_LETTERS.get(token, token) for token in tokens(part)])
-
-
-def _ordinal_last(words: list[str]) -> list[str]:
-    """The second world war as world war 2."""
-    match = re.fullmatch(r"(\d+)(?:st|nd|rd|th)", words[0])
-    return [*words[1:], match[1]] if match is not None and len(words) > 1 else words
-
-
-def _infinitive(words: list[str]) -> list[str]:
-    """Protecting the forest as protect the forest."""
-    stem = re.sub(r"ing$", "", words[0]) if len(words) > 1 and len(words[0]) > 5 else words[0]
-    if stem == words[0]:
-        return [re.sub(r"e$", "", stem), *words[1:]]
-    return [re.sub(r"([bdgmnprt])\1$", r"\1", stem), *words[1:]]
 
 
 # Short forms and spelling.
