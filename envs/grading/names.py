@@ -68,16 +68,9 @@ _POSSESSIVE = re.compile(r"(?:the\s+)?(\S[^,']*)'s\s+(\S[^,']*)")
 _LINKS = re.compile(r",|\b(?:by|of|in|at|from|the)\b")
 
 _COUNTRIES = {*_NATIONS.values(), *_NAME_TABLES["countries"]}
-_PLACE_FORMS = tuple(
-    re.compile(rf"(\S|\S.*\S){form}")
-    for form in (
-        r"\s*,\s*(?:in\s+)?([^,()]+)",
-        r"\s+in\s+([^,()]+)",
-        r"\s+\(([^()]+)\)",
-    )
-)
+_PLACE = re.compile(r"(\S|\S.*\S)(?:\s*,\s*(?:in\s+)?|\s+in\s+|\s+\()([^,()]+)\)?")
 _VENUE = _NAME_TABLES.pattern("venue", re.IGNORECASE)
-_IN_A_CITY = re.compile(r"(\S.*\S)(?:\s+in|,)\s+([A-Z][\w.'-]*(?:\s[A-Z][\w.'-]*){0,2})")
+_CITY = re.compile(r"[A-Z][\w.'-]*(?:\s[A-Z][\w.'-]*){0,2}")
 
 
 def same_words(answer: str, gold: str) -> bool:
@@ -109,7 +102,7 @@ def _same_name(answer: str, gold: str) -> bool:
     one, other = _core(answer, gold), _core(gold, answer)
     if _same_core(one, other) or _is_sorted(one, other):
         return True
-    orders = [[_glued(order) for order in _orders(side)] for side in (one, other)]
+    orders = [[glued(_numbered(order)) for order in _orders(side)] for side in (one, other)]
     if orders[0][0] in orders[1] or orders[1][0] in orders[0]:
         return True
     return han_core(answer) == han_core(gold) != ""
@@ -122,8 +115,8 @@ def _orders(text: str) -> list[str]:
     return [first, *turned, re.sub("['\u2019]s\\b", "s", text)]
 
 
-def _glued(text: str) -> str:
-    return glued(_folded([ROMAN_LETTERS.get(word, word) for word in tokens(text)]))
+def _numbered(text: str) -> list[str]:
+    return _folded([ROMAN_LETTERS.get(word, word) for word in tokens(text)])
 
 
 def _core(original: str, other: str) -> str:
@@ -143,25 +136,21 @@ def _same_core(answer: str, gold: str) -> bool:
     found, wanted = tokens(answer), tokens(gold)
     if not found or not wanted:
         return False
-    titles = [_title(side) for side in (found, wanted)]
-    if titles[0] and titles[1] and not titles[0] & titles[1]:
+    (titles, found), (others, wanted) = _untitled(found), _untitled(wanted)
+    if titles and others and not titles & others:
         return False
-    found, wanted = (_folded(_untitled(side)) for side in (found, wanted))
     kept = [found, wanted]
     if ("'s" in answer) == ("'s" in gold):  # the language of the Turks is not Turkish
         kept = [_without_kind(found, wanted), _without_kind(wanted, found)]
     if glued(kept[0]) == glued(kept[1]):
         return True
-    is_person = _is_named(answer) and _is_named(gold) and same_person(found, wanted)
+    is_person = _is_proper(answer) and _is_proper(gold) and same_person(found, wanted)
     return is_person or _is_swapped(answer, gold)
 
 
 def _is_sorted(one: str, other: str) -> bool:
     """Duke Peter I of Bourbon and Peter I, Duke of Bourbon: one of them has a comma."""
-    sides = [
-        sorted(_folded([ROMAN_LETTERS.get(word, word) for word in tokens(_LINKS.sub(" ", side))]))
-        for side in (one, other)
-    ]
+    sides = [sorted(_numbered(_LINKS.sub(" ", side))) for side in (one, other)]
     has_order = sum(word.isdigit() for word in sides[0]) > 1 or len(sides[0]) < 3
     return sides[0] == sides[1] and not has_order and {one.count(","), other.count(",")} == {0, 1}
 
@@ -169,17 +158,13 @@ def _is_sorted(one: str, other: str) -> bool:
 # Titles and kinds.
 
 
-def _title(words: list[str]) -> set[str]:
-    """The ranks before a name, in one form; courtesies do not count."""
-    return {_TITLES[word] for word in words[: _num_titles(words)] if word in _TITLES} - _COURTESIES
-
-
 def is_titled(word: str) -> bool:
     """Whether a word is a rank or an office: king, president, Dr."""
     return word.lower().rstrip(".,") in _TITLES
 
 
-def _num_titles(words: list[str]) -> int:
+def _untitled(words: list[str]) -> tuple[set[str], list[str]]:
+    """The ranks before a name, in one form, without courtesies; and the name, its words folded."""
     start = 0
     while start < len(words) - 1 and (
         words[start] in _TITLES
@@ -187,11 +172,10 @@ def _num_titles(words: list[str]) -> int:
         or (words[start] in _BEFORE_RANKS and words[start + 1] in _TITLES and words[start + 2 :])
     ):
         start += 1
-    return 0 if words[start:] and words[start] in _NO_PERSON else start
-
-
-def _untitled(words: list[str]) -> list[str]:
-    return words[_num_titles(words) :]
+    if words[start] in _NO_PERSON:
+        start = 0
+    titles = {_TITLES[word] for word in words[:start] if word in _TITLES} - _COURTESIES
+    return titles, _folded(words[start:])
 
 
 def _without_kind(words: list[str], other: list[str]) -> list[str]:
@@ -208,9 +192,7 @@ def _without_kind(words: list[str], other: list[str]) -> list[str]:
 def same_person(one: list[str], other: list[str]) -> bool:
     """First and last name agree; a middle name may be missing or be an initial. A junior or a third
     must be one on both sides."""
-    if one[-1] in _SUFFIXES or other[-1] in _SUFFIXES:
-        if one[-1] != other[-1]:
-            return False
+    if one[-1] == other[-1] and one[-1] in _SUFFIXES:
         one, other = one[:-1], other[:-1]
     if min(len(one), len(other)) < 2 or one[-1] != other[-1]:
         return False
@@ -219,19 +201,9 @@ def same_person(one: list[str], other: list[str]) -> bool:
     short, long = sorted(
         ([word for word in side[:-1] if word not in _PARTICLES] for side in (one, other)), key=len
     )
-    if not short:
-        return False
-    if not _same_given(short[0], long[0]):
-        return False
     if len(short) == len(long):
-        return all(_same_given(*pair) for pair in zip(short, long, strict=True))
+        return short != [] and all(map(_same_given, short, long))
     return len(short) == 1 and len(long) == 2 and short[0] == long[0]
-
-
-def _is_named(text: str) -> bool:
-    """Whether every word is capitalized, up to particles such as van."""
-    words = re.findall(r"[^\W\d_][\w.'-]*", text)
-    return all(word[0].isupper() or word in _PARTICLES for word in words)
 
 
 def _is_proper(text: str) -> bool:
@@ -305,13 +277,12 @@ def provinces(*countries: str) -> set[str]:
 def placed(text: str) -> tuple[str, str]:
     """A place without the country after it, and the country; a building also without its city.
     The text and "" where there is none, or where the rest names a country too, as in a list."""
-    for form in _PLACE_FORMS if len(text) <= MAX_PLACE_CHARS else ():
-        match = form.fullmatch(text)
-        country = country_of(match[2]) if match is not None else ""
-        if match is not None and country and match[1][0].isupper():
-            others = re.split(r",|;|\band\b", match[1])
-            return (text, "") if any(map(country_of, others)) else (match[1], country)
-    match = _IN_A_CITY.fullmatch(text) if len(text) <= MAX_PLACE_CHARS else None
-    if match is not None and _VENUE.fullmatch(match[1]) and not _VENUE.fullmatch(match[2]):
+    match = _PLACE.fullmatch(text) if len(text) <= MAX_PLACE_CHARS else None
+    if match is None or not match[1][0].isupper():
+        return text, ""
+    country = country_of(match[2])
+    if country and not any(map(country_of, re.split(r",|;|\band\b", match[1]))):
+        return match[1], country
+    if _VENUE.fullmatch(match[1]) and _CITY.fullmatch(match[2]) and not _VENUE.fullmatch(match[2]):
         return match[1], match[2]
     return text, ""
