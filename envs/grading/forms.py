@@ -28,6 +28,7 @@ _PIECES = _CHOICE_TABLES.pattern("pieces", re.IGNORECASE)
 _NAMED_LETTERS = _CHOICE_TABLES.pattern("named_letters")
 _CONDITION = _CHOICE_TABLES.pattern("condition", re.IGNORECASE)
 _JOINED = re.compile(r"\bA(?=(?:\s+[^\W\d_]+){1,2}\s+[(\[]?[A-J]\b)")  # no article: A or else (B)
+_MARKED = re.compile(r"(\([^()]{2,}\))|(?<![\w(])([A-J])(?=\))")  # C), not (vitamin C)
 _SENTENCES = re.compile(r"\b(?:i\.e|e\.g)\b|[.;\n]")
 _REASON = re.compile(r"\bbecause\b.*", re.IGNORECASE | re.DOTALL)
 _PROPER = _CHOICE_TABLES.pattern("proper")
@@ -66,7 +67,8 @@ def chosen(answer: str) -> frozenset[str]:
 def letters(answer: str) -> set[frozenset[str]]:
     """The letters of options that each part of an answer names and does not deny."""
     found: set[frozenset[str]] = set()
-    for sentence in _SENTENCES.split(_JOINED.sub("A,", _CONDITION.sub("or", answer))):
+    answer = _JOINED.sub("A,", _MARKED.sub(r"\1(\2", _CONDITION.sub("or", answer)))
+    for sentence in _SENTENCES.split(answer):
         clause = _REASON.sub("", sentence)
         if _DENIED.search(clause):
             continue
@@ -94,7 +96,9 @@ _SPECIAL_TABLES = Tables("special")
 _TRUTH = {word: kind == "yes" for kind in ("yes", "no") for word in _SPECIAL_TABLES[kind]}
 _SPECIAL = _SPECIAL_TABLES.patterns("special")
 _NO_ANSWER = _SPECIAL_TABLES.pattern("no_answer")
-_CLAIM = re.compile(r"^(?:the|this|that) (?:claim|statement|answer|proposition) is ")
+_CLAIM = re.compile(
+    r"(?:(?:(?:the|this|that) (?:claim|statement|answer|proposition)|it|that) is|that's) "
+)
 
 
 # A first word answers only before a pause or a clause: No, they ...; Yes it is; not No Country for
@@ -111,6 +115,7 @@ def truth(text: str) -> bool | None:
 def truth_of(found: str) -> bool | None:
     """The truth value of an answer, alone or as the first word of a sentence without the other."""
     low = found.lower().strip(" .!")
+    low = low[match.end() :] if (match := _CLAIM.match(low)) else low
     if low in _TRUTH:
         return _TRUTH[low]
     short = _SHORT_TRUTH.fullmatch(low)
@@ -118,9 +123,8 @@ def truth_of(found: str) -> bool | None:
         return short[1] is None and short["bare"] is None
     if _NO_ANSWER.match(low):
         return None
-    claim = _CLAIM.sub("", low)
-    words = tokens(claim)
-    opening = _OPENING.match(claim)
+    words = tokens(low)
+    opening = _OPENING.match(low)
     first = _TRUTH.get(words[0]) if words and opening is not None else None
     if first is None or any(_TRUTH.get(word) is (not first) for word in words[1:]):
         return None

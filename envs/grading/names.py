@@ -64,7 +64,7 @@ _STATE = _NAME_TABLES.pattern("state")
 _SMALL = frozenset(str.split("of the and for a an in on de"))
 _ROMAN_NUMERAL = re.compile(r"[IVX]+")
 _CORE, _TURNS = _NAME_TABLES.rewrites("core"), _NAME_TABLES.rewrites("turns")
-_POSSESSIVE = re.compile(r"(?:the\s+)?(\S[^,']*)'s\s+(\S[^,']*)")
+_POSSESSIVE = re.compile(r"(?:the\s+)?((?!of\b)\S[^,']*)'s\s+(\S[^,']*)")
 _LINKS = re.compile(r",|\b(?:by|of|in|at|from|the)\b")
 
 _COUNTRIES = {*_NATIONS.values(), *_NAME_TABLES["countries"]}

@@ -10,7 +10,7 @@ import re
 import string
 import tomllib
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -99,7 +99,6 @@ _COMMAND = re.compile(r"\\([a-zA-Z]+)")
 _SUPERSCRIPT = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u207b]+")
 _VULGAR = re.compile("(?<=\\d)(?=[\u00bc-\u00be\u2150-\u215e])")
 _ROOT = re.compile(r"\N{SQUARE ROOT}\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|\(([^()]*)\))")
-_PLAIN_ROOT = re.compile(r"(?<![A-Za-z\\])\\?sqrt\s*(?:\(((?:[^()]|\([^()]*\))*)\)|\{([^{}]*)\})")
 _LATEX = _SPELLING_TABLES.rewrites("latex")
 _MOD = re.compile(r"\(?\\?p?mod\s*(?:\{\s*(?=\w+\s*\}))?(\w+)\s*[})]?")
 _CHARGE = re.compile(r"\^\{?(\d*[+-])(?:\}|(?![\w({]))")  # Ca^{2+} as Ca2+
@@ -132,7 +131,7 @@ def boxes(text: str) -> list[tuple[str, str]]:
 
 def unify(text: str) -> str:
     """Unicode forms unified: NFKC after mapping the signs that NFKC would lose."""
-    text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or ''}}}", text)
+    text = _ROOT.sub(r"\\sqrt{\1\2}", text)
     text = _VULGAR.sub(" ", _SUPERSCRIPT.sub(r"^{\g<0>}", text))
     text = unicodedata.normalize("NFKC", text)[:MAX_UNIFIED_CHARS]
     return text.translate(_TRANSLATED)
@@ -148,7 +147,6 @@ def clean(text: str) -> str:
         if text == before:
             break
     text = notation(_without_dollars(text))
-    text = _PLAIN_ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or ''}}}", text)
     text = _bare(" ".join(text.split()))
     text = _APPROXIMATELY.sub("", text) if _APPROXIMATELY.match(text) else text
     return _end(text)
@@ -188,7 +186,7 @@ def _strip_once(text: str) -> str:
     for pattern in _WRAPPERS.values():
         match = pattern.fullmatch(text)
         if match is not None:
-            inner = next(group for group in match.groups() if group is not None)
+            inner = match[match.lastindex or 0]
             if inner.count("{") == inner.count("}"):
                 text = inner.strip()
     match = _LEAD_IN.match(text)
@@ -255,10 +253,12 @@ def labels(text: str) -> list[str]:
     """Around labels that come twice: Result: A Result: B; answer 1 = A, answer 2 = B."""
     found = list(_LABEL.finditer(text))
     names = [match[1].lower() for match in found]
-    ends = [(match.start(), match.end()) for match in found if names.count(match[1].lower()) > 1]
-    starts = [0, *(end for _, end in ends)]
-    stops = [*(start for start, _ in ends), len(text)]
-    return [text[start:stop] for start, stop in zip(starts, stops, strict=True)]
+    return _around(text, [match for match in found if names.count(match[1].lower()) > 1])
+
+
+def _around(text: str, cuts: Iterable[re.Match[str]]) -> list[str]:
+    spans = [(0, 0), *(match.span() for match in cuts), (len(text), len(text))]
+    return [text[start:stop] for (_, start), (stop, _) in pairwise(spans)]
 
 
 def symbols(text: str) -> list[str]:
@@ -282,13 +282,12 @@ def marks(text: str) -> list[str]:
 
 def sentences(text: str) -> list[str]:
     """Cut after full stops, semicolons, marks and ellipses; not abbreviations and initials."""
-    found, start = [], 0
-    for match in _END.finditer(text):
-        if match["stop"] and _is_abbreviated(text[: match.start()], text[match.end() :]):
-            continue
-        found.append(text[start : match.start()])
-        start = match.end()
-    return [*found, text[start:]]
+    ends = [
+        match
+        for match in _END.finditer(text)
+        if not (match["stop"] and _is_abbreviated(text[: match.start()], text[match.end() :]))
+    ]
+    return _around(text, ends)
 
 
 def _is_abbreviated(before: str, after: str) -> bool:
@@ -325,12 +324,11 @@ def alternatives(text: str) -> list[str]:
 
 def corrections(text: str) -> list[str]:
     """Around no, wait, sorry and "the final answer is"."""
-    found, start = [], 0
-    for match in _CORRECTION.finditer(text):
-        if not _is_condition(text, match):
-            found.append(text[start : match.start()])
-            start = match.end()
-    return [*found, text[start:]]
+    return _around(text, _corrections(text))
+
+
+def _corrections(text: str) -> list[re.Match[str]]:
+    return [match for match in _CORRECTION.finditer(text) if not _is_condition(text, match)]
 
 
 def _is_condition(text: str, match: re.Match[str]) -> bool:
@@ -349,9 +347,8 @@ def _is_condition(text: str, match: re.Match[str]) -> bool:
 def last_correction(text: str, *, is_truth: bool = False) -> Iterator[str]:
     """The text after each correction, the last first; `is_truth`: "no" is an answer and corrects
     nothing."""
-    for match in reversed(list(_CORRECTION.finditer(text))):
-        is_answer = is_truth and match[0].lower().startswith("no")
-        if not is_answer and not _is_condition(text, match):
+    for match in reversed(_corrections(text)):
+        if not (is_truth and match[0].lower().startswith("no")):
             yield text[match.end() :]
 
 

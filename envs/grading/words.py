@@ -13,10 +13,7 @@ from agentenv.envs.grading.numbers import words_as_digits
 from agentenv.envs.grading.text import COMMANDS, Tables, notation, rewritten, unify, words_of
 
 MINUS = "\N{MINUS SIGN}"  # unified texts contain only hyphens
-_BACK, _BOTH_WAYS = "\N{LEFTWARDS ARROW}", "\N{LEFT RIGHT ARROW}"
-_AT_MOST, _AT_LEAST = "\N{LESS-THAN OR EQUAL TO}", "\N{GREATER-THAN OR EQUAL TO}"
-_UNEQUAL, _EITHER = "\N{NOT EQUAL TO}", "\N{PLUS-MINUS SIGN}"
-SIGNS = f"<>{_AT_MOST}{_AT_LEAST}{_UNEQUAL}{_BACK}{_BOTH_WAYS}{_EITHER}"
+SIGNS = "<>" + "".join(word for word in COMMANDS.values() if not word.isascii())
 NAMED_A = "\N{FULLWIDTH LATIN SMALL LETTER A}"  # a name, which is no article
 
 _TABLES = Tables("words", signs=SIGNS)
