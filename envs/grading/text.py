@@ -147,7 +147,7 @@ def clean(text: str) -> str:
         if text == before:
             break
     text = notation(_without_dollars(text))
-    text = _bare(" ".join(text.split()))
+    text = " ".join(text.split())
     text = _APPROXIMATELY.sub("", text) if _APPROXIMATELY.match(text) else text
     return _end(text)
 
@@ -193,13 +193,6 @@ def _strip_once(text: str) -> str:
     if match is not None and match.end() < len(text):
         text = text[match.end() :].strip()
     return text
-
-
-def _bare(text: str) -> str:
-    """The text without doubled brackets around it: ((5)) is (5)."""
-    depth = min(len(text) - len(text.lstrip("(")), len(text) - len(text.rstrip(")")))
-    inner = text[depth : len(text) - depth]
-    return inner if depth > 1 and not set("()") & set(inner) else text
 
 
 def _end(text: str) -> str:

@@ -37,7 +37,8 @@ _CJK_CHARACTER = re.compile(f"[{_CJK}]")
 _CHARACTER = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
 _TOKEN = re.compile(rf"[{_CJK}{SIGNS}]|\N{{MINUS SIGN}}?\d+(?:\.\d+)*[^\W{_CJK}]*|[^\W{_CJK}]+")
 _ROMAN_NUMERAL = re.compile(r"(?=[ivxl]{2})(xl|l?x{0,3})(ix|iv|v?i{0,3})([a-e]?)")
-_ROMAN_DIGITS = {"i": 1, "v": 5, "x": 10, "l": 50}
+_TENS = ["", "x", "xx", "xxx", "xl", "l", "lx", "lxx", "lxxx"]
+_ONES = ["", "i", "ii", "iii", "iv", "v", "vi", "vii", "viii", "ix"]
 _SAME = {"&": "and", "st": "saint", "mt": "mount", "vs": "versus", **_SHORT}
 ROMAN_LETTERS = {"i": "1", "v": "5", "x": "10"}  # numerals after a name only: Saturn V
 _ORDINAL = re.compile(r"(\d+)(?:st|nd|rd|th)")
@@ -121,9 +122,7 @@ def _with_number(token: str) -> str:
     match = _ROMAN_NUMERAL.fullmatch(token)
     if match is None:
         return token
-    values = [_ROMAN_DIGITS[sign] for sign in match[1] + match[2]]
-    pairs = zip(values, [*values[1:], 0], strict=True)
-    return f"{sum(value if value >= after else -value for value, after in pairs)}{match[3]}"
+    return f"{10 * _TENS.index(match[1]) + _ONES.index(match[2])}{match[3]}"
 
 
 _FUNCTIONS = frozenset(
