@@ -37,12 +37,8 @@ _SUFFIXES = frozenset({"junior", "senior", *map(str, range(1, 10))})
 
 def _places(places: Iterable[Any]) -> dict[str, str]:
     """The usual names of places of ISO 3166 by their official ones, both in tokens."""
-    return {
-        _plain(getattr(one, "official_name", one.name)): _plain(
-            re.split(r"[,[(]", getattr(one, "common_name", one.name))[0]
-        )
-        for one in places
-    }
+    usual = [(one, re.split(r"[,[(]", getattr(one, "common_name", one.name))[0]) for one in places]
+    return {_plain(getattr(one, "official_name", name)): _plain(name) for one, name in usual}
 
 
 def _plain(text: str) -> str:
@@ -52,7 +48,7 @@ def _plain(text: str) -> str:
 _NATIONS = _places(pycountry.countries)
 _ALIASES = _NATIONS | {_plain(form): name for form, name in _NAME_TABLES.by_form("aliases").items()}
 STATES: dict[str, str] = {
-    one.code[3:]: one.name for one in pycountry.subdivisions.get(country_code="US")
+    one.code[3:]: one.name for one in pycountry.subdivisions if one.country_code == "US"
 }
 
 _CLASSES = _NAME_TABLES.pattern("classes", re.IGNORECASE)
@@ -269,8 +265,8 @@ def country_of(name: str) -> str:
 
 def provinces(*countries: str) -> set[str]:
     """The states and provinces of countries, which are given by their letters, in tokens."""
-    every = (one for code in countries for one in pycountry.subdivisions.get(country_code=code))
     kinds = ("State", "Province", "Country")
+    every = (one for one in pycountry.subdivisions if one.country_code in countries)
     return {*_places(one for one in every if one.type in kinds).values()}
 
 

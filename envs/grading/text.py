@@ -10,7 +10,7 @@ import re
 import string
 import tomllib
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -69,7 +69,7 @@ class Tables:
         return self._inserted[name] if name in self._inserted else self.text(name)
 
 
-Rewrites = tuple[tuple[re.Pattern[str], str], ...]
+Rewrites = Sequence[tuple[re.Pattern[str], str]]
 
 
 def rewritten(text: str, rewrites: Rewrites) -> str:
