@@ -188,7 +188,6 @@ def _other_expressions(gold: Gold, text: str, parts: Sequence[Part]) -> Rivals:
 # Parts beside the gold.
 
 
-MAX_PHRASE_WORDS = 4
 MAX_HAN = 20  # characters of a name
 _COMPARED = re.compile(r"(?:\w+er|(?:more|less) \w+) than\b")
 _HAN_CLAUSE = re.compile("[\u7684\u662f\u5728\u4e86\u4e3a\u4e8e\u6709\u88ab\u56e0\u6240]")

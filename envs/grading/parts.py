@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from agentenv.envs.grading import dates
 from agentenv.envs.grading.forms import truth
+from agentenv.envs.grading.frame import ANSWERING, GUESSING
 from agentenv.envs.grading.names import STATES, country_of, is_titled
 from agentenv.envs.grading.numbers import leading_number, words_as_digits
 from agentenv.envs.grading.quantities import Quantity, quantity, unit_of
@@ -28,11 +29,11 @@ from agentenv.envs.grading.text import (
 )
 from agentenv.envs.grading.words import has_cjk, is_wordy
 
-_PHRASE_TABLES = Tables("phrases")
-LABELS, ASIDES, _NOTES = (frozenset(_PHRASE_TABLES[name]) for name in ("labels", "asides", "notes"))
-_PROVINCES = frozenset(_PHRASE_TABLES["provinces"])
+_TABLES = Tables("phrases")
+LABELS, ASIDES, _NOTES = (frozenset(_TABLES[name]) for name in ("labels", "asides", "notes"))
+_PROVINCES = frozenset(_TABLES["provinces"])
 _STATES = frozenset(map(str.lower, STATES.values()))
-_CONTINENTS = frozenset(_PHRASE_TABLES["continents"])
+_CONTINENTS = frozenset(_TABLES["continents"])
 
 
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -43,6 +44,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 }
 _PERCENT = (("percent", 1),)
 MAX_SUM_CHARS = 60
+MAX_LEADS = 30
 
 
 class Part(Struct, frozen=True):
@@ -62,30 +64,29 @@ class Part(Struct, frozen=True):
 
 
 EDGE = " \t\n.,;:!?*_`\"'\u201c\u201d\u2018\u2019\u300c\u300d()[]<>~|#"
-_LEAD = _PHRASE_TABLES.pattern("lead", re.IGNORECASE)
-OPENING = _PHRASE_TABLES.pattern("opening", re.IGNORECASE)
-_SMALL = _PHRASE_TABLES.words("small")
-FUNCTION_WORDS = _PHRASE_TABLES.words("function_words")
+OPENING = _TABLES.pattern("opening", re.IGNORECASE)
+_SMALL = _TABLES.words("small")
+FUNCTION_WORDS = _TABLES.words("function_words")
+_ORDINALS = {"first", "second", "last", "final"}
+_LEADS = ANSWERING - ASIDES - FUNCTION_WORDS - _SMALL - _ORDINALS | GUESSING
+_LEAD = re.compile(Tables("phrases", answering="|".join(_LEADS)).text("lead"), re.IGNORECASE)
+_PRONOUN = _TABLES.pattern("pronoun", re.IGNORECASE)
 _OCCUPATION = re.compile(r"[a-z]{3,}(?:ist|er|or|ian|man|woman|ess|ician|smith|ant|ee|ary)s?")
 _NATIONAL = re.compile(r"(?:^|-)[A-Z][a-z]+(?:ish|ese|ian|ean|ican|ch)$")
 ARTICLE = re.compile(r"^(?:an?|the|one of)\s+", re.IGNORECASE)
 _CAPITAL = re.compile(r"[A-Z][a-z]+")
-_COUNTED = _PHRASE_TABLES.words("counted")
 FORMULA = re.compile(r"(?:[A-Z][a-z]?\d*){1,4}")  # of a substance
 
 
 def without_lead(text: str, *, is_truth: bool = False) -> tuple[str, bool]:
     """A part without "or perhaps", "option 2:" and the like, and whether "it is" led to it."""
-    led = False
-    for _ in range(6):
-        match = _LEAD.match(text, 0, len(text.partition("\n")[0]))
-        if match is None or match.end() >= len(text):
+    start, end = 0, len(text.partition("\n")[0])
+    for _ in range(MAX_LEADS):
+        match = _LEAD.match(text, start, end)
+        if match is None or (is_truth and truth(match[0].strip(" ,\n\r\t")) is not None):
             break
-        if is_truth and truth(match[0].strip(" ,\n\r\t")) is not None:
-            break
-        led = led or match["pronoun"] is not None  # it is, it is now
-        text = text[match.end() :]
-    return text, led
+        start = match.end()
+    return text[start:], _PRONOUN.search(text[:start]) is not None
 
 
 def is_range(text: str) -> bool:
@@ -109,7 +110,7 @@ def amount_of(text: str) -> Quantity | None:
     if in_small is not None and not in_small.words:  # 26 Kilometers
         return in_small
     capitals = [word for word in _CAPITAL.findall(text) if not _is_number_or_unit(word)]
-    if not capitals or capitals[-1].lower() in _COUNTED or has_cjk(text):
+    if not capitals or has_cjk(text):
         return amount
     return None
 
