@@ -78,11 +78,12 @@ _CAPITAL = re.compile(r"[A-Z][a-z]+")
 FORMULA = re.compile(r"(?:[A-Z][a-z]?\d*){1,4}")  # of a substance
 
 
-def without_lead(text: str, *, is_truth: bool = False) -> tuple[str, bool]:
-    """A part without "or perhaps", "option 2:" and the like, and whether "it is" led to it."""
+def without_lead(text: str, gold: str, *, is_truth: bool = False) -> tuple[str, bool]:
+    """A part without "or perhaps", "option 2:" and the like, unless the gold begins so, and whether
+    "it is" led to it."""
     start, end = 0, len(text.partition("\n")[0])
     for _ in range(MAX_LEADS):
-        match = _LEAD.match(text, start, end)
+        match = None if text.startswith(gold, start) else _LEAD.match(text, start, end)
         if match is None or (is_truth and truth(match[0].strip(" ,\n\r\t")) is not None):
             break
         start = match.end()

@@ -69,7 +69,7 @@ def _cut(
 ) -> None:
     text = trimmed(text)
     if not meets(gold, text):
-        bare, has_lead = without_lead(text, is_truth=gold.kind == "truth")
+        bare, has_lead = without_lead(text, gold.text, is_truth=gold.kind == "truth")
         lead = text[: len(text) - len(bare)].strip(" ,.:;-")
         if not lead or not meets(gold, lead):  # "OK" may be the gold
             text, led = bare, led or has_lead
@@ -95,7 +95,7 @@ def _cut(
         if is_clause and own == "comma" and meets(gold, text.partition(",")[0]):
             head, _, tail = text.partition(",")
             found.append(Part(head, joint or own, meets=True, led=led, is_first=is_first))
-            bare, has_lead = without_lead(tail.strip())
+            bare, has_lead = without_lead(tail.strip(), gold.text)
             if has_lead and not has_verb(bare):  # which is 14
                 _cut(gold, bare, own, next_level, found, led=True)
             else:
