@@ -26,7 +26,7 @@ from agentenv.envs.grading.parts import (
     BETWEEN,
     FORMULA,
     FUNCTION_WORDS,
-    LABELS,
+    KINDS,
     OPENING,
     Part,
     amount_of,
@@ -228,7 +228,7 @@ def _is_label(gold: Gold, part: Part, bare: str, after: Part | None) -> bool:
     label = re.sub(r"\s+(?:\d+|[a-z])$", "", bare.lower())
     leads = after is not None and after.joint in ("colon", "dash", "equals")
     return (leads or part.is_first) and (
-        label in LABELS or (words[-1] in LABELS and not is_named(bare))
+        label in KINDS or (words[-1] in KINDS and not is_named(bare))
     )
 
 

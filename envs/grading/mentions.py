@@ -15,7 +15,7 @@ from agentenv.envs.grading.parts import (
     ASIDES,
     EDGE,
     FUNCTION_WORDS,
-    LABELS,
+    KINDS,
     OPENING,
     Part,
     amount_of,
@@ -44,7 +44,6 @@ _CALCULATED = _TABLES.pattern("calculated", re.IGNORECASE)
 _ANAPHOR = _TABLES.pattern("anaphor", re.IGNORECASE)
 _ARTICLE = re.compile(r"\W*(?:the|an?)\s+", re.IGNORECASE)
 _OPERAND = _TABLES.pattern("operand"), _TABLES.pattern("operator")
-_INSIDE_A_NAME = _TABLES.words("inside_a_name")
 _CLAUSE = re.compile(
     r"[.;!?\n()\[\]\u2014\u2013:]|,\s|\b(?:and|or|but|while|whereas|though)\b", re.I
 )
@@ -61,7 +60,7 @@ _TRUTH = re.compile(
 )
 _JOINTS: dict[str, Joint] = {"(": "bracket", ",": "comma", "-": "dash", ":": "colon"}
 MAX_WORDS_OF_AMOUNT = 5
-_COMMON = FRAME | LABELS | ASIDES | FUNCTION_WORDS | _INSIDE_A_NAME
+_COMMON = FRAME | KINDS | ASIDES | FUNCTION_WORDS
 
 
 class Mention(Struct, frozen=True):
@@ -214,7 +213,7 @@ def _mentions(text: str, is_name: bool) -> Iterator[Mention]:
                 is_day = found[end][0].endswith(",") and not is_name and after < len(found)
                 if not (is_day and _YEAR.match(found[after][0])):
                     break
-            while is_name and after < len(found) and found[after][0] in _INSIDE_A_NAME:
+            while is_name and after < len(found) and found[after][0] in FUNCTION_WORDS:
                 after += 1
             if after == len(found) or not is_one(found[after][0], found[end][0]):
                 break
@@ -228,7 +227,7 @@ def _mentions(text: str, is_name: bool) -> Iterator[Mention]:
         begin = first.start() + inner.find(bare)
         while is_name and _STARTS.search(text[:begin]):
             word, _, rest = bare.partition(" ")
-            if not word or word.casefold() not in (FRAME | _INSIDE_A_NAME if rest else _COMMON):
+            if not word or word.casefold() not in (FRAME | FUNCTION_WORDS if rest else _COMMON):
                 break
             begin, bare = begin + len(word) + 1, bare[len(word) + 1 :]
         if len(bare) > 1 or (bare and not is_name):

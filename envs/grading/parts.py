@@ -30,10 +30,8 @@ from agentenv.envs.grading.text import (
 from agentenv.envs.grading.words import has_cjk, is_wordy
 
 _TABLES = Tables("phrases")
-LABELS, ASIDES, _NOTES = (frozenset(_TABLES[name]) for name in ("labels", "asides", "notes"))
-_PROVINCES = frozenset(_TABLES["provinces"])
+KINDS, ASIDES, _PROVINCES = (frozenset(_TABLES[name]) for name in ("kinds", "asides", "provinces"))
 _STATES = frozenset(map(str.lower, STATES.values()))
-_CONTINENTS = frozenset(_TABLES["continents"])
 
 
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -65,10 +63,9 @@ class Part(Struct, frozen=True):
 
 EDGE = " \t\n.,;:!?*_`\"'\u201c\u201d\u2018\u2019\u300c\u300d()[]<>~|#"
 OPENING = _TABLES.pattern("opening", re.IGNORECASE)
-_SMALL = _TABLES.words("small")
 FUNCTION_WORDS = _TABLES.words("function_words")
 _ORDINALS = {"first", "second", "last", "final"}
-_LEADS = ANSWERING - ASIDES - FUNCTION_WORDS - _SMALL - _ORDINALS | GUESSING
+_LEADS = ANSWERING - ASIDES - FUNCTION_WORDS - _ORDINALS | GUESSING
 _LEAD = re.compile(Tables("phrases", answering="|".join(_LEADS)).text("lead"), re.IGNORECASE)
 _PRONOUN = _TABLES.pattern("pronoun", re.IGNORECASE)
 _OCCUPATION = re.compile(r"[a-z]{3,}(?:ist|er|or|ian|man|woman|ess|ician|smith|ant|ee|ary)s?")
@@ -157,7 +154,7 @@ def trimmed(text: str) -> str:
 def is_named(text: str) -> bool:
     """Whether every content word begins with a capital or a digit."""
     words = [word.strip(EDGE) for word in re.split(r"[\s/-]+", text)]
-    kept = [word for word in words if word and word.lower() not in _SMALL | FUNCTION_WORDS]
+    kept = [word for word in words if word and word.lower() not in FUNCTION_WORDS]
     if not kept or has_cjk(text) or "\\" in text:
         return False
     return all(not word[0].islower() for word in kept) and any(
@@ -226,13 +223,9 @@ def is_conversion(one: Quantity, other: Quantity, text: str) -> bool:
 
 
 def rank_of(text: str) -> int:
-    """0 for a place, 1 for a state, 2 for a country, 3 for a continent."""
+    """0 for a place, 1 for a state, 2 for a country."""
     name = " ".join(re.findall(r"[\w']+", text.lower().removeprefix("the ")))
-    if name in _PROVINCES:
-        return 1
-    if country_of(text):
-        return 2
-    return 1 if name in _STATES else 3 if name in _CONTINENTS else 0
+    return 1 if name in _PROVINCES else 2 if country_of(text) else int(name in _STATES)
 
 
 def is_of_place(bare: str, rank: int, part: Part) -> bool:
@@ -255,7 +248,7 @@ def is_role(text: str) -> bool:
 def is_note(text: str, part: Part) -> bool:
     """Whether a part names the kind of its neighbor: film, 2010 film, physicist."""
     last = text.split()[-1].strip(EDGE) if text.split() else ""
-    is_kind = last.lower() in _NOTES or _OCCUPATION.fullmatch(last) is not None
+    is_kind = last.lower() in KINDS or _OCCUPATION.fullmatch(last) is not None
     if is_kind and (not is_named(text) or (part.joint == "bracket" and " " not in text)):
         return True
     return (not part.starts or part.led) and is_nationality(text)
