@@ -18,8 +18,8 @@ from agentenv.envs.grading.decoration import undecorated
 from agentenv.envs.grading.forms import truth, without_name
 from agentenv.envs.grading.frame import is_framed
 from agentenv.envs.grading.gold import Gold, meets
-from agentenv.envs.grading.mentions import is_same_time, restates, unexplained
-from agentenv.envs.grading.names import STATES, without_class
+from agentenv.envs.grading.mentions import is_same, restates, unexplained
+from agentenv.envs.grading.names import STATES
 from agentenv.envs.grading.parts import (
     ARTICLE,
     ASIDES,
@@ -30,7 +30,6 @@ from agentenv.envs.grading.parts import (
     OPENING,
     Part,
     amount_of,
-    is_conversion,
     is_expression,
     is_named,
     is_nationality,
@@ -40,7 +39,7 @@ from agentenv.envs.grading.parts import (
     is_role,
     value_of,
 )
-from agentenv.envs.grading.quantities import Quantity, quantity, same_quantity, unit_of
+from agentenv.envs.grading.quantities import Quantity, unit_of
 from agentenv.envs.grading.sentences import has_verb, is_hedged, is_statement
 from agentenv.envs.grading.text import Tables, clean
 from agentenv.envs.grading.whole import parts_of
@@ -120,15 +119,13 @@ def rivals_in(gold: Gold, text: str) -> Rivals:
     parts = parts_of(gold, text)
     if gold.kind == "choice":
         return _other_letters(gold, text, parts)
-    others = unexplained(gold, text, parts)
-    if others:
+    met = [amount_of(clean(part.text)) for part in parts if part.meets]
+    amounts = [amount for amount in (gold.amount, *met) if amount is not None]
+    others = unexplained(gold, text, parts, amounts)
+    if others or (len(parts) < 2 and gold.kind != "date"):
         return Rivals(tuple(others))
-    if len(parts) < 2 and gold.kind != "date":
-        return Rivals()
     if gold.kind == "math":
         return _other_expressions(gold, text, parts)
-    amounts = [amount_of(clean(part.text)) for part in parts if part.meets]
-    nearby = [amount for amount in amounts if amount is not None]
     found: list[str] = []
     is_aside = False
     for part, after in zip_longest(parts, parts[1:]):
@@ -139,7 +136,7 @@ def rivals_in(gold: Gold, text: str) -> Rivals:
         )
         if gold.kind == "number" and _differs(part, after):
             found.append(part.text)
-        if not (is_aside or part.meets) and is_rival(gold, part, after, nearby):
+        if not (is_aside or part.meets) and is_rival(gold, part, after, amounts):
             found.append(part.text)
     return Rivals(tuple(dict.fromkeys(found)))
 
@@ -196,11 +193,9 @@ _BOUND = re.compile(r"(?:between|from)\b.*\d\D+\d", re.IGNORECASE)
 NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d[\d.,/]*%?)+")
 
 
-def is_rival(
-    gold: Gold, part: Part, after: Part | None = None, nearby: Sequence[Quantity] = ()
-) -> bool:
-    """Whether a part names a candidate other than the gold and the amounts `nearby` that are
-    the gold: all do that neither restate nor describe it."""
+def is_rival(gold: Gold, part: Part, after: Part | None, amounts: Sequence[Quantity]) -> bool:
+    """Whether a part names a candidate other than the gold, which is one of `amounts`: all do that
+    neither restate nor describe it."""
     bare = clean(part.text)
     if not bare or _DENIED.match(bare) or restates(gold, bare, part.joint):
         return False
@@ -213,7 +208,7 @@ def is_rival(
     is_clause = is_statement(bare) or (not has_phrases and has_verb(bare))
     if is_clause and not (is_phrase or is_named(bare)):
         return False  # a sentence about the answer
-    if any(meets(one, part.text) for one in gold.elements) or _is_same(gold, bare, nearby):
+    if any(meets(one, part.text) for one in gold.elements) or is_same(gold, bare, amounts):
         return False
     return not _describes(gold, part, bare)
 
@@ -229,25 +224,6 @@ def _is_label(gold: Gold, part: Part, bare: str, after: Part | None) -> bool:
     leads = after is not None and after.joint in ("colon", "dash", "equals")
     return (leads or part.is_first) and (
         label in KINDS or (words[-1] in KINDS and not is_named(bare))
-    )
-
-
-def _is_same(gold: Gold, bare: str, nearby: Sequence[Quantity]) -> bool:
-    """Whether a part is the value of the gold in another unit, or more or less complete."""
-    if gold.kind in ("date", "time", "span"):
-        if gold.kind == "time" and dates.minutes(bare) is not None:
-            return dates.minutes(bare) == dates.minutes(gold.text)
-        year = quantity(bare)
-        is_year = year is not None and any(date[0] == year.value for date in dates.dates(gold.text))
-        return is_year or is_same_time(gold, bare)
-    amount = amount_of(without_class(without_name(bare))) if gold.amount else None
-    if gold.amount is None or amount is None:
-        return gold.amount is not None and gold.amount.value in {
-            date[0] for date in dates.dates(bare) if date[0]
-        }
-    return any(
-        same_quantity(amount, one) or is_conversion(amount, one, bare)
-        for one in (gold.amount, *nearby)
     )
 
 
