@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 from itertools import zip_longest
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from agentenv.envs.grading import dates, forms
 from agentenv.envs.grading.decoration import undecorated
 from agentenv.envs.grading.forms import truth, without_name
 from agentenv.envs.grading.frame import is_framed
 from agentenv.envs.grading.gold import Gold, meets
-from agentenv.envs.grading.mentions import is_same, restates, unexplained
+from agentenv.envs.grading.mentions import ANAPHOR, is_same, restates, unexplained
 from agentenv.envs.grading.names import STATES
 from agentenv.envs.grading.parts import (
     ARTICLE,
@@ -40,7 +42,7 @@ from agentenv.envs.grading.parts import (
     value_of,
 )
 from agentenv.envs.grading.quantities import Quantity, unit_of
-from agentenv.envs.grading.sentences import has_verb, is_hedged, is_statement
+from agentenv.envs.grading.sentences import has_verb, is_hedged
 from agentenv.envs.grading.text import Tables, clean
 from agentenv.envs.grading.whole import parts_of
 from agentenv.envs.grading.words import has_cjk, is_wordy, tokens
@@ -56,6 +58,7 @@ class Rivals(Struct, frozen=True):
     unsure: tuple[str, ...] = ()
 
 
+_NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w])")
 _LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")
 _DOUBT = _TABLES.pattern("doubt", re.I)
 
@@ -119,8 +122,12 @@ def rivals_in(gold: Gold, text: str) -> Rivals:
     parts = parts_of(gold, text)
     if gold.kind == "choice":
         return _other_letters(gold, text, parts)
+    if any(part.meets and " " in part.text and is_named(part.text) for part in parts):
+        gold = replace(gold, is_named=gold.is_named or gold.kind == "words")
     met = [amount_of(clean(part.text)) for part in parts if part.meets]
     amounts = [amount for amount in (gold.amount, *met) if amount is not None]
+    if _adds_up(gold, text):
+        return Rivals()
     others = unexplained(gold, text, parts, amounts)
     if others or (len(parts) < 2 and gold.kind != "date"):
         return Rivals(tuple(others))
@@ -136,9 +143,28 @@ def rivals_in(gold: Gold, text: str) -> Rivals:
         )
         if gold.kind == "number" and _differs(part, after):
             found.append(part.text)
-        if not (is_aside or part.meets) and is_rival(gold, part, after, amounts):
+        if not (is_aside or part.meets or _is_used(part, parts)) and is_rival(
+            gold, part, after, amounts
+        ):
             found.append(part.text)
     return Rivals(tuple(dict.fromkeys(found)))
+
+
+def _adds_up(gold: Gold, text: str) -> bool:
+    """Whether the numbers beside the gold are its parts: 13 (5 red, 8 green)."""
+    if gold.kind != "number" or gold.amount is None or is_hedged(text):
+        return False
+    numbers = [Fraction(one.replace(",", "")) for one in _NUMBER.findall(text)]
+    return (
+        len(numbers) > 2 and 2 * gold.amount.value == sum(numbers) and gold.amount.value in numbers
+    )
+
+
+def _is_used(part: Part, parts: Sequence[Part]) -> bool:
+    """Whether a part calculates a number, or is one, from which the gold is calculated later."""
+    number = str(value_of(part.text))
+    used = [_NUMBER.findall(one.text) for one in parts if one.meets]
+    return any(len(numbers) > 1 and number in numbers for numbers in used)
 
 
 def _differs(part: Part, after: Part | None) -> bool:
@@ -188,6 +214,7 @@ def _other_expressions(gold: Gold, text: str, parts: Sequence[Part]) -> Rivals:
 MAX_HAN = 20  # characters of a name
 _COMPARED = re.compile(r"(?:\w+er|(?:more|less) \w+) than\b")
 _HAN_CLAUSE = re.compile("[\u7684\u662f\u5728\u4e86\u4e3a\u4e8e\u6709\u88ab\u56e0\u6240]")
+_REMARK = re.compile(rf"{ANAPHOR.pattern}|^\w+ed (?:in|on|at|by|as|from|for|to)\b", re.IGNORECASE)
 _DENIED = _TABLES.pattern("denied", re.IGNORECASE)
 _BOUND = re.compile(r"(?:between|from)\b.*\d\D+\d", re.IGNORECASE)
 NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d[\d.,/]*%?)+")
@@ -203,9 +230,9 @@ def is_rival(gold: Gold, part: Part, after: Part | None, amounts: Sequence[Quant
         return False
     if _is_label(gold, part, bare, after):
         return False
-    is_phrase = gold.kind == "words" and not gold.is_named and is_statement(gold.text)
-    has_phrases = gold.kind in ("words", "list") and not gold.is_named
-    is_clause = is_statement(bare) or (not has_phrases and has_verb(bare))
+    is_phrase = gold.kind == "words" and not gold.is_named and has_verb(gold.text)
+    is_remark = part.joint == "" and gold.is_named and _REMARK.search(bare) is not None
+    is_clause = has_verb(bare) or is_remark
     if is_clause and not (is_phrase or is_named(bare)):
         return False  # a sentence about the answer
     if any(meets(one, part.text) for one in gold.elements) or is_same(gold, bare, amounts):

@@ -42,12 +42,13 @@ _BESIDE = re.compile(rf"\s+(?:\w+\s+)?(?:and|or|to)\s+{MASK}")
 _HENCE = re.compile(rf"\s+(?:hence|thus)\s+{MASK}")
 _SET = re.compile(r"\b(?:all|the|these|both|his|her|their|its)\s+$", re.IGNORECASE)
 _CALCULATED = _TABLES.pattern("calculated", re.IGNORECASE)
-_ANAPHOR = _TABLES.pattern("anaphor", re.IGNORECASE)
+ANAPHOR = _TABLES.pattern("anaphor", re.IGNORECASE)
 _ARTICLE = re.compile(r"\W*(?:the|an?)\s+", re.IGNORECASE)
 _OPERAND = _TABLES.pattern("operand"), _TABLES.pattern("operator")
 _CLAUSE = re.compile(
     r"[.;!?\n()\[\]\u2014\u2013:]|,\s|\b(?:and|or|but|while|whereas|though)\b", re.I
 )
+_INSIDE = re.compile(r"of|the|and|for|la|le|v[ao]n|der|d[aei]l?|al")  # a name
 _STARTS = re.compile(r"(?:^|[.!?:;\n\"'(*#>|])\s*$")
 _ENDS = re.compile(r"[.,;:!?)\]\"'}]$")
 _INITIAL = re.compile(r"(?:\b[A-Z]|\b[JSDM]rs?|\bSt)\.$")
@@ -199,7 +200,7 @@ def _is_about_gold(gold: Gold, mention: Mention) -> bool:
     if MASK in rest:
         between = rest.partition(MASK)[2] if rest.find(MASK) < rest.find("@") else after
         return has_verb(f"N {between.partition(MASK)[0].partition('@')[0]} N")
-    return _ANAPHOR.search(rest) is not None and (gold.kind == "words" or has_verb(rest))
+    return ANAPHOR.search(rest) is not None and (gold.kind == "words" or has_verb(rest))
 
 
 def _is_noun(word: str) -> bool:
@@ -224,7 +225,7 @@ def _mentions(text: str, is_name: bool) -> Iterator[Mention]:
                 is_day = found[end][0].endswith(",") and not is_name and after < len(found)
                 if not (is_day and _YEAR.match(found[after][0])):
                     break
-            while is_name and after < len(found) and found[after][0] in FUNCTION_WORDS:
+            while is_name and after < len(found) and _INSIDE.fullmatch(found[after][0]):
                 after += 1
             if after == len(found) or not is_one(found[after][0], found[end][0]):
                 break
@@ -238,7 +239,8 @@ def _mentions(text: str, is_name: bool) -> Iterator[Mention]:
         begin = first.start() + inner.find(bare)
         while is_name and _STARTS.search(text[:begin]):
             word, _, rest = bare.partition(" ")
-            if not word or word.casefold() not in (FRAME | FUNCTION_WORDS if rest else _COMMON):
+            known = FRAME | FUNCTION_WORDS if rest else _COMMON
+            if not word or not (word.casefold() in known or OPENING.fullmatch(word)):
                 break
             begin, bare = begin + len(word) + 1, bare[len(word) + 1 :]
         if len(bare) > 1 or (bare and not is_name):

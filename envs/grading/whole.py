@@ -23,7 +23,7 @@ from agentenv.envs.grading.parts import (
     value_of,
     without_lead,
 )
-from agentenv.envs.grading.sentences import has_verb, is_hedged, is_statement
+from agentenv.envs.grading.sentences import has_verb
 from agentenv.envs.grading.text import (
     EQUALS,
     LEVELS,
@@ -41,7 +41,6 @@ from agentenv.envs.grading.text import (
 from agentenv.envs.grading.words import has_cjk, is_wordy
 
 _VARIABLES = re.compile(r"[A-Za-z]{1,3}(?![A-Za-z])|\([^()]*\)")
-_IN_DOLLARS = re.compile(r"([^\d$]*)\$([^$]+)\$([^\d$]*)")
 _SCORE = re.compile(r"\d+(?:-\d+)+")  # no difference
 _SUM_OF = re.compile(
     r"(?:the |a )?(?:sum|product|difference|quotient|ratio|average|mean|total) (?:of|between)\b",
@@ -76,11 +75,7 @@ def _cut(gold: Gold, text: str, whole: Part, level: int = 0) -> Iterator[Part]:
     is_clause = False
     for next_level in range(level, len(LEVELS)):
         own, cut = LEVELS[next_level]
-        is_clause = is_clause or (
-            cut in OF_A_SENTENCE
-            and (is_statement(text) or (whole.led and has_verb(text)))
-            and not is_named(text)
-        )
+        is_clause = is_clause or (cut in OF_A_SENTENCE and has_verb(text) and not is_named(text))
         head, _, tail = text.partition(",")
         if is_clause and own == "comma" and meets(gold, head):
             yield replace(whole, text=head, joint=whole.joint or own, meets=True)
@@ -116,10 +111,7 @@ def _is_worked_out(gold: Gold, text: str) -> bool:
     """Whether a text calculates the number: 5 + 8, or m + n = 5 + 8 = 13, for 13."""
     if gold.kind != "number" or gold.amount is None:
         return False
-    formula = _IN_DOLLARS.fullmatch(text)
-    if formula is not None and not is_hedged(formula[1] + formula[3]):
-        text = formula[2]
-    elif is_wordy(text) or _SCORE.fullmatch(text):
+    if is_wordy(text) or _SCORE.fullmatch(text):
         return False
     *names, last = (side.strip(" $") for side in EQUALS.split(text))
     if amount_of(clean(last)) is None:
