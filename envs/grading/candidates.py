@@ -42,7 +42,7 @@ from agentenv.envs.grading.parts import (
     value_of,
 )
 from agentenv.envs.grading.quantities import Quantity, unit_of
-from agentenv.envs.grading.sentences import has_verb, is_hedged
+from agentenv.envs.grading.sentences import has_verb, is_hedged, is_statement
 from agentenv.envs.grading.text import Tables, clean
 from agentenv.envs.grading.whole import parts_of
 from agentenv.envs.grading.words import has_cjk, is_wordy, tokens
@@ -155,9 +155,8 @@ def _adds_up(gold: Gold, text: str) -> bool:
     if gold.kind != "number" or gold.amount is None or is_hedged(text):
         return False
     numbers = [Fraction(one.replace(",", "")) for one in _NUMBER.findall(text)]
-    return (
-        len(numbers) > 2 and 2 * gold.amount.value == sum(numbers) and gold.amount.value in numbers
-    )
+    is_split_up = len(numbers) > 2 and numbers[0] == gold.amount.value == sum(numbers[1:])
+    return is_split_up and re.search(r"[(]|\bwhich\b", text) is not None and "/" not in text
 
 
 def _is_used(part: Part, parts: Sequence[Part]) -> bool:
@@ -230,9 +229,10 @@ def is_rival(gold: Gold, part: Part, after: Part | None, amounts: Sequence[Quant
         return False
     if _is_label(gold, part, bare, after):
         return False
-    is_phrase = gold.kind == "words" and not gold.is_named and has_verb(gold.text)
+    is_phrase = gold.kind == "words" and not gold.is_named and is_statement(gold.text)
     is_remark = part.joint == "" and gold.is_named and _REMARK.search(bare) is not None
-    is_clause = has_verb(bare) or is_remark
+    has_phrases = gold.kind in ("words", "list") and not gold.is_named
+    is_clause = is_statement(bare) if has_phrases else has_verb(bare) or is_remark
     if is_clause and not (is_phrase or is_named(bare)):
         return False  # a sentence about the answer
     if any(meets(one, part.text) for one in gold.elements) or is_same(gold, bare, amounts):

@@ -64,8 +64,14 @@ class Part(Struct, frozen=True):
 EDGE = " \t\n.,;:!?*_`\"'\u201c\u201d\u2018\u2019\u300c\u300d()[]<>~|#"
 OPENING = _TABLES.pattern("opening", re.IGNORECASE)
 FUNCTION_WORDS = _TABLES.words("function_words")
-_ORDINALS = {"first", "second", "last", "final"}
-_LEADS = ANSWERING - ASIDES - FUNCTION_WORDS - _ORDINALS | GUESSING
+# words that change what follows them: above 13
+_CHANGING = frozenset(
+    str.split(
+        "first second last final short above since more up out per via upon through far end all "
+        "both each every some others quite very fairly pretty enough"
+    )
+)
+_LEADS = ANSWERING - ASIDES - FUNCTION_WORDS - _CHANGING | GUESSING
 _LEAD = re.compile(Tables("phrases", answering="|".join(_LEADS)).text("lead"))
 _PRONOUN = _TABLES.pattern("pronoun", re.IGNORECASE)
 _OCCUPATION = re.compile(r"[a-z]{3,}(?:ist|er|or|ian|man|woman|ess|ician|smith|ant|ee|ary)s?")

@@ -25,6 +25,15 @@ _APPOSITION = _TABLES.pattern("apposition", re.DOTALL)
 _AMOUNT = _TABLES.pattern("amount")
 _DATE = re.compile(r"(?:\w+ )?\d{1,2},? \w+,? \d{4}|[A-Z]\w+ \d{1,2}, \d{4}")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
+_SURE = re.compile(
+    r",? (?:without (?:a |any )?doubt|of course|for sure|i (?:think|believe))$", re.I
+)
+_BEGINNING = re.compile(
+    r"(?:the|an?|one|there|all|both|each|no|some|many|most|it|s?he|they|th(?:is|at))\b"
+)
+_OF_A_NOUN = re.compile(
+    r"(?:^[Aa]n?|\ban?|\b[Tt]he)\s+(?:\w+ly\s+(?=\w+\s+(?!(?:to|in|by|at|on|from|for|the|an?)\b)))?\S+"
+)
 _COLON = re.compile(r"(?<=[a-z\d)]):\s+")
 
 
@@ -48,8 +57,16 @@ def has_verb(text: str) -> bool:
     return verb is not None and (len(words) > 2 or not verb[0].endswith("ed"))
 
 
+def is_statement(text: str) -> bool:
+    """Whether a text is a sentence: a subject, a verb; no phrase. The word after an article is no
+    verb: a uniformed officer, in a flowerbed."""
+    is_subject = not text[:1].islower() or _BEGINNING.match(text) is not None
+    return is_subject and has_verb(_OF_A_NOUN.sub("N", text))
+
+
 def states(found: str, wanted: str, same: Callable[[str], bool]) -> bool:
     """Whether `found` ends in, or names, a text that `same` accepts."""
+    found = _SURE.sub("", found)
     concluded = _CONCLUDED.fullmatch(found)
     if concluded is not None and not is_hedged(concluded[1]) and same(concluded[1]):
         return True

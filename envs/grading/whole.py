@@ -23,7 +23,7 @@ from agentenv.envs.grading.parts import (
     value_of,
     without_lead,
 )
-from agentenv.envs.grading.sentences import has_verb
+from agentenv.envs.grading.sentences import has_verb, is_statement
 from agentenv.envs.grading.text import (
     EQUALS,
     LEVELS,
@@ -75,7 +75,11 @@ def _cut(gold: Gold, text: str, whole: Part, level: int = 0) -> Iterator[Part]:
     is_clause = False
     for next_level in range(level, len(LEVELS)):
         own, cut = LEVELS[next_level]
-        is_clause = is_clause or (cut in OF_A_SENTENCE and has_verb(text) and not is_named(text))
+        is_clause = is_clause or (
+            cut in OF_A_SENTENCE
+            and (is_statement(text) or (whole.led and has_verb(text)))
+            and not is_named(text)
+        )
         head, _, tail = text.partition(",")
         if is_clause and own == "comma" and meets(gold, head):
             yield replace(whole, text=head, joint=whole.joint or own, meets=True)
