@@ -249,9 +249,8 @@ def _is_label(gold: Gold, part: Part, bare: str, after: Part | None) -> bool:
         return True  # the technique is
     label = re.sub(r"\s+(?:\d+|[a-z])$", "", bare.lower())
     leads = after is not None and after.joint in ("colon", "dash", "equals")
-    return (leads or part.is_first) and (
-        label in KINDS or (words[-1] in KINDS and not is_named(bare))
-    )
+    is_kind = words[-1] in KINDS and not is_named(bare) and (gold.is_named or gold.kind != "words")
+    return (leads or part.is_first) and (label in KINDS or is_kind)
 
 
 def _describes(gold: Gold, part: Part, bare: str) -> bool:
