@@ -64,35 +64,6 @@ class Part(Struct, frozen=True):
 EDGE = " \t\n.,;:!?*_`\"'\u201c\u201d\u2018\u2019\u300c\u300d()[]<>~|#"
 OPENING = _TABLES.pattern("opening", re.IGNORECASE)
 FUNCTION_WORDS = _TABLES.words("function_words")
-_LEADS = 30
-
-
-class Part(Struct, frozen=True):
-    """A text between two separators and how it is attached to the text before it (the first part:
-    to the text after it); `led` is whether a lead-in such as "it is" was removed."""
-
-    text: str
-    joint: Joint = ""
-    meets: bool = False
-    led: bool = False
-    is_first: bool = False
-
-    @property
-    def starts(self) -> bool:
-        """Whether nothing attaches it to its neighbor."""
-        return self.joint in ("", "or")
-
-
-EDGE = " \t\n.,;:!?*_`\"'\u201c\u201d\u2018\u2019\u300c\u300d()[]<>~|#"
-OPENING = _TABLES.pattern("opening", re.IGNORECASE)
-FUNCTION_WORDS = _TABLES.words("function_words")
-# words that change what follows them: above 13
-_CHANGING = frozenset(
-    str.split(
-        "only first second last final short above since more up out per via upon through far end all "
-        "both each every some others quite very fairly pretty enough"
-    )
-)
 _LEADS = (
     ANSWERING - ASIDES - FUNCTION_WORDS - _TABLES.words("changing")
     | GUESSING
