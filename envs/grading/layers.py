@@ -52,6 +52,7 @@ MAX_LINES = 4  # after an answer in a line of its own
 FORMULA_KINDS = ("number", "math", "list", "special", "words")
 
 _NOTE = re.compile(r"(?<=\S)\s*[(\uff08]([^()\uff08\uff09]{1,80})[)\uff09]")
+_LETTERS = re.compile(r"(?![A-J]{1,5}$)[^\W\d_]{3,}(?: [^\W\d_]{3,}){0,3}")  # no choice
 _CODE = re.compile(r"[A-Z]{1,4}[- ]?\d{1,4}[A-Z]?")
 _AUTHOR = re.compile(r"[\"*]?,?\s+by\s+[A-Z][\w.'-]*(?:\s+[A-Z][\w.'-]*){0,3}$")
 _DASHED = re.compile(r"\d+(?:-\d+)+")
@@ -226,6 +227,8 @@ def find(answer: str, gold: str, ordered: bool = False) -> Finding:
     answer = answer[:MAX_ANSWER_CHARS]
     answer = unfenced(answer) if "```" in answer else answer
     found, wanted = clean(answer), clean(gold)
+    if _LETTERS.fullmatch(gold) and answer.strip().casefold() == gold.casefold():
+        return Finding(True, "words")
     if not same_marks(answer, gold) or _DOUBLED.findall(answer) != _DOUBLED.findall(gold):
         return Finding(False, "identifier")
     if literal(gold) is not None and literal(answer) is not None:
