@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 from itertools import zip_longest
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from agentenv.envs.grading import dates, forms
 from agentenv.envs.grading.decoration import undecorated
 from agentenv.envs.grading.forms import truth, without_name
 from agentenv.envs.grading.frame import is_framed
 from agentenv.envs.grading.gold import Gold, meets
-from agentenv.envs.grading.mentions import is_same_time, restates, unexplained
-from agentenv.envs.grading.names import STATES, without_class
+from agentenv.envs.grading.mentions import ANAPHOR, is_same, restates, unexplained
+from agentenv.envs.grading.names import STATES
 from agentenv.envs.grading.parts import (
     ARTICLE,
     ASIDES,
@@ -30,7 +32,6 @@ from agentenv.envs.grading.parts import (
     OPENING,
     Part,
     amount_of,
-    is_conversion,
     is_expression,
     is_named,
     is_nationality,
@@ -40,7 +41,7 @@ from agentenv.envs.grading.parts import (
     is_role,
     value_of,
 )
-from agentenv.envs.grading.quantities import Quantity, quantity, same_quantity, unit_of
+from agentenv.envs.grading.quantities import Quantity, unit_of
 from agentenv.envs.grading.sentences import has_verb, is_hedged, is_statement
 from agentenv.envs.grading.text import Tables, clean
 from agentenv.envs.grading.whole import parts_of
@@ -57,6 +58,7 @@ class Rivals(Struct, frozen=True):
     unsure: tuple[str, ...] = ()
 
 
+_NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w])")
 _LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")
 _DOUBT = _TABLES.pattern("doubt", re.I)
 
@@ -120,15 +122,17 @@ def rivals_in(gold: Gold, text: str) -> Rivals:
     parts = parts_of(gold, text)
     if gold.kind == "choice":
         return _other_letters(gold, text, parts)
-    others = unexplained(gold, text, parts)
-    if others:
-        return Rivals(tuple(others))
-    if len(parts) < 2 and gold.kind != "date":
+    if any(part.meets and " " in part.text and is_named(part.text) for part in parts):
+        gold = replace(gold, is_named=gold.is_named or gold.kind == "words")
+    met = [amount_of(clean(part.text)) for part in parts if part.meets]
+    amounts = [amount for amount in (gold.amount, *met) if amount is not None]
+    if _adds_up(gold, text):
         return Rivals()
+    others = unexplained(gold, text, parts, amounts)
+    if others or (len(parts) < 2 and gold.kind != "date"):
+        return Rivals(tuple(others))
     if gold.kind == "math":
         return _other_expressions(gold, text, parts)
-    amounts = [amount_of(clean(part.text)) for part in parts if part.meets]
-    nearby = [amount for amount in amounts if amount is not None]
     found: list[str] = []
     is_aside = False
     for part, after in zip_longest(parts, parts[1:]):
@@ -139,9 +143,27 @@ def rivals_in(gold: Gold, text: str) -> Rivals:
         )
         if gold.kind == "number" and _differs(part, after):
             found.append(part.text)
-        if not (is_aside or part.meets) and is_rival(gold, part, after, nearby):
+        if not (is_aside or part.meets or _is_used(part, parts)) and is_rival(
+            gold, part, after, amounts
+        ):
             found.append(part.text)
     return Rivals(tuple(dict.fromkeys(found)))
+
+
+def _adds_up(gold: Gold, text: str) -> bool:
+    """Whether the numbers beside the gold are its parts: 13 (5 red, 8 green)."""
+    if gold.kind != "number" or gold.amount is None or is_hedged(text):
+        return False
+    numbers = [Fraction(one.replace(",", "")) for one in _NUMBER.findall(text)]
+    is_split_up = len(numbers) > 2 and numbers[0] == gold.amount.value == sum(numbers[1:])
+    return is_split_up and re.search(r"[(]|\bwhich\b", text) is not None and "/" not in text
+
+
+def _is_used(part: Part, parts: Sequence[Part]) -> bool:
+    """Whether a part calculates a number, or is one, from which the gold is calculated later."""
+    number = str(value_of(part.text))
+    used = [_NUMBER.findall(one.text) for one in parts if one.meets]
+    return any(len(numbers) > 1 and number in numbers for numbers in used)
 
 
 def _differs(part: Part, after: Part | None) -> bool:
@@ -188,20 +210,18 @@ def _other_expressions(gold: Gold, text: str, parts: Sequence[Part]) -> Rivals:
 # Parts beside the gold.
 
 
-MAX_PHRASE_WORDS = 4
 MAX_HAN = 20  # characters of a name
 _COMPARED = re.compile(r"(?:\w+er|(?:more|less) \w+) than\b")
 _HAN_CLAUSE = re.compile("[\u7684\u662f\u5728\u4e86\u4e3a\u4e8e\u6709\u88ab\u56e0\u6240]")
+_REMARK = re.compile(rf"{ANAPHOR.pattern}|^\w+ed (?:in|on|at|by|as|from|for|to)\b", re.IGNORECASE)
 _DENIED = _TABLES.pattern("denied", re.IGNORECASE)
 _BOUND = re.compile(r"(?:between|from)\b.*\d\D+\d", re.IGNORECASE)
 NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d[\d.,/]*%?)+")
 
 
-def is_rival(
-    gold: Gold, part: Part, after: Part | None = None, nearby: Sequence[Quantity] = ()
-) -> bool:
-    """Whether a part names a candidate other than the gold and the amounts `nearby` that are
-    the gold: all do that neither restate nor describe it."""
+def is_rival(gold: Gold, part: Part, after: Part | None, amounts: Sequence[Quantity]) -> bool:
+    """Whether a part names a candidate other than the gold, which is one of `amounts`: all do that
+    neither restate nor describe it."""
     bare = clean(part.text)
     if not bare or _DENIED.match(bare) or restates(gold, bare, part.joint):
         return False
@@ -210,11 +230,12 @@ def is_rival(
     if _is_label(gold, part, bare, after):
         return False
     is_phrase = gold.kind == "words" and not gold.is_named and is_statement(gold.text)
+    is_remark = part.joint == "" and gold.is_named and _REMARK.search(bare) is not None
     has_phrases = gold.kind in ("words", "list") and not gold.is_named
-    is_clause = is_statement(bare) or (not has_phrases and has_verb(bare))
+    is_clause = is_statement(bare) if has_phrases else has_verb(bare) or is_remark
     if is_clause and not (is_phrase or is_named(bare)):
         return False  # a sentence about the answer
-    if any(meets(one, part.text) for one in gold.elements) or _is_same(gold, bare, nearby):
+    if any(meets(one, part.text) for one in gold.elements) or is_same(gold, bare, amounts):
         return False
     return not _describes(gold, part, bare)
 
@@ -228,28 +249,8 @@ def _is_label(gold: Gold, part: Part, bare: str, after: Part | None) -> bool:
         return True  # the technique is
     label = re.sub(r"\s+(?:\d+|[a-z])$", "", bare.lower())
     leads = after is not None and after.joint in ("colon", "dash", "equals")
-    return (leads or part.is_first) and (
-        label in LABELS or (words[-1] in LABELS and not is_named(bare))
-    )
-
-
-def _is_same(gold: Gold, bare: str, nearby: Sequence[Quantity]) -> bool:
-    """Whether a part is the value of the gold in another unit, or more or less complete."""
-    if gold.kind in ("date", "time", "span"):
-        if gold.kind == "time" and dates.minutes(bare) is not None:
-            return dates.minutes(bare) == dates.minutes(gold.text)
-        year = quantity(bare)
-        is_year = year is not None and any(date[0] == year.value for date in dates.dates(gold.text))
-        return is_year or is_same_time(gold, bare)
-    amount = amount_of(without_class(without_name(bare))) if gold.amount else None
-    if gold.amount is None or amount is None:
-        return gold.amount is not None and gold.amount.value in {
-            date[0] for date in dates.dates(bare) if date[0]
-        }
-    return any(
-        same_quantity(amount, one) or is_conversion(amount, one, bare)
-        for one in (gold.amount, *nearby)
-    )
+    is_kind = words[-1] in LABELS and not is_named(bare) and (gold.is_named or gold.kind != "words")
+    return (leads or part.is_first) and (label in LABELS or is_kind)
 
 
 def _describes(gold: Gold, part: Part, bare: str) -> bool:

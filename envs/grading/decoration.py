@@ -10,7 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from agentenv.envs.grading.frame import ANSWERING
+from agentenv.envs.grading.parts import FUNCTION_WORDS
 from agentenv.envs.grading.quantities import unit_of
+from agentenv.envs.grading.sentences import is_denied
 from agentenv.envs.grading.text import Tables
 
 _TABLES = Tables("decoration")
@@ -20,13 +23,11 @@ _KINDS = {
 }
 _THING = re.compile(rf"\b{_TABLES.text('thing')}(?!\w)", re.IGNORECASE)
 _NAMING = _TABLES.pattern("naming", re.IGNORECASE)
-_DENYING = _TABLES.pattern("denying", re.IGNORECASE)
 _AMOUNT = _TABLES.pattern("amount", re.IGNORECASE)
-_OPENS = re.compile(rf"(?:{_TABLES.text('openers')})\b", re.IGNORECASE)
 _PLAIN = _TABLES.pattern("plain")
+_OPENING = _TABLES.pattern("opening")
 _SINGLE = re.compile(r"\b(?![aiI]\b)[A-Za-z]\b(?<!'[stdm])")
 _PIECE = re.compile(r"((?:[.!?;:,\n]+[\"'\u201d\u2019)]*(?=\s|$)|\n)\s*|$)")
-_QUESTION = _TABLES.pattern("question", re.IGNORECASE)
 _TAG = re.compile(r"<([A-Za-z][A-Za-z0-9]*)>")
 _ATTRIBUTES = re.compile(r"<([A-Za-z]\w*)((?:\s+[\w-]+\s*=\s*(?:\"[^\"<>]*\"|'[^'<>]*'))+)\s*/?>")
 _ATTRIBUTE = re.compile(r"([\w-]+)\s*=\s*(?:\"([^\"]*)\"|'([^']*)')")
@@ -35,8 +36,6 @@ _VOID = {"br", "hr", "p", "li", "td", "tr", "th", "item"}
 _MARK = re.compile(r"(?m)(?:^|;)\s*(\[\d{1,2}\]|[\u00b9\u00b2\u00b3\u2070-\u2079]|\u2020)\s*(.+)$")
 _CITATION = _TABLES.pattern("citation", re.IGNORECASE)
 _RUN = re.compile(r"(\s)\1{3,}")
-_BUT = re.compile(r"(?:but|yet|still|however)\b", re.I)
-_ALTHOUGH = re.compile(r"(?:although|though|while|unless|despite|even)\b", re.I)
 MIN_WORDS = 3  # of a clause; fewer may be a name
 
 
@@ -110,7 +109,7 @@ def _with_notes(text: str, holds: Callable[[str], bool]) -> str:
 
 
 def _without_clauses(text: str, holds: Callable[[str], bool]) -> str:
-    """The text without clauses of plain words and without a repetition of the question."""
+    """The text without clauses of plain words."""
     pieces = _PIECE.split(text)
     kept: list[str] = []
     is_before = True
@@ -119,12 +118,10 @@ def _without_clauses(text: str, holds: Callable[[str], bool]) -> str:
         is_gold = holds(piece)
         is_before = is_before and not is_gold
         starts = not kept or re.search(r"[.!?\n:,;]\s*$", kept[-1]) is not None
-        after = "".join(pieces[place + 2 :])
-        concedes = is_before and bool(_BUT.match(after) or _ALTHOUGH.match(piece))
-        is_plain = starts and not is_gold and (not is_before or after.strip() != "")
-        if is_plain and _is_clause(piece, end, is_before=is_before, concedes=concedes):
-            continue
-        kept.append(piece + end)
+        is_last = not "".join(pieces[place + 2 :]).strip()
+        is_plain = starts and not is_gold and not (is_before and is_last)
+        if not (is_plain and _is_clause(piece, end, is_before=is_before)):
+            kept.append(piece + end)
     return "".join(kept)
 
 
@@ -133,7 +130,7 @@ def _is_count(noun: str | None) -> bool:
     return noun is not None and unit_of(noun) is None
 
 
-def _is_clause(piece: str, end: str, *, is_before: bool, concedes: bool) -> bool:
+def _is_clause(piece: str, end: str, *, is_before: bool) -> bool:
     """Whether a piece of a text is a plain clause that names, doubts and denies nothing."""
     bare = piece.strip(" \"'\u201c\u201d()")
     if not bare or _NAMING.search(bare) or _SINGLE.search(bare):
@@ -141,10 +138,9 @@ def _is_clause(piece: str, end: str, *, is_before: bool, concedes: bool) -> bool
     amounts = [*_AMOUNT.finditer(bare)]
     if amounts and not (is_before and all(_is_count(one["noun"]) for one in amounts)):
         return False
-    if _DENYING.search(bare) and not concedes:
+    if is_denied(bare) or "?" in end or _PLAIN.fullmatch(bare) is None:
         return False
-    if "?" in end:
-        return _QUESTION.match(piece) is not None and not re.search(r"\d", bare)
-    if _PLAIN.fullmatch(bare) is None or _OPENS.match(bare) is None:
+    opener = re.split(r"[\W_]", bare.casefold())[0]
+    if opener not in ANSWERING | FUNCTION_WORDS and not _OPENING.match(bare):
         return False
     return len(bare.split()) >= MIN_WORDS or "!" in end

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from agentenv.envs.grading.text import Tables, unify
 
 _TABLES = Tables("frame")
-_ANSWERING = _TABLES.words("answering")
-_BEFORE_BUT = _ANSWERING | _TABLES.words("retracted")
-_JOINS = _TABLES.words("joining")
-_JOINING = _ANSWERING | _JOINS
-FRAME = _JOINING
+ANSWERING = _TABLES.words("answering")
+GUESSING = _TABLES.words("guessing")
+FRAME = ANSWERING | GUESSING | _TABLES.words("joining")
+_BEFORE_BUT = ANSWERING | _TABLES.words("retracted")
 MASK = "\0"  # in place of the gold
 _SURE = _TABLES.pattern("sure", re.IGNORECASE)
 _NUMBERED = _TABLES.pattern("numbered", re.IGNORECASE)
@@ -71,7 +70,7 @@ def is_framed(text: str, golds: Sequence[str], *, is_word: bool) -> bool:
     if len(parts) < 2 or not all(map(_PUNCTUATION.fullmatch, parts)):
         return False
     before, after = parts[0], " ".join(parts[1:])
-    is_word = is_word or {*golds[0].casefold().split()} <= _JOINING
+    is_word = is_word or {*golds[0].casefold().split()} <= FRAME
     if is_word and (
         not re.match(r"\W*$|\s*[^\w\s]", after) or _LETTERS.search(f"{before} {after}")
     ):
@@ -85,7 +84,7 @@ def is_framed(text: str, golds: Sequence[str], *, is_word: bool) -> bool:
         return False
     *rejected, before = _BUT.split(before)
     is_left = {*_words(" ".join(rejected))} <= _BEFORE_BUT
-    return is_left and {*_words(f"{before} {after}")} <= _ANSWERING
+    return is_left and {*_words(f"{before} {after}")} <= ANSWERING
 
 
 def _words(text: str) -> list[str]:

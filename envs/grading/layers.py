@@ -8,9 +8,11 @@ string -> choice letters -> ranges and bounds -> yes and no -> numbers and units
 from __future__ import annotations
 
 import importlib
+import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 from msgspec import Struct
 
@@ -49,9 +51,7 @@ ONE_ANSWER = "one answer"  # the layer of an answer that names several candidate
 MAX_LINES = 4  # after an answer in a line of its own
 FORMULA_KINDS = ("number", "math", "list", "special", "words")
 
-_NOTE = re.compile(
-    r"(.*\S)(?:\s+|(?<=[\u4e00-\u9fff]))\(([^()]{1,80})\)|(.*\S)\uff08([^()\uff08\uff09]{1,80})\uff09"
-)
+_NOTE = re.compile(r"(?<=\S)\s*[(\uff08]([^()\uff08\uff09]{1,80})[)\uff09]")
 _LETTERS = re.compile(r"(?![A-J]{1,5}$)[^\W\d_]{3,}(?: [^\W\d_]{3,}){0,3}")  # no choice
 _CODE = re.compile(r"[A-Z]{1,4}[- ]?\d{1,4}[A-Z]?")
 _AUTHOR = re.compile(r"[\"*]?,?\s+by\s+[A-Z][\w.'-]*(?:\s+[A-Z][\w.'-]*){0,3}$")
@@ -65,7 +65,6 @@ _VECTORS = re.compile(  # products that do not commute
     rf"{_VECTOR}\s*(?:\\cdot|\\times)?\s*(?:{_VECTOR}|[A-Z](?![a-z]))|[A-Z]\s*{_VECTOR}"
 )
 _BASE = re.compile(r"([0-9A-Z]+)\s*_\s*\{?\s*(\w+)\s*\}?")
-_INNER_NOTE = re.compile(r"\(([^()]{1,80})\)")
 
 
 def _load() -> None:
@@ -323,22 +322,14 @@ def _agree(answer: str, gold: str, ordered: bool = False) -> tuple[bool | None, 
 
 def _with_notes(found: str, wanted: str, same: Same) -> bool:
     """Whether they agree without a note in brackets: 72 (seventy-two), 5 ft (1.5 m) long."""
-    for one, other in ((found, wanted), (wanted, found)):
-        note = _NOTE.fullmatch(one)
-        if note is None or is_denied(note[2] or note[4]) or forms.is_choice(other):
-            continue
-        body, note_text = note[1] or note[3], note[2] or note[4]
-        if any(same(text, other) for text in ((body, note_text)[: 1 + (one is wanted)])):
-            return True
-    inner = _INNER_NOTE.search(found), _INNER_NOTE.search(wanted)
-    if (inner[0] is None and inner[1] is None) or (
-        inner[0] and inner[1] and not same(inner[0][1], inner[1][1])
-    ):
+    notes = [_NOTE.findall(text) for text in (found, wanted)]
+    if not any(notes) or any(map(is_denied, notes[0] + notes[1])):
         return False
-    if any(note is not None and is_denied(note[1]) for note in inner):
+    if all(notes) and not same(notes[0][0], notes[1][0]):
         return False
-    bare = [" ".join(_INNER_NOTE.sub(" ", text).split()) for text in (found, wanted)]
-    return all(bare) and same(*bare) is True
+    bare = [" ".join(_NOTE.sub(" ", text).split()) for text in (found, wanted)]
+    is_note = not forms.is_choice(found) and any(same(found, note) for note in notes[1])
+    return is_note or same(*bare) is True
 
 
 def _by_lines(answer: str, wanted: str, same: Same) -> bool:
@@ -422,24 +413,26 @@ def _choice(found: str, wanted: str) -> bool | None:
 def _span(found: str, wanted: str) -> tuple[bool | None, str] | None:
     """The comparison of ranges, of bounds and of periods of years."""
     periods = dates.period(wanted), dates.period(found)
-    if periods[0] is not None and periods[1] is not None:
-        return periods[0] == periods[1], "period"
-    if periods != (None, None) and _is_bare(wanted if periods[0] is None else found):
+    if periods.count(None) == 1 and _is_bare(wanted if periods[0] is None else found):
         return False, "period"  # a decade is no year
-    bounds = dates.bound(wanted), dates.bound(found)
-    if bounds[0] is not None and bounds[1] is not None:
-        is_same = bounds[0][0] == bounds[1][0]
-        return (is_same and _compare(bounds[1][1], bounds[0][1])[0] is True), "bound"
-    days = dates.days(wanted), dates.days(found)
-    if days[0] is not None and days[1] is not None:
-        return dates.same_days(days[1], days[0]), "range of dates"
-    ends = dates.span(wanted), dates.span(found)
-    if ends[0] is not None and ends[1] is not None:
-        return dates.same_span(ends[1], ends[0]), "range"
-    rates = dates.frequency(wanted), dates.frequency(found)
-    if rates[0] is not None and rates[1] is not None:
-        return rates[0] == rates[1], "frequency"
+    for layer, read, same in _SPANS:
+        mine, other = read(wanted), read(found)
+        if mine is not None and other is not None:
+            return same(other, mine), layer
     return None
+
+
+def _same_bound(one: tuple[str, str], other: tuple[str, str]) -> bool:
+    return one[0] == other[0] and _compare(one[1], other[1])[0] is True
+
+
+_SPANS: tuple[tuple[str, Callable[[str], Any], Callable[[Any, Any], bool]], ...] = (
+    ("period", dates.period, operator.eq),
+    ("bound", dates.bound, _same_bound),
+    ("range of dates", dates.days, dates.same_days),
+    ("range", dates.span, dates.same_span),
+    ("frequency", dates.frequency, operator.eq),
+)
 
 
 def _is_bare(text: str) -> bool:

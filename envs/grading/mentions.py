@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from msgspec import Struct
 
 from agentenv.envs.grading import dates
-from agentenv.envs.grading.forms import truth
+from agentenv.envs.grading.forms import truth, without_name
 from agentenv.envs.grading.frame import FRAME, MASK, masked
 from agentenv.envs.grading.gold import Gold, meets
+from agentenv.envs.grading.names import without_class
 from agentenv.envs.grading.parts import (
     ASIDES,
     EDGE,
@@ -41,13 +42,13 @@ _BESIDE = re.compile(rf"\s+(?:\w+\s+)?(?:and|or|to)\s+{MASK}")
 _HENCE = re.compile(rf"\s+(?:hence|thus)\s+{MASK}")
 _SET = re.compile(r"\b(?:all|the|these|both|his|her|their|its)\s+$", re.IGNORECASE)
 _CALCULATED = _TABLES.pattern("calculated", re.IGNORECASE)
-_ANAPHOR = _TABLES.pattern("anaphor", re.IGNORECASE)
+ANAPHOR = _TABLES.pattern("anaphor", re.IGNORECASE)
 _ARTICLE = re.compile(r"\W*(?:the|an?)\s+", re.IGNORECASE)
 _OPERAND = _TABLES.pattern("operand"), _TABLES.pattern("operator")
-_INSIDE_A_NAME = _TABLES.words("inside_a_name")
 _CLAUSE = re.compile(
     r"[.;!?\n()\[\]\u2014\u2013:]|,\s|\b(?:and|or|but|while|whereas|though)\b", re.I
 )
+_INSIDE = re.compile(r"of|the|and|for|la|le|v[ao]n|der|d[aei]l?|al")  # a name
 _STARTS = re.compile(r"(?:^|[.!?:;\n\"'(*#>|])\s*$")
 _ENDS = re.compile(r"[.,;:!?)\]\"'}]$")
 _INITIAL = re.compile(r"(?:\b[A-Z]|\b[JSDM]rs?|\bSt)\.$")
@@ -61,7 +62,7 @@ _TRUTH = re.compile(
 )
 _JOINTS: dict[str, Joint] = {"(": "bracket", ",": "comma", "-": "dash", ":": "colon"}
 MAX_WORDS_OF_AMOUNT = 5
-_COMMON = FRAME | LABELS | ASIDES | FUNCTION_WORDS | _INSIDE_A_NAME
+_COMMON = FRAME | LABELS | ASIDES | FUNCTION_WORDS
 
 
 class Mention(Struct, frozen=True):
@@ -83,8 +84,11 @@ class Mention(Struct, frozen=True):
         return match[1] if match is not None else ""
 
 
-def unexplained(gold: Gold, text: str, parts: Sequence[Part]) -> list[str]:
-    """The mentions in a text of these parts, which names the gold, that nothing explains."""
+def unexplained(
+    gold: Gold, text: str, parts: Sequence[Part], amounts: Sequence[Quantity]
+) -> list[str]:
+    """The mentions in a text of these parts, which names the gold as one of `amounts`, that nothing
+    explains."""
     if gold.kind == "truth":
         truths = {truth(word) for word in _TRUTH.findall(text)}
         return [text] if truths - {None, truth(gold.text)} else []
@@ -95,45 +99,52 @@ def unexplained(gold: Gold, text: str, parts: Sequence[Part]) -> list[str]:
     bare = [one if one in text else whole for whole in met for one in [clean(whole)]]
     bare = [one for one in bare if not is_name or f"{gold.text}, " not in one]
     hidden = masked(text, (*gold.forms, *bare)) if is_name or len(met) < len(parts) else ""
-    same = [amount for amount in (gold.amount, *map(amount_of, map(clean, met))) if amount]
     found, start = [], 0
     for one in _mentions(hidden, is_name):
-        end = _end_of_same(gold, one, same)
-        start = max(start, end)
+        start = max(start, _end_of_same(gold, one, amounts))
         if len(one.before) >= start and not _is_explained(gold, one):
             found.append(one.text)
     return found
 
 
-def _end_of_same(gold: Gold, mention: Mention, same: list[Quantity]) -> int:
+def _end_of_same(gold: Gold, mention: Mention, amounts: Sequence[Quantity]) -> int:
     """The end of a mention that is the gold, a part of it, the same amount in another unit, or
     of another kind; 0 for another value."""
     bare, end = clean(mention.text), len(mention.before) + len(mention.text)
     if not bare or meets(gold, bare) or restates(gold, bare, ""):
         return end
-    when = dates.dates(bare)
     if gold.kind in ("date", "time"):
         words = bare.split()
         tails = [" ".join(words[count:]) for count in range(len(words))]
-        return 0 if any(_is_another_time(gold, tail) for tail in tails) else end
-    if gold.kind != "number":
-        return 0  # a name
-    if when:
-        return end if {date[0] for date in when} & {0, same[0].value} else 0
+        return 0 if any(_is_time(tail) and not is_same(gold, tail) for tail in tails) else end
     words = mention.after.split(None, MAX_WORDS_OF_AMOUNT)[:MAX_WORDS_OF_AMOUNT]
-    for count in range(len(words), -1, -1):
+    for count in range(len(words), -1, -1) if gold.kind == "number" else ():
         whole = clean(" ".join([mention.text, *words[:count]]).rstrip(EDGE))
-        amount = amount_of(whole)
-        if amount is not None and any(
-            same_quantity(amount, one) or is_conversion(amount, one, whole) for one in same
-        ):
+        if is_same(gold, whole, amounts):
             return end + len(" ".join(words[:count]))
     return 0
 
 
-def _is_another_time(gold: Gold, text: str) -> bool:
-    is_when = dates.dates(text) or dates.minutes(text) is not None or _YEAR.fullmatch(text)
-    return bool(is_when) and not is_same_time(gold, text)
+def _is_time(text: str) -> bool:
+    is_when = dates.dates(text) or dates.minutes(text) is not None
+    return bool(is_when) or _YEAR.fullmatch(text) is not None
+
+
+def is_same(gold: Gold, bare: str, amounts: Sequence[Quantity] = ()) -> bool:
+    """Whether a text is the gold, more or less complete, or one of `amounts` in another unit."""
+    when = dates.dates(bare)
+    if gold.kind in ("date", "time", "span"):
+        if gold.kind == "time" and dates.minutes(bare) is not None:
+            return dates.minutes(bare) == dates.minutes(gold.text)
+        mine, year = dates.dates(gold.text), quantity(bare)
+        is_year = year is not None and any(date[0] == year.value for date in mine)
+        return is_year or any(_compatible(one, other) for one in when for other in mine)
+    if gold.amount is None or when:
+        return gold.amount is not None and bool({date[0] for date in when} & {0, gold.amount.value})
+    amount = amount_of(without_class(without_name(bare)))
+    return amount is not None and any(
+        same_quantity(amount, one) or is_conversion(amount, one, bare) for one in amounts
+    )
 
 
 def _is_explained(gold: Gold, mention: Mention) -> bool:
@@ -189,7 +200,7 @@ def _is_about_gold(gold: Gold, mention: Mention) -> bool:
     if MASK in rest:
         between = rest.partition(MASK)[2] if rest.find(MASK) < rest.find("@") else after
         return has_verb(f"N {between.partition(MASK)[0].partition('@')[0]} N")
-    return _ANAPHOR.search(rest) is not None and (gold.kind == "words" or has_verb(rest))
+    return ANAPHOR.search(rest) is not None and (gold.kind == "words" or has_verb(rest))
 
 
 def _is_noun(word: str) -> bool:
@@ -214,7 +225,7 @@ def _mentions(text: str, is_name: bool) -> Iterator[Mention]:
                 is_day = found[end][0].endswith(",") and not is_name and after < len(found)
                 if not (is_day and _YEAR.match(found[after][0])):
                     break
-            while is_name and after < len(found) and found[after][0] in _INSIDE_A_NAME:
+            while is_name and after < len(found) and _INSIDE.fullmatch(found[after][0]):
                 after += 1
             if after == len(found) or not is_one(found[after][0], found[end][0]):
                 break
@@ -228,7 +239,8 @@ def _mentions(text: str, is_name: bool) -> Iterator[Mention]:
         begin = first.start() + inner.find(bare)
         while is_name and _STARTS.search(text[:begin]):
             word, _, rest = bare.partition(" ")
-            if not word or word.casefold() not in (FRAME | _INSIDE_A_NAME if rest else _COMMON):
+            known = FRAME | FUNCTION_WORDS if rest else _COMMON
+            if not word or not (word.casefold() in known or OPENING.fullmatch(word)):
                 break
             begin, bare = begin + len(word) + 1, bare[len(word) + 1 :]
         if len(bare) > 1 or (bare and not is_name):
@@ -253,11 +265,6 @@ def _is_numeric(token: str, before: str) -> bool:
             or re.match(r"d?frac\W*\d", word) is not None
         )
     )
-
-
-def is_same_time(gold: Gold, bare: str) -> bool:
-    mine = dates.dates(gold.text)
-    return any(_compatible(one, other) for one in dates.dates(bare) for other in mine)
 
 
 def restates(gold: Gold, bare: str, joint: Joint) -> bool:

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from agentenv.envs.grading import dates
 from agentenv.envs.grading.forms import truth
+from agentenv.envs.grading.frame import ANSWERING, GUESSING
 from agentenv.envs.grading.names import STATES, country_of, is_titled, provinces
 from agentenv.envs.grading.numbers import leading_number, words_as_digits
 from agentenv.envs.grading.quantities import Quantity, quantity, unit_of
@@ -28,11 +29,10 @@ from agentenv.envs.grading.text import (
 )
 from agentenv.envs.grading.words import has_cjk, is_wordy, tokens
 
-_PHRASE_TABLES = Tables("phrases")
-LABELS, ASIDES, _NOTES = (frozenset(_PHRASE_TABLES[name]) for name in ("labels", "asides", "notes"))
-_PROVINCES = frozenset(_PHRASE_TABLES["provinces"]) | provinces("GB", "CA", "AU", "IN")
+_TABLES = Tables("phrases")
+LABELS, ASIDES, _NOTES = (frozenset(_TABLES[name]) for name in ("labels", "asides", "notes"))
+_PROVINCES = frozenset(_TABLES["provinces"]) | provinces("GB", "CA", "AU", "IN")
 _STATES = frozenset(map(str.lower, STATES.values()))
-_CONTINENTS = frozenset(_PHRASE_TABLES["continents"])
 
 
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -43,6 +43,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 }
 _PERCENT = (("percent", 1),)
 MAX_SUM_CHARS = 60
+MAX_LEADS = 30
 
 
 class Part(Struct, frozen=True):
@@ -62,30 +63,32 @@ class Part(Struct, frozen=True):
 
 
 EDGE = " \t\n.,;:!?*_`\"'\u201c\u201d\u2018\u2019\u300c\u300d()[]<>~|#"
-_LEAD = _PHRASE_TABLES.pattern("lead", re.IGNORECASE)
-OPENING = _PHRASE_TABLES.pattern("opening", re.IGNORECASE)
-_SMALL = _PHRASE_TABLES.words("small")
-FUNCTION_WORDS = _PHRASE_TABLES.words("function_words")
+OPENING = _TABLES.pattern("opening", re.IGNORECASE)
+FUNCTION_WORDS = _TABLES.words("function_words")
+_LEADS = (
+    ANSWERING - ASIDES - FUNCTION_WORDS - _TABLES.words("changing")
+    | GUESSING
+    | {"that", "which", "who"}
+)
+_LEAD = re.compile(Tables("phrases", answering="|".join(_LEADS)).text("lead"))
+_PRONOUN = _TABLES.pattern("pronoun", re.IGNORECASE)
 _OCCUPATION = re.compile(r"[a-z]{3,}(?:ist|er|or|ian|man|woman|ess|ician|smith|ant|ee|ary)s?")
 _NATIONAL = re.compile(r"(?:^|-)[A-Z][a-z]+(?:ish|ese|ian|ean|ican|ch)$")
 ARTICLE = re.compile(r"^(?:an?|the|one of)\s+", re.IGNORECASE)
 _CAPITAL = re.compile(r"[A-Z][a-z]+")
-_COUNTED = _PHRASE_TABLES.words("counted")
 FORMULA = re.compile(r"(?:[A-Z][a-z]?\d*){1,4}")  # of a substance
 
 
-def without_lead(text: str, *, is_truth: bool = False) -> tuple[str, bool]:
-    """A part without "or perhaps", "option 2:" and the like, and whether "it is" led to it."""
-    led = False
-    for _ in range(6):
-        match = _LEAD.match(text, 0, len(text.partition("\n")[0]))
-        if match is None or match.end() >= len(text):
+def without_lead(text: str, gold: str, *, is_truth: bool = False) -> tuple[str, bool]:
+    """A part without "or perhaps", "option 2:" and the like, unless the gold begins so, and whether
+    "it is" led to it."""
+    start, end, lower = 0, len(text.partition("\n")[0]), text.lower()  # letters are compared faster
+    for _ in range(MAX_LEADS):
+        match = None if text.startswith(gold, start) else _LEAD.match(lower, start, end)
+        if match is None or (is_truth and truth(match[0].strip(" ,\n\r\t")) is not None):
             break
-        if is_truth and truth(match[0].strip(" ,\n\r\t")) is not None:
-            break
-        led = led or match["pronoun"] is not None  # it is, it is now
-        text = text[match.end() :]
-    return text, led
+        start = match.end()
+    return text[start:], start > 0 and _PRONOUN.search(text[:start]) is not None
 
 
 def is_range(text: str) -> bool:
@@ -109,7 +112,7 @@ def amount_of(text: str) -> Quantity | None:
     if in_small is not None and not in_small.words:  # 26 Kilometers
         return in_small
     capitals = [word for word in _CAPITAL.findall(text) if not _is_number_or_unit(word)]
-    if not capitals or capitals[-1].lower() in _COUNTED or has_cjk(text):
+    if not capitals or has_cjk(text):
         return amount
     return None
 
@@ -155,7 +158,7 @@ def trimmed(text: str) -> str:
 def is_named(text: str) -> bool:
     """Whether every content word begins with a capital or a digit."""
     words = [word.strip(EDGE) for word in re.split(r"[\s/-]+", text)]
-    kept = [word for word in words if word and word.lower() not in _SMALL | FUNCTION_WORDS]
+    kept = [word for word in words if word and word.lower() not in FUNCTION_WORDS]
     if not kept or has_cjk(text) or "\\" in text:
         return False
     return all(not word[0].islower() for word in kept) and any(
@@ -224,13 +227,9 @@ def is_conversion(one: Quantity, other: Quantity, text: str) -> bool:
 
 
 def rank_of(text: str) -> int:
-    """0 for a place, 1 for a state, 2 for a country, 3 for a continent."""
+    """0 for a place, 1 for a state, 2 for a country."""
     name = " ".join(tokens(text))
-    if name in _PROVINCES:
-        return 1
-    if country_of(text):
-        return 2
-    return 1 if name in _STATES else 3 if name in _CONTINENTS else 0
+    return 1 if name in _PROVINCES else 2 if country_of(text) else int(name in _STATES)
 
 
 def is_of_place(bare: str, rank: int, part: Part) -> bool:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+
+from msgspec.structs import replace
 
 from agentenv.envs.grading import dates
 from agentenv.envs.grading.gold import Gold, meets
@@ -20,7 +23,7 @@ from agentenv.envs.grading.parts import (
     value_of,
     without_lead,
 )
-from agentenv.envs.grading.sentences import has_verb, is_hedged, is_statement
+from agentenv.envs.grading.sentences import has_verb, is_statement
 from agentenv.envs.grading.text import (
     EQUALS,
     LEVELS,
@@ -38,7 +41,6 @@ from agentenv.envs.grading.text import (
 from agentenv.envs.grading.words import has_cjk, is_wordy
 
 _VARIABLES = re.compile(r"[A-Za-z]{1,3}(?![A-Za-z])|\([^()]*\)")
-_IN_DOLLARS = re.compile(r"([^\d$]*)\$([^$]+)\$([^\d$]*)")
 _SCORE = re.compile(r"\d+(?:-\d+)+")  # no difference
 _SUM_OF = re.compile(
     r"(?:the |a )?(?:sum|product|difference|quotient|ratio|average|mean|total) (?:of|between)\b",
@@ -49,92 +51,71 @@ MAX_PARTS = 120
 
 def parts_of(gold: Gold, text: str) -> list[Part]:
     """The text cut until each part is the gold or contains no separator."""
-    found: list[Part] = []
     pieces = labels(text) if gold.kind != "math" else [text]
-    joint: Joint = "" if len(pieces) < 2 else "or"
-    for piece in pieces:
-        _cut(gold, piece, joint, 0, found, is_first=len(pieces) < 2)
-    return found[:MAX_PARTS]
+    whole = Part("", is_first=True) if len(pieces) < 2 else Part("", "or")
+    cut = chain.from_iterable(_cut(gold, piece, whole) for piece in pieces)
+    return list(islice(cut, MAX_PARTS))
 
 
-def _cut(
-    gold: Gold,
-    text: str,
-    joint: Joint,
-    level: int,
-    found: list[Part],
-    *,
-    led: bool = False,
-    is_first: bool = False,
-) -> None:
+def _cut(gold: Gold, text: str, whole: Part, level: int = 0) -> Iterator[Part]:
+    """The parts of a text that is attached to its neighbors as `whole` is."""
     text = trimmed(text)
     if not meets(gold, text):
-        bare, has_lead = without_lead(text, is_truth=gold.kind == "truth")
+        bare, is_led = without_lead(text, gold.text, is_truth=gold.kind == "truth")
         lead = text[: len(text) - len(bare)].strip(" ,.:;-")
         if not lead or not meets(gold, lead):  # "OK" may be the gold
-            text, led = bare, led or has_lead
-    if not text.strip(EDGE) or len(found) > MAX_PARTS:
+            text, whole = bare, replace(whole, led=whole.led or is_led)
+    if not text.strip(EDGE):
         return
-    if meets(gold, text) or _is_worked_out(gold, text):
-        found.append(Part(text, joint, meets=True, led=led, is_first=is_first))
-        return
-    if gold.kind == "number" and (is_compound(text) or _SUM_OF.match(text)):
-        found.append(Part(text, joint, led=led, is_first=is_first))
-        return
-    if level > 3 and BETWEEN.match(text) and is_range(text):
-        found.append(Part(text, joint, led=led, is_first=is_first))
+    is_gold = meets(gold, text) or _is_worked_out(gold, text)
+    is_sum = gold.kind == "number" and (is_compound(text) or _SUM_OF.match(text))
+    if is_gold or is_sum or (level > 3 and BETWEEN.match(text) and is_range(text)):
+        yield replace(whole, text=text, meets=is_gold)
         return
     is_clause = False
     for next_level in range(level, len(LEVELS)):
         own, cut = LEVELS[next_level]
         is_clause = is_clause or (
             cut in OF_A_SENTENCE
-            and (is_statement(text) or (led and has_verb(text)))
+            and (is_statement(text) or (whole.led and has_verb(text)))
             and not is_named(text)
         )
-        if is_clause and own == "comma" and meets(gold, text.partition(",")[0]):
-            head, _, tail = text.partition(",")
-            found.append(Part(head, joint or own, meets=True, led=led, is_first=is_first))
-            bare, has_lead = without_lead(tail.strip())
-            if has_lead and not has_verb(bare):  # which is 14
-                _cut(gold, bare, own, next_level, found, led=True)
+        head, _, tail = text.partition(",")
+        if is_clause and own == "comma" and meets(gold, head):
+            yield replace(whole, text=head, joint=whole.joint or own, meets=True)
+            bare, is_led = without_lead(tail.strip(), gold.text)
+            if is_led and not has_verb(bare):  # which is 14
+                yield from _cut(gold, bare, Part("", own, led=True), next_level)
             else:
-                found.append(Part(tail.strip(), own, led=True))
+                yield Part(tail.strip(), own, led=True)
             return
         if not _may_cut(gold, cut, own, text) or (is_clause and cut in OF_A_CLAUSE):
             continue
-        pieces = [piece for piece in cut(text) if piece and piece.strip(EDGE)]
+        pieces = [piece for piece in cut(text) if piece.strip(EDGE)]
         if len(pieces) < 2:
             text = trimmed(pieces[0]) if pieces else text
             continue
         if own == "equals" and not _is_derivation(gold, pieces):
             own = ""
+        is_led = whole.led
         if is_clause and own not in ("", "alias"):
-            pieces, led = [pieces[0], pieces[-1]], True
+            pieces, is_led = [pieces[0], pieces[-1]], True
+        joint = whole.joint if whole.joint != "or" or own == "or" else ""  # the first is a part
+        is_first = whole.is_first and own not in ("", "or")  # the next part is attached to it
+        first = Part("", joint or (own if whole.is_first else ""), led=is_led, is_first=is_first)
+        rest = Part("", own, led=is_led and is_clause)
         for place, piece in enumerate(pieces):
-            leads = place == 0 and own not in ("", "or")  # the next part is attached to it
-            whole = joint if joint != "or" or own == "or" else ""  # the first is only a part
-            _cut(
-                gold,
-                piece,
-                (whole if whole or not is_first else own) if place == 0 else own,
-                next_level + (cut is LEVELS[-1][1]),
-                found,
-                led=led and (place == 0 or is_clause),
-                is_first=is_first and leads,
-            )
+            step = cut is LEVELS[-1][1]
+            yield from _cut(gold, piece, rest if place else first, next_level + step)
         return
-    found.append(Part(text, joint, led=led, is_first=is_first))
+    yield replace(whole, text=text)
 
 
 def _is_worked_out(gold: Gold, text: str) -> bool:
     """Whether a text calculates the number: 5 + 8, or m + n = 5 + 8 = 13, for 13."""
     if gold.kind != "number" or gold.amount is None:
         return False
-    formula = _IN_DOLLARS.fullmatch(text)
-    if formula is not None and not is_hedged(formula[1] + formula[3]):
-        text = formula[2]
-    elif is_wordy(text) or _SCORE.fullmatch(text):
+    if is_wordy(text) or _SCORE.fullmatch(text):
         return False
     *names, last = (side.strip(" $") for side in EQUALS.split(text))
     if amount_of(clean(last)) is None:

@@ -453,7 +453,7 @@ async def test_further_words_about_one_answer_leave_it_right() -> None:
         for gold, answer in good_forms()
         if not (await matcher.verdict("", answer, [gold])).right
     ]
-    assert len(refused) <= 0.02 * len(good_forms()), refused  # sums of several numbers
+    assert not refused
 
 
 ABOUT = {  # remarks about an answer, by kind
