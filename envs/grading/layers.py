@@ -71,8 +71,7 @@ _INNER_NOTE = re.compile(r"\(([^()]{1,80})\)")
 def _load() -> None:
     """Imports that take a second, now rather than on the event loop with the first answer."""
     quantities.load()
-    for name in ("cn2an", "dateutil.parser"):
-        importlib.import_module(name)
+    importlib.import_module("cn2an")
 
 
 class Layered:
