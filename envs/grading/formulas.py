@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import importlib
 import re
-from fractions import Fraction
-from itertools import pairwise
 from typing import Any
 
-from agentenv.envs.grading.numbers import as_number, words_as_digits
+from agentenv.envs.grading.numbers import words_as_digits
 from agentenv.envs.grading.quantities import Unit, quantity
 from agentenv.envs.grading.text import Tables
 
@@ -61,7 +59,7 @@ def formula(text: str) -> str:
         return text
     text = _from_words(_from_python(text))
     text = _RATIO.sub(r"\\frac{\1}{\2}", _in_radians(_with_base(text)))
-    return interval(vector(expanded(text))).strip()
+    return condition(vector(expanded(text))).strip()
 
 
 # Python, words.
@@ -160,109 +158,29 @@ def expanded(text: str) -> str:
     )
 
 
-# Inequalities and sets of numbers, as intervals.
+# Inequalities and sets of numbers.
 
-_SIGN = _FORMULA_TABLES.text("sign")
-_NAME = _FORMULA_TABLES.text("name")
-_BUILDER = _FORMULA_TABLES.pattern("builder")
-_ALL = _FORMULA_TABLES.pattern("all", re.IGNORECASE)
-_FRENCH = re.compile(r"(?<![\w)])([\]\[])([^\[\](){},;]+[,;][^\[\](){},;]+)([\]\[])")  # ]2, 3[
-_LITERAL = _FORMULA_TABLES.pattern("literal")
-_EVERY = re.compile(rf"^(?:for )?(?:all|any|every) (?={_NAME}\s*{_SIGN})")
-_MEMBER = re.compile(rf"({_NAME})\s*\\in\s*(.+)")
-_VALUE = rf"(?:(?!{_SIGN}).)+?"
-_COMPARED = re.compile(  # 1 < x < 3, x > 2, > 2, 2 < x
-    rf"(?:(?P<low>{_VALUE})\s*(?P<first>{_SIGN})\s*(?={_NAME}))??(?:{_NAME}\s*)?"
-    rf"(?:(?P<second>{_SIGN})\s*(?P<high>{_VALUE}))?"
-)
-_NOT_EQUAL = re.compile(rf"({_NAME})\s*\\ne\s*(.+)")
-_EXCEPT = _FORMULA_TABLES.pattern("except", re.IGNORECASE)
-_BETWEEN = _FORMULA_TABLES.pattern("between", re.IGNORECASE)
-_UNION = re.compile(r"\s*(?:\\cup|\\lor|\\vee|\bor\b|\\text\s*\{\s*or\s*\})\s*", re.IGNORECASE)
-_BOTH = re.compile(r"\s*(?:\\land|\\wedge|\band\b|\\text\s*\{\s*and\s*\})\s*", re.IGNORECASE)
-_PROSE = re.compile(r"(?<![A-Za-z\\])(?!sqrt|frac)[A-Za-z]{3,}|[A-Za-z]+ [A-Za-z]+")
-_UNBOUND = r"\infty"
+_SETS = _FORMULA_TABLES.rewrites("sets")
+_OR = re.compile(r"\s*(?:\\cup|\\lor|\\vee|\bor\b|\\text\s*\{\s*or\s*\})\s*", re.IGNORECASE)
+_AND = _FORMULA_TABLES.pattern("and")
+_COMPARED = re.compile(rf"{_FORMULA_TABLES.text('sign')}|\\ne")
+_NUMBERS = _FORMULA_TABLES.pattern("numbers")
+_PROSE = re.compile(r"(?<![A-Za-z\\])(?:(?!sqrt|frac)[A-Za-z]{3,}|[A-Za-z]+ [A-Za-z])")
 
 
-def interval(text: str) -> str:
-    r"""x > 2, 1 \le x < 3, \{x : x > 2\}, x \ne 2, all real numbers but 2 as intervals."""
-    plain = text.replace(r"\lt", "<").replace(r"\gt", ">")
-    plain = re.sub(r"\\(?:left|right)(?![a-z])", "", plain).strip()
-    builder = _BUILDER.fullmatch(plain)
-    plain = builder[2] if builder is not None else plain
-    excluded = _EXCEPT.fullmatch(plain) or (_NOT_EQUAL.fullmatch(plain) if "," in plain else None)
-    if excluded is not None:
-        return _without(re.sub(r"^\\?\{|\\?\}$", "", excluded[excluded.lastindex or 1])) or text
-    plain = _FRENCH.sub(_bracketed, plain)
-    plain = _EVERY.sub("", plain)
-    stated = _ALL.match(plain)
-    if stated is not None and re.match(
-        rf"\s*{_SIGN}|\s*{_NAME}\s*{_SIGN}|\s*between", plain[stated.end() :]
-    ):
-        plain = plain[stated.end() :].strip()
-    if plain != text and _LITERAL.fullmatch(plain):
-        return plain
-    if builder is None and not re.search(rf"{_SIGN}|\\ne|\\in(?![a-z])|between", plain):
+def condition(text: str) -> str:
+    r"""A set of numbers as conditions between \lor and \land: all real numbers but 2, \{x : x > 2\}
+    and ]2,3[ as \mathbb{R} \setminus \{2\}, x > 2 and (2,3)."""
+    text = plain = re.sub(r"\\(?:left|right)(?![a-z])", "", text).strip()
+    for pattern, form in _SETS:
+        plain = pattern.sub(form, plain)
+    if plain == text and not _COMPARED.search(text):
         return text
-    parts = [_one_interval(part) for part in _UNION.split(plain)]
-    if not all(parts) or any(_PROSE.search(part) for part in parts):
-        return text
-    return r" \cup ".join(part for part in parts if part)
-
-
-def _bracketed(match: re.Match[str]) -> str:
-    opening = "(" if match[1] == "]" else "["
-    return f"{opening}{match[2].replace(';', ',')}{')' if match[3] == '[' else ']'}"
-
-
-def _one_interval(text: str) -> str:
-    """One condition as an interval; "" if it is none."""
-    between = _BETWEEN.fullmatch(text)
-    if between is not None:
-        opening, closing = "[]" if between[3].lower() == "inclusive" else "()"
-        return f"{opening}{between[1]},{between[2]}{closing}"
-    parts = [_ends(part) for part in _BOTH.split(text)]
-    member = _MEMBER.fullmatch(text) if len(parts) == 1 else None
-    if member is not None:
-        return member[2]
-    unequal = _NOT_EQUAL.fullmatch(text) if len(parts) == 1 else None
-    if unequal is not None:
-        return _without(unequal[2])
-    if not all(parts):
-        is_set = re.fullmatch(r"[(\[][^()\[\]]+,[^()\[\]]+[)\]]|\\\{[^{}]+\\\}", text)
-        return text if is_set else ""
-    lows, highs = ([end for part in parts for end in part[side]] for side in ("low", "high"))
-    if len(lows) > 1 or len(highs) > 1:
-        return ""
-    return ",".join([*(lows or [f"(-{_UNBOUND}"]), *(highs or [f"{_UNBOUND})"])])
-
-
-_TURNED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
-
-
-def _ends(text: str) -> dict[str, list[str]]:
-    """The ends, with their brackets, of the numbers that one comparison allows; empty for none."""
-    match = _COMPARED.fullmatch(text)
-    ends: dict[str, list[str]] = {"low": [], "high": []}
-    for side, sign in (("low", "first"), ("high", "second")):
-        if match is not None and match[sign]:
-            found = _TURNED[match[sign]] if side == "low" else match[sign]
-            if found in (">", r"\ge"):
-                ends["low"].append(f"{'(' if found == '>' else '['}{match[side].strip()}")
-            else:
-                ends["high"].append(f"{match[side].strip()}{')' if found == '<' else ']'}")
-    return ends if any(ends.values()) else {}
-
-
-def _without(values: str) -> str:
-    """All real numbers except these."""
-    points = [point.strip() for point in re.split(r",\s*(?:and\s)?|\s+and\s+|\s+or\s+", values)]
-    if len(points) > 1:
-        if None in map(as_number, points):
-            return ""
-        points.sort(key=lambda point: as_number(point) or Fraction(0))
-    ends = [f"-{_UNBOUND}", *points, _UNBOUND]
-    return r" \cup ".join(f"({low},{high})" for low, high in pairwise(ends))
+    parts = [_AND.split(part) for part in _OR.split(plain)]
+    for one in (one for part in parts for one in part):
+        if _PROSE.search(one) or not (_COMPARED.search(one) or _NUMBERS.fullmatch(one)):
+            return text
+    return r" \lor ".join(map(r" \land ".join, parts))
 
 
 _READING_TABLES = Tables("reading")
@@ -322,9 +240,20 @@ class Reader:
             basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
         )
         self._module = module
+        self._sympy = importlib.import_module("sympy")
 
     def read(self, text: str) -> Any:
         """The expression of a whole text. Raises the errors of latex2sympy."""
+        for sign, joined in ((r"\lor", ("Or", "Union")), (r"\land", ("And", "Intersection"))):
+            if sign in text:
+                parts = [self.read(part) for part in text.split(sign)]
+                are_sets = any(isinstance(part, self._sympy.Set) for part in parts)
+                return getattr(self._sympy, joined[are_sets])(*parts)
+        found = self._expression(text)
+        is_member = isinstance(found, self._sympy.Eq) and isinstance(found.rhs, self._sympy.Set)
+        return found.rhs if is_member else found
+
+    def _expression(self, text: str) -> Any:
         return self._module.latex2sympy(
             self._module.normalize_latex(text, self._normal),
             is_real=True,

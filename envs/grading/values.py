@@ -53,19 +53,27 @@ class Values:
         return one.doit().as_explicit() if isinstance(one, self.sympy.MatrixExpr) else one
 
     def _opened(self, gold: Any, answer: Any) -> tuple[Any, Any]:
-        """5 for x = 5 where the other is a value; a set for a condition where the other is one."""
+        """5 for x = 5 where the other is a value; the set of the numbers that meet a condition."""
         s = self.sympy
-        for _ in range(2):  # once from either side
-            if isinstance(answer, s.Set) and self._is_condition(gold):
-                gold = _as_set(gold)
-            elif isinstance(answer, s.Expr | s.Set | s.Tuple | s.MatrixBase):
-                gold = self._value_of(gold)
-            gold, answer = answer, gold
-        return gold, answer
+        gold, answer = map(self._numbers_of, (gold, answer))
+        values = s.Expr | s.Set | s.Tuple | s.MatrixBase
+        if isinstance(answer, values):
+            gold = self._value_of(gold)
+        return gold, self._value_of(answer) if isinstance(gold, values) else answer
 
-    def _is_condition(self, one: Any) -> bool:
+    def _numbers_of(self, one: Any) -> Any:
+        """The set of the numbers that meet a condition on one variable; the condition where SymPy
+        finds none."""
         s = self.sympy
-        return isinstance(one, s.logic.boolalg.Boolean) and not isinstance(one, s.Eq)
+        unequal = (s.core.relational._Inequality, s.Ne)
+        if not isinstance(one, s.logic.boolalg.Boolean) or len(one.free_symbols) != 1:
+            return one
+        if isinstance(one, s.Eq) or not one.atoms(*unequal):
+            return one
+        try:
+            return importlib.import_module("math_verify.grader").unwrap_fcs(one).as_set()
+        except Exception:  # any error of SymPy for a condition that it cannot solve
+            return one
 
     def _value_of(self, one: Any) -> Any:
         """The value of an equation whose left side is a name, a point of names or a sum that was
@@ -206,24 +214,15 @@ class Values:
     def _same_relation(self, gold: Any, answer: Any) -> bool:
         s = self.sympy
         gold, answer = self._chained(gold), self._chained(answer)
-        if isinstance(gold, s.And) or isinstance(answer, s.And):
-            parts = [one.args if isinstance(one, s.And) else (one,) for one in (gold, answer)]
-            return self._same_parts(*parts) or self._same_region(gold, answer)
+        if type(gold) is type(answer) and isinstance(gold, s.And | s.Or):
+            return self._same_parts(gold.args, answer.args)
         if isinstance(gold, s.Eq | s.Ne) and type(gold) is type(answer):
             return self._same_equation(gold, answer)
         if not all(isinstance(one, s.core.relational._Inequality) for one in (gold, answer)):
             return False
-        sides = [one.gts - one.lts for one in (gold, answer)]
         is_strict = [one.rel_op in ("<", ">") for one in (gold, answer)]
-        if is_strict[0] == is_strict[1] and self._ratio_is(sides[0], sides[1], positive=True):
-            return True
-        return self._same_region(gold, answer)
-
-    def _same_region(self, gold: Any, answer: Any) -> bool:
-        symbols = gold.free_symbols | answer.free_symbols
-        if len(symbols) != 1:
-            return False
-        return self._same_set(_as_set(gold), _as_set(answer))
+        sides = [one.gts - one.lts for one in (gold, answer)]
+        return is_strict[0] == is_strict[1] and self._ratio_is(*sides, positive=True)
 
     def _same_equation(self, gold: Any, answer: Any) -> bool:
         """By a constant factor, as y = 2x and 2x - y = 0 have, or by all their solutions."""
@@ -275,7 +274,7 @@ class Values:
             return (gold.left_open, gold.right_open) == (
                 answer.left_open,
                 answer.right_open,
-            ) and all(map(self._same_end, (gold.start, gold.end), (answer.start, answer.end)))
+            ) and all(map(self._same_value, (gold.start, gold.end), (answer.start, answer.end)))
         row, other = self._row(gold), self._row(answer)
         if row is not None and other is not None:
             if not all(isinstance(one, s.FiniteSet) for one in (gold, answer)):
@@ -287,9 +286,6 @@ class Values:
         if not (isinstance(gold, s.Set) and isinstance(answer, s.Set)):
             return False
         return bool(gold == answer or gold.symmetric_difference(answer).is_empty)
-
-    def _same_end(self, gold: Any, answer: Any) -> bool:
-        return bool(gold == answer) or self._same_value(gold, answer)
 
     def _row(self, one: Any) -> Sequence[Any] | None:
         """The elements of a set, a pair or a point; (1, 2) may be read as an open interval."""
@@ -318,12 +314,3 @@ class Values:
 def _is_real(number: Any) -> bool:
     found = number.evalf(15)
     return bool(found.is_real)
-
-
-def _as_set(condition: Any) -> Any:
-    """The numbers that meet a condition on one variable; the condition where SymPy finds none."""
-    grader = importlib.import_module("math_verify.grader")
-    try:
-        return grader.unwrap_fcs(condition).as_set()
-    except Exception:  # any error of SymPy for a condition that it cannot solve
-        return condition
