@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from agentenv.envs.grading.numbers import words_as_digits
-from agentenv.envs.grading.quantities import Unit, quantity
+from agentenv.envs.grading.quantities import Quantity, quantity
 from agentenv.envs.grading.text import Tables
 
 _FORMULA_TABLES = Tables("formulas")
@@ -39,7 +39,7 @@ _MEASURED = re.compile(r"(.*\\[a-z].*?)\s+([A-Za-z\N{DEGREE SIGN}][A-Za-z./^{}\d
 _NO_UNITS = re.compile(r"(?:square |sq\.? |cubic )?units?(?:\^\{?[23]\}?)?")
 
 
-def _measured(text: str) -> tuple[str, Unit | None]:
+def _measured(text: str) -> tuple[str, Quantity | None]:
     r"""An expression and the unit after it: 5\sqrt{3} cm."""
     match = _MEASURED.fullmatch(text) if len(text) <= MAX_CHARS else None
     if match is None:
@@ -50,7 +50,7 @@ def _measured(text: str) -> tuple[str, Unit | None]:
     amount = quantity(f"1 {match[2]}") if is_name else None
     if amount is None or not amount.dimension or amount.words:
         return text, None
-    return match[1], Unit(amount.dimension, amount.factor)
+    return match[1], amount
 
 
 def formula(text: str) -> str:
