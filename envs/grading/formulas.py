@@ -105,7 +105,7 @@ def _in_radians(text: str) -> str:
 # Vectors.
 
 _UNIT_VECTOR = _FORMULA_TABLES.text("unit_vector")
-_TERM = re.compile(r"([+-]?)([^+-]*?)\s*(?:\\cdot|\*)?\s*<([ijk])>")
+_SUM_OF = re.compile(r".[+-]")
 _ANGLES = re.compile(r"\\langle(.*)\\rangle", re.DOTALL)
 _TRANSPOSED = _FORMULA_TABLES.pattern("transposed")
 
@@ -122,15 +122,13 @@ def vector(text: str) -> str:
         if not {"<i>", "<j>", "<k>"} <= set(re.findall(r"<[ijk]>", plain)):
             return text
     plain = plain.replace(" ", "")
-    parts: dict[str, str] = {}
-    place = 0
-    for match in _TERM.finditer(plain):
-        if match.start() != place or match[3] in parts:
-            return text
-        place = match.end()
-        parts[match[3]] = f"{match[1].replace('+', '')}{match[2] or '1'}"
+    pieces = re.split(r"(?:\\cdot|\*)?<([ijk])>", plain)
+    parts = dict(zip(pieces[1::2], pieces[::2], strict=False))
+    if pieces[-1] or 2 * len(parts) != len(pieces) - 1 or any(map(_SUM_OF.search, pieces)):
+        return text
     names = "ijk" if "k" in parts else "ij"
-    return _column([parts.get(name, "0") for name in names]) if place == len(plain) else text
+    terms = (parts.get(name, "0").removeprefix("+") for name in names)
+    return _column([{"": "1", "-": "-1"}.get(term, term) for term in terms])
 
 
 def _column(rows: list[str]) -> str:

@@ -113,19 +113,14 @@ class Values:
     # Numbers and expressions.
 
     def _same_value(self, gold: Any, answer: Any) -> bool:
-        if self._percent(gold) != self._percent(answer):
-            bare = self._without_percent(gold), self._without_percent(answer)
-            if self._equal(*map(self._settled, bare)):
+        s = self.sympy
+        if gold.has(s.UnevaluatedExpr) != answer.has(s.UnevaluatedExpr):  # of a percentage
+            percent = s.UnevaluatedExpr(s.Rational(1, 100))
+            bare = (self._settled(one.replace(percent, s.Integer(1))) for one in (gold, answer))
+            if self._equal(*bare):
                 return True
         sides = self._settled(gold), self._settled(answer)
         return self._equal(*sides) or self._rounds(*sides)
-
-    def _percent(self, one: Any) -> bool:
-        return bool(one.has(self.sympy.UnevaluatedExpr))
-
-    def _without_percent(self, one: Any) -> Any:
-        s = self.sympy
-        return one.replace(s.UnevaluatedExpr(s.Rational(1, 100)), s.Integer(1))
 
     def _settled(self, one: Any) -> Any:
         """The evaluated expression, with a symbol for each remaining derivative, function, limit,
