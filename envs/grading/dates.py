@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from agentenv.envs.grading.numbers import han_as_digits, leading_number, words_as_digits
 from agentenv.envs.grading.quantities import Quantity, quantity, same_quantity
-from agentenv.envs.grading.text import Tables
+from agentenv.envs.grading.text import Tables, rewritten
 
 _DATE_TABLES = Tables("dates")
 
@@ -37,9 +37,8 @@ def dates(text: str) -> frozenset[Date]:
         return frozenset()
     text = words_as_digits(text.strip().lower())
     text = han_as_digits(text) if re.search("[\u5e74\u6708]", text) else text
-    for pattern, form in _DATES:
-        text = pattern.sub(form, text)
-    text = " ".join(_MONTH.sub(_in_digits, text).split()).rstrip(".")
+    text = _MONTH.sub(_in_digits, rewritten(text, _DATES))
+    text = " ".join(text.split()).rstrip(".")
     found = (form.fullmatch(text) for form in _FORMS.values())
     return frozenset(day for match in found if match is not None for day in _valid(match))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from agentenv.envs.grading.numbers import words_as_digits
 from agentenv.envs.grading.quantities import Quantity, quantity
-from agentenv.envs.grading.text import Tables
+from agentenv.envs.grading.text import Tables, rewritten
 
 _FORMULA_TABLES = Tables("formulas")
 
@@ -57,65 +57,30 @@ def formula(text: str) -> str:
     """A cleaned answer, rewritten; unchanged when no rule applies."""
     if len(text) > MAX_CHARS:
         return text
-    text = _from_words(_from_python(text))
-    text = _RATIO.sub(r"\\frac{\1}{\2}", _in_radians(_with_base(text)))
+    text = rewritten(text, _PYTHON)
+    if re.search(r"[a-z]{4}", text):
+        text = rewritten(words_as_digits(text), _WORDS)
+    text = rewritten(text, _NOTATIONS)
     return condition(vector(expanded(text))).strip()
 
 
-# Python, words.
-
 _PYTHON = _FORMULA_TABLES.rewrites("python")
-_MATRIX = re.compile(r"(?:(?:Matrix|np\.array|array)\()?\[(\[[^\[\]]*\](?:,\s*\[[^\[\]]*\])*)\]\)?")
 _WORDS = _FORMULA_TABLES.rewrites("words")
-
-
-def _from_python(text: str) -> str:
-    for pattern, form in _PYTHON:
-        text = pattern.sub(form, text)
-    matrix = _MATRIX.fullmatch(text)
-    if matrix is not None:
-        rows = re.findall(r"\[([^\[\]]*)\]", matrix[1])
-        text = _column([row.replace(",", " & ") for row in rows])
-    return text
-
-
-def _from_words(text: str) -> str:
-    if re.search(r"[a-z]{4}", text) is None:
-        return text
-    text = words_as_digits(text)
-    for pattern, form in _WORDS:
-        text = pattern.sub(form, text)
-    return text
-
-
-_BASE = _FORMULA_TABLES.pattern("base")
-_RATIO = re.compile(r"^(\d{1,9})\s*(?::|to)\s*([1-9]\d{0,8})$")
-_ANGLE = re.compile(r"(\\(?:sin|cos|tan|cot|sec|csc))\s*[({]?(\d{1,4})\s*\N{DEGREE SIGN}[)}]?")
-
-
-def _with_base(text: str) -> str:
-    match = _BASE.fullmatch(text)
-    return text if match is None else f"{match[1] or match[4]}_{match[2] or match[3]}"
-
-
-def _in_radians(text: str) -> str:
-    return _ANGLE.sub(lambda match: rf"{match[1]}(\frac{{{match[2]}\pi}}{{180}})", text)
-
-
-# Vectors.
-
+_NOTATIONS = _FORMULA_TABLES.rewrites("notations")
+_MATRIX = re.compile(r"(?:(?:Matrix|np\.array|array)\()?\[(\[[^\[\]]*\](?:,\s*\[[^\[\]]*\])*)\]\)?")
+_LISTED = _FORMULA_TABLES.pattern("listed")
 _UNIT_VECTOR = _FORMULA_TABLES.text("unit_vector")
 _SUM_OF = re.compile(r".[+-]")
-_ANGLES = re.compile(r"\\langle(.*)\\rangle", re.DOTALL)
-_TRANSPOSED = _FORMULA_TABLES.pattern("transposed")
 
 
 def vector(text: str) -> str:
-    r"""3\mathbf{i} - \mathbf{j} + 2k, \langle 3, -1, 2 \rangle and (3, -1, 2)^T as a column."""
-    for form in (_ANGLES, _TRANSPOSED):
-        match = form.fullmatch(text)
-        if match is not None:
-            return _column(match[1].split(","))
+    r"""3\mathbf{i} - \mathbf{j} + 2k, \langle 3, -1, 2 \rangle and (3, -1, 2)^T as a column;
+    [[1, 2], [3, 4]] as a matrix."""
+    matrix, listed = _MATRIX.fullmatch(text), _LISTED.fullmatch(text)
+    if matrix is not None:
+        return _column(re.findall(r"\[([^\[\]]*)\]", matrix[1].replace(",", " & ")))
+    if listed is not None:
+        return _column((listed[1] or listed[2]).split(","))
     plain = re.sub(_UNIT_VECTOR, r"<\1>", text)
     if "<" not in plain or plain == text:
         plain = re.sub(r"(?<![A-Za-z\\])([ijk])(?![A-Za-z])", r"<\1>", text)
@@ -169,9 +134,8 @@ _PROSE = re.compile(r"(?<![A-Za-z\\])(?:(?!sqrt|frac)[A-Za-z]{3,}|[A-Za-z]+ [A-Z
 def condition(text: str) -> str:
     r"""A set of numbers as conditions between \lor and \land: all real numbers but 2, \{x : x > 2\}
     and ]2,3[ as \mathbb{R} \setminus \{2\}, x > 2 and (2,3)."""
-    text = plain = re.sub(r"\\(?:left|right)(?![a-z])", "", text).strip()
-    for pattern, form in _SETS:
-        plain = pattern.sub(form, plain)
+    text = re.sub(r"\\(?:left|right)(?![a-z])", "", text).strip()
+    plain = rewritten(text, _SETS)
     if plain == text and not _COMPARED.search(text):
         return text
     parts = [_AND.split(part) for part in _OR.split(plain)]
@@ -185,14 +149,11 @@ _READING_TABLES = Tables("reading")
 
 MAX_RUNS = 16  # of digits that are changed, one after the other
 
-_IMAGINARY = _READING_TABLES.pattern("imaginary")
-_ROOT = re.compile(r"\\sqrt\s*\{\s*-\s*1\s*\}")
 _DECIMAL = re.compile(r"(?<![\d.])(\d{0,40})\.(\d{1,40})(?![\d.])")
 _GROUPED = _READING_TABLES.pattern("grouped")
 _EXPONENT = re.compile(r"(?<![\w.}])(\d{1,40}(?:\.\d{1,40})?)[eE]([+-]?\d{1,4})(?![\w.{])")
 _MIXED = _READING_TABLES.pattern("mixed")
 _PRIMES = re.compile(r"(?<![A-Za-z\\])([A-Za-z])('{1,4})(?!')")
-_READING_TRANSPOSED = re.compile(r"\^\s*\{?\s*(?:T(?![A-Za-z])|\\top|\\intercal)\s*\}?")
 _PRODUCTS = _READING_TABLES.rewrites("products")
 _UNREAD = _READING_TABLES.pattern("unread")
 _RUN = re.compile(r"\d+")
@@ -201,15 +162,12 @@ _RUN = re.compile(r"\d+")
 def readable(text: str) -> str | None:
     """A cleaned formula as latex2sympy reads it: decimals as fractions, i for the root of -1,
     primes in names; None for a text with a part that it would omit."""
-    text = _ROOT.sub("i", text.replace("$", "").strip().removeprefix("="))
-    text = _EXPONENT.sub(r"\1 \\cdot 10^{\2}", text)
+    text = _EXPONENT.sub(r"\1 \\cdot 10^{\2}", text.replace("$", "").strip().removeprefix("="))
     text = _GROUPED.sub(lambda match: re.sub(r"[ ,]", "", match[0]), text)
     text = _DECIMAL.sub(_as_fraction, text)
     text = _PRIMES.sub(lambda match: f"{match[1]}_{{{'p' * len(match[2])}}}", text)
     text = _MIXED.sub(_as_sum, text.rstrip("\N{DEGREE SIGN} "))
-    text = _IMAGINARY.sub("I", _READING_TRANSPOSED.sub("^{t_{T}}", text))
-    for pattern, form in _PRODUCTS:
-        text = pattern.sub(form, text)
+    text = rewritten(text, _PRODUCTS)
     return None if _UNREAD.search(text) else text
 
 

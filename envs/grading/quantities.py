@@ -17,7 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.envs.grading.numbers import counted, is_list, leading_number, letter_scale
-from agentenv.envs.grading.text import Tables
+from agentenv.envs.grading.text import Tables, rewritten
 
 Dimension = tuple[tuple[str, int], ...]
 
@@ -138,8 +138,7 @@ def quantity(text: str) -> Quantity | None:
     """A cleaned text as a number with an optional unit; None when it is anything else."""
     if len(text) > MAX_CHARS:
         return None
-    for pattern, form in _WHOLE:
-        text = pattern.sub(form, text)
+    text = rewritten(text, _WHOLE)
     currency = _CURRENCY.match(text)
     if currency is not None:
         return _money(currency, text[currency.end() :])
@@ -172,8 +171,7 @@ def _money(currency: re.Match[str], text: str) -> Quantity | None:
 
 def _with_unit(value: Fraction, rest: str) -> Quantity | None:
     """A number and the words after it: a unit, a sum of units, a unit and a noun, a noun."""
-    for pattern, name in _SPELT:
-        rest = pattern.sub(name, rest)
+    rest = rewritten(rest, _SPELT)
     if not rest:
         return Quantity(value)
     parts, compound = _unit_and_rest(rest), _compound(value, rest)

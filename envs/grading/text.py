@@ -10,7 +10,7 @@ import re
 import string
 import tomllib
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -54,7 +54,7 @@ class Tables:
         """A table of regular expressions, in its order."""
         return {key: re.compile(self._filled(form)) for key, form in self._tables[name].items()}
 
-    def rewrites(self, name: str) -> tuple[tuple[re.Pattern[str], str], ...]:
+    def rewrites(self, name: str) -> Rewrites:
         """Regular expressions, each with the replacement of its matches, in their order."""
         return tuple(
             (re.compile(self._filled(form)), self._filled(replacement))
@@ -67,6 +67,16 @@ class Tables:
 
     def _value(self, name: str) -> str:
         return self._inserted[name] if name in self._inserted else self.text(name)
+
+
+Rewrites = Sequence[tuple[re.Pattern[str], str]]
+
+
+def rewritten(text: str, rewrites: Rewrites) -> str:
+    """The text after all rewrites, one after the other."""
+    for pattern, replacement in rewrites:
+        text = pattern.sub(replacement, text)
+    return text
 
 
 MAX_ANSWER_CHARS = 2000

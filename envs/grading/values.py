@@ -176,7 +176,7 @@ class Values:
         sides = [side.subs(point) for side in (gold, answer)]
         if any(side.has(self.sympy.nan, self.sympy.zoo, self.sympy.oo) for side in sides):
             return None
-        if not is_positive and not all(_is_real(side) for side in sides):
+        if not is_positive and not all(side.evalf(15).is_real for side in sides):
             return None
         return self._vanishes(sides[0] - sides[1])
 
@@ -304,8 +304,3 @@ class Values:
                 return False
             del left[place]
         return True
-
-
-def _is_real(number: Any) -> bool:
-    found = number.evalf(15)
-    return bool(found.is_real)
