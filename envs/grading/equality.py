@@ -83,23 +83,15 @@ class Equality:
             return [text]
         if re.fullmatch(_NAME, parts[0]):
             return parts[1:]
-        decimal = _PLAIN_DECIMAL.fullmatch(parts[1])
-        value = self._number(parts[0].rpartition("=")[2]) if decimal is not None else None
-        if value is None or decimal is None:
+        decimal, form = _PLAIN_DECIMAL.fullmatch(parts[1]), readable(parts[0].rpartition("=")[2])
+        if decimal is None or form is None:
+            return [text]
+        try:
+            value = Fraction(str(Reader(form).read(form).evalf(30)))
+        except Exception:  # the grammar, or SymPy, does not know it, or it is no real number
             return [text]
         places = len(decimal[1] or "")
         return parts if abs(value - Fraction(decimal[0])) <= Fraction(1, 10**places) else [text]
-
-    def _number(self, text: str) -> Fraction | None:
-        """The value of a text without variables."""
-        form = readable(text)
-        if form is None:
-            return None
-        try:
-            value = Reader(form).read(form).evalf(30)
-            return Fraction(str(value)) if value.is_real else None
-        except Exception:  # the grammar, or SymPy, does not know it: no number
-            return None
 
 
 # Expressions that are never evaluated: they would run forever or fill the memory.

@@ -73,24 +73,22 @@ def unit_of(name: str) -> Quantity | None:
     return _of_pint(known or name)
 
 
-def load() -> None:
-    """Make the registry now, half a second, rather than with the first unit."""
-    _registry()
-
-
 @lru_cache(maxsize=1)
-def _registry() -> Any:
+def load() -> Any:
+    """The registry of units; the first call takes half a second."""
     pint = importlib.import_module("pint")
     return pint.UnitRegistry(non_int_type=Fraction)
 
 
 def _of_pint(name: str) -> Quantity | None:
-    registry = _registry()
-    found = _parsed(name, True) or _parsed(name, False)
-    if found is None:
+    registry = load()
+    readings = (registry.parse_unit_name(name, is_sensitive) for is_sensitive in (True, False))
+    known = (one for reading in readings for one in reading if not one[0] or one[1] in _PREFIXED)
+    prefix, unit, _ = next(known, ("", "", ""))
+    if not unit:
         return None
     try:
-        zero, one = (registry.Quantity(Fraction(n), found).to_base_units() for n in (0, 1))
+        zero, one = (registry.Quantity(Fraction(n), prefix + unit).to_base_units() for n in (0, 1))
     except (ArithmeticError, TypeError, ValueError):  # a logarithm, as dB: not of fractions
         return None
     powers = {base: Fraction(power) for base, power in one.unit_items()}
@@ -101,20 +99,12 @@ def _of_pint(name: str) -> Quantity | None:
     return Quantity(Fraction(1), dimension, Fraction(one.magnitude) - offset, offset)
 
 
-def _parsed(name: str, case_sensitive: bool) -> str | None:
-    for prefix, unit, _ in _registry().parse_unit_name(name, case_sensitive):
-        if not prefix or unit in _PREFIXED:
-            return f"{prefix}{unit}"
-    return None
-
-
 _CURRENCY = _TABLES.pattern("currency")
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _UNIT_TOKEN = _TABLES.pattern("unit_token")
 _NOT_A_NOUN = _TABLES.words("not_a_noun")
 _BC: Dimension = (("era_bc", 1),)
 _PERCENT: Dimension = (("percent", 1),)
-_PERMILLE: Dimension = (("permille", 1),)
 _POUNDS: dict[Dimension, Fraction] = {
     (("money_gbp", 1),): Fraction(1),
     (("kilogram", 1),): Fraction(45359237, 100000000),
@@ -221,10 +211,8 @@ def same_quantity(answer: Quantity, gold: Quantity) -> bool:
         if not _same_nouns(answer, gold):
             return False
     if (answer.dimension == _PERCENT) != (gold.dimension == _PERCENT):
-        if answer.dimension and gold.dimension:
-            is_permille = {answer.dimension, gold.dimension} == {_PERCENT, _PERMILLE}
-            return answer.in_base_units == gold.in_base_units and is_permille
-        return answer.value == gold.value or (answer.in_base_units == gold.in_base_units)
+        is_equal = answer.value == gold.value or answer.in_base_units == gold.in_base_units
+        return is_equal and not (answer.dimension and gold.dimension)
     if not (answer.dimension and gold.dimension):  # a known unit against a noun
         plain = answer.has_unit and gold.has_unit and answer.dimension != gold.dimension
         return answer.value == gold.value and not plain
