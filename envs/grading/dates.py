@@ -93,7 +93,7 @@ SPAN_MAX_CHARS = 120
 
 _BETWEEN = _SPAN_TABLES.pattern("between", re.IGNORECASE)
 _START = _SPAN_TABLES.pattern("start", re.IGNORECASE)
-_BOTH_YEARS = re.compile(r"(\d{2})(\d{2})\s*-\s*(\d{2})")
+_BOTH_YEARS = re.compile(r"(1[5-9]|20)(\d{2})\s*-\s*(\d{2})")
 
 _PIECE = re.compile(r"\d+|(?<!\d)[^\W\d_]+")
 
@@ -151,11 +151,7 @@ def _ends(text: str) -> list[tuple[str, str]]:
     text = text[start.end() :] if start is not None else text
     is_between = start is not None and "between" in start[1].lower()
     years = _BOTH_YEARS.fullmatch(text)
-    if (
-        years is not None
-        and years[2] < years[3]
-        and years[1] in ("15", "16", "17", "18", "19", "20")
-    ):
+    if years is not None and years[2] < years[3]:
         text = f"{years[1]}{years[2]}-{years[1]}{years[3]}"  # 1914-18
     found = []
     for match in _BETWEEN.finditer(text):
@@ -211,16 +207,11 @@ _DECADE = re.compile(
 )
 
 
-def _decade_in_digits(decade: re.Match[str]) -> str:
-    """1960s for the sixties."""
-    return f"19{leading_number(f'{decade[1]}y')[0]}s"  # type: ignore[index]
-
-
 def period(text: str) -> tuple[str, int, int, bool] | None:
     """Part, first year, number of years and "BC" of a century or decade: the mid-1700s."""
     if len(text) > SPAN_MAX_CHARS:
         return None
-    match = _PERIOD.fullmatch(_DECADE.sub(_decade_in_digits, text.strip()))
+    match = _PERIOD.fullmatch(words_as_digits(_DECADE.sub(r"nineteen \1y's", text.strip())))
     if match is None:
         return None
     part = _PARTS.get((match[1] or "").lower(), (match[1] or "").lower())

@@ -127,9 +127,9 @@ _FORMS = _NUMBER_TABLES.patterns("forms")
 _SCALE_WORD = _NUMBER_TABLES.pattern("scale_word", re.IGNORECASE)
 _LETTER_SCALE = re.compile(r"([kKMB])(?![A-Za-z])")
 _LETTERS = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}
+_GAPS = str.maketrans("", "", ", ")
 _WORD = re.compile(r"[A-Za-z]+")
-_FIRST_WORD = re.compile(r"()([A-Za-z]+)")
-_NEXT_WORD = re.compile(r"[\s-]+(and\s+)?([A-Za-z]+)")
+_NEXT_WORD = re.compile(r"(?:(?<=\w)[\s-]+(and\s+)?)?([A-Za-z]+)")
 _POINT = _NUMBER_TABLES.pattern("point", re.IGNORECASE)
 _PART = re.compile(
     r"(?:\s+and\s+(an?|one|two|three|four|five)\s+|[\s-]*)([A-Za-z]+?)s?\b", re.IGNORECASE
@@ -214,7 +214,7 @@ def _in_digits(text: str) -> tuple[Fraction, str] | None:
 
 def _number_value(match: re.Match[str]) -> Fraction | None:
     """(n + t / b) * 10^e, with a cycle of decimals after the fixed ones."""
-    parts = {name: re.sub("[, ]", "", part or "") for name, part in match.groupdict().items()}
+    parts = {name: (part or "").translate(_GAPS) for name, part in match.groupdict().items()}
     top, bottom = Fraction(parts.get("t", "0")), Fraction(parts.get("b", "1"))
     if not bottom:
         return None
@@ -281,7 +281,7 @@ def _run_of_words(text: str) -> tuple[int, bool, int] | None:
     total, current, place = 0, None, 0
     room, is_scaled, is_year, is_ordinal = 100, False, False, False  # below `room` may follow
     for _ in range(MAX_NUMBER_WORDS):
-        match = (_NEXT_WORD if place else _FIRST_WORD).match(text, place)
+        match = _NEXT_WORD.match(text, place)
         word = match[2].lower() if match is not None else ""
         value = _WORDS.get(word)
         if match is None or value is None or (match[1] and (room < 100 or value >= 100)):

@@ -65,10 +65,9 @@ class Values:
         """The set of the numbers that meet a condition on one variable; the condition where SymPy
         finds none."""
         s = self.sympy
-        unequal = (s.core.relational._Inequality, s.Ne)
-        if not isinstance(one, s.logic.boolalg.Boolean) or len(one.free_symbols) != 1:
-            return one
-        if isinstance(one, s.Eq) or not one.atoms(*unequal):
+        is_condition = isinstance(one, s.logic.boolalg.Boolean) and not isinstance(one, s.Eq)
+        unequal = (s.core.relational._Inequality, s.Ne)  # none in x = 2 + 3 = 5
+        if not is_condition or len(one.free_symbols) != 1 or not one.atoms(*unequal):
             return one
         try:
             return importlib.import_module("math_verify.grader").unwrap_fcs(one).as_set()
@@ -224,14 +223,10 @@ class Values:
         s = self.sympy
         if any(isinstance(side, s.Set | s.Tuple | s.MatrixBase) for side in (gold.rhs, answer.rhs)):
             return self.same(gold.lhs, answer.lhs) and self.same(gold.rhs, answer.rhs)
-        if isinstance(gold.lhs, s.core.function.AppliedUndef) != isinstance(
-            answer.lhs, s.core.function.AppliedUndef
-        ):  # f(x) = x^2 and y = x^2
-            return (
-                self._is_name(gold.lhs)
-                and self._is_name(answer.lhs)
-                and self.same(gold.rhs, answer.rhs)
-            )
+        is_call = [isinstance(one.lhs, s.core.function.AppliedUndef) for one in (gold, answer)]
+        if is_call[0] != is_call[1]:  # f(x) = x^2 and y = x^2
+            are_names = self._is_name(gold.lhs) and self._is_name(answer.lhs)
+            return are_names and self.same(gold.rhs, answer.rhs)
         sides = [one.lhs - one.rhs for one in (gold, answer)]
         if self._ratio_is(sides[0], sides[1], positive=False):
             return True
@@ -266,10 +261,9 @@ class Values:
     def _same_set(self, gold: Any, answer: Any) -> bool:
         s = self.sympy
         if isinstance(gold, s.Interval) and isinstance(answer, s.Interval):
-            return (gold.left_open, gold.right_open) == (
-                answer.left_open,
-                answer.right_open,
-            ) and all(map(self._same_value, (gold.start, gold.end), (answer.start, answer.end)))
+            is_open = [(one.left_open, one.right_open) for one in (gold, answer)]
+            ends = map(self._same_value, (gold.start, gold.end), (answer.start, answer.end))
+            return is_open[0] == is_open[1] and all(ends)
         row, other = self._row(gold), self._row(answer)
         if row is not None and other is not None:
             if not all(isinstance(one, s.FiniteSet) for one in (gold, answer)):
