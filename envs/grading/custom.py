@@ -151,8 +151,8 @@ class CustomFunction:
             outcome = self._function(**{key: given[key] for key in self._taken})
         else:
             outcome = self._function(task, written, payload["calls"])
-        if inspect.isawaitable(outcome):
-            outcome = asyncio.run(_awaited(outcome))
+        if inspect.iscoroutine(outcome):
+            outcome = asyncio.run(outcome)
         return checked(outcome)
 
 
@@ -259,7 +259,3 @@ def _taken(function: Callable[..., Any], name: str) -> tuple[str, ...]:
         "verl's (data_source, solution_str, ground_truth, extra_info), of which data_source and "
         "extra_info may be missing"
     )
-
-
-async def _awaited(outcome: Any) -> Any:
-    return await outcome

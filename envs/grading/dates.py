@@ -1,10 +1,9 @@
-"""Dates by dateutil, times of day, and ranges of numbers and dates: 7 to 10 percent,
+"""Dates, times of day, and ranges of numbers and dates: 7 to 10 percent,
 March 3-5, at most 30, after 1850, once every five years, the mid-18th century.
 """
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable
 from datetime import datetime
@@ -14,34 +13,21 @@ from msgspec.structs import replace
 
 from agentenv.envs.grading.numbers import han_as_digits, leading_number, words_as_digits
 from agentenv.envs.grading.quantities import Quantity, quantity, same_quantity
-from agentenv.envs.grading.text import Tables
+from agentenv.envs.grading.text import Tables, rewritten
 
 _DATE_TABLES = Tables("dates")
 
 MAX_CHARS = 60
 MONTH = _DATE_TABLES.text("month")
-_FILLER = re.compile(r"\b(?:of|the|on|in|month|day|year|date)\b|(?<=\d)(?:st|nd|rd|th)\b|,")
-_HOLIDAYS = _DATE_TABLES.rewrites("holidays")
-_NTH_MONTH = re.compile(r"\b(?:the )?(\d{1,2})(?:st|nd|rd|th) month\b")
-MONTHS: list[str] = _DATE_TABLES["months"]
-_DASHED = re.compile(rf"(\d{{1,2}})-({MONTH})-(\d{{4}})")
-_WEEKDAY = re.compile(r"\b(?:mon|tues|wednes|thurs|fri|satur|sun)day\b")
-_NAMED = re.compile(rf"(?:\d{{1,4}}\s+){{0,2}}(?:{MONTH})(?:\s+\d{{1,4}}){{0,2}}")
-_ORDERED = re.compile(r"\d{4}([-/.])\d{1,2}(?:\1\d{1,2})?")
-_COMPACT = re.compile(r"(?:1[5-9]|20)\d{2}(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])")
-_DOTTED = re.compile(r"(\d{1,2})\.(\d{1,2})\.(?:\d{4}|\d{2})")
-_EITHER = re.compile(r"\d{1,2}([-/])\d{1,2}\1(?:\d{4}|\d{2})")
-_MONTH_YEAR = re.compile(r"(\d{1,2})[-/.](\d{4})")
-_HAN_DAY = re.compile("(\\d{1,2})\\s*\u6708\\s*(\\d{1,2})\\s*[\u65e5\u53f7]")
-_HAN = re.compile("(\\d{4})\\s*\u5e74\\s*(\\d{1,2})\\s*\u6708(?:\\s*(\\d{1,2})\\s*[\u65e5\u53f7])?")
+_MONTH = re.compile(rf"\b(?:{MONTH})")
+_FIRST_LETTERS = "janfebmaraprmayjunjulaugsepoctnovdec"
+_DATES = _DATE_TABLES.rewrites("dates")
+_FORMS = _DATE_TABLES.patterns("forms")
 _TIME = _DATE_TABLES.pattern("time", re.IGNORECASE)
 _CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?:\s*(?:hours|hrs|h))?", re.IGNORECASE)
 _PAST = re.compile(r"(half|quarter|\d{1,2}(?: minutes)?) (past|to) (\d{1,2})\b(.*)", re.IGNORECASE)
 _NOON = {"noon": 720, "midday": 720, "midnight": 0, "12 noon": 720, "12 midnight": 0}
 _HAN_TIME = _DATE_TABLES.pattern("han_time")
-# dateutil fills in the parts that a text omits, which differ between the two
-_FILLED = (datetime(2000, 1, 1), datetime(2004, 2, 2))
-
 Date = tuple[int, int, int]
 
 
@@ -49,50 +35,27 @@ def dates(text: str) -> frozenset[Date]:
     """Each (year, month, day) that the text may mean, 0 for an omitted part; empty for no date."""
     if len(text) > MAX_CHARS:
         return frozenset()
-    text = words_as_digits(_WEEKDAY.sub(" ", text.strip().lower(), count=1))
-    text = _DASHED.sub(r"\1 \2 \3", _NTH_MONTH.sub(_month, text))
-    for name, date in _HOLIDAYS:
-        text = name.sub(date, text)
-    text = " ".join(_FILLER.sub(" ", text).split()).rstrip(".")
-    digits = han_as_digits(text) if re.search("[\u5e74\u6708]", text) else text
-    day = _HAN_DAY.fullmatch(digits)
-    if day is not None:
-        return frozenset({(0, int(day[1]), int(day[2]))})
-    han = _HAN.fullmatch(digits)
-    if han is not None:
-        text = "-".join(part.zfill(2) for part in han.groups() if part)
-    month_year = _MONTH_YEAR.fullmatch(text)
-    if month_year is not None:
-        text = f"{month_year[2]}-{month_year[1].zfill(2)}"
-    dotted = _DOTTED.fullmatch(text)
-    if dotted is not None:  # the day comes first everywhere
-        is_month = 1 <= int(dotted[2]) <= 12
-        return _parsed(text, day_first=True) if is_month else frozenset()
-    if _EITHER.fullmatch(text):
-        return _parsed(text, day_first=True) | _parsed(text, day_first=False)
-    if _COMPACT.fullmatch(text):
-        return _parsed(text, day_first=False)
-    if _ORDERED.fullmatch(text):
-        return _parsed(re.sub(r"[/.]", "-", text), day_first=False)
-    if _NAMED.fullmatch(text):
-        return _parsed(re.sub(r"\b(\d{3})\b", r"0\1", text), day_first=False)
-    return frozenset()
+    text = words_as_digits(text.strip().lower())
+    text = han_as_digits(text) if re.search("[\u5e74\u6708]", text) else text
+    text = _MONTH.sub(_in_digits, rewritten(text, _DATES))
+    text = " ".join(text.split()).rstrip(".")
+    found = (form.fullmatch(text) for form in _FORMS.values())
+    return frozenset(day for match in found if match is not None for day in _valid(match))
 
 
-def _month(match: re.Match[str]) -> str:
-    number = int(match[1])
-    return MONTHS[number - 1] if 1 <= number <= 12 else match[0]
+def _in_digits(month: re.Match[str]) -> str:
+    return f"<{_FIRST_LETTERS.index(month[0][:3]) // 3 + 1}>"
 
 
-def _parsed(text: str, *, day_first: bool) -> frozenset[Date]:
-    parse = importlib.import_module("dateutil.parser").parse
+def _valid(match: re.Match[str]) -> list[Date]:
+    year, month, day = (int(match.groupdict().get(part) or 0) for part in ("y", "m", "d"))
+    if year and len(match["y"]) == 2:  # as POSIX reads it
+        year += 1900 if year > 68 else 2000
     try:
-        one, other = (parse(text, default=filled, dayfirst=day_first) for filled in _FILLED)
-    except (ValueError, OverflowError):
-        return frozenset()
-    pairs = zip(one.timetuple()[:3], other.timetuple()[:3], strict=True)
-    year, month, day = (a if a == b else 0 for a, b in pairs)
-    return frozenset({(year, month, day)})
+        datetime(year or 2000, month, day or 1)
+    except ValueError:
+        return []
+    return [(year, month, day)]
 
 
 def minutes(text: str) -> int | None:
@@ -130,7 +93,9 @@ SPAN_MAX_CHARS = 120
 
 _BETWEEN = _SPAN_TABLES.pattern("between", re.IGNORECASE)
 _START = _SPAN_TABLES.pattern("start", re.IGNORECASE)
-_BOTH_YEARS = re.compile(r"(\d{2})(\d{2})\s*-\s*(\d{2})")
+_BOTH_YEARS = re.compile(r"(1[5-9]|20)(\d{2})\s*-\s*(\d{2})")
+
+_PIECE = re.compile(r"\d+|(?<!\d)[^\W\d_]+")
 
 Ends = tuple[Quantity, Quantity]
 Days = tuple[frozenset[Date], frozenset[Date]]
@@ -156,9 +121,12 @@ def same_span(one: Ends, other: Ends) -> bool:
 
 def days(text: str) -> Days | None:
     """The first and the last day, or month, of June 3 to July 5, 2014, or March 3-5, 2014."""
-    for start, end in _ends(text):
-        whole = _completed(start, end)
-        first, last = (dates(side) for side in whole)
+    for start, end in () if dates(text) else _ends(text):
+        # either may omit what the other has: March 3 to 5, 2014
+        heads = [start[: piece.start()] for piece in _PIECE.finditer(start)]
+        tails = [end[piece.end() :] for piece in _PIECE.finditer(end)] + [""]
+        last = next(filter(None, (dates(head + end) for head in reversed(heads))), None)
+        first = next(filter(None, (dates(start + tail) for tail in tails)), None)
         if first and last:
             return first, last
     return None
@@ -183,11 +151,7 @@ def _ends(text: str) -> list[tuple[str, str]]:
     text = text[start.end() :] if start is not None else text
     is_between = start is not None and "between" in start[1].lower()
     years = _BOTH_YEARS.fullmatch(text)
-    if (
-        years is not None
-        and years[2] < years[3]
-        and years[1] in ("15", "16", "17", "18", "19", "20")
-    ):
+    if years is not None and years[2] < years[3]:
         text = f"{years[1]}{years[2]}-{years[1]}{years[3]}"  # 1914-18
     found = []
     for match in _BETWEEN.finditer(text):
@@ -195,33 +159,6 @@ def _ends(text: str) -> list[tuple[str, str]]:
             continue
         found.append((text[: match.start()], text[match.end() :]))
     return found
-
-
-_HAN_YEAR = re.compile("(\\d{4}\u5e74)(\\d{1,2}\u6708)?.*")
-_YEAR = re.compile(r"\b\d{4}\b")
-_MONTH_NAME = re.compile(rf"\b(?:{MONTH})", re.IGNORECASE)
-
-
-def _completed(start: str, end: str) -> tuple[str, str]:
-    """Both ends with the month and the year that one of them omits."""
-    han = _HAN_YEAR.match(start)
-    if han is not None:
-        return start if start[-1] in "\u65e5\u53f7\u6708" else f"{start}\u65e5", _han_end(han, end)
-    months = _MONTH_NAME.search(start), _MONTH_NAME.search(end)
-    if months[0] is None and months[1] is not None:  # 3 to 5 March 2014
-        start = f"{start} {months[1][0]}"
-    if months[0] is not None and months[1] is None:  # March 3 to 5, 2014
-        end = f"{months[0][0]} {end}"
-    years = _YEAR.search(start), _YEAR.search(end)
-    if years[0] is None and years[1] is not None:
-        start = f"{start} {years[1][0]}"
-    return start, end
-
-
-def _han_end(start: re.Match[str], end: str) -> str:
-    if "\u5e74" in end:
-        return end
-    return f"{start[1]}{end}" if "\u6708" in end else f"{start[1]}{start[2] or ''}{end}"
 
 
 # Open on one side.
@@ -270,16 +207,11 @@ _DECADE = re.compile(
 )
 
 
-def _in_digits(decade: re.Match[str]) -> str:
-    """1960s for the sixties."""
-    return f"19{leading_number(f'{decade[1]}y')[0]}s"  # type: ignore[index]
-
-
 def period(text: str) -> tuple[str, int, int, bool] | None:
     """Part, first year, number of years and "BC" of a century or decade: the mid-1700s."""
     if len(text) > SPAN_MAX_CHARS:
         return None
-    match = _PERIOD.fullmatch(_DECADE.sub(_in_digits, text.strip()))
+    match = _PERIOD.fullmatch(words_as_digits(_DECADE.sub(r"nineteen \1y's", text.strip())))
     if match is None:
         return None
     part = _PARTS.get((match[1] or "").lower(), (match[1] or "").lower())

@@ -83,89 +83,59 @@ class Equality:
             return [text]
         if re.fullmatch(_NAME, parts[0]):
             return parts[1:]
-        decimal = _PLAIN_DECIMAL.fullmatch(parts[1])
-        value = self._number(parts[0].rpartition("=")[2]) if decimal is not None else None
-        if value is None or decimal is None:
+        decimal, form = _PLAIN_DECIMAL.fullmatch(parts[1]), readable(parts[0].rpartition("=")[2])
+        if decimal is None or form is None:
+            return [text]
+        try:
+            value = Fraction(str(Reader(form).read(form).evalf(30)))
+        except Exception:  # the grammar, or SymPy, does not know it, or it is no real number
             return [text]
         places = len(decimal[1] or "")
         return parts if abs(value - Fraction(decimal[0])) <= Fraction(1, 10**places) else [text]
-
-    def _number(self, text: str) -> Fraction | None:
-        """The value of a text without variables."""
-        form = readable(text)
-        if form is None:
-            return None
-        try:
-            value = Reader(form).read(form).evalf(30)
-            return Fraction(str(value)) if value.is_real else None
-        except Exception:  # the grammar, or SymPy, does not know it: no number
-            return None
 
 
 # Expressions that are never evaluated: they would run forever or fill the memory.
 
 MAX_CHARS = 600
 MAX_DEPTH = 20
-MAX_EXPONENT_DIGITS = 4
-MAX_FACTORIAL_DIGITS = 3
-MATH_MAX_DIGITS = 60
 
-_EXPONENT = re.compile(r"(?:\^|\*\*)\s*(?:\{([^{}]*)\}|\(([^()]*)\)|(-?\d+|\w))")
-_FACTORIAL = re.compile(r"(\d+)\s*!|[)}\]]\s*!|!\s*!")
-_HEAVY = re.compile(
-    r"\\(?:i?i?int|oint|sum|prod|lim)(?![a-zA-Z])"
-    r"|(?<![A-Za-z\\])(?:factorial|gamma|fibonacci|prime|binomial|integrate|diff|solve|Sum)\s*\("
-)
-_DIGITS = re.compile(rf"\d{{{MATH_MAX_DIGITS + 1}}}")
-_BINOMIAL = re.compile(r"\\[dt]?binom\s*\{?\s*(\d+)")
+_LARGE = r"\s*(?:30[1-9]|3[1-9]\d|[4-9]\d\d|\d{4})\s*"
+_RISKS = {
+    risk: re.compile(form, re.DOTALL)
+    for risk, form in {
+        "a number of over 60 digits": r"\d{61}",
+        "a huge exponent": r"\^(?:\{[^{}]*(?:\d{5}|!)|\([^()]*(?:\d{5}|!)|-?\d{5})",
+        "a polynomial of huge degree": (
+            r"^(?=.*(?<![A-Za-z\\])[A-Za-z])"
+            rf".*\^(?:\{{{_LARGE}\}}|\({_LARGE}\)|{_LARGE}(?!\d))"
+        ),
+        "a tower of powers": r"\^-?(?:\d+|[A-Za-z])\^|\^\{[^{}]*\}\^",
+        "a large factorial": r"\d{4}\s*!|[)}\]]\s*!|!\s*!",
+        "a large binomial": r"\\[dt]?binom\s*\{?\s*\d{4}",
+        "a sum, product, limit or integral": (
+            r"\\(?:i?i?int|oint|sum|prod|lim)(?![a-zA-Z])|(?<![A-Za-z\\])"
+            r"(?:factorial|gamma|fibonacci|prime|binomial|integrate|diff|solve|Sum)\s*\("
+        ),
+    }.items()
+}
 
 
 def risk_of(expression: str) -> str:
     """Why the expression is refused; "" when it may be evaluated."""
     if len(expression) > MAX_CHARS:
         return f"longer than {MAX_CHARS} characters"
-    depth = deepest = 0
-    for sign in expression:
-        depth += (sign in "([{") - (sign in ")]}")
-        deepest = max(deepest, depth)
-    if deepest > MAX_DEPTH:
-        return f"brackets nested over {MAX_DEPTH} deep"
-    if _DIGITS.search(expression):
-        return f"a number of over {MATH_MAX_DIGITS} digits"
-    for match in _EXPONENT.finditer(expression):
-        exponent = match[1] or match[2] or match[3] or ""
-        if "!" in exponent or any(
-            len(run) > MAX_EXPONENT_DIGITS for run in re.findall(r"\d+", exponent)
-        ):
-            return "a huge exponent"
-        if exponent.strip().isdigit() and int(exponent) > 300 and not _numeric_base(expression):
-            return "a polynomial of huge degree"
-    if _has_tower(expression):
-        return "a tower of powers"
-    for match in _FACTORIAL.finditer(expression):
-        if match[1] is None or len(match[1]) > MAX_FACTORIAL_DIGITS:
-            return "a large factorial"
-    if any(len(match[1]) > MAX_FACTORIAL_DIGITS for match in _BINOMIAL.finditer(expression)):
-        return "a large binomial"
-    return "a sum, product, limit or integral" if _HEAVY.search(expression) else ""
-
-
-def _has_tower(expression: str) -> bool:
-    """A power whose exponent holds a power: 9^{9^9}, but not x^2 y^2."""
-    plain = expression.replace("**", "^").replace(" ", "")
-    open_exponents: list[bool] = []
+    plain = re.sub(r"\s*(?:\*\*|\^)\s*", "^", expression)
+    opened: list[bool] = []  # of each open bracket, whether it holds an exponent
     for place, sign in enumerate(plain):
-        if sign in "({":
-            open_exponents.append(place > 0 and plain[place - 1] == "^")
-        elif sign in ")}" and open_exponents:
-            open_exponents.pop()
-        elif sign == "^" and any(open_exponents):
-            return True
-    return re.search(r"\^-?(?:\d+|[A-Za-z])\^|\^\{[^{}]*\}\^", plain) is not None
-
-
-def _numeric_base(expression: str) -> bool:
-    return re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", expression)) is None
+        if sign in "([{":
+            opened.append(plain[place - 1 : place] == "^")
+        elif sign in ")]}" and opened:
+            opened.pop()
+        elif sign == "^" and any(opened):
+            return "a tower of powers"
+        if len(opened) > MAX_DEPTH:
+            return f"brackets nested over {MAX_DEPTH} deep"
+    return next((risk for risk, form in _RISKS.items() if form.search(plain)), "")
 
 
 LIMIT_S = 1.5  # of CPU time for one comparison

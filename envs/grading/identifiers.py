@@ -6,9 +6,11 @@ dashes. `10.0.0.1` is no product and `3-1` no difference.
 
 from __future__ import annotations
 
-import ast
 import re
+from contextlib import suppress
 
+from agentenv.base.errors import ForeignError
+from agentenv.base.untrusted import decode_python
 from agentenv.envs.grading.text import Tables, unify
 
 _TABLES = Tables("identifiers")
@@ -102,7 +104,6 @@ def literal(text: str) -> object:
     text = bare(text)
     if re.match(r"[\[{(].*['\"]", text) is None or len(text) > MAX_LITERAL_CHARS:
         return None
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return None
+    with suppress(ForeignError):
+        return decode_python(text)
+    return None

@@ -120,15 +120,12 @@ class Judge:
         if not answer.strip():
             parts = {} if self.first is None else {"rule": 0.0}
             return Verdict(False, 0.0, "wrong: no answer", "judge", parts)
-        found = None
-        if self.first is not None:
-            found = await self.first.verdict(question, answer, golds)
+        found = None if self.first is None else await self.first.verdict(question, answer, golds)
         rule = {} if found is None else {"rule": float(found.right)}
         if found is not None and found.right:
-            if self.config.when != "always":
-                return replace(found, parts={**found.parts, **rule})
             with suppress(GraderError):  # the rules have decided
-                rule |= self._parts(await self._judged(question, answer, golds))
+                if self.config.when == "always":
+                    rule |= self._parts(await self._judged(question, answer, golds))
             return replace(found, parts={**found.parts, **rule})
         reply = await self._judged(question, answer, golds)
         right = self._read(reply)

@@ -218,7 +218,7 @@ class GraderConfig(GraderKeys, frozen=True, forbid_unknown_fields=True, kw_only=
     ] = field(default_factory=dict)
 
 
-_READ_BY = {
+READ_BY = {
     "combined": ("combined",),
     "compat": ("exact", "f1", "layered", "judge"),
     "reward": ("exact", "f1", "layered", "judge"),
@@ -271,7 +271,7 @@ def _filled(keys: Keys, where: str, kind: GraderKind, reward: Reward, partial_cr
         chosen: GraderKind = "custom" if keys.path else "judge" if keys.judge is not None else kind
         keys = replace(keys, kind="own" if keys.own is not None else chosen)
     default = GraderConfig()
-    for key, kinds in _READ_BY.items():
+    for key, kinds in READ_BY.items():
         value, usual = getattr(keys, key, None) or None, getattr(default, key) or None
         if keys.kind not in kinds and value != usual:
             raise ConfigError(

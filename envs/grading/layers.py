@@ -70,8 +70,7 @@ _BASE = re.compile(r"([0-9A-Z]+)\s*_\s*\{?\s*(\w+)\s*\}?")
 def _load() -> None:
     """Imports that take a second, now rather than on the event loop with the first answer."""
     quantities.load()
-    for name in ("cn2an", "dateutil.parser"):
-        importlib.import_module(name)
+    importlib.import_module("cn2an")
 
 
 class Layered:

@@ -11,11 +11,12 @@ from fractions import Fraction
 from agentenv.envs.grading.text import Tables, rewritten, unify
 
 _HAN_TABLES = Tables("han")
-_FORMAL = str.maketrans(*_HAN_TABLES["formal"])
-_TRADITIONAL = str.maketrans(*_HAN_TABLES["traditional"])
 _DIGITS, _SCALES = _HAN_TABLES["digits"], _HAN_TABLES["scales"]
-_FORMAL_NUMBER = re.compile(f"[{_HAN_TABLES['formal'][0]}{_DIGITS[:2]}{_SCALES}]{{2,30}}")
-_NUMBER = re.compile(f"[{_DIGITS}][{_DIGITS}{_SCALES}]{{0,30}}|{_SCALES[0]}[{_DIGITS}]?")
+_FORMAL = _HAN_TABLES["formal"]
+_NUMBER = re.compile(
+    f"[{_FORMAL}][{_FORMAL}{_DIGITS[:2]}{_SCALES}]{{1,30}}"
+    f"|[{_DIGITS}][{_DIGITS}{_SCALES}]{{0,30}}|{_SCALES[0]}[{_DIGITS}]?"
+)
 _FRACTION = re.compile(f"({_NUMBER.pattern}){_HAN_TABLES['part_of']}({_NUMBER.pattern})")
 _HAN = re.compile("[\u4e00-\u9fff]")
 _HALF = re.compile(f"{_DIGITS[2]}?{_HAN_TABLES['half']}")
@@ -25,14 +26,15 @@ _MEASURE = re.compile(
 )
 _PLAIN = [(re.compile(form), plain) for form, plain in _HAN_TABLES["plain"].items()]
 _SEPARATOR = re.compile(f"\\s*[{_HAN_TABLES['separators']},;]\\s*")
-_TITLES: list[str] = _HAN_TABLES["titles"]
+_TITLE = f"(?:{'|'.join(_HAN_TABLES['titles'])})?"
+_TITLED = re.compile(f"{_TITLE}(.{{2,4}}?){_TITLE}")
 _KIND = re.compile(f"(?<=..)(?:{'|'.join(_HAN_TABLES['kinds'])})(?=\\(|$)")
 
 
 def in_han(text: str) -> tuple[Fraction, str] | None:
     """The number at the beginning of the text, and the rest."""
-    sign = -1 if text.startswith(_HAN_TABLES["minus"]) else 1
-    text = plain_numerals(text[1:] if sign < 0 else text)
+    sign = -1 if text.startswith(tuple(_HAN_TABLES["minus"])) else 1
+    text = text[1:] if sign < 0 else text
     half = _HALF.match(text)
     if half is not None:
         return sign * Fraction(1, 2), text[half.end() :]
@@ -58,13 +60,7 @@ def han_as_digits(text: str) -> str:
         value = _value(match[0])
         return match[0] if value is None or value.denominator != 1 else str(value)
 
-    return _NUMBER.sub(digits, plain_numerals(text))
-
-
-def plain_numerals(text: str) -> str:
-    """The text with traditional numerals, and those of cheques (two or more), in ordinary ones."""
-    text = text.translate(_TRADITIONAL)
-    return _FORMAL_NUMBER.sub(lambda match: match[0].translate(_FORMAL), text)
+    return _NUMBER.sub(digits, text)
 
 
 def counted(rest: str) -> str | None:
@@ -95,17 +91,15 @@ def han_core(text: str) -> str:
 
 
 def _untitled(text: str) -> str:
-    for _ in range(2):
-        title = next((one for one in _TITLES if one in (text[: len(one)], text[-len(one) :])), "")
-        rest = text[len(title) :] if text.startswith(title) else text[: -len(title)]
-        text = rest if title and 1 < len(rest) <= 4 else text
+    titled = _TITLED.fullmatch(text)
+    text = text if titled is None else titled[1]
     return _KIND.sub("", text) or text
 
 
 def _value(number: str) -> Fraction | None:
     cn2an = importlib.import_module("cn2an")
     try:
-        return Fraction(str(cn2an.cn2an(number.replace("\u3007", "\u96f6"), "smart")))
+        return Fraction(str(cn2an.cn2an(number, "smart")))
     except (LookupError, ValueError):  # characters of numbers that form no number
         return None
 
@@ -133,12 +127,13 @@ _FORMS = _NUMBER_TABLES.patterns("forms")
 _SCALE_WORD = _NUMBER_TABLES.pattern("scale_word", re.IGNORECASE)
 _LETTER_SCALE = re.compile(r"([kKMB])(?![A-Za-z])")
 _LETTERS = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}
+_GAPS = str.maketrans("", "", ", ")
 _WORD = re.compile(r"[A-Za-z]+")
-_FIRST_WORD = re.compile(r"()([A-Za-z]+)")
-_NEXT_WORD = re.compile(r"[\s-]+(and\s+)?([A-Za-z]+)")
-_AND_PART = re.compile(r"\s+and\s+(an?|one|two|three|four|five)\s+([A-Za-z]+?)s?\b", re.IGNORECASE)
+_NEXT_WORD = re.compile(r"(?:(?<=\w)[\s-]+(and\s+)?)?([A-Za-z]+)")
 _POINT = _NUMBER_TABLES.pattern("point", re.IGNORECASE)
-_PART = re.compile(r"[\s-]*([A-Za-z]+?)s?\b")
+_PART = re.compile(
+    r"(?:\s+and\s+(an?|one|two|three|four|five)\s+|[\s-]*)([A-Za-z]+?)s?\b", re.IGNORECASE
+)
 _NUMBER_HALF = _NUMBER_TABLES.pattern("half", re.IGNORECASE)
 
 
@@ -209,40 +204,25 @@ def letter_scale(rest: str) -> tuple[int, str]:
 
 
 def _in_digits(text: str) -> tuple[Fraction, str] | None:
-    for form, pattern in _FORMS.items():
+    for pattern in _FORMS.values():
         match = pattern.match(text)
-        if match is not None:
-            value = _number_value(form, match)
-            if value is not None:
-                return value, text[match.end() :]
+        value = _number_value(match) if match is not None else None
+        if match is not None and value is not None:
+            return value, text[match.end() :]
     return None
 
 
-def _number_value(form: str, match: re.Match[str]) -> Fraction | None:
-    found = [group for group in match.groups() if group is not None]
-    if form in ("mixed", "mixed_slash"):
-        number, top, bottom = (int(group) for group in found)
-        return number + Fraction(top, bottom) if bottom else None
-    if form == "fraction":
-        return Fraction(int(found[0]), int(found[1])) if int(found[1]) else None
-    if form == "repeating":
-        fixed, cycle = match[2], match[3]
-        nines = (10 ** len(cycle) - 1) * 10 ** len(fixed)
-        whole = Fraction(int((match[1] or "0") + fixed), 10 ** len(fixed))
-        return whole + Fraction(int(cycle), nines)
-    if form == "power":
-        return Fraction(10) ** int(found[0])
-    value = _decimal(found[0])
-    if form in ("scientific", "exponent"):
-        return value * Fraction(10) ** int(found[1])
-    if form == "slash":
-        divisor = Fraction(found[1])
-        return value / divisor if divisor else None
-    return value
-
-
-def _decimal(digits: str) -> Fraction:
-    return Fraction(digits.replace(",", "").replace(" ", ""))
+def _number_value(match: re.Match[str]) -> Fraction | None:
+    """(n + t / b) * 10^e, with a cycle of decimals after the fixed ones."""
+    parts = {name: (part or "").translate(_GAPS) for name, part in match.groupdict().items()}
+    top, bottom = Fraction(parts.get("t", "0")), Fraction(parts.get("b", "1"))
+    if not bottom:
+        return None
+    value = Fraction("0" + parts.get("n", "")) + top / bottom
+    if "cycle" in parts:
+        nines = 10 ** len(parts["cycle"]) - 1
+        value += Fraction(int(parts["cycle"]), nines * 10 ** len(parts["fixed"]))
+    return value * Fraction(10) ** int(parts.get("e", "0"))
 
 
 def _in_words(text: str) -> tuple[Fraction, str] | None:
@@ -263,14 +243,13 @@ def _in_words(text: str) -> tuple[Fraction, str] | None:
     if decimals is not None:
         digits = "".join(str(CARDINALS[word]) for word in decimals[1].lower().split())
         return Fraction(f"{number}.{digits}"), rest[decimals.end() :]
-    more = _AND_PART.match(rest)
-    if more is not None and more[2].lower() in _PARTS:
-        part = Fraction(CARDINALS.get(more[1].lower(), 1), _PARTS[more[2].lower()])
-        return number + part, rest[more.end() :]
-    parts = _PART.match(rest)
-    if parts is not None and parts[1].lower() in _PARTS:
-        return Fraction(number, _PARTS[parts[1].lower()]), rest[parts.end() :]
-    return Fraction(number), rest
+    part = _PART.match(rest)
+    if part is None or part[2].lower() not in _PARTS:
+        return Fraction(number), rest
+    divisor, rest = _PARTS[part[2].lower()], rest[part.end() :]
+    if part[1]:
+        return number + Fraction(CARDINALS.get(part[1].lower(), 1), divisor), rest
+    return Fraction(number, divisor), rest
 
 
 def words_as_digits(text: str) -> str:
@@ -302,7 +281,7 @@ def _run_of_words(text: str) -> tuple[int, bool, int] | None:
     total, current, place = 0, None, 0
     room, is_scaled, is_year, is_ordinal = 100, False, False, False  # below `room` may follow
     for _ in range(MAX_NUMBER_WORDS):
-        match = (_NEXT_WORD if place else _FIRST_WORD).match(text, place)
+        match = _NEXT_WORD.match(text, place)
         word = match[2].lower() if match is not None else ""
         value = _WORDS.get(word)
         if match is None or value is None or (match[1] and (room < 100 or value >= 100)):

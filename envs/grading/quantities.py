@@ -17,11 +17,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.envs.grading.numbers import counted, is_list, leading_number, letter_scale
-from agentenv.envs.grading.text import Tables
+from agentenv.envs.grading.text import Tables, rewritten
 
 Dimension = tuple[tuple[str, int], ...]
 
-_UNIT_TABLES = Tables("numbers")
+_UNIT_TABLES, _TABLES = Tables("numbers"), Tables("quantities")
 _OWN = {
     name: (((dimension, 1),), Fraction(factor))
     for dimension, units in _UNIT_TABLES["units"].items()
@@ -37,72 +37,13 @@ _PREFIXED = frozenset(
 )
 _LETTERS = frozenset("mgshlLJNWVAK")
 MAX_NAME_CHARS = 40
-
-
-class Unit(Struct, frozen=True):
-    """A unit: `factor` times the value plus `offset` is the value in base units."""
-
-    dimension: Dimension
-    factor: Fraction
-    offset: Fraction = Fraction(0)
-
-
-@lru_cache(maxsize=4096)
-def unit_of(name: str) -> Unit | None:
-    """The unit of a name such as km, gallons or USD; None if there is none."""
-    low = name.lower()
-    own = _OWN.get(low) or _OWN.get(low.removesuffix("s"))
-    if own is not None:
-        return Unit(*own)
-    if len(name) > MAX_NAME_CHARS or (len(name) == 1 and name.isascii() and name not in _LETTERS):
-        return None
-    known = _NAMES.get(low) or _NAMES.get(low.removesuffix("s"))
-    return _of_pint(known or name)
-
-
-def load() -> None:
-    """Make the registry now, half a second, rather than with the first unit."""
-    _registry()
-
-
-@lru_cache(maxsize=1)
-def _registry() -> Any:
-    pint = importlib.import_module("pint")
-    return pint.UnitRegistry(non_int_type=Fraction)
-
-
-def _of_pint(name: str) -> Unit | None:
-    registry = _registry()
-    found = _parsed(name, True) or _parsed(name, False)
-    if found is None:
-        return None
-    try:
-        zero, one = (registry.Quantity(Fraction(n), found).to_base_units() for n in (0, 1))
-    except (ArithmeticError, TypeError, ValueError):  # a logarithm, as dB: not of fractions
-        return None
-    powers = {base: Fraction(power) for base, power in one.unit_items()}
-    if not powers or any(power.denominator != 1 for power in powers.values()):
-        return None
-    dimension = tuple(sorted((base, int(power)) for base, power in powers.items()))
-    offset = Fraction(zero.magnitude)
-    return Unit(dimension, Fraction(one.magnitude) - offset, offset)
-
-
-def _parsed(name: str, case_sensitive: bool) -> str | None:
-    for prefix, unit, _ in _registry().parse_unit_name(name, case_sensitive):
-        if not prefix or unit in _PREFIXED:
-            return f"{prefix}{unit}"
-    return None
-
-
-_QUANTITIE_TABLES = Tables("quantities")
-
 MAX_CHARS = 200  # no number with its unit is longer
 
 
 class Quantity(Struct, frozen=True):
     """A value with its unit: `dimension` and `factor` of a known unit, and `words` for the other
-    words about the counted thing; all empty for a plain number."""
+    words about the counted thing; all empty for a plain number. The value in base units is `factor`
+    times the value plus `offset`."""
 
     value: Fraction
     dimension: Dimension = ()
@@ -119,30 +60,65 @@ class Quantity(Struct, frozen=True):
         return self.value * self.factor + self.offset
 
 
-_CURRENCY = _QUANTITIE_TABLES.pattern("currency")
-_DETERMINER = re.compile(r"^(?:the\s+|an?\s+(?=hundred|thousand|million|billion))(?=\w)", re.I)
+@lru_cache(maxsize=4096)
+def unit_of(name: str) -> Quantity | None:
+    """One of the unit of a name such as km, gallons or USD; None if there is none."""
+    low = name.lower()
+    own = _OWN.get(low) or _OWN.get(low.removesuffix("s"))
+    if own is not None:
+        return Quantity(Fraction(1), *own)
+    if len(name) > MAX_NAME_CHARS or (len(name) == 1 and name.isascii() and name not in _LETTERS):
+        return None
+    known = _NAMES.get(low) or _NAMES.get(low.removesuffix("s"))
+    return _of_pint(known or name)
+
+
+@lru_cache(maxsize=1)
+def load() -> Any:
+    """The registry of units; the first call takes half a second."""
+    pint = importlib.import_module("pint")
+    return pint.UnitRegistry(non_int_type=Fraction)
+
+
+def _of_pint(name: str) -> Quantity | None:
+    registry = load()
+    readings = (registry.parse_unit_name(name, is_sensitive) for is_sensitive in (True, False))
+    known = (one for reading in readings for one in reading if not one[0] or one[1] in _PREFIXED)
+    prefix, unit, _ = next(known, ("", "", ""))
+    if not unit:
+        return None
+    try:
+        zero, one = (registry.Quantity(Fraction(n), prefix + unit).to_base_units() for n in (0, 1))
+    except (ArithmeticError, TypeError, ValueError):  # a logarithm, as dB: not of fractions
+        return None
+    powers = {base: Fraction(power) for base, power in one.unit_items()}
+    if not powers or any(power.denominator != 1 for power in powers.values()):
+        return None
+    dimension = tuple(sorted((base, int(power)) for base, power in powers.items()))
+    offset = Fraction(zero.magnitude)
+    return Quantity(Fraction(1), dimension, Fraction(one.magnitude) - offset, offset)
+
+
+_CURRENCY = _TABLES.pattern("currency")
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
-_UNIT_TOKEN = _QUANTITIE_TABLES.pattern("unit_token")
-_NOT_A_NOUN = _QUANTITIE_TABLES.words("not_a_noun")
+_UNIT_TOKEN = _TABLES.pattern("unit_token")
+_NOT_A_NOUN = _TABLES.words("not_a_noun")
 _BC: Dimension = (("era_bc", 1),)
 _PERCENT: Dimension = (("percent", 1),)
-_PERMILLE: Dimension = (("permille", 1),)
 _POUNDS: dict[Dimension, Fraction] = {
     (("money_gbp", 1),): Fraction(1),
     (("kilogram", 1),): Fraction(45359237, 100000000),
 }
-_FIRST_UNIT = _QUANTITIE_TABLES.pattern("first_unit")
+_FIRST_UNIT = _TABLES.pattern("first_unit")
 _NOUN = re.compile(r"[^\W\d_][\w'-]*(?:\s+[^\W\d_][\w'-]*){0,5}")
-_FEET = _QUANTITIE_TABLES.pattern("feet")
-_MINUTES = _QUANTITIE_TABLES.pattern("minutes")
-_HALVES = re.compile(r"(?:an?|one)\s+(\w+)\s+and\s+a\s+(half|quarter)", re.IGNORECASE)
-_SPELT = _QUANTITIE_TABLES.rewrites("spelt")
+_SPELT = _TABLES.rewrites("spelt")
+_WHOLE = _TABLES.rewrites("whole")
+_ONE = re.compile(r"(?:an?|one)\s+(?=\w+$)", re.IGNORECASE)
+_PER_OR_OF = re.compile(r"(?:per|an?|each|every|of|in|on|from|at)\b|/")
+_NOT_UNITS = _TABLES.words("not_units")
 # words after a unit that do not change its meaning
-_MEASURED = _QUANTITIE_TABLES.pattern("measured", re.IGNORECASE)
+_MEASURED = _TABLES.pattern("measured", re.IGNORECASE)
 _OF_WHAT = re.compile(r"(?:of|in|on|from|at)\s+(?:all\s+|the\s+|its\s+|their\s+)?[a-z]\D{0,80}")
-_SCALE_LETTERS = {"k": 10**3, "M": 10**6, "B": 10**9}
-_BELOW_ZERO = _QUANTITIE_TABLES.pattern("below_zero", re.I)
-_SQUARED = re.compile(r"\b(\w+) (squared|cubed)\b")
 
 
 _CAPITALS = re.compile(r"\b[A-Z][a-z]")
@@ -152,88 +128,17 @@ def quantity(text: str) -> Quantity | None:
     """A cleaned text as a number with an optional unit; None when it is anything else."""
     if len(text) > MAX_CHARS:
         return None
-    text = _DETERMINER.sub("", text).removeprefix("\u7b2c")
-    below = _BELOW_ZERO.fullmatch(text)
-    if below is not None:
-        depth = quantity(f"{below['depth']}{below['scale'] or ''}")
-        if depth is None or not depth.dimension:
-            return None
-        return replace(depth, value=-abs(depth.value))
+    text = rewritten(text, _WHOLE)
     currency = _CURRENCY.match(text)
     if currency is not None:
         return _money(currency, text[currency.end() :])
-    feet = _FEET.fullmatch(text)
-    if feet is not None:
-        text = f"{feet[1]} ft {feet[2]} in"
-    minutes = _MINUTES.fullmatch(text.replace(r"^{\prime}", "'").replace(r"^\prime", "'"))
-    if minutes is not None:  # 7 degrees 30 minutes
-        parts = [Fraction(part or 0) for part in minutes.groups()]
-        text = f"{parts[0] + parts[1] / 60 + parts[2] / 3600} \N{DEGREE SIGN}"
-    halves = _HALVES.fullmatch(text)
-    if halves is not None:
-        text = f"{'1.5' if halves[2].lower() == 'half' else '1.25'} {halves[1]}"
-    era = re.fullmatch(r"(BCE?|AD|CE)\s+(\d{1,4})", text.replace(".", ""))
-    if era is not None:
-        text = f"{era[2]} {era[1]}"
-    found = leading_number(text) or _one(text)
+    found, one = leading_number(text), _ONE.match(text)
+    if found is None and one is not None and unit_of(text[one.end() :]) is not None:
+        found = Fraction(1), text[one.end() :]  # a fortnight
     if found is None:
         return None
-    value, rest = found
-    rest = rest.strip("{} ")
-    if not rest:
-        return Quantity(value)
-    return _with_unit(value, rest)
-
-
-def _with_unit(value: Fraction, rest: str) -> Quantity | None:
-    """A number and the words after it: a unit, a sum of units, a unit and a noun, a noun."""
-    if rest in _SCALE_LETTERS:
-        return Quantity(value * _SCALE_LETTERS[rest])
-    for pattern, name in _SPELT:
-        rest = pattern.sub(name, rest)
-    unit = _unit(rest)
-    if unit is not None:
-        return Quantity(value, unit.dimension, unit.factor, unit.offset)
-    compound = _compound(value, rest)
-    if compound is not None:
-        return compound
-    parts = _unit_and_rest(rest)
-    if parts is not None:
-        unit, words = parts
-        words = _MEASURED.sub("", words).strip(" ,")
-        if _OF_WHAT.fullmatch(words):
-            words = words.lower()
-        elif words and (not _NOUN.fullmatch(words) or _NOT_A_NOUN & set(words.lower().split())):
-            return None
-        return Quantity(value, unit.dimension, unit.factor, unit.offset, words.lower())
-    named = counted(rest)
-    if named is not None:
-        return Quantity(value, words=named.lower())
-    words = rest.lower()
-    if (
-        is_list(rest)
-        or len(_CAPITALS.findall(rest)) > 1  # the name of one thing: 1984 South Asian Games
-        or not _NOUN.fullmatch(words)
-        or _NOT_A_NOUN & set(words.split())
-        or len(words) < 2
-    ):
-        return None
-    return Quantity(value, words=words)
-
-
-def _unit_and_rest(text: str) -> tuple[Unit, str] | None:
-    """The longest unit of up to four words at the beginning of the text, and the words after it."""
-    words = text.split()
-    for count in range(min(4, len(words) - 1), 0, -1):
-        name = " ".join(words[:count]).rstrip(",")
-        if not _NOT_UNITS & set(name.lower().split()) and not name.endswith(("per", "/")):
-            unit = _unit(name)
-            if unit is not None:
-                return unit, " ".join(words[count:])
-    return None
-
-
-_NOT_UNITS = _QUANTITIE_TABLES.words("not_units")
+    scale, rest = letter_scale(found[1]) if found[1] in ("k", "M", "B") else (1, found[1])
+    return _with_unit(found[0] * scale, rest.strip("{} "))
 
 
 def _money(currency: re.Match[str], text: str) -> Quantity | None:
@@ -246,24 +151,55 @@ def _money(currency: re.Match[str], text: str) -> Quantity | None:
     scale, rest = letter_scale(found[1])
     if sign.endswith("$"):
         rest = re.sub(r"^\s*(?:us\b\s*)?(?:dollars?$)?", "", rest, flags=re.IGNORECASE)
-    rest = rest.strip()
-    again = unit_of(rest) if rest else unit  # $5 USD
-    if again is not None:
-        return Quantity(found[0] * scale, unit.dimension) if again == unit else None
     name = unit.dimension[0][0].removeprefix("money_")
-    amount = _with_unit(found[0] * scale, f"{name} {rest}".strip())
-    if amount is None or not amount.dimension:
+    rest = name if unit_of(rest) == unit else f"{name} {rest}".strip()  # $5 USD
+    amount = _with_unit(found[0] * scale, rest)
+    if amount is None or (amount.words and not _PER_OR_OF.match(amount.words)):
         return None
-    return amount if not amount.words or _PER_OR_OF.match(amount.words) else None
+    return amount
 
 
-_PER_OR_OF = re.compile(r"(?:per|an?|each|every|of|in|on|from|at)\b|/")
+def _with_unit(value: Fraction, rest: str) -> Quantity | None:
+    """A number and the words after it: a unit, a sum of units, a unit and a noun, a noun."""
+    rest = rewritten(rest, _SPELT)
+    if not rest:
+        return Quantity(value)
+    parts, compound = _unit_and_rest(rest), _compound(value, rest)
+    if compound is not None and (parts is None or parts[1]):
+        return compound
+    if parts is not None:
+        unit, words = parts
+        words = _MEASURED.sub("", words).strip(" ,").lower()
+        if words and not _OF_WHAT.fullmatch(words) and not _is_noun(words):
+            return None
+        return replace(unit, value=value, words=words)
+    named = counted(rest)
+    if named is not None:
+        return Quantity(value, words=named.lower())
+    is_name = len(_CAPITALS.findall(rest)) > 1  # of one thing: 1984 South Asian Games
+    words = rest.lower()
+    if is_list(rest) or is_name or not _is_noun(words) or len(words) < 2:
+        return None
+    return Quantity(value, words=words)
 
 
-def _one(text: str) -> tuple[Fraction, str] | None:
-    """A fortnight as 1 fortnight."""
-    match = re.match(r"(?:an?|one)\s+(?=\w+$)", text, re.IGNORECASE)
-    return (Fraction(1), text[match.end() :]) if match and unit_of(text[match.end() :]) else None
+def _is_noun(words: str) -> bool:
+    return _NOUN.fullmatch(words) is not None and not _NOT_A_NOUN & set(words.split())
+
+
+def _unit_and_rest(text: str) -> tuple[Quantity, str] | None:
+    """The longest unit, all of the text or up to four words, and the words after it."""
+    words = text.split()
+    for count in (len(words), *range(min(4, len(words) - 1), 0, -1)):
+        name = " ".join(words[:count])
+        if count < len(words):
+            name = name.rstrip(",")
+            if _NOT_UNITS & set(name.lower().split()) or name.endswith(("per", "/")):
+                continue
+        unit = _unit(name)
+        if unit is not None:
+            return unit, " ".join(words[count:])
+    return None
 
 
 def same_quantity(answer: Quantity, gold: Quantity) -> bool:
@@ -275,10 +211,8 @@ def same_quantity(answer: Quantity, gold: Quantity) -> bool:
         if not _same_nouns(answer, gold):
             return False
     if (answer.dimension == _PERCENT) != (gold.dimension == _PERCENT):
-        if answer.dimension and gold.dimension:
-            is_permille = {answer.dimension, gold.dimension} == {_PERCENT, _PERMILLE}
-            return answer.in_base_units == gold.in_base_units and is_permille
-        return answer.value == gold.value or (answer.in_base_units == gold.in_base_units)
+        is_equal = answer.value == gold.value or answer.in_base_units == gold.in_base_units
+        return is_equal and not (answer.dimension and gold.dimension)
     if not (answer.dimension and gold.dimension):  # a known unit against a noun
         plain = answer.has_unit and gold.has_unit and answer.dimension != gold.dimension
         return answer.value == gold.value and not plain
@@ -306,14 +240,14 @@ def _is_per_piece(words: str) -> bool:
 
 
 _SMALL = frozenset(str.split("of in the a an on from at all"))
-_DECISIVE = _QUANTITIE_TABLES.words("decisive")
+_DECISIVE = _TABLES.words("decisive")
 
 
 def _settled(one: Quantity, other: Quantity) -> Quantity:
     """Pounds as money or weight, in agreement with the other side."""
     if one.dimension != (("pound", 1),) or other.dimension not in _POUNDS:
         return one
-    return Quantity(one.value, other.dimension, _POUNDS[other.dimension], words=one.words)
+    return replace(one, dimension=other.dimension, factor=_POUNDS[other.dimension])
 
 
 def _compound(value: Fraction, rest: str) -> Quantity | None:
@@ -331,21 +265,16 @@ def _compound(value: Fraction, rest: str) -> Quantity | None:
     if more.factor >= unit.factor:  # the parts go down
         return None
     whole = value + more.in_base_units / unit.factor
-    return Quantity(whole, unit.dimension, unit.factor, words=more.words)
+    return replace(unit, value=whole, words=more.words)
 
 
 def _singular(word: str) -> str:
     return word[:-1] if len(word) > 2 and word.endswith("s") and not word.endswith("ss") else word
 
 
-def _unit(text: str) -> Unit | None:
-    """The unit of a text such as km/h, square feet, m s^{-1}; None if unknown."""
-    text = text.replace("\u5e73\u65b9", "square ").replace("\u7acb\u65b9", "cubic ")
-    text = re.sub(
-        "^\u4e2a(?=\u5c0f\u65f6|\u661f\u671f|\u793c\u62dc|\u949f\u5934|\u4e16\u7eaa)", "", text
-    )
+def _unit(text: str) -> Quantity | None:
+    """One of the unit of a text such as km/h, square feet, m s^{-1}; None if unknown."""
     text = " ".join(text.replace(".", "").split())
-    text = _SQUARED.sub(lambda match: f"{match[1]}^{2 if match[2] == 'squared' else 3}", text)
     alone = unit_of(text) if text.isalpha() else None
     if alone is not None:
         return alone
@@ -376,4 +305,6 @@ def _unit(text: str) -> Unit | None:
     found = tuple(sorted((name, times) for name, times in dimensions.items() if times))
     if not found and num_units == 2 and side < 0:  # hours per week
         found = (("rate", 1),)
-    return Unit(found, factor, offset if num_units == 1 else Fraction(0)) if found else None
+    if not found:
+        return None
+    return Quantity(Fraction(1), found, factor, offset if num_units == 1 else Fraction(0))

@@ -19,6 +19,7 @@ from agentenv.base.errors import ConfigError, CrashError, GraderError
 from agentenv.base.types import Message, Task
 from agentenv.contract.env import Grade, Grader, graded, shared, start_grader
 from agentenv.envs.grading.keys import (
+    READ_BY,
     GraderConfig,
     GraderKeys,
     GraderKind,
@@ -132,23 +133,14 @@ def _grader(config: GraderKeys) -> Grader:
     fields = {key: getattr(config, key) for key in GraderKeys.__struct_fields__}
     key = ("grader", msgspec.json.encode(fields))
     if config.kind == "custom":
-        return shared(key, lambda: _custom(config))
+        from agentenv.envs.grading.custom import CustomGrader
+
+        own = {name: fields[name] for name, kinds in READ_BY.items() if kinds == ("custom",)}
+        return shared(key, lambda: CustomGrader(**own))
     if config.own is not None:
         return shared(key, config.own.build)
     matcher = shared(key, lambda: _matcher(config))
     return ToolReward(matcher) if config.reward == "tools" else AnswerReward(matcher)
-
-
-def _custom(config: GraderKeys) -> Grader:
-    from agentenv.envs.grading.custom import CustomGrader
-
-    return CustomGrader(
-        config.path,
-        config.name,
-        timeout_s=config.timeout_s,
-        success_at=config.success_at,
-        solution_str=config.solution_str,
-    )
 
 
 def _matcher(config: GraderKeys) -> Matcher:
@@ -180,22 +172,16 @@ async def check_grader(grader: Grader, tasks: Sequence[Task]) -> list[Grade]:
     for task in tasks[:NUM_CHECKED_ROWS]:
         gold = task.answers[0] if task.answers else ""
         text = rf"<think>.</think><answer>\boxed{{{gold}}}</answer>"
+        where = f"the grader fails on the gold answer {gold!r} of row {task.id}"
         try:
             grade = await graded(grader, task, [Message("assistant", text)], {})
         except (GraderError, CrashError) as error:
-            is_bug = isinstance(error, CrashError)
-            raise ConfigError(
-                f"the grader fails on the gold answer {gold!r} of row {task.id}: {error}"
-                f"{EXPECTED if is_bug else ''}"
-            ) from error
+            expected = EXPECTED if isinstance(error, CrashError) else ""
+            raise ConfigError(f"{where}: {error}{expected}") from error
         if grade.parts.get(STOPPED):
-            raise ConfigError(
-                f"the grader fails on the gold answer {gold!r} of row {task.id}: {grade.reason}"
-            )
+            raise ConfigError(f"{where}: {grade.reason}")
         if not math.isfinite(grade.reward):
-            raise ConfigError(
-                f"the grader returns the reward {grade.reward} for row {task.id}; expected a number"
-            )
+            raise ConfigError(f"{where}: the reward {grade.reward}; expected a finite number")
         grades.append(grade)
     return grades
 

@@ -53,19 +53,26 @@ class Values:
         return one.doit().as_explicit() if isinstance(one, self.sympy.MatrixExpr) else one
 
     def _opened(self, gold: Any, answer: Any) -> tuple[Any, Any]:
-        """5 for x = 5 where the other is a value; a set for a condition where the other is one."""
+        """5 for x = 5 where the other is a value; the set of the numbers that meet a condition."""
         s = self.sympy
-        for _ in range(2):  # once from either side
-            if isinstance(answer, s.Set) and self._is_condition(gold):
-                gold = _as_set(gold)
-            elif isinstance(answer, s.Expr | s.Set | s.Tuple | s.MatrixBase):
-                gold = self._value_of(gold)
-            gold, answer = answer, gold
-        return gold, answer
+        gold, answer = map(self._numbers_of, (gold, answer))
+        values = s.Expr | s.Set | s.Tuple | s.MatrixBase
+        if isinstance(answer, values):
+            gold = self._value_of(gold)
+        return gold, self._value_of(answer) if isinstance(gold, values) else answer
 
-    def _is_condition(self, one: Any) -> bool:
+    def _numbers_of(self, one: Any) -> Any:
+        """The set of the numbers that meet a condition on one variable; the condition where SymPy
+        finds none."""
         s = self.sympy
-        return isinstance(one, s.logic.boolalg.Boolean) and not isinstance(one, s.Eq)
+        is_condition = isinstance(one, s.logic.boolalg.Boolean) and not isinstance(one, s.Eq)
+        unequal = (s.core.relational._Inequality, s.Ne)  # none in x = 2 + 3 = 5
+        if not is_condition or len(one.free_symbols) != 1 or not one.atoms(*unequal):
+            return one
+        try:
+            return importlib.import_module("math_verify.grader").unwrap_fcs(one).as_set()
+        except Exception:  # any error of SymPy for a condition that it cannot solve
+            return one
 
     def _value_of(self, one: Any) -> Any:
         """The value of an equation whose left side is a name, a point of names or a sum that was
@@ -105,19 +112,14 @@ class Values:
     # Numbers and expressions.
 
     def _same_value(self, gold: Any, answer: Any) -> bool:
-        if self._percent(gold) != self._percent(answer):
-            bare = self._without_percent(gold), self._without_percent(answer)
-            if self._equal(*map(self._settled, bare)):
+        s = self.sympy
+        if gold.has(s.UnevaluatedExpr) != answer.has(s.UnevaluatedExpr):  # of a percentage
+            percent = s.UnevaluatedExpr(s.Rational(1, 100))
+            bare = (self._settled(one.replace(percent, s.Integer(1))) for one in (gold, answer))
+            if self._equal(*bare):
                 return True
         sides = self._settled(gold), self._settled(answer)
         return self._equal(*sides) or self._rounds(*sides)
-
-    def _percent(self, one: Any) -> bool:
-        return bool(one.has(self.sympy.UnevaluatedExpr))
-
-    def _without_percent(self, one: Any) -> Any:
-        s = self.sympy
-        return one.replace(s.UnevaluatedExpr(s.Rational(1, 100)), s.Integer(1))
 
     def _settled(self, one: Any) -> Any:
         """The evaluated expression, with a symbol for each remaining derivative, function, limit,
@@ -173,7 +175,7 @@ class Values:
         sides = [side.subs(point) for side in (gold, answer)]
         if any(side.has(self.sympy.nan, self.sympy.zoo, self.sympy.oo) for side in sides):
             return None
-        if not is_positive and not all(_is_real(side) for side in sides):
+        if not is_positive and not all(side.evalf(15).is_real for side in sides):
             return None
         return self._vanishes(sides[0] - sides[1])
 
@@ -206,38 +208,25 @@ class Values:
     def _same_relation(self, gold: Any, answer: Any) -> bool:
         s = self.sympy
         gold, answer = self._chained(gold), self._chained(answer)
-        if isinstance(gold, s.And) or isinstance(answer, s.And):
-            parts = [one.args if isinstance(one, s.And) else (one,) for one in (gold, answer)]
-            return self._same_parts(*parts) or self._same_region(gold, answer)
+        if type(gold) is type(answer) and isinstance(gold, s.And | s.Or):
+            return self._same_parts(gold.args, answer.args)
         if isinstance(gold, s.Eq | s.Ne) and type(gold) is type(answer):
             return self._same_equation(gold, answer)
         if not all(isinstance(one, s.core.relational._Inequality) for one in (gold, answer)):
             return False
-        sides = [one.gts - one.lts for one in (gold, answer)]
         is_strict = [one.rel_op in ("<", ">") for one in (gold, answer)]
-        if is_strict[0] == is_strict[1] and self._ratio_is(sides[0], sides[1], positive=True):
-            return True
-        return self._same_region(gold, answer)
-
-    def _same_region(self, gold: Any, answer: Any) -> bool:
-        symbols = gold.free_symbols | answer.free_symbols
-        if len(symbols) != 1:
-            return False
-        return self._same_set(_as_set(gold), _as_set(answer))
+        sides = [one.gts - one.lts for one in (gold, answer)]
+        return is_strict[0] == is_strict[1] and self._ratio_is(*sides, positive=True)
 
     def _same_equation(self, gold: Any, answer: Any) -> bool:
         """By a constant factor, as y = 2x and 2x - y = 0 have, or by all their solutions."""
         s = self.sympy
         if any(isinstance(side, s.Set | s.Tuple | s.MatrixBase) for side in (gold.rhs, answer.rhs)):
             return self.same(gold.lhs, answer.lhs) and self.same(gold.rhs, answer.rhs)
-        if isinstance(gold.lhs, s.core.function.AppliedUndef) != isinstance(
-            answer.lhs, s.core.function.AppliedUndef
-        ):  # f(x) = x^2 and y = x^2
-            return (
-                self._is_name(gold.lhs)
-                and self._is_name(answer.lhs)
-                and self.same(gold.rhs, answer.rhs)
-            )
+        is_call = [isinstance(one.lhs, s.core.function.AppliedUndef) for one in (gold, answer)]
+        if is_call[0] != is_call[1]:  # f(x) = x^2 and y = x^2
+            are_names = self._is_name(gold.lhs) and self._is_name(answer.lhs)
+            return are_names and self.same(gold.rhs, answer.rhs)
         sides = [one.lhs - one.rhs for one in (gold, answer)]
         if self._ratio_is(sides[0], sides[1], positive=False):
             return True
@@ -272,10 +261,9 @@ class Values:
     def _same_set(self, gold: Any, answer: Any) -> bool:
         s = self.sympy
         if isinstance(gold, s.Interval) and isinstance(answer, s.Interval):
-            return (gold.left_open, gold.right_open) == (
-                answer.left_open,
-                answer.right_open,
-            ) and all(map(self._same_end, (gold.start, gold.end), (answer.start, answer.end)))
+            is_open = [(one.left_open, one.right_open) for one in (gold, answer)]
+            ends = map(self._same_value, (gold.start, gold.end), (answer.start, answer.end))
+            return is_open[0] == is_open[1] and all(ends)
         row, other = self._row(gold), self._row(answer)
         if row is not None and other is not None:
             if not all(isinstance(one, s.FiniteSet) for one in (gold, answer)):
@@ -287,9 +275,6 @@ class Values:
         if not (isinstance(gold, s.Set) and isinstance(answer, s.Set)):
             return False
         return bool(gold == answer or gold.symmetric_difference(answer).is_empty)
-
-    def _same_end(self, gold: Any, answer: Any) -> bool:
-        return bool(gold == answer) or self._same_value(gold, answer)
 
     def _row(self, one: Any) -> Sequence[Any] | None:
         """The elements of a set, a pair or a point; (1, 2) may be read as an open interval."""
@@ -313,17 +298,3 @@ class Values:
                 return False
             del left[place]
         return True
-
-
-def _is_real(number: Any) -> bool:
-    found = number.evalf(15)
-    return bool(found.is_real)
-
-
-def _as_set(condition: Any) -> Any:
-    """The numbers that meet a condition on one variable; the condition where SymPy finds none."""
-    grader = importlib.import_module("math_verify.grader")
-    try:
-        return grader.unwrap_fcs(condition).as_set()
-    except Exception:  # any error of SymPy for a condition that it cannot solve
-        return condition
