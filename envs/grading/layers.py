@@ -7,7 +7,6 @@ string -> choice letters -> ranges and bounds -> yes and no -> numbers and units
 
 from __future__ import annotations
 
-import importlib
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -67,12 +66,6 @@ _VECTORS = re.compile(  # products that do not commute
 _BASE = re.compile(r"([0-9A-Z]+)\s*_\s*\{?\s*(\w+)\s*\}?")
 
 
-def _load() -> None:
-    """Imports that take a second, now rather than on the event loop with the first answer."""
-    quantities.load()
-    importlib.import_module("cn2an")
-
-
 class Layered:
     """The matcher of `kind = "layered"`. `math` false leaves math-verify out; `partial_credit`
     scores a wrong answer to a word question by its token F1, as ARPO does, unless it names several
@@ -91,7 +84,7 @@ class Layered:
 
     async def start(self) -> None:
         """Load the registry of units, and math-verify, if it is used."""
-        await in_thread(_load)
+        await in_thread(quantities.load)
         if self._uses_math:
             await shared_math(self._limit_s).start()
 

@@ -77,6 +77,7 @@ def unit_of(name: str) -> Quantity | None:
 def load() -> Any:
     """The registry of units; the first call takes half a second."""
     pint = importlib.import_module("pint")
+    importlib.import_module("cn2an")  # and the reader of Chinese numbers
     return pint.UnitRegistry(non_int_type=Fraction)
 
 

@@ -24,7 +24,7 @@ from agentenv.contract.env import close_shared
 from agentenv.envs.grading import dates, forms
 from agentenv.envs.grading.forms import several
 from agentenv.envs.grading.gold import kind_of
-from agentenv.envs.grading.layers import Layered, TokenF1, compare
+from agentenv.envs.grading.layers import Layered, TokenF1, compare, find
 from agentenv.envs.grading.parts import is_named, is_nationality, rank_of
 from agentenv.envs.grading.reward import make_grader
 from agentenv.envs.grading.text import clean
@@ -445,15 +445,11 @@ def good_forms() -> list[tuple[str, str]]:
     return [(gold, answer.replace("\\n", "\n")) for gold, answer in rows]
 
 
-async def test_further_words_about_one_answer_leave_it_right() -> None:
-    matcher = Layered(math=False)
-    await matcher.start()
-    refused = [
-        (gold, answer)
-        for gold, answer in good_forms()
-        if not (await matcher.verdict("", answer, [gold])).right
-    ]
-    assert not refused
+def test_further_words_about_one_answer_leave_it_right() -> None:
+    """None is refused by the rules; formulas may be left to mathematics."""
+    found = [(gold, answer, find(answer, gold).right) for gold, answer in good_forms()]
+    assert not [pair for *pair, right in found if right is False]
+    assert sum(right is None for *_, right in found) < 5
 
 
 ABOUT = {  # remarks about an answer, by kind
