@@ -206,9 +206,7 @@ def make_backend(init: wire.Init) -> RankBackend:
     model."""
     config = init.config
     transformers_logging.disable_progress_bar()
-    check_model(
-        Path(init.model_dir), config.context_parallel, by_segments=config.layout == "segments"
-    )
+    check_model(Path(init.model_dir), config.context_parallel)
     # In the dtype of the files, weights are mapped, so that ranks of a machine share the pages.
     model = AutoModelForCausalLM.from_pretrained(
         init.model_dir,

@@ -19,7 +19,7 @@ from agentenv.learners.ranks.backend import RankBackend
 from agentenv.learners.ranks.reference_policy import Reference
 from agentenv.learners.trees.batch import ActionTokens, EncodedTree, computed
 from agentenv.learners.trees.layouts import Layouts
-from agentenv.learners.trees.minibatch import MiniBatch, over_all, prepare, ratios
+from agentenv.learners.trees.minibatch import MiniBatch, over_all, ratios
 from agentenv.learners.trees.partition import MicroBatch, split_by_tree
 
 GIB = 2**30
@@ -132,7 +132,7 @@ class Trainer:
         if any(self.backend.gather_replicas(bool(needed))):
             proximal[is_needed], entropies[is_needed], _ = self.figures(needed)
         gather, rest = self.backend.gather_replicas, (reference, self.algorithm)
-        return prepare(trees, tokens, proximal, entropies, *rest, gather, is_needed)
+        return MiniBatch(trees, tokens, proximal, entropies, *rest, gather, is_needed)
 
     def _needs_proximal(self, tree: EncodedTree) -> bool:
         """Whether log-probs and entropies under the current weights are needed; a counted tree
