@@ -94,8 +94,8 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
     layout: Annotated[
         Literal["auto", "tree"],
         Meta(
-            description="attention of micro-batches, with the same gradients: over trees; auto: on a "
-            "CPU by segments where paths are short"
+            description="attention of micro-batches, with the same gradients: over trees; auto: on "
+            "a CPU by segments where paths are short"
         ),
     ] = "auto"
     deepspeed_config: Annotated[

@@ -82,7 +82,7 @@ def test_parts_of_trees_add_up_to_the_gradient_of_their_mini_batch(tmp_path: Pat
     pairs = credited(trees, algorithm)
     assert len(pairs) == len(trees)
     encoded = [encode(tree, credit, 0) for tree, credit in pairs]
-    tokens = ActionTokens.of(encoded)
+    tokens = ActionTokens(encoded)
     fixed = (tokens.behavior, tokens.entropies, None)
     batch = MiniBatch(encoded, tokens, *fixed, algorithm, lambda own: [own])
     (micro,) = pack(encoded, 10_000)

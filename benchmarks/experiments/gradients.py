@@ -110,7 +110,7 @@ class Gradients:
         if not credit.has_signal:
             return np.zeros(DIRECTIONS)
         trees = [encode(tree, credit, tree.policy_version)]
-        tokens, gather = ActionTokens.of(trees), self.backend.gather_replicas
+        tokens, gather = ActionTokens(trees), self.backend.gather_replicas
         fixed = (tokens.behavior, tokens.entropies, None)
         batch = MiniBatch(trees, tokens, *fixed, algorithm, gather)
         for part in pack(trees, self.backend.config.replica_tokens, "segments"):

@@ -8,7 +8,6 @@ from agentenv.base.errors import ConfigError
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.learners.algorithms.arpo import SharingKey
 from agentenv.learners.algorithms.credit import (
-    Sharing,
     TreeCredit,
     counted_leaves,
     group_advantages,
@@ -37,10 +36,6 @@ class TreeGRPO(LateForks, frozen=True, kw_only=True, forbid_unknown_fields=True,
                 "algorithm.step_rewards: tree_grpo has an advantage for each leaf; expected "
                 f"'return', got {self.step_rewards!r}"
             )
-
-    @property
-    def credit_sharing(self) -> Sharing:
-        return self.sharing
 
     def credit(self, tree: TrajectoryTree) -> TreeCredit | None:
         group = super().credit(tree)

@@ -76,7 +76,7 @@ class Trainer:
     def imitate(self, sequences: Sequence[EncodedTree], lr_scale: float) -> Metrics:
         """One step on the negative log-likelihood, averaged over the weights of all tokens."""
         start_wall, start_cpu = time.perf_counter(), time.process_time()
-        weight = ActionTokens.of(sequences).weight
+        weight = ActionTokens(sequences).weight
         total = float(over_all(weight.sum(), self.backend.gather_replicas))
         loss_sum = 0.0
         with self.layouts.update(sequences):
@@ -123,7 +123,7 @@ class Trainer:
         return [self._prepare(*pair) for pair in zip(minibatches, references, strict=True)]
 
     def _prepare(self, trees: Sequence[EncodedTree], reference: Floats | None) -> MiniBatch:
-        tokens = ActionTokens.of(trees)
+        tokens = ActionTokens(trees)
         proximal, entropies = tokens.behavior.copy(), tokens.entropies.copy()
         flags = [self._needs_proximal(tree) for tree in trees]
         needed = [tree for tree, flag in zip(trees, flags, strict=True) if flag]

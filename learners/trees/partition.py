@@ -126,14 +126,17 @@ def assign_paths(trees: Sequence[Paths], num_ranks: int) -> list[Shard]:
     assigned = _largest_first([tree.cost(tree.leaves) for tree in trees], num_ranks)
     shards: list[Shard] = [{place: trees[place].leaves for place in places} for places in assigned]
     loads = [load(shard, trees) for shard in shards]
-    while (move := _best_move(shards, loads, trees)) is not None:
-        source, target = shards[move.source], shards[move.target]
-        source[move.tree] = move.kept
-        if not move.kept:
-            del source[move.tree]
-        target[move.tree] = sorted(target.get(move.tree, []) + move.moved)
-        loads[move.source], loads[move.target] = move.loads
-    return shards
+    while True:
+        most, least = (pick(range(num_ranks), key=loads.__getitem__) for pick in (max, min))
+        source, target = shards[most], shards[least]
+        move = _best_move(source, target, loads[most], loads[least], trees)
+        if most == least or move is None:
+            return shards
+        place, kept, moved, loads[most], loads[least] = move
+        source[place] = kept
+        if not kept:
+            del source[place]
+        target[place] = sorted(target.get(place, []) + moved)
 
 
 def load(shard: Shard, trees: Sequence[Paths]) -> float:
@@ -148,32 +151,16 @@ def idle_share(steps: Sequence[Sequence[float]]) -> float:
     return 1.0 - sum(sum(loads) for loads in steps) / (num_ranks * most) if most else 0.0
 
 
-@dataclass(frozen=True)
-class _Move:
-    """A move of trajectories of a tree to another rank; `loads` are those of both ranks
-    afterwards."""
-
-    source: int
-    target: int
-    tree: int
-    kept: list[int]
-    moved: list[int]
-    loads: tuple[float, float]
-
-
 def _best_move(
-    shards: Sequence[Shard], loads: Sequence[float], trees: Sequence[Paths]
-) -> _Move | None:
-    """The move with the largest reduction of the largest load: the first or the last trajectories
-    of one of its trees go to the least loaded rank. None if no move reduces it by MIN_GAIN."""
-    source, target = (pick(range(len(loads)), key=loads.__getitem__) for pick in (max, min))
-    best, bound = None, loads[source] * (1.0 - MIN_GAIN)
-    if source == target:
-        return None
-    for place, leaves in shards[source].items():
-        tree, there = trees[place], shards[target].get(place, [])
-        rest = loads[source] - tree.cost(leaves)
-        other = loads[target] - tree.cost(there)
+    source: Shard, target: Shard, most: float, least: float, trees: Sequence[Paths]
+) -> tuple[int, list[int], list[int], float, float] | None:
+    """The move with the largest reduction of the largest load, `most`: the first or the last
+    trajectories of one of its trees go to the least loaded rank. Returns the tree, the kept and the
+    moved trajectories, and both loads afterwards; None if no move reduces it by MIN_GAIN."""
+    best, bound = None, most * (1.0 - MIN_GAIN)
+    for place, leaves in source.items():
+        tree, there = trees[place], target.get(place, [])
+        rest, other = most - tree.cost(leaves), least - tree.cost(there)
         halves = [(leaves[:i], leaves[i:]) for i in range(len(leaves) + 1)]
         for kept, moved in (*halves, *(half[::-1] for half in halves)):
             left = rest + tree.cost(kept)
@@ -182,7 +169,7 @@ def _best_move(
             got = other + tree.cost(sorted(there + moved))
             if got < bound:
                 bound = max(left, got)
-                best = _Move(source, target, place, kept, moved, (left, got))
+                best = place, kept, moved, left, got
     return best
 
 

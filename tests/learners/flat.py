@@ -42,7 +42,7 @@ def figures(algorithm: Algorithm, trees: list[TrajectoryTree], seed: int = 0) ->
     """Tree form before the loss: proximal near behavior, current log-probs around both."""
     credits = credits_of(algorithm, trees)
     encoded = [encode(tree, credit, 0) for tree, credit in zip(trees, credits, strict=True)]
-    tokens = ActionTokens.of(encoded)
+    tokens = ActionTokens(encoded)
     rng = np.random.default_rng(seed)
     shape = tokens.behavior.shape
     proximal = tokens.behavior + rng.normal(0, 0.4, shape)

@@ -62,7 +62,7 @@ def test_hard_sharing_gives_shared_tokens_the_mean() -> None:
     soft, hard = ARPO(group_size=2), ARPO(group_size=2, sharing="hard")
     credits = credits_of(soft, trees)
     encoded = [encode(tree, credit, 0) for tree, credit in zip(trees, credits, strict=True)]
-    leaves, tokens = LeafMap(encoded), ActionTokens.of(encoded)
+    leaves, tokens = LeafMap(encoded), ActionTokens(encoded)
     mean = leaves.to_tokens(leaves.advantages) / leaves.to_tokens(np.ones(leaves.num_leaves))
     found = figures(hard, trees).minibatch
     np.testing.assert_allclose(found.adv_pos + found.adv_neg, mean * tokens.weight, atol=1e-12)
@@ -81,7 +81,7 @@ def test_the_leaf_map_rebuilds_the_encoded_credit() -> None:
         trees = grown(8)
         credits = credits_of(algorithm, trees)
         encoded = [encode(tree, credit, 0) for tree, credit in zip(trees, credits, strict=True)]
-        leaves, tokens = LeafMap(encoded), ActionTokens.of(encoded)
+        leaves, tokens = LeafMap(encoded), ActionTokens(encoded)
         built = leaves.credit(leaves.advantages, np.ones(leaves.num_leaves), sharing)
         for ours, expected in zip(
             built, (tokens.adv_pos, tokens.adv_neg, tokens.weight), strict=True
@@ -146,7 +146,7 @@ def test_missing_entropies_raise_an_error_when_read() -> None:
 
     trees = grown(4, count=1)
     encoded = [encode(tree, GRPO(group_size=2).credit(tree), 0) for tree in trees]
-    tokens = ActionTokens.of(encoded)
+    tokens = ActionTokens(encoded)
     missing = np.full_like(tokens.entropies, np.nan)
     args = (encoded, tokens, tokens.behavior, missing, None)
     with pytest.raises(DataError, match="entropies"):

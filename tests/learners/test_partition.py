@@ -114,8 +114,8 @@ def test_every_token_is_trained_on_one_rank(seed: int, num_ranks: int, max_token
     shares, loads = partition(trees, num_ranks, max_tokens)
     assert len(shares) == len(loads) == num_ranks
     parts = [tree for one in shares for tree in one]
-    expected = ActionTokens.of(trees)
-    found = ActionTokens.of(parts)
+    expected = ActionTokens(trees)
+    found = ActionTokens(parts)
     for name in ("behavior", "adv_pos", "adv_neg", "weight", "entropies"):
         assert sorted(getattr(found, name)) == sorted(getattr(expected, name))
     assert Counter(_contexts(parts)) == Counter(_contexts(trees))
@@ -179,7 +179,7 @@ def test_losses_of_ranks_sum_to_that_of_one_rank(name: str, num_ranks: int) -> N
 
     def loss_of(rank: int) -> float:
         own, gather = shares[rank], meeting.gather_of(rank)
-        tokens = ActionTokens.of(own)
+        tokens = ActionTokens(own)
         index = np.array([place[value] for value in tokens.behavior], np.int64)
         reference = None if batch.reference is None else batch.reference[index]
         args = (own, tokens, batch.proximal[index], tokens.entropies, reference)
