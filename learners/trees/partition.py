@@ -129,8 +129,10 @@ def assign_paths(trees: Sequence[Paths], num_ranks: int) -> list[Shard]:
     while True:
         most, least = (pick(range(num_ranks), key=loads.__getitem__) for pick in (max, min))
         source, target = shards[most], shards[least]
+        if most == least:
+            return shards
         move = _best_move(source, target, loads[most], loads[least], trees)
-        if most == least or move is None:
+        if move is None:
             return shards
         place, kept, moved, loads[most], loads[least] = move
         source[place] = kept

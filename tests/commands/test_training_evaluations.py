@@ -115,7 +115,7 @@ class Evaluator:
         await self._evaluator._evaluate(what)
         return self.asked
 
-    async def _recorded(self, result: Any, rows: list[EvalRow], step: int, when: str) -> None:
+    async def _recorded(self, result: Any, rows: list[Any], step: int, when: str) -> None:
         assert [row.task for row in rows] == [task.id for task in self.tasks]
 
 

@@ -39,7 +39,6 @@ class StepReport:
         self.state, self.alarms = self.feeder.state, self.feeder.batches.alarms
         self._throughput = Throughput()
         self._scored_s = self._began_s = 0.0
-        self.row: dict[str, float] = {}  # of the last step
 
     def begin(self) -> None:
         """Start to measure, right before the first step."""
@@ -78,8 +77,8 @@ class StepReport:
         self.alarms.check_hits(hits)
         self.alarms.check_tools(batch.delivered)
         self.alarms.check_update(batch.metrics)
-        self.row = self._row(batch.metrics, hits)
-        await self.recorder.record_step(self.row, self.parts.num_steps, batch.delivered)
+        row = self._row(batch.metrics, hits)
+        await self.recorder.record_step(row, self.parts.num_steps, batch.delivered)
 
     def _row(self, metrics: Metrics, hits: Metrics) -> dict[str, float]:
         state, queue = self.state, self.queue

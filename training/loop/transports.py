@@ -22,7 +22,7 @@ from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.pool.pooled_engine import PooledEngineConfig
 from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.ranks.senders import LearnerSender, MemorySender
-from agentenv.training.loop.publishing import DirectoryPublisher, Handover, ParityProbe, Publisher
+from agentenv.training.loop.publishing import DirectoryPublisher, Handover, ParityProbe
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +170,10 @@ class MemoryPublisher:
         finally:
             self.sender.falling_asleep = None
             await uncancelled(asleep)
+
+
+# Each publishes the weights as the next policy version; a sleeping engine wakes up with them.
+Publisher = DirectoryPublisher | BroadcastPublisher | MemoryPublisher
 
 
 def make_publisher(
