@@ -115,6 +115,7 @@ NUM_USUAL = 20  # replies for the median
 LOST = (OSError, EOFError)  # IncompleteReadError is an EOFError
 
 
+@dataclass(eq=False)
 class RankGroup:
     """`start`, then `call` any number of times, then `close`.
 
@@ -124,22 +125,17 @@ class RankGroup:
     leaves them running.
     """
 
-    def __init__(
-        self,
-        config: LearnerConfig,
-        log_path: Path,
-        gpus: Sequence[str] = (),
-        remote: RemoteRanks | None = None,
-    ) -> None:
-        self.config = config
-        self._remote = remote
+    config: LearnerConfig
+    log_path: Path
+    gpus: Sequence[str] = ()
+    remote: RemoteRanks | None = None
+
+    def __post_init__(self) -> None:
         self._placement: Placement | None = None  # None: the ranks are started externally
-        if remote is not None:
-            self._placement = remote.placement
-        elif config.launch == "local":
+        if self.remote is not None:
+            self._placement = self.remote.placement
+        elif self.config.launch == "local":
             self._placement = LocalPlacement(grace_s=0.0)
-        self.log_path = log_path
-        self.gpus = gpus
         self._lock = asyncio.Lock()
         self._links: list[RankLink] = []
         self._started: list[str] = []  # names of processes
@@ -195,7 +191,7 @@ class RankGroup:
 
     async def _start(self, placement: Placement, rank: int, address: str, token: str) -> None:
         """Start a rank; on another machine it sees only its own GPUs."""
-        config, remote = self.config, self._remote
+        config, remote = self.config, self.remote
         env = {
             ADDRESS_VARIABLE: address,
             TOKEN_VARIABLE: token,

@@ -275,7 +275,7 @@ class TreeLayout:
 
     @cached_property
     def segment_keys(self) -> SegmentKeys:
-        return SegmentKeys.of(*self.segments)
+        return SegmentKeys(*self.segments)
 
     @property
     def _end_and_depth(self) -> tuple[Tensor, Tensor]:
