@@ -36,6 +36,9 @@ class LeafMap:
     bool [leaves], whether micro-batches have their tokens.
     """
 
+    returns: Floats
+    advantages: Floats
+
     def __init__(self, trees: Sequence[EncodedTree]) -> None:
         none = np.zeros(0, np.int64)  # a rank may have no tree
         nodes, parents, groups, figures = [none], [none], [none], [np.zeros((2, 0))]

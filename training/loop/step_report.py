@@ -38,6 +38,7 @@ class StepReport:
         self.parts, self.queue = self.feeder.parts, self.feeder.queue
         self.state, self.alarms = self.feeder.state, self.feeder.batches.alarms
         self._throughput = Throughput()
+        self.row: dict[str, float] = {}  # of the last step
         self._scored_s = self._began_s = 0.0
 
     def begin(self) -> None:
@@ -77,8 +78,8 @@ class StepReport:
         self.alarms.check_hits(hits)
         self.alarms.check_tools(batch.delivered)
         self.alarms.check_update(batch.metrics)
-        row = self._row(batch.metrics, hits)
-        await self.recorder.record_step(row, self.parts.num_steps, batch.delivered)
+        self.row = self._row(batch.metrics, hits)
+        await self.recorder.record_step(self.row, self.parts.num_steps, batch.delivered)
 
     def _row(self, metrics: Metrics, hits: Metrics) -> dict[str, float]:
         state, queue = self.state, self.queue
