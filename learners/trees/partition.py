@@ -260,8 +260,10 @@ def gathered(encoded: Sequence[EncodedTree], shares: Sequence[Share]) -> list[ND
     for parts, values in shares:
         for part, own in zip(parts, values, strict=False):
             number = whole[id(part)] if part.whole is None else part.whole.number
-            places = trained_places(part, encoded[number])
-            found[number][:, places] = np.frombuffer(own, np.float32).reshape(3, -1)
+            # A part trains all tokens of a node or none.
+            owners, theirs = (one.owner[one.actions()] for one in (encoded[number], part))
+            reported = np.frombuffer(own, np.float32).reshape(3, -1)
+            found[number][:, np.isin(owners, theirs)] = reported
     return found
 
 
@@ -287,13 +289,6 @@ def write_back(
             tree.scored[node.index] = Scored(before, first, exact if one.entropies else array("f"))
             if is_reported[0] and not one.entropies:
                 node.entropies = exact
-
-
-def trained_places(part: EncodedTree, tree: EncodedTree) -> Longs:
-    """The indices, among a tree's trained tokens, of those of a part: a part trains all tokens of a
-    node or none."""
-    ours, theirs = (one.owner[one.actions()] for one in (tree, part))
-    return np.flatnonzero(np.isin(ours, theirs))
 
 
 @dataclass(frozen=True)

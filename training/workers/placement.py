@@ -25,8 +25,6 @@ from agentenv.training.loop.parts import LoopAssembly
 from agentenv.training.workers.engine_worker import ClusterServers
 from agentenv.training.workers.ray_placement import RayPlacement, RaySetup
 
-OBJECT_STORE_BYTES = 80 << 20  # the minimum that Ray accepts; agentenv does not use it
-
 
 def needed(config: TrainConfig, cluster: RayCluster) -> Iterator[tuple[str, dict[str, float]]]:
     """The bundles that must fit for the run to start, each with the key that requires it."""
@@ -47,7 +45,6 @@ async def open_ray(assembly: LoopAssembly, cluster: RayCluster) -> None:
     folder, stack, report = assembly.folder / FOLDER, assembly.stack, assembly.report
     setup = RaySetup(
         cluster.address,
-        OBJECT_STORE_BYTES,
         cluster.host,
         [*needed(assembly.config, cluster)],
         cluster.wait_for_nodes_s,

@@ -32,13 +32,11 @@ MAX_RESTARTS = 100  # consecutive ones of the driver, a minute apart
 
 
 class RaySetup(Struct, array_like=True, frozen=True):
-    """The setup of the driver. `address`: of the cluster; "" starts a local one, with an object
-    store of `object_store_bytes`. `host`: address of the controller; "": automatic. `needed`:
-    bundles that must fit at the start, each with the key that requires it. `wait_for_nodes_s`: how
-    long nodes may still join."""
+    """The setup of the driver. `address`: of the cluster; "" starts a local one. `host`: address of
+    the controller; "": automatic. `needed`: bundles that must fit at the start, each with the key
+    that requires it. `wait_for_nodes_s`: how long nodes may still join."""
 
     address: str
-    object_store_bytes: int
     host: str
     needed: list[tuple[str, dict[str, float]]]
     wait_for_nodes_s: float
