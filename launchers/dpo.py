@@ -19,7 +19,7 @@ from agentenv.assembly.run.terminal import View
 from agentenv.base.errors import ConfigError
 from agentenv.launchers.command import make_parser, parse, run_command
 from agentenv.launchers.sft import next_commands
-from agentenv.training.supervised.objectives import PreferenceObjective
+from agentenv.training.supervised.objectives import PreferenceTraining
 from agentenv.training.supervised.run import train_supervised
 
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.self_critic is not None and arguments.self_critic < 1:
         parser.error(f"--self-critic {arguments.self_critic}: expected at least one round")
     if arguments.self_critic is None:
-        work = partial(train_supervised, PreferenceObjective.of)
+        work = partial(train_supervised, PreferenceTraining)
         return run_command(arguments, DPORunConfig, work, "the first step", next_commands)
     rounds = partial(self_critic, arguments.self_critic)
     return run_command(arguments, SelfCriticRunConfig, rounds, "the first round", next_commands)

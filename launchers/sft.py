@@ -15,7 +15,7 @@ from pathlib import Path
 
 from agentenv.assembly.keys.supervised import SFTRunConfig
 from agentenv.launchers.command import make_parser, parse, run_command
-from agentenv.training.supervised.objectives import ImitationObjective
+from agentenv.training.supervised.objectives import ImitationTraining
 from agentenv.training.supervised.run import train_supervised
 
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 something is
     missing (dry run only), 130 interrupted."""
     parser = make_parser("agentenv sft", "Fine-tune a policy on dialogues.", SFTRunConfig)
-    work = partial(train_supervised, ImitationObjective.of)
+    work = partial(train_supervised, ImitationTraining)
     return run_command(parse(parser, argv), SFTRunConfig, work, "the first step", next_commands)
 
 

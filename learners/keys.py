@@ -92,10 +92,10 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = "none"
     layout: Annotated[
-        Literal["auto", "tree", "segments"],
+        Literal["auto", "tree"],
         Meta(
-            description="attention of micro-batches, with the same gradients: over trees, or by "
-            "segments (CPUs); auto: on a CPU segments where paths are short, else tree"
+            description="attention of micro-batches, with the same gradients: over trees; auto: on "
+            "a CPU by segments where paths are short"
         ),
     ] = "auto"
     deepspeed_config: Annotated[
@@ -159,7 +159,6 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
             (self.offload == "params" and self.zero_stage in (0, 1, 2), OFFLOAD_PARAMS_NEEDS_3),
             ((self.launch == "external") != bool(self.address), EXTERNAL_NEEDS_ADDRESS),
             (self.num_ranks % self.context_parallel, REPLICAS_NEED_RANKS),
-            (self.layout == "segments" and self.context_parallel > 1, RANKS_NEED_TREES),
         ):
             if wrong:
                 raise ConfigError(text.format(self))
@@ -228,10 +227,6 @@ EXTERNAL_NEEDS_ADDRESS = (
 REPLICAS_NEED_RANKS = (
     "learner.context_parallel = {0.context_parallel} does not divide learner.num_ranks = "
     "{0.num_ranks}: this many ranks share a micro-batch; change one of them"
-)
-RANKS_NEED_TREES = (
-    "learner.layout = {0.layout} with learner.context_parallel = {0.context_parallel}: ranks share "
-    'the tokens of trees; set learner.layout = "auto"'
 )
 
 

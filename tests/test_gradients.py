@@ -14,7 +14,7 @@ from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task
 from agentenv.learners.algorithms.baselines import GRPO
 from agentenv.learners.trees.batch import ActionTokens, encode
-from agentenv.learners.trees.minibatch import prepare
+from agentenv.learners.trees.minibatch import MiniBatch
 from agentenv.learners.trees.partition import pack
 from benchmarks.experiments.forks import ROOTS, of_branches, scores
 from benchmarks.experiments.gradients import (
@@ -82,9 +82,9 @@ def test_parts_of_trees_add_up_to_the_gradient_of_their_mini_batch(tmp_path: Pat
     pairs = credited(trees, algorithm)
     assert len(pairs) == len(trees)
     encoded = [encode(tree, credit, 0) for tree, credit in pairs]
-    tokens = ActionTokens.of(encoded)
+    tokens = ActionTokens(encoded)
     fixed = (tokens.behavior, tokens.entropies, None)
-    batch = prepare(encoded, tokens, *fixed, algorithm, lambda own: [own])
+    batch = MiniBatch(encoded, tokens, *fixed, algorithm, lambda own: [own])
     (micro,) = pack(encoded, 10_000)
     logprobs, entropies, _ = gradients.backend.forward(micro)
     loss, _ = algorithm.loss(batch.loss_batch(micro.index, logprobs, None), logprobs, entropies)

@@ -74,7 +74,7 @@ ALLOWED = {
     "agentenv/rollout/recovery.py reopen: self.open": NO_DISK,
     "agentenv/rollout/rollout.py _open_root: self._recovery.open": NO_DISK,
     "agentenv/rollout/rollout.py _open_root: self._recovery.prompt_ids": NO_DISK,
-    "training/workers/placement.py open_ray: found.open": NO_DISK,
+    "training/workers/placement.py open_ray: placement.open": NO_DISK,
     "training/loop/training.py _announce: loop.recorder.archive.forget_after": BEFORE,
     "training/loop/training.py _announce: self.run.forget_metrics_after": BEFORE,
     "training/supervised/rounds.py run_rounds: run.forget_metrics_after": BEFORE,

@@ -13,10 +13,8 @@ import copy
 import json
 import logging
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -37,7 +35,6 @@ from agentenv.evaluation.subject import evaluation_of
 from agentenv.rollout.redactor import Redactor
 from agentenv.training.loop.brief_reports import EVALUATIONS, PHASES, BriefFigures, BriefReport
 from agentenv.training.loop.clocks import PhaseClock
-from agentenv.training.loop.loop import Evaluator
 from agentenv.training.loop.parts import Parts
 from agentenv.training.loop.recorder import Recorder
 from agentenv.training.loop.state import Evaluating, RunSaver
@@ -47,11 +44,10 @@ logger = logging.getLogger(__name__)
 SET_KEYS = ("max_tasks", "num_samples")
 BEFORE_TRAINING = ("before_sft", "after_sft", "before_rl")  # phases
 MAX_FAILED = 0.2  # share of failed trajectories from which such an evaluation ends the run
-Sample = Callable[[str], Awaitable[list[EvalRow]]]  # name of a set -> rows
 
 
 @dataclass(eq=False)
-class RunEvaluator(Evaluator):
+class RunEvaluator:
     """Evaluates the policy of a run, while no weights are published."""
 
     parts: Parts
@@ -150,20 +146,8 @@ class RunEvaluator(Evaluator):
         logger.warning("the evaluation %s is missing: %s", what.phase, reason, extra=SHOWN)
 
     async def _evaluate(self, what: Evaluating) -> dict[str, BriefReport]:
-        found = {}
-        async with self.begin(what) as sample:
-            for name in what.sets:
-                rows = await sample(name)
-                refuse_failed(name, rows, is_before=what.when in BEFORE_TRAINING)
-                found[name] = brief_report(name, rows)
-                await self.recorder.record_evaluation(found[name], rows, what.step, what.phase)
-        return found
-
-    @asynccontextmanager
-    async def begin(self, what: Evaluating) -> AsyncIterator[Sample]:
-        """Inside, the yielded function evaluates a set. RUN/eval/PHASE is complete when the context
-        exits without an error. An interrupted evaluation of the same weights is resumed; that of
-        other weights is removed."""
+        """Evaluate and record the sets. RUN/eval/PHASE is complete at the end. An interrupted
+        evaluation of the same weights is resumed; that of other weights is removed."""
         config = await in_thread(self._configuration, what.sets)
         saved = self._saved(what, config)
         folder = self._folder / what.phase
@@ -174,15 +158,23 @@ class RunEvaluator(Evaluator):
             if is_of(folder, saved):  # it was done, but its figures were not recorded yet
                 shutil.rmtree(unfinished, ignore_errors=True)
                 folder.rename(unfinished)
-            opened.append(_reopen(unfinished, saved))
+            elif not is_of(unfinished, saved):
+                shutil.rmtree(unfinished, ignore_errors=True)
+            opened.append(Store(unfinished, saved))
 
+        found = {}
         try:
             await uncancelled(in_thread(open_store))
-            yield partial(self._sample, opened[0], config)
+            for name in what.sets:
+                rows = await self._sample(opened[0], config, name)
+                refuse_failed(name, rows, is_before=what.when in BEFORE_TRAINING)
+                found[name] = brief_report(name, rows)
+                await self.recorder.record_evaluation(found[name], rows, what.step, what.phase)
         finally:
             for store in opened:
                 store.close()
         await in_thread(replace_folder, unfinished, folder)
+        return found
 
     def is_done(self, what: Evaluating) -> bool:
         """Whether the evaluation is stored and complete."""
@@ -288,7 +280,7 @@ async def consider_best(saver: RunSaver, report: BriefReport, metric: str) -> No
 
 
 async def _keep_best(saver: RunSaver, value: float) -> None:
-    """Record a new best value, only with an existing checkpoint; see Evaluator.resume."""
+    """Record a new best value, only with an existing checkpoint; see RunEvaluator.resume."""
     await in_thread(keep_best, saver.checkpoints, saver.state.step)
     saver.state.best = value
     await saver.amend()
@@ -317,10 +309,3 @@ def is_of(path: Path, saved: Saved) -> bool:
         return bool(identity(load_saved(path)) == json.loads(json.dumps(identity(saved))))
     except DataError:
         return False
-
-
-def _reopen(path: Path, saved: Saved) -> Store:
-    """The store in `path`; another evaluation in its place is removed."""
-    if not is_of(path, saved):
-        shutil.rmtree(path, ignore_errors=True)
-    return Store(path, saved)

@@ -16,14 +16,13 @@ from agentenv.base.config import Reporter
 from agentenv.base.disk import remove_left
 from agentenv.base.disk_errors import SHARED_MEMORY, WEIGHTS_PREFIX
 from agentenv.base.offload import in_thread
-from agentenv.training.evaluations import RunEvaluator
 from agentenv.training.loop.parts import Parts
 from agentenv.training.loop.training import Training
 from agentenv.training.reports.recorder import RunRecorder
 from agentenv.training.supervised.assembly import TrainingAssembly
 from agentenv.training.supervised.cold_start import cold_start
 from agentenv.training.supervised.self_critic import SelfCritic
-from agentenv.training.workers.placement import node_servers, open_ray, ray_ranks, start_workers
+from agentenv.training.workers.placement import open_ray, start_workers
 
 MEMORY = SHARED_MEMORY
 
@@ -44,11 +43,7 @@ async def build_parts(
     cluster = config.cluster
     if isinstance(cluster, RayCluster):
         await refuse(assembly, "configuration")
-        ray = assembly.ray = await open_ray(config, cluster, run.path, stack, report)
-        if cluster.engines:
-            assembly.engine_servers = node_servers(cluster, ray, run.path, stack, report)
-        if cluster.learner:
-            assembly.remote_ranks = ray_ranks(cluster, ray)
+        await open_ray(assembly, cluster)
     if checkpoint is None:  # else the checks have passed before
         await refuse(assembly, "files")
     async with assembly.starting():
@@ -61,7 +56,6 @@ ADDED: dict[str, Any] = {  # arguments of Training
     "make_recorder": RunRecorder,
     "start_workers": start_workers,
     "cold_start": cold_start,
-    "make_evaluator": RunEvaluator,
     "make_critic": SelfCritic,
 }
 

@@ -54,7 +54,7 @@ from agentenv.learners.algorithms.credit import TreeCredit
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks.backend import RankBackend
 from agentenv.learners.trees.batch import ActionTokens, encode
-from agentenv.learners.trees.minibatch import prepare
+from agentenv.learners.trees.minibatch import MiniBatch
 from agentenv.learners.trees.partition import pack
 from agentenv.learners.trees.policy import Policy
 from benchmarks.experiments.algorithms import configuration, seeds_of
@@ -110,9 +110,9 @@ class Gradients:
         if not credit.has_signal:
             return np.zeros(DIRECTIONS)
         trees = [encode(tree, credit, tree.policy_version)]
-        tokens, gather = ActionTokens.of(trees), self.backend.gather_replicas
+        tokens, gather = ActionTokens(trees), self.backend.gather_replicas
         fixed = (tokens.behavior, tokens.entropies, None)
-        batch = prepare(trees, tokens, *fixed, algorithm, gather)
+        batch = MiniBatch(trees, tokens, *fixed, algorithm, gather)
         for part in pack(trees, self.backend.config.replica_tokens, "segments"):
             logprobs, entropies, _ = self.backend.forward(part)
             given = batch.loss_batch(part.index, logprobs, None)

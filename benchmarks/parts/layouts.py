@@ -94,7 +94,7 @@ def passes(
     is_dense: bool = False,
 ) -> float:
     """Run forward and backward passes over all micro-batches of these trees. Return the loss."""
-    device, weight = next(policy.parameters()).device, ActionTokens.of(encoded).weight
+    device, weight = next(policy.parameters()).device, ActionTokens(encoded).weight
     policy.zero_grad()
     total = 0.0
     for batch in batches:

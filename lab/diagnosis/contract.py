@@ -125,9 +125,7 @@ async def packed_model(assembly: Assembly[Any]) -> str:
     from agentenv.learners.trees.model_check import TOLERANCE, check_model  # loads torch
 
     learner, model = assembly.config.learner, await assembly.model()
-    await in_thread(
-        check_model, model, learner.context_parallel, by_segments=learner.layout == "segments"
-    )
+    await in_thread(check_model, model, learner.context_parallel)
     return f"within {TOLERANCE:g} nats"
 
 

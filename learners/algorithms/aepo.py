@@ -180,15 +180,10 @@ def probing(tree: TrajectoryTree) -> bool:
 def is_probe(tree: TrajectoryTree, leaf: Node) -> bool:
     """True for the end of the first from-scratch trajectory that has not failed. Others may have
     begun in addition, to replace failed forks."""
-    if leaf.end == "failed" or not is_root_branch(leaf):
+    if leaf.end == "failed" or "+" in leaf.branch:  # of a fork
         return False
     failed = {node.branch for node in tree.failures()}
     return all(str(number) in failed for number in range(int(leaf.branch)))
-
-
-def is_root_branch(node: Node) -> bool:
-    """True if the node was grown by a from-scratch trajectory, not by a fork."""
-    return "+" not in node.branch
 
 
 def consecutive_forks(tree: TrajectoryTree, node: Node) -> int:

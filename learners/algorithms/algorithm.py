@@ -213,6 +213,9 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
             )
 
     is_released: ClassVar[bool] = False  # the form of compat = "reference"
+    clips_sequences: ClassVar[bool] = False  # ratios are those of whole trajectories
+    refills: ClassVar[bool] = False  # groups of equal returns are replaced, as with `queue.refill`
+    default_truncated: ClassVar[dict[Limit, Truncated]] = TRUNCATED  # by limits not in `truncated`
 
     @property
     def has_turn_advantages(self) -> bool:
@@ -239,30 +242,21 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         return terms or type(self).loss is not Algorithm.loss
 
     @property
-    def clips_sequences(self) -> bool:
-        """Whether ratios are those of whole trajectories."""
-        return False
-
-    @property
     def needs_leaves(self) -> bool:
         """True if the loss needs more than the sums over the leaves below a token."""
         whole = self.clips_sequences or self.kl_reward > 0 or self.sequence_mask is not None
         return whole or self.aggregation != "token-mean"
 
     @property
-    def refills(self) -> bool:
-        """Whether later groups replace groups of equal returns, as with `queue.refill`."""
-        return False
-
-    @property
     def negative_bound(self) -> float:
-        """Bound on the loss of negative advantages, in units of |A|."""
-        return float("inf")
+        """Bound on the loss of negative advantages, in units of |A|: the key dual_clip, where the
+        algorithm has it."""
+        return float(getattr(self, "dual_clip", "inf"))
 
     @property
     def credit_sharing(self) -> Sharing:
-        """Advantages of shared tokens."""
-        return "soft"
+        """Advantages of shared tokens: the key sharing, where the algorithm has it."""
+        return getattr(self, "sharing", "soft")
 
     # rollout and credit
 
@@ -298,12 +292,6 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         """Credit of all trees of an update from the credit of the individual trees, which is None
         for untrained ones."""
         return list(credits)
-
-    @property
-    def default_truncated(self) -> dict[Limit, Truncated]:
-        """Treatment of trajectories that are truncated by a limit which `truncated` does not
-        name."""
-        return TRUNCATED
 
     # loss
 
@@ -388,10 +376,6 @@ class Clipped(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """PPO's clipping with dual clip."""
 
     dual_clip: DualClip = 3.0
-
-    @property
-    def negative_bound(self) -> float:
-        return self.dual_clip
 
 
 class Grouped(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True):

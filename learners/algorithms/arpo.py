@@ -114,10 +114,6 @@ class ARPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
         """Trajectories from scratch, at most the group."""
         return min(self.initial_rollouts or max(1, self.group_size // 2), self.group_size)
 
-    @property
-    def credit_sharing(self) -> Sharing:
-        return self.sharing
-
     def plan(self, vocab_size: int) -> RolloutPlan:
         return ARPOPlan(self, vocab_size)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from msgspec import field
@@ -98,14 +98,8 @@ class DAPO(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
 
     truncated: TruncatedKey = field(default_factory=OVERLONG.copy)
     normalize_by_std: NormalizeByStd = True
-
-    @property
-    def refills(self) -> bool:
-        return True
-
-    @property
-    def default_truncated(self) -> dict[Limit, Truncated]:
-        return OVERLONG
+    refills: ClassVar[bool] = True
+    default_truncated: ClassVar[dict[Limit, Truncated]] = OVERLONG
 
 
 def leave_one_out(rewards: Sequence[float] | Floats) -> Floats:
@@ -216,10 +210,7 @@ class GSPO(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
     clip_low: ClipLow = 3e-4
     clip_high: ClipHigh = 4e-4
     normalize_by_std: NormalizeByStd = True
-
-    @property
-    def clips_sequences(self) -> bool:
-        return True
+    clips_sequences: ClassVar[bool] = True
 
 
 class CISPO(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="cispo"):

@@ -135,7 +135,8 @@ def tree_credit(
     3.2).
     """
     modes = truncated or {}
-    leaves = [leaf for leaf in tree.leaves() if _is_counted(leaf, modes)]
+    done = (leaf for leaf in tree.leaves() if leaf.end != "failed")
+    leaves = [leaf for leaf in done if _mode(leaf, modes) != "mask"]
     if not leaves or len(leaves) < MIN_GROUP_FRACTION * group_size or tree.is_cancelled:
         return None
     trajectories = [Trajectory(tree.history(leaf)) for leaf in leaves]
@@ -210,7 +211,3 @@ def _mode(leaf: Node, modes: Mapping[Limit, Truncated]) -> Truncated:
     if leaf.end != "truncated" or leaf.limit is None:
         return "score"
     return modes.get(leaf.limit, "score")
-
-
-def _is_counted(leaf: Node, modes: Mapping[Limit, Truncated]) -> bool:
-    return leaf.end != "failed" and _mode(leaf, modes) != "mask"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from agentenv.base.errors import ConfigError
-from agentenv.base.tree import Node, TrajectoryTree
+from agentenv.base.tree import TrajectoryTree
 from agentenv.learners.algorithms.arpo import SharingKey
 from agentenv.learners.algorithms.credit import (
-    Sharing,
     TreeCredit,
     counted_leaves,
     group_advantages,
@@ -38,10 +37,6 @@ class TreeGRPO(LateForks, frozen=True, kw_only=True, forbid_unknown_fields=True,
                 f"'return', got {self.step_rewards!r}"
             )
 
-    @property
-    def credit_sharing(self) -> Sharing:
-        return self.sharing
-
     def credit(self, tree: TrajectoryTree) -> TreeCredit | None:
         group = super().credit(tree)
         if group is None:
@@ -50,13 +45,9 @@ class TreeGRPO(LateForks, frozen=True, kw_only=True, forbid_unknown_fields=True,
         paths = [tree.history(leaf) for leaf in leaves]
         returns = group.returns[[leaf.index for leaf in leaves]]
         advantages = group.advantages[[leaf.index for leaf in leaves]]
-        roots = np.array([_root(path) for path in paths])
+        # The first turn of a path is that of all leaves of a root trajectory.
+        roots = np.array([next(n.index for n in path if len(n.action_ids)) for path in paths])
         for root in set(roots.tolist()):
             own = roots == root
             advantages[own] += group_advantages(returns[own], norm_by_std=self.normalize_by_std)
         return spread(tree, paths, returns, advantages, self.sharing)
-
-
-def _root(path: list[Node]) -> int:
-    """The first turn of a path, which all leaves of a root trajectory share."""
-    return next(node.index for node in path if len(node.action_ids))

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_
 from agentenv.contract.weights import Address, Bucket, Group
 from agentenv.learners.ranks.backend import RankBackend
 from agentenv.learners.ranks.export import BUCKET_BYTES, WeightEntry, buckets, entries, gathered
-from agentenv.learners.ranks.messages import OpenGroup
+from agentenv.learners.ranks.messages import OpenGroup, RankTransfer
 
 POLL_S = 0.0005  # between polls of a bucket in transit
 JOIN_POLL_S = 0.02
@@ -45,25 +45,6 @@ SOCKETS = Path("/proc/self/fd")
 
 class BroadcastError(RuntimeError):
     """The controller aborted the command."""
-
-
-class BroadcastLink(Protocol):
-    """Rank 0's end of a group with the engines. Methods raise RuntimeError on failures."""
-
-    address: Address
-
-    def join(self, group: Group) -> None:
-        """Join; blocks until all others have joined."""
-
-    def start(self, data: Tensor) -> Callable[[], bool]:
-        """Begin to broadcast bytes on the link's device; returns a function that is true once they
-        are sent."""
-
-    def abort(self) -> None:
-        """End every transfer and connection, so that no peer waits for this rank."""
-
-    def leave(self) -> None:
-        """End the group normally."""
 
 
 class Broadcaster:
@@ -77,7 +58,7 @@ class Broadcaster:
         self.backend = backend
         self.interrupted = interrupted
         self.host = host
-        self._link: BroadcastLink | None = None  # once opened
+        self._link: TorchLink | NcclLink | None = None  # once opened
         self._joined = False
         self._timeout_s = 0.0
 
@@ -92,16 +73,22 @@ class Broadcaster:
             for bucket in packs(self.backend.policy.model)
         ]
 
-    def open(self, command: OpenGroup) -> tuple[Address | None, str]:
-        """Open a rendezvous store; returns its address on rank 0 only, and a problem."""
+    def open(self, command: OpenGroup) -> RankTransfer:
+        """Open the link that the servers support; the reply has its address on rank 0 only."""
         self.leave()
+        device = self.backend.device
         if self.backend.rank:
-            return None, ""
+            return RankTransfer("")
         try:
-            self._link = open_link(command, self.host, self.backend.device)
+            if command.wire == "nccl":
+                self._link = NcclLink(device)
+            else:
+                backend = "nccl" if device.type == "cuda" else "gloo"
+                self._link = TorchLink(backend, self.host, command)
         except (RuntimeError, OSError, KeyError) as error:  # DistError is a RuntimeError
-            return None, f"cannot open a rendezvous store for the engines: {first_line(error)}"
-        return self._link.address, ""
+            reason = first_line(error)
+            return RankTransfer(f"cannot open a rendezvous store for the engines: {reason}")
+        return RankTransfer("", self._link.address)
 
     def join(self, group: Group) -> str:
         """Wait for all others, in a thread that is abandoned if it hangs."""
@@ -196,15 +183,13 @@ def packs(model: Any) -> list[list[WeightEntry]]:
     ]
 
 
-def open_link(command: OpenGroup, host: str, device: torch.device) -> BroadcastLink:
-    """The kind of link that the servers support."""
-    if command.wire == "nccl":
-        return NcclLink(device)
-    return TorchLink("nccl" if device.type == "cuda" else "gloo", host, command)
-
-
 class TorchLink:
-    """A torch.distributed group over a store that this rank opens."""
+    """A torch.distributed group over a store that this rank opens.
+
+    Methods of links raise RuntimeError on failures. `join` blocks until all others have joined;
+    `start` returns a function that is true once the bytes are sent; `abort` ends every transfer and
+    connection, so that no peer waits for this rank; `leave` ends the group normally.
+    """
 
     def __init__(self, backend: str, host: str, command: OpenGroup) -> None:
         self._others = open_sockets()  # sockets of others than the link

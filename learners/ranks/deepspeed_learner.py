@@ -219,15 +219,16 @@ class DeepSpeedLearner:
 
     async def sleep(self) -> None:
         """Move everything to main memory and free the memory of the GPUs."""
-        await self._exchange([wire.Sleep(True)] * self.config.num_ranks)
+        await self.call_asleep(wire.Sleep(True))
 
     async def wake(self) -> None:
         """Allocate GPU memory again. A sleeping learner rejects all other commands."""
-        await self._exchange([wire.Sleep(False)] * self.config.num_ranks)
+        await self.call_asleep(wire.Sleep(False))
 
     async def call_asleep(self, command: RankCommand[RankDone]) -> None:
-        """A command that ranks also execute while they sleep, such as `ReleaseShared`."""
-        await self._exchange([command] * self.config.num_ranks)
+        """A command that ranks also execute while they sleep, such as `ReleaseShared`; it takes no
+        GPUs over."""
+        await self._call([command] * self.config.num_ranks, turn=nullcontext)
 
     async def export(self, directory: Path) -> Path:
         """As `publish`, without a new version."""
@@ -256,20 +257,18 @@ class DeepSpeedLearner:
         return (await self._call([one for one in commands for _ in range(size)]))[::size]
 
     async def _call(
-        self, commands: Sequence[RankCommand[R]], timeout_s: float | None = None
-    ) -> list[R]:
-        async with self.turn():
-            return await self._exchange(commands, timeout_s)
-
-    async def _exchange(
-        self, commands: Sequence[RankCommand[R]], timeout_s: float | None = None
+        self,
+        commands: Sequence[RankCommand[R]],
+        timeout_s: float | None = None,
+        turn: Callable[[], AbstractAsyncContextManager[None]] | None = None,
     ) -> list[R]:
         """Even a cancelled caller waits for the ranks, which cannot stop within a command; `close`
         ends a command that takes too long."""
-        exchange = self.ranks.call(commands, timeout_s or self.config.command_timeout_s)
-        replies = await uncancelled(exchange)
-        self._policy_version = replies[0].policy_version
-        return replies
+        async with (turn or self.turn)():
+            exchange = self.ranks.call(commands, timeout_s or self.config.command_timeout_s)
+            replies = await uncancelled(exchange)
+            self._policy_version = replies[0].policy_version
+            return replies
 
 
 def in_order(groups: Sequence[CreditedTree]) -> list[CreditedTree]:

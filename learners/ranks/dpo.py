@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -69,7 +68,6 @@ def with_reference(pair: EncodedTree, logprobs: Sequence[float]) -> EncodedTree:
     return replace(pair, behavior=np.asarray(logprobs, np.float64).tobytes())
 
 
-@dataclass(frozen=True)
 class PairTokens:
     """The trained tokens of pairs, pair after pair; [tokens].
 
@@ -77,17 +75,11 @@ class PairTokens:
     that answer, else 0.
     """
 
-    num_pairs: int
-    pair: Longs
-    reference: Floats
-    chosen: Floats
-    rejected: Floats
-
-    @classmethod
-    def of(cls, pairs: Sequence[EncodedTree]) -> PairTokens:
-        tokens = ActionTokens.of(pairs)
-        owner = np.repeat(np.arange(len(pairs)), [pair.num_action_tokens for pair in pairs])
-        return cls(len(pairs), owner, tokens.behavior, tokens.adv_pos, -tokens.adv_neg)
+    def __init__(self, pairs: Sequence[EncodedTree]) -> None:
+        tokens, self.num_pairs = ActionTokens(pairs), len(pairs)
+        self.pair = np.repeat(np.arange(len(pairs)), [pair.num_action_tokens for pair in pairs])
+        self.reference = tokens.behavior
+        self.chosen, self.rejected = tokens.adv_pos, -tokens.adv_neg
 
     @property
     def sign(self) -> Floats:
@@ -158,7 +150,7 @@ def prefer(trainer: Trainer, pairs: Sequence[EncodedTree], beta: float, lr_scale
     from agentenv.learners.ranks.trainer import times
 
     start = time.perf_counter(), time.process_time()
-    backend, tokens = trainer.backend, PairTokens.of(pairs)
+    backend, tokens = trainer.backend, PairTokens(pairs)
     batches = trainer.layouts.pack(pairs)
     total = float(sum(backend.gather_replicas(len(pairs))))
     slopes = None

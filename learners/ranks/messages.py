@@ -82,21 +82,13 @@ class RankManifest(RankDone):
 
 
 class RankTransfer(RankDone):
-    """`problem`: the failure of a transfer of weights, which is not a failure of the rank."""
+    """`problem`: the failure of a transfer of weights, which is not a failure of the rank.
+    `address`: of the opened rendezvous store, on rank 0; `shared`: handles of this rank's copy, if
+    it has one."""
 
     problem: str
-
-
-class RankAddress(RankTransfer):
-    """`address`: of the rendezvous store, on rank 0."""
-
-    address: Address | None
-
-
-class RankShared(RankTransfer):
-    """`shared`: handles of this rank's copy, if it has one."""
-
-    shared: SharedWeights | None
+    address: Address | None = None
+    shared: SharedWeights | None = None
 
 
 # Of the controller
@@ -204,7 +196,7 @@ class Announce(RankCommand[RankManifest]):
     """Increment the policy version, whose weights will be broadcast."""
 
 
-class OpenGroup(RankCommand[RankAddress]):
+class OpenGroup(RankCommand[RankTransfer]):
     """Open a rendezvous store for the servers and rank 0."""
 
     timeout_s: float
@@ -225,7 +217,7 @@ class LeaveGroup(RankCommand[RankDone]):
     pass
 
 
-class ShareWeights(RankCommand[RankShared]):
+class ShareWeights(RankCommand[RankTransfer]):
     """Increment the policy version, and copy its weights to memory that servers of the machine can
     read (learners/ranks/shared.py). With a problem, which all ranks report, the version is
     unchanged. `sleeps_next`: the ranks then sleep with the copy in place; `num_readers`: servers
@@ -294,10 +286,7 @@ def with_trees(trees: Iterable[EncodedTree], command: RankCommand[R]) -> RankCom
     return found  # type: ignore[no-any-return]
 
 
-Reply = (
-    RankDone | RankMetrics | RankUpdated | RankScores | RankManifest | RankTransfer | RankAddress
-    | RankShared | RankFailed
-)  # fmt: skip
+Reply = RankDone | RankMetrics | RankUpdated | RankScores | RankManifest | RankTransfer | RankFailed
 unpack_reply = msgspec.msgpack.Decoder(Reply).decode
 _SENT: Any = Union[(*RankCommand.__subclasses__(), *RankNotice.__subclasses__())]
 _of_controller: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_SENT)

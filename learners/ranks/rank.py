@@ -119,18 +119,14 @@ class Rank:
         self.count_version()
         return wire.RankManifest(manifest)
 
-    def open_group(self, command: wire.OpenGroup) -> wire.RankAddress:
-        address, problem = self.broadcaster.open(command)
-        return wire.RankAddress(problem, address)
-
-    def share(self, command: wire.ShareWeights) -> wire.RankShared:
+    def share(self, command: wire.ShareWeights) -> wire.RankTransfer:
         shared, problem = self.shared.publish(
             sleeps_next=command.sleeps_next, num_readers=command.num_readers
         )
         if not problem:
             self.count_version()
             self.shared.policy_version = self.policy_version
-        return wire.RankShared(problem, shared)
+        return wire.RankTransfer(problem, shared=shared)
 
     def write_shared(self, command: wire.WriteShared) -> None:
         if self.shared.policy_version != command.policy_version:
@@ -189,7 +185,7 @@ COMMANDS: dict[type[wire.RankCommand[Any]], Callable[[Rank, Any], Any]] = {
     wire.Sleep: Rank.sleep,
     wire.WriteModel: Rank.write,
     wire.Announce: Rank.announce,
-    wire.OpenGroup: Rank.open_group,
+    wire.OpenGroup: lambda rank, it: rank.broadcaster.open(it),
     wire.JoinGroup: lambda rank, it: wire.RankTransfer(rank.broadcaster.join(it.group)),
     wire.SendWeights: lambda rank, _: wire.RankTransfer(rank.broadcaster.send()),
     wire.LeaveGroup: lambda rank, _: rank.broadcaster.leave(),
@@ -206,9 +202,7 @@ def make_backend(init: wire.Init) -> RankBackend:
     model."""
     config = init.config
     transformers_logging.disable_progress_bar()
-    check_model(
-        Path(init.model_dir), config.context_parallel, by_segments=config.layout == "segments"
-    )
+    check_model(Path(init.model_dir), config.context_parallel)
     # In the dtype of the files, weights are mapped, so that ranks of a machine share the pages.
     model = AutoModelForCausalLM.from_pretrained(
         init.model_dir,

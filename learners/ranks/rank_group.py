@@ -83,21 +83,12 @@ class RankLink:
         reply: Any = unpack_reply(await self.link.receive())
         return reply  # type: ignore[no-any-return]
 
-    def interrupt(self) -> None:
-        """Abort the running command; see `AbortTransfer`."""
-        self.link.send(msgspec.msgpack.encode(AbortTransfer()))
-        self.link.flush()
-
     async def close(self, *, idle: bool) -> None:
         """Close the connection, which ends an external rank; an idle rank first gets Stop."""
         if idle:
             self.link.send(msgspec.msgpack.encode(StopRank()))
         self.link.close()
         await self.link.closed()
-
-    def abort(self) -> None:
-        """Break the connection."""
-        self.link.abort()
 
     def state(self) -> str:
         """The system's state of an unresponsive process, for messages."""
@@ -124,6 +115,7 @@ NUM_USUAL = 20  # replies for the median
 LOST = (OSError, EOFError)  # IncompleteReadError is an EOFError
 
 
+@dataclass(eq=False)
 class RankGroup:
     """`start`, then `call` any number of times, then `close`.
 
@@ -133,22 +125,17 @@ class RankGroup:
     leaves them running.
     """
 
-    def __init__(
-        self,
-        config: LearnerConfig,
-        log_path: Path,
-        gpus: Sequence[str] = (),
-        remote: RemoteRanks | None = None,
-    ) -> None:
-        self.config = config
-        self._remote = remote
+    config: LearnerConfig
+    log_path: Path
+    gpus: Sequence[str] = ()
+    remote: RemoteRanks | None = None
+
+    def __post_init__(self) -> None:
         self._placement: Placement | None = None  # None: the ranks are started externally
-        if remote is not None:
-            self._placement = remote.placement
-        elif config.launch == "local":
+        if self.remote is not None:
+            self._placement = self.remote.placement
+        elif self.config.launch == "local":
             self._placement = LocalPlacement(grace_s=0.0)
-        self.log_path = log_path
-        self.gpus = gpus
         self._lock = asyncio.Lock()
         self._links: list[RankLink] = []
         self._started: list[str] = []  # names of processes
@@ -175,10 +162,12 @@ class RankGroup:
             )
         placement = self._placement
         host, port = ("", "0") if local else self.config.address.rsplit(":", 1)
-        arrivals: asyncio.Queue[RankLink | LearnerError] = asyncio.Queue()
+        arrivals: asyncio.Queue[RankLink] = asyncio.Queue()
+        is_here = isinstance(placement, LocalPlacement)
 
         def admit(hello: Hello, link: Link) -> bool:
-            arrivals.put_nowait(self._link(hello, link))
+            log_path = self._log_of(hello.number) if local else None
+            arrivals.put_nowait(RankLink(hello, link, log_path, is_here))
             return True
 
         reception = Reception(token, admit)
@@ -195,25 +184,14 @@ class RankGroup:
                 await self.close()
             finally:
                 while not arrivals.empty():  # surplus ranks
-                    if isinstance(left := arrivals.get_nowait(), RankLink):
-                        left.abort()
+                    arrivals.get_nowait().link.abort()
             raise
         finally:
             reception.close()
 
-    def _link(self, hello: Hello, link: Link) -> RankLink | LearnerError:
-        if hello.total != self.config.num_ranks:
-            link.abort()
-            return LearnerError(
-                f"a learner rank on {hello.host} is one of {hello.total}, but "
-                f"learner.num_ranks = {self.config.num_ranks}"
-            )
-        log_path = None if self._placement is None else self._log_of(hello.number)
-        return RankLink(hello, link, log_path, isinstance(self._placement, LocalPlacement))
-
     async def _start(self, placement: Placement, rank: int, address: str, token: str) -> None:
         """Start a rank; on another machine it sees only its own GPUs."""
-        config, remote = self.config, self._remote
+        config, remote = self.config, self.remote
         env = {
             ADDRESS_VARIABLE: address,
             TOKEN_VARIABLE: token,
@@ -242,9 +220,7 @@ class RankGroup:
         path = self.log_path
         return path.with_name(f"{path.stem}-{rank}{path.suffix}") if rank else path
 
-    async def _wait_for_all(
-        self, arrivals: asyncio.Queue[RankLink | LearnerError], timeout_s: float
-    ) -> None:
+    async def _wait_for_all(self, arrivals: asyncio.Queue[RankLink], timeout_s: float) -> None:
         ended: list[asyncio.Future[str]] = []
         if self._placement is not None:
             ranks = range(self.config.num_ranks)
@@ -263,8 +239,12 @@ class RankGroup:
                     arrival.cancel()
                     raise self._start_failure(ended, links, timeout_s)
                 link = arrival.result()
-                if isinstance(link, LearnerError):
-                    raise link
+                if link.hello.total != self.config.num_ranks:
+                    link.link.abort()
+                    raise LearnerError(
+                        f"a learner rank on {link.hello.host} is one of {link.hello.total}, but "
+                        f"learner.num_ranks = {self.config.num_ranks}"
+                    )
                 links[link.hello.number] = link
             self._check_replicas(links)
         finally:
@@ -319,9 +299,11 @@ class RankGroup:
         return [reply for task in tasks if not isinstance(reply := task.result(), RankFailed)]
 
     def interrupt(self) -> None:
-        """Abort the running command, if it supports that; returns at once."""
+        """Abort the running command, if it supports that (`AbortTransfer`); returns at once."""
         if self._lock.locked() and self._links:
-            self._links[0].interrupt()
+            link = self._links[0].link
+            link.send(msgspec.msgpack.encode(AbortTransfer()))
+            link.flush()
 
     async def _settle(
         self, tasks: list[asyncio.Task[Any]], timeout_s: float, name: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -71,18 +72,17 @@ class LearnerSender(_Sender):
         return self._manifest
 
     async def open(self, kind: Wire = "torch") -> Address:
-        reply = (await self.learner.call_all(wire.OpenGroup(self.timeout_s, kind)))[0]
-        _check_answers(reply)
-        assert reply.address is not None
-        return reply.address
+        replies = await self.learner.call_all(wire.OpenGroup(self.timeout_s, kind))
+        address = _checked(replies).address
+        assert address is not None
+        return address
 
     async def join(self, group: Group) -> None:
         limit = 2 * self.timeout_s + SLACK_S  # the store's deadline, then the group's
-        replies = await self.learner.call_all(wire.JoinGroup(group), limit)
-        _check_answers(replies[0])
+        _checked(await self.learner.call_all(wire.JoinGroup(group), limit))
 
     async def send(self) -> None:
-        _check_answers((await self.learner.call_all(wire.SendWeights()))[0])
+        _checked(await self.learner.call_all(wire.SendWeights()))
 
     async def leave(self) -> None:
         await self.learner.call_all(wire.LeaveGroup())
@@ -110,7 +110,7 @@ class MemorySender(_Sender):
         """Make the learner's weights its next policy version; returns the number. Raises
         TransferError, without a new version, if they cannot be shared."""
         replies = await self.learner.call_all(wire.ShareWeights(sleeps_next, self._num_readers))
-        _check_answers(replies[0])
+        _checked(replies)
         found = [reply.shared for reply in replies if reply.shared is not None]
         memory = {name: handle for one in reversed(found) for name, handle in one.memory.items()}
         has_room = all(one.has_room for one in found)
@@ -126,6 +126,8 @@ class MemorySender(_Sender):
         await self.learner.call_asleep(wire.WriteShared(path, version))
 
 
-def _check_answers(reply: wire.RankTransfer) -> None:
-    if reply.problem:
-        raise TransferError(reply.problem)
+def _checked(replies: Sequence[wire.RankTransfer]) -> wire.RankTransfer:
+    """The reply of rank 0. Raises TransferError for its problem."""
+    if replies[0].problem:
+        raise TransferError(replies[0].problem)
+    return replies[0]

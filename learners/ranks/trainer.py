@@ -19,7 +19,7 @@ from agentenv.learners.ranks.backend import RankBackend
 from agentenv.learners.ranks.reference_policy import Reference
 from agentenv.learners.trees.batch import ActionTokens, EncodedTree, computed
 from agentenv.learners.trees.layouts import Layouts
-from agentenv.learners.trees.minibatch import MiniBatch, over_all, prepare, ratios
+from agentenv.learners.trees.minibatch import MiniBatch, over_all, ratios
 from agentenv.learners.trees.partition import MicroBatch, split_by_tree
 
 GIB = 2**30
@@ -76,7 +76,7 @@ class Trainer:
     def imitate(self, sequences: Sequence[EncodedTree], lr_scale: float) -> Metrics:
         """One step on the negative log-likelihood, averaged over the weights of all tokens."""
         start_wall, start_cpu = time.perf_counter(), time.process_time()
-        weight = ActionTokens.of(sequences).weight
+        weight = ActionTokens(sequences).weight
         total = float(over_all(weight.sum(), self.backend.gather_replicas))
         loss_sum = 0.0
         with self.layouts.update(sequences):
@@ -123,7 +123,7 @@ class Trainer:
         return [self._prepare(*pair) for pair in zip(minibatches, references, strict=True)]
 
     def _prepare(self, trees: Sequence[EncodedTree], reference: Floats | None) -> MiniBatch:
-        tokens = ActionTokens.of(trees)
+        tokens = ActionTokens(trees)
         proximal, entropies = tokens.behavior.copy(), tokens.entropies.copy()
         flags = [self._needs_proximal(tree) for tree in trees]
         needed = [tree for tree, flag in zip(trees, flags, strict=True) if flag]
@@ -132,7 +132,7 @@ class Trainer:
         if any(self.backend.gather_replicas(bool(needed))):
             proximal[is_needed], entropies[is_needed], _ = self.figures(needed)
         gather, rest = self.backend.gather_replicas, (reference, self.algorithm)
-        return prepare(trees, tokens, proximal, entropies, *rest, gather, is_needed)
+        return MiniBatch(trees, tokens, proximal, entropies, *rest, gather, is_needed)
 
     def _needs_proximal(self, tree: EncodedTree) -> bool:
         """Whether log-probs and entropies under the current weights are needed; a counted tree

@@ -8,7 +8,7 @@ layout chooses how to compute that:
 
     blocked   on the CPU: blocks of visible pairs without a masked one, `BlockPlan`
     flex      on a GPU: FlexAttention, whose mask of blocks follows from `end`
-    dense     elsewhere, and on the CPU through a window: a [tokens, tokens] mask
+    dense     on the CPU through a window, and for narrow heads: a [tokens, tokens] mask
     segments  each segment between forks against the gathered keys of its path
 
 A layer that looks through a window of w tokens sees k only if depth[q] - depth[k] < w too. A window
@@ -252,7 +252,7 @@ class TreeLayout:
         share: ContextShare | None = None,
     ) -> None:
         self.end, self.device, self.share = end, device, share
-        self.form = form or default_form(device)
+        self.form = form or ("flex" if device.type == "cuda" else "blocked")
         self._masks: dict[int | None, Tensor] = {}  # by window
         self._block_masks: dict[int | None, BlockMask] = {}
 
@@ -275,7 +275,7 @@ class TreeLayout:
 
     @cached_property
     def segment_keys(self) -> SegmentKeys:
-        return SegmentKeys.of(*self.segments)
+        return SegmentKeys(*self.segments)
 
     @property
     def _end_and_depth(self) -> tuple[Tensor, Tensor]:
@@ -304,15 +304,6 @@ class TreeLayout:
             parents.append(above[-1] if above else -1)
             above.append(number)
         return torch.from_numpy(starts).int(), torch.tensor(parents)
-
-
-def default_form(device: torch.device) -> Form:
-    """The fastest form that trains on the device."""
-    if device.type == "cuda":
-        return "flex"
-    name = "_scaled_dot_product_flash_attention_for_cpu"
-    has_kernels = hasattr(torch.ops.aten, name) and hasattr(torch.ops.aten, f"{name}_backward")
-    return "blocked" if device.type == "cpu" and has_kernels else "dense"
 
 
 def use_tree_attention(model: Any, *, is_known: bool = False) -> None:

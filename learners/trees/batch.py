@@ -15,8 +15,7 @@ one piece only.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -289,35 +288,24 @@ def _versions(nodes: Sequence[Node], default: int) -> Longs:
     return np.repeat(np.array(versions, np.int64), counts)
 
 
-@dataclass(frozen=True)
 class ActionTokens:
-    """The trained tokens of a mini-batch, tree after tree, in pre-order; float64 [tokens]."""
+    """The trained tokens of a mini-batch, tree after tree, in pre-order; [tokens], float64, of
+    staleness int32. `entropies` are nan where the engine reported none."""
 
-    behavior: Floats
-    entropies: Floats  # nan where the engine reported none
-    adv_pos: Floats
-    adv_neg: Floats
-    weight: Floats
-    staleness: NDArray[np.int32]
+    def __init__(self, trees: Sequence[EncodedTree]) -> None:
+        def joined(parts: Iterable[Floats]) -> Floats:
+            return np.concatenate([np.zeros(0), *parts])
 
-    @classmethod
-    def of(cls, trees: Sequence[EncodedTree]) -> ActionTokens:
-        def gather(name: str) -> Floats:
-            return np.concatenate([np.zeros(0), *(tree.of_actions(name) for tree in trees)])
-
-        entropies = [
+        self.behavior = joined(tree.floats("behavior") for tree in trees)
+        self.entropies = joined(
             tree.floats("entropies") if tree.entropies else np.full(tree.num_action_tokens, np.nan)
             for tree in trees
-        ]
-        staleness = [tree.ints("staleness") for tree in trees]
-        return cls(
-            behavior=np.concatenate([np.zeros(0), *(tree.floats("behavior") for tree in trees)]),
-            entropies=np.concatenate([np.zeros(0), *entropies]),
-            adv_pos=gather("adv_pos"),
-            adv_neg=gather("adv_neg"),
-            weight=gather("weight"),
-            staleness=np.concatenate([np.zeros(0, np.int32), *staleness]),
         )
+        self.adv_pos = joined(tree.of_actions("adv_pos") for tree in trees)
+        self.adv_neg = joined(tree.of_actions("adv_neg") for tree in trees)
+        self.weight = joined(tree.of_actions("weight") for tree in trees)
+        staleness = [tree.ints("staleness") for tree in trees]
+        self.staleness = np.concatenate([np.zeros(0, np.int32), *staleness])
 
 
 def leaf_ranges(parent: Longs) -> tuple[NDArray[np.bool_], Longs, Longs]:

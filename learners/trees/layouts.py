@@ -16,7 +16,6 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from agentenv.base.errors import ConfigError
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.trees.batch import EncodedTree, Layout
 from agentenv.learners.trees.partition import MicroBatch, pack
@@ -26,31 +25,25 @@ SHORT_PATH = 256  # tokens; for longer paths trees are faster on CPUs
 
 
 class Layouts:
-    """Packs trees into micro-batches. Raises ConfigError for a layout that the device does not
-    support."""
+    """Packs trees into micro-batches."""
 
     def __init__(self, config: LearnerConfig, policy: Policy, device: torch.device) -> None:
-        """`config`: resolved for the device."""
         self.max_tokens = config.replica_tokens
+        self.now: Layout = "tree"
         is_cpu, has_recurrence = device.type != "cuda", policy.masks is not None
         supports_segments = is_cpu and not has_recurrence and config.context_parallel == 1
         self._follows_lengths = config.layout == "auto" and supports_segments
-        self.now: Layout = "tree" if config.layout == "auto" else config.layout
-        if self.now == "segments" and not supports_segments:
-            raise ConfigError("learner.layout = segments: supported here: tree")
 
     @contextmanager
     def update(self, trees: Sequence[EncodedTree]) -> Iterator[None]:
         """Around an update on the rank's trees. All its passes have one layout, so that log-probs
-        before and in it differ only by the weights. Passes outside of updates use trees, unless the
-        layout is given."""
-        before = self.now
+        before and in it differ only by the weights. Passes outside of updates use trees."""
         if self._follows_lengths and has_short_paths(self.pack(trees)):
             self.now = "segments"
         try:
             yield
         finally:
-            self.now = before
+            self.now = "tree"
 
     def pack(self, trees: Sequence[EncodedTree]) -> list[MicroBatch]:
         """Micro-batches within a replica's token budget, in the current layout."""

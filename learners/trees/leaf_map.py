@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from agentenv.learners.algorithms.algorithm import Aggregation, Algorithm, Band
 from agentenv.learners.algorithms.credit import Floats, Sharing
 from agentenv.learners.algorithms.losses import MAX_LOG_RATIO
-from agentenv.learners.trees.batch import EncodedTree, Longs, leaf_ranges, path_sums
+from agentenv.learners.trees.batch import EncodedTree, leaf_ranges, path_sums
 
 Gather = Callable[[Any], list[Any]]  # the values of all ranks, by rank; collective
 
 
-@dataclass(frozen=True)
 class LeafMap:
     """The relation of trajectories and trained tokens.
 
@@ -30,28 +27,19 @@ class LeafMap:
     Trained tokens are as in `ActionTokens`, leaves tree after tree in pre-order. node: int64
     [tokens], the node of a token, nodes being numbered over all trees; parent: int64 [nodes], -1
     for a root; first, last: int64 [nodes], range of leaves below a node, `last` exclusive;
-    leaf_node: int64 [leaves]; returns, advantages: float64 [leaves], nan without a group; lengths:
-    float64 [leaves], trained tokens of a trajectory.
+    leaf_node: int64 [leaves]; group: int64 [leaves], the tree of a leaf: its number in the
+    mini-batch, below 0 if whole; returns, advantages: float64 [leaves], nan without a group;
+    lengths: float64 [leaves], trained tokens of a trajectory.
 
     A part of a tree has all leaves, but not all tokens, so that `to_leaves` returns partial sums;
     `over_parts` adds them up. is_home: bool [leaves], whether this rank counts them; is_computed:
     bool [leaves], whether micro-batches have their tokens.
     """
 
-    node: Longs
-    parent: Longs
-    first: Longs
-    last: Longs
-    leaf_node: Longs
-    group: Longs  # [leaves], the tree of a leaf: its number in the mini-batch, below 0 if whole
     returns: Floats
     advantages: Floats
-    lengths: Floats
-    is_home: NDArray[np.bool_]
-    is_computed: NDArray[np.bool_]
 
-    @classmethod
-    def of(cls, trees: Sequence[EncodedTree]) -> LeafMap:
+    def __init__(self, trees: Sequence[EncodedTree]) -> None:
         none = np.zeros(0, np.int64)  # a rank may have no tree
         nodes, parents, groups, figures = [none], [none], [none], [np.zeros((2, 0))]
         counts, homes, computed = [none], [none.astype(np.bool_)], [none.astype(np.bool_)]
@@ -74,23 +62,15 @@ class LeafMap:
             ]
             figures.append(np.stack(leaf_figures))
             num_nodes += len(starts)
-        parent, node = np.concatenate(parents), np.concatenate(nodes)
-        is_leaf, first, last = leaf_ranges(parent)
-        returns, advantages = np.concatenate(figures, axis=1)[:, is_leaf]
+        self.node, self.parent = np.concatenate(nodes), np.concatenate(parents)
+        is_leaf, self.first, self.last = leaf_ranges(self.parent)
+        self.leaf_node = np.flatnonzero(is_leaf)
+        self.group = np.concatenate(groups)[is_leaf]
+        self.returns, self.advantages = np.concatenate(figures, axis=1)[:, is_leaf]
         num_actions = np.concatenate(counts).astype(np.float64)
-        return cls(
-            node=node,
-            parent=parent,
-            first=first,
-            last=last,
-            leaf_node=np.flatnonzero(is_leaf),
-            group=np.concatenate(groups)[is_leaf],
-            returns=returns,
-            advantages=advantages,
-            lengths=path_sums(num_actions, parent)[is_leaf],
-            is_home=np.concatenate(homes)[is_leaf],
-            is_computed=np.concatenate(computed)[is_leaf],
-        )
+        self.lengths = path_sums(num_actions, self.parent)[is_leaf]
+        self.is_home = np.concatenate(homes)[is_leaf]
+        self.is_computed = np.concatenate(computed)[is_leaf]
 
     @property
     def num_leaves(self) -> int:

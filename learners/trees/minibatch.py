@@ -30,7 +30,6 @@ nothing to the numerator and stay in the denominator: a step shrinks when many a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -57,41 +56,75 @@ from agentenv.learners.trees.leaf_map import (
 WIDE = (0.5, 2.0)  # the band for metrics when no mask is set
 
 
-@dataclass
 class MiniBatch:
-    """Values per trained token of this rank's share, in the order of `ActionTokens`, float64.
+    """Credit, weights and batch statistics of one mini-batch, computed once.
 
-    proximal, entropies, reference (None without one): see LossBatch; is_measured, bool: whether the
-    proximal log-prob was computed. adv_pos, adv_neg and weight include the aggregation's
-    coefficients and the sequence mask; importance includes truncation and token mask.
-    leaf_advantages, leaf_weights: [leaves], for methods on sequences. Computed trees come first,
-    and so do the `num_computed` tokens of micro-batches.
+    Values per trained token of this rank's share, in the order of `ActionTokens`, float64:
+    proximal, entropies, reference (None without one), see LossBatch; is_measured, bool: whether the
+    proximal log-prob was computed (None: all), otherwise it is the engine's. adv_pos, adv_neg and
+    weight include the aggregation's coefficients and the sequence mask; importance includes
+    truncation and token mask. leaf_advantages, leaf_weights: [leaves], for methods on sequences.
+    Denominator and statistics are over all ranks. Computed trees come first, and so do the
+    `num_computed` tokens of micro-batches.
+
+    Each rank passes its share of the trees and of their tokens. Raises DataError if the algorithm
+    needs entropies or groups that the trees do not have.
     """
 
-    trees: Sequence[EncodedTree]
-    tokens: ActionTokens
-    proximal: Floats
-    is_measured: NDArray[np.bool_]
-    entropies: Floats
-    reference: Floats | None
-    adv_pos: Floats
-    adv_neg: Floats
-    weight: Floats
-    importance: Floats
-    leaves: LeafMap | None
-    leaf_advantages: Floats
-    leaf_weights: Floats
-    denominator: float  # over all ranks from here on
-    sum_weight: float
-    entropy_mean: float
-    entropy_std: float
-    metrics: Metrics = field(default_factory=dict)
-    found_entropies: Floats = field(init=False)  # nan until a pass has computed them
-    logprobs: Floats = field(init=False)  # of the pass that trained a token first
-
-    def __post_init__(self) -> None:
-        self.found_entropies = self.entropies.copy()
-        self.logprobs = np.full(len(self.proximal), np.nan)
+    def __init__(
+        self,
+        trees: Sequence[EncodedTree],
+        tokens: ActionTokens,
+        proximal: Floats,
+        entropies: Floats,
+        reference: Floats | None,
+        algorithm: Algorithm,
+        gather: Gather,
+        is_measured: NDArray[np.bool_] | None = None,
+    ) -> None:
+        if is_measured is None:
+            is_measured = np.ones(len(proximal), np.bool_)
+        if algorithm.needs_entropies and np.isnan(entropies).any():
+            raise DataError("the algorithm needs entropies, but the engine returned none")
+        self.trees, self.tokens, self.is_measured = trees, tokens, is_measured
+        self.proximal, self.entropies, self.reference = proximal, entropies, reference
+        self.leaves = LeafMap(trees) if algorithm.needs_leaves else None
+        self.adv_pos, self.adv_neg, self.weight = tokens.adv_pos, tokens.adv_neg, tokens.weight
+        self.leaf_advantages = self.leaf_weights = np.zeros(0)
+        share, num_kept = float(self.weight.sum()), (0, 0)  # of trajectories: those kept, and all
+        log_ratio = proximal - tokens.behavior
+        if (leaves := self.leaves) is not None:
+            if np.isnan(leaves.advantages).any():
+                raise DataError("the trees have no advantages of their leaves")
+            advantages = leaf_advantages(algorithm, leaves, proximal, reference, gather)
+            plain = coefficients(algorithm.aggregation, leaves.lengths)
+            mask = sequence_weights(log_ratio, leaves, algorithm.sequence_mask, gather)
+            self.leaf_advantages, self.leaf_weights = advantages, plain * mask
+            self.adv_pos, self.adv_neg, _ = leaves.credit(
+                advantages, self.leaf_weights, algorithm.credit_sharing
+            )
+            self.weight = leaves.to_tokens(plain)
+            home = leaves.is_home
+            share = denominator(algorithm.aggregation, leaves.lengths[home], algorithm.norm_length)
+            shown = home & leaves.is_computed
+            num_kept = int((self.leaf_weights[shown] > 0).sum()), int(shown.sum())
+        ratio = ratios(proximal, tokens.behavior)
+        band = algorithm.token_mask
+        self.importance = token_importance(ratio, algorithm.importance_cap, band)
+        moments = ratio_moments(ratio, tokens.weight * is_measured, band)
+        counts = np.array([share, self.weight[: self.num_computed].sum(), *num_kept])
+        known = np.where(np.isnan(entropies), 0.0, entropies)
+        first = np.array([tokens.weight.sum(), (tokens.weight * known).sum()])
+        sums = over_all(np.concatenate([counts, first, moments]), gather)
+        self.denominator, self.sum_weight = float(sums[0]), float(sums[1])
+        self.entropy_mean = mean = float(sums[5] / max(sums[4], 1.0))
+        second = over_all(np.array([(tokens.weight * (known - mean) ** 2).sum()]), gather)[0]
+        self.entropy_std = float(np.sqrt(second / (sums[4] - 1.0))) if sums[4] > 1.0 else np.nan
+        self.metrics = ratio_metrics(sums[6:])
+        if algorithm.sequence_mask is not None:
+            self.metrics["sequences_masked"] = 1.0 - float(sums[2] / max(sums[3], 1.0))
+        self.found_entropies = entropies.copy()  # nan until a pass has computed them
+        self.logprobs = np.full(len(proximal), np.nan)  # of the pass that trained a token first
 
     def loss_batch(
         self, index: np.ndarray, like: Tensor, terms: tuple[Floats, Floats] | None
@@ -152,80 +185,6 @@ class MiniBatch:
         counts = over_all(np.array([float(clipped.sum()), float(len(clipped))]), gather)
         self.metrics["sequences_clipped"] = float(counts[0] / max(counts[1], 1.0))
         return self.leaves.to_tokens(weights * value), self.leaves.to_tokens(weights * slope)
-
-
-def prepare(
-    trees: Sequence[EncodedTree],
-    tokens: ActionTokens,
-    proximal: Floats,
-    entropies: Floats,
-    reference: Floats | None,
-    algorithm: Algorithm,
-    gather: Gather,
-    is_measured: NDArray[np.bool_] | None = None,
-) -> MiniBatch:
-    """Credit, weights and batch statistics of one mini-batch. `is_measured`, bool [tokens]: whether
-    the proximal log-prob was computed (None: all); otherwise it is the engine's.
-
-    Each rank calls `prepare` with its share of the trees and of their tokens, computed ones first.
-    Raises DataError if the algorithm needs entropies or groups that the trees do not have.
-    """
-    if is_measured is None:
-        is_measured = np.ones(len(proximal), np.bool_)
-    if algorithm.needs_entropies and np.isnan(entropies).any():
-        raise DataError("the algorithm needs entropies, but the engine returned none")
-    leaves = LeafMap.of(trees) if algorithm.needs_leaves else None
-    adv_pos, adv_neg, weight = tokens.adv_pos, tokens.adv_neg, tokens.weight
-    advantages = leaf_weights = np.zeros(0)
-    share, num_kept = float(weight.sum()), (0, 0)  # of trajectories: those kept, and all
-    log_ratio = proximal - tokens.behavior
-    if leaves is not None:
-        if np.isnan(leaves.advantages).any():
-            raise DataError("the trees have no advantages of their leaves")
-        advantages = leaf_advantages(algorithm, leaves, proximal, reference, gather)
-        plain = coefficients(algorithm.aggregation, leaves.lengths)
-        mask = sequence_weights(log_ratio, leaves, algorithm.sequence_mask, gather)
-        leaf_weights = plain * mask
-        adv_pos, adv_neg, _ = leaves.credit(advantages, leaf_weights, algorithm.credit_sharing)
-        weight = leaves.to_tokens(plain)
-        home = leaves.is_home
-        share = denominator(algorithm.aggregation, leaves.lengths[home], algorithm.norm_length)
-        shown = home & leaves.is_computed
-        num_kept = int((leaf_weights[shown] > 0).sum()), int(shown.sum())
-    ratio = ratios(proximal, tokens.behavior)
-    band = algorithm.token_mask
-    moments = ratio_moments(ratio, tokens.weight * is_measured, band)
-    num_computed = sum(tree.num_action_tokens for tree in computed(trees))
-    counts = np.array([share, weight[:num_computed].sum(), *num_kept])
-    known = np.where(np.isnan(entropies), 0.0, entropies)
-    first = np.array([tokens.weight.sum(), (tokens.weight * known).sum()])
-    sums = over_all(np.concatenate([counts, first, moments]), gather)
-    mean = float(sums[5] / max(sums[4], 1.0))
-    second = over_all(np.array([(tokens.weight * (known - mean) ** 2).sum()]), gather)[0]
-    std = float(np.sqrt(second / (sums[4] - 1.0))) if sums[4] > 1.0 else float("nan")
-    metrics = ratio_metrics(sums[6:])
-    if algorithm.sequence_mask is not None:
-        metrics["sequences_masked"] = 1.0 - float(sums[2] / max(sums[3], 1.0))
-    return MiniBatch(
-        trees=trees,
-        tokens=tokens,
-        proximal=proximal,
-        is_measured=is_measured,
-        entropies=entropies,
-        reference=reference,
-        adv_pos=adv_pos,
-        adv_neg=adv_neg,
-        weight=weight,
-        importance=token_importance(ratio, algorithm.importance_cap, band),
-        leaves=leaves,
-        leaf_advantages=advantages,
-        leaf_weights=leaf_weights,
-        denominator=float(sums[0]),
-        sum_weight=float(sums[1]),
-        entropy_mean=mean,
-        entropy_std=std,
-        metrics=metrics,
-    )
 
 
 def over_all(values: Floats, gather: Gather) -> Floats:

@@ -48,10 +48,10 @@ SIZES = {  # of a small model; sizes that its configuration does not have are sk
 SPREAD = 0.15  # of random weights, so that log-probs depend on token and context
 
 
-def check_model(directory: Path, context_parallel: int = 1, *, by_segments: bool = False) -> None:
+def check_model(directory: Path, context_parallel: int = 1) -> None:
     """Raises ConfigError, with the family and the likely reason, for a model that is computed
-    wrongly, or of which no small one can be made; for one that `context_parallel` ranks cannot
-    share; and, with `by_segments`, if it supports only trees."""
+    wrongly, or of which no small one can be made, and for one that `context_parallel` ranks cannot
+    share."""
     config = AutoConfig.from_pretrained(directory)
     family = f"{directory}: the family {config.model_type}"
     recurrent = recurrent_kinds(config)
@@ -60,11 +60,6 @@ def check_model(directory: Path, context_parallel: int = 1, *, by_segments: bool
             f"learner.context_parallel = {context_parallel}: {family} has layers of type "
             f"{', '.join(recurrent)}, which carry state from token to token and cannot be computed "
             "in parts; set learner.context_parallel = 1"
-        )
-    if by_segments and recurrent:
-        raise ConfigError(
-            f"learner.layout: {family} has layers of type {', '.join(recurrent)}, which follow "
-            'trees only; set learner.layout = "auto"'
         )
     try:
         gap = distance(small(config))

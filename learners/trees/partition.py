@@ -126,14 +126,19 @@ def assign_paths(trees: Sequence[Paths], num_ranks: int) -> list[Shard]:
     assigned = _largest_first([tree.cost(tree.leaves) for tree in trees], num_ranks)
     shards: list[Shard] = [{place: trees[place].leaves for place in places} for places in assigned]
     loads = [load(shard, trees) for shard in shards]
-    while (move := _best_move(shards, loads, trees)) is not None:
-        source, target = shards[move.source], shards[move.target]
-        source[move.tree] = move.kept
-        if not move.kept:
-            del source[move.tree]
-        target[move.tree] = sorted(target.get(move.tree, []) + move.moved)
-        loads[move.source], loads[move.target] = move.loads
-    return shards
+    while True:
+        most, least = (pick(range(num_ranks), key=loads.__getitem__) for pick in (max, min))
+        source, target = shards[most], shards[least]
+        if most == least:
+            return shards
+        move = _best_move(source, target, loads[most], loads[least], trees)
+        if move is None:
+            return shards
+        place, kept, moved, loads[most], loads[least] = move
+        source[place] = kept
+        if not kept:
+            del source[place]
+        target[place] = sorted(target.get(place, []) + moved)
 
 
 def load(shard: Shard, trees: Sequence[Paths]) -> float:
@@ -148,32 +153,16 @@ def idle_share(steps: Sequence[Sequence[float]]) -> float:
     return 1.0 - sum(sum(loads) for loads in steps) / (num_ranks * most) if most else 0.0
 
 
-@dataclass(frozen=True)
-class _Move:
-    """A move of trajectories of a tree to another rank; `loads` are those of both ranks
-    afterwards."""
-
-    source: int
-    target: int
-    tree: int
-    kept: list[int]
-    moved: list[int]
-    loads: tuple[float, float]
-
-
 def _best_move(
-    shards: Sequence[Shard], loads: Sequence[float], trees: Sequence[Paths]
-) -> _Move | None:
-    """The move with the largest reduction of the largest load: the first or the last trajectories
-    of one of its trees go to the least loaded rank. None if no move reduces it by MIN_GAIN."""
-    source, target = (pick(range(len(loads)), key=loads.__getitem__) for pick in (max, min))
-    best, bound = None, loads[source] * (1.0 - MIN_GAIN)
-    if source == target:
-        return None
-    for place, leaves in shards[source].items():
-        tree, there = trees[place], shards[target].get(place, [])
-        rest = loads[source] - tree.cost(leaves)
-        other = loads[target] - tree.cost(there)
+    source: Shard, target: Shard, most: float, least: float, trees: Sequence[Paths]
+) -> tuple[int, list[int], list[int], float, float] | None:
+    """The move with the largest reduction of the largest load, `most`: the first or the last
+    trajectories of one of its trees go to the least loaded rank. Returns the tree, the kept and the
+    moved trajectories, and both loads afterwards; None if no move reduces it by MIN_GAIN."""
+    best, bound = None, most * (1.0 - MIN_GAIN)
+    for place, leaves in source.items():
+        tree, there = trees[place], target.get(place, [])
+        rest, other = most - tree.cost(leaves), least - tree.cost(there)
         halves = [(leaves[:i], leaves[i:]) for i in range(len(leaves) + 1)]
         for kept, moved in (*halves, *(half[::-1] for half in halves)):
             left = rest + tree.cost(kept)
@@ -182,7 +171,7 @@ def _best_move(
             got = other + tree.cost(sorted(there + moved))
             if got < bound:
                 bound = max(left, got)
-                best = _Move(source, target, place, kept, moved, (left, got))
+                best = place, kept, moved, left, got
     return best
 
 
@@ -271,8 +260,10 @@ def gathered(encoded: Sequence[EncodedTree], shares: Sequence[Share]) -> list[ND
     for parts, values in shares:
         for part, own in zip(parts, values, strict=False):
             number = whole[id(part)] if part.whole is None else part.whole.number
-            places = trained_places(part, encoded[number])
-            found[number][:, places] = np.frombuffer(own, np.float32).reshape(3, -1)
+            # A part trains all tokens of a node or none.
+            owners, theirs = (one.owner[one.actions()] for one in (encoded[number], part))
+            reported = np.frombuffer(own, np.float32).reshape(3, -1)
+            found[number][:, np.isin(owners, theirs)] = reported
     return found
 
 
@@ -298,13 +289,6 @@ def write_back(
             tree.scored[node.index] = Scored(before, first, exact if one.entropies else array("f"))
             if is_reported[0] and not one.entropies:
                 node.entropies = exact
-
-
-def trained_places(part: EncodedTree, tree: EncodedTree) -> Longs:
-    """The indices, among a tree's trained tokens, of those of a part: a part trains all tokens of a
-    node or none."""
-    ours, theirs = (one.owner[one.actions()] for one in (tree, part))
-    return np.flatnonzero(np.isin(ours, theirs))
 
 
 @dataclass(frozen=True)

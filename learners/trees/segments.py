@@ -6,30 +6,23 @@ TreeRow. The keys are gathered, and each segment is a call.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
-class SegmentKeys(NamedTuple):
-    """The keys of the paths of all segments, concatenated: `tokens`, int64 [keys], are their
-    indices; `num_queries` and `num_keys` of each segment."""
+class SegmentKeys:
+    """The keys of the paths of all segments (`TreeLayout.segments`), concatenated: `tokens`, int64
+    [keys], are their indices; `num_queries` and `num_keys` of each segment."""
 
-    tokens: Tensor
-    num_queries: list[int]
-    num_keys: list[int]
-
-    @classmethod
-    def of(cls, starts: Tensor, parents: Tensor) -> SegmentKeys:
-        """Of `TreeLayout.segments`."""
+    def __init__(self, starts: Tensor, parents: Tensor) -> None:
         paths = list[Tensor]()
-        sizes = starts.diff().tolist()
-        for start, size, parent in zip(starts.tolist(), sizes, parents.tolist(), strict=False):
+        self.num_queries: list[int] = starts.diff().tolist()
+        segments = zip(starts.tolist(), self.num_queries, parents.tolist(), strict=False)
+        for start, size, parent in segments:
             own = torch.arange(start, start + size)
             paths.append(own if parent < 0 else torch.cat([paths[parent], own]))
-        return cls(torch.cat(paths), sizes, [len(path) for path in paths])
+        self.tokens, self.num_keys = torch.cat(paths), [len(path) for path in paths]
 
 
 def segment_attention(

@@ -169,9 +169,9 @@ class Signals:
             self.at(f"archive {header.step}")
             write(archive, header, trees)
 
-        def finishing(recorder: RunRecorder, **keys: Any) -> None:
+        def finishing(recorder: RunRecorder, *figures: Any) -> None:
             self.at("report")
-            finish(recorder, **keys)
+            finish(recorder, *figures)
 
         monkeypatch.setattr(Archive, "write", writing)
         monkeypatch.setattr(RunRecorder, "finish", finishing)

@@ -19,7 +19,13 @@ from agentenv.assembly.run.terminal import first_reason
 from agentenv.base.errors import ConfigError
 from agentenv.training.loop.training import Training
 from agentenv.training.reports.recorder import RunRecorder
-from agentenv.training.workers.ray_placement import Leaves, RayPlacement, in_words, left_over
+from agentenv.training.workers.ray_placement import (
+    Leaves,
+    ProcessStarted,
+    RayPlacement,
+    in_words,
+    left_over,
+)
 from benchmarks.parts.chaos import CONFIG, MAX_STALENESS, SHORT, make_model, write_workspace
 from tests.commands.test_rollout_workers import SLOW, end, log_of, run, taken, trees, until
 from tests.support.runs import rows_of
@@ -74,7 +80,7 @@ class Nodes:
     def kill(self, training: Training, node: str) -> list[str]:
         """As when its machine loses its power; the names of ours that were on it."""
         killed = []
-        for name, started in ray_of(training).placed.items():
+        for name, started in started_on(training).items():
             if started.node == node:
                 killed.append(name)
                 kill_tree(started.pid)
@@ -116,9 +122,14 @@ def ray_of(training: Training) -> RayPlacement:
     return found
 
 
+def started_on(training: Training) -> dict[str, ProcessStarted]:
+    wanted = ray_of(training)._wanted.items()
+    return {name: one.started.result() for name, one in wanted if one.started.done()}
+
+
 def placed(training: Training) -> dict[str, str]:
     """The node of each process."""
-    return {name: one.node for name, one in ray_of(training).placed.items()}
+    return {name: one.node for name, one in started_on(training).items()}
 
 
 @pytest.mark.parametrize("num_nodes", [2, 4])

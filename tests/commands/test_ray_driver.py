@@ -33,7 +33,7 @@ def ray_of(
             raise error
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(__version__=version, init=init))
-    return Ray(RaySetup("10.0.0.1:6379", 0, "", [], 0.0))
+    return Ray(RaySetup("10.0.0.1:6379", "", [], 0.0))
 
 
 def test_the_whole_error_of_ray_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,9 @@ class Evaluator:
         actor = Actor(engine, renderer, self._made(make_env), config.limits, params, "0")
         parts: Any = SimpleNamespace(eval_tasks={"a": self.tasks}, eval_actor=actor)
         run = SimpleNamespace(path=folder)
-        recorder: Any = SimpleNamespace(config=config, state=None, run=run, view=View())
+        recorder: Any = SimpleNamespace(
+            config=config, state=None, run=run, view=View(), record_evaluation=self._recorded
+        )
         unused: Any = None
         self._evaluator = RunEvaluator(parts, recorder, unused, unused)
 
@@ -110,10 +112,11 @@ class Evaluator:
         """The evaluated questions."""
         self.asked, self.breaks_at = [], breaks_at
         what = Evaluating(4, 4, ["a"], incarnation)
-        async with self._evaluator.begin(what) as sample:
-            rows = await sample("a")
-            assert [row.task for row in rows] == [task.id for task in self.tasks]
+        await self._evaluator._evaluate(what)
         return self.asked
+
+    async def _recorded(self, result: Any, rows: list[Any], step: int, when: str) -> None:
+        assert [row.task for row in rows] == [task.id for task in self.tasks]
 
 
 @pytest.mark.parametrize(("incarnation", "num_asked"), [(1, 2), (2, 5)])

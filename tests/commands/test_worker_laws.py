@@ -16,16 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View
 from agentenv.cluster.engines import LinkedEngine
 from agentenv.cluster.workers import RolloutWorkers
 from agentenv.processes.link import Link
 from agentenv.rollout.actor import Actor
-from agentenv.rollout.journal import Journal
+from agentenv.training.loop.loop import Loop
 from agentenv.training.loop.parts import Parts
-from agentenv.training.loop.training import rollout_settings
 from agentenv.training.reports.recorder import RunRecorder
 from agentenv.training.start import make_training
 from agentenv.training.workers.rollout_worker import RolloutWorker
@@ -45,24 +43,15 @@ class Workers:
         self.storm, self.seed = storm, seed
         self.links: dict[str, tuple[Link, Link]] = {}
 
-    async def start(
-        self,
-        config: TrainConfig,
-        parts: Parts,
-        folder: Path,
-        journal: Journal | None,
-        view: View,
-        stack: AsyncExitStack,
-        **_: Any,
-    ) -> RolloutWorkers:
+    async def start(self, loop: Loop, stack: AsyncExitStack) -> RolloutWorkers:
         """Replaces `start_workers`."""
+        parts, report = loop.parts, loop.view.warn
         workers = RolloutWorkers(
-            parts.actor, silence_s=SILENCE_S, report=view.warn, journal=journal
+            parts.actor, silence_s=SILENCE_S, report=report, journal=loop.feeder.journal
         )
         stack.push_async_callback(workers.close)
         rng = Random(self.seed)
-        settings = rollout_settings(config)
-        work = [self._work(name, parts, workers, settings) for name in ("a", "b")]
+        work = [self._work(name, parts, workers, loop.settings) for name in ("a", "b")]
         work += [self._lose(rng.choice("ab"), *loss) for loss in self.storm]
         for one in work:
             stack.callback(asyncio.create_task(one).cancel)

@@ -32,8 +32,8 @@ from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.ranks.senders import MemorySender
 from agentenv.learners.trees.batch import EncodedTree, encode_sequence
-from agentenv.training.loop.publishing import DirectoryPublisher, Handover, ParityProbe, Publisher
-from agentenv.training.loop.transports import Colocation, MemoryPublisher
+from agentenv.training.loop.publishing import DirectoryPublisher, Handover, ParityProbe
+from agentenv.training.loop.transports import Colocation, MemoryPublisher, Publisher
 from benchmarks.parts.server_cost import VOCABULARY, make_model
 from tests.gpu.place import HAS_GPU
 from tests.gpu.test_vllm_gpu import PYTHON, SHAPE, prompts

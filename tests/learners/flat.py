@@ -16,7 +16,7 @@ from torch import Tensor
 from agentenv.base.tree import TrajectoryTree
 from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.trees.batch import ActionTokens, encode
-from agentenv.learners.trees.minibatch import MiniBatch, prepare
+from agentenv.learners.trees.minibatch import MiniBatch
 from tests.learners.trees import credits_of, random_tree
 
 
@@ -42,12 +42,12 @@ def figures(algorithm: Algorithm, trees: list[TrajectoryTree], seed: int = 0) ->
     """Tree form before the loss: proximal near behavior, current log-probs around both."""
     credits = credits_of(algorithm, trees)
     encoded = [encode(tree, credit, 0) for tree, credit in zip(trees, credits, strict=True)]
-    tokens = ActionTokens.of(encoded)
+    tokens = ActionTokens(encoded)
     rng = np.random.default_rng(seed)
     shape = tokens.behavior.shape
     proximal = tokens.behavior + rng.normal(0, 0.4, shape)
     reference = proximal + rng.normal(0, 0.5, shape) if algorithm.needs_reference else None
-    minibatch = prepare(
+    minibatch = MiniBatch(
         encoded, tokens, proximal, tokens.entropies, reference, algorithm, lambda x: [x]
     )
     theta = torch.from_numpy(proximal + rng.normal(0, 0.5, shape)).requires_grad_()

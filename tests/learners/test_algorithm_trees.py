@@ -22,7 +22,7 @@ from agentenv.learners.algorithms.baselines import (
 )
 from agentenv.learners.trees.batch import ActionTokens, encode
 from agentenv.learners.trees.leaf_map import LeafMap
-from agentenv.learners.trees.minibatch import prepare
+from agentenv.learners.trees.minibatch import MiniBatch
 from tests.learners.flat import figures, grown, tree_form
 from tests.learners.trees import credits_of
 
@@ -62,7 +62,7 @@ def test_hard_sharing_gives_shared_tokens_the_mean() -> None:
     soft, hard = ARPO(group_size=2), ARPO(group_size=2, sharing="hard")
     credits = credits_of(soft, trees)
     encoded = [encode(tree, credit, 0) for tree, credit in zip(trees, credits, strict=True)]
-    leaves, tokens = LeafMap.of(encoded), ActionTokens.of(encoded)
+    leaves, tokens = LeafMap(encoded), ActionTokens(encoded)
     mean = leaves.to_tokens(leaves.advantages) / leaves.to_tokens(np.ones(leaves.num_leaves))
     found = figures(hard, trees).minibatch
     np.testing.assert_allclose(found.adv_pos + found.adv_neg, mean * tokens.weight, atol=1e-12)
@@ -81,7 +81,7 @@ def test_the_leaf_map_rebuilds_the_encoded_credit() -> None:
         trees = grown(8)
         credits = credits_of(algorithm, trees)
         encoded = [encode(tree, credit, 0) for tree, credit in zip(trees, credits, strict=True)]
-        leaves, tokens = LeafMap.of(encoded), ActionTokens.of(encoded)
+        leaves, tokens = LeafMap(encoded), ActionTokens(encoded)
         built = leaves.credit(leaves.advantages, np.ones(leaves.num_leaves), sharing)
         for ours, expected in zip(
             built, (tokens.adv_pos, tokens.adv_neg, tokens.weight), strict=True
@@ -95,7 +95,7 @@ def test_the_leaf_map_rebuilds_the_encoded_credit() -> None:
 
 def test_the_maps_are_transposed() -> None:
     encoded = [encode(t, GRPO(group_size=2).credit(t), 0) for t in grown(9)]
-    leaves = LeafMap.of(encoded)
+    leaves = LeafMap(encoded)
     rng = np.random.default_rng(0)
     tokens, values = rng.normal(size=len(leaves.node)), rng.normal(size=leaves.num_leaves)
     assert leaves.to_leaves(tokens) @ values == pytest.approx(tokens @ leaves.to_tokens(values))
@@ -146,13 +146,13 @@ def test_missing_entropies_raise_an_error_when_read() -> None:
 
     trees = grown(4, count=1)
     encoded = [encode(tree, GRPO(group_size=2).credit(tree), 0) for tree in trees]
-    tokens = ActionTokens.of(encoded)
+    tokens = ActionTokens(encoded)
     missing = np.full_like(tokens.entropies, np.nan)
     args = (encoded, tokens, tokens.behavior, missing, None)
     with pytest.raises(DataError, match="entropies"):
-        prepare(*args, AEPO(group_size=2), lambda x: [x])
+        MiniBatch(*args, AEPO(group_size=2), lambda x: [x])
     for algorithm in (AEPO(group_size=2, entropy_advantage=0.0), GRPO(group_size=2)):
-        batch = prepare(*args, algorithm, lambda x: [x]).loss_batch(
+        batch = MiniBatch(*args, algorithm, lambda x: [x]).loss_batch(
             np.arange(len(missing)), torch.zeros(1, dtype=torch.float64), None
         )
         loss, metrics = algorithm.loss(batch, batch.proximal, torch.zeros(len(missing)))

@@ -103,7 +103,7 @@ def test_importance_is_truncated_and_masked() -> None:
 
 def test_a_sequence_is_masked_by_its_geometric_mean() -> None:
     tree = grown(3)[0]
-    leaves = LeafMap.of([encode(tree, GRPO(group_size=2).credit(tree), 0)])
+    leaves = LeafMap([encode(tree, GRPO(group_size=2).credit(tree), 0)])
     shift = np.zeros(len(leaves.node))
     last = leaves.leaf_node[0]
     shift[leaves.node == last] = 3.0

@@ -86,7 +86,7 @@ def test_a_pair_stores_the_shared_prefix_of_both_answers_once() -> None:
     assert pair.ints("pred").tolist() == [-1, 0, 1, 2, 3, 3, 5]
     assert pair.ints("depth").tolist() == [0, 1, 2, 3, 4, 4, 5]
     assert pair.ints("end").tolist() == [7, 7, 7, 7, 5, 7, 7]
-    tokens = PairTokens.of([pair])
+    tokens = PairTokens([pair])
     assert tokens.chosen.tolist() == [1, 1, 0, 0]
     assert tokens.rejected.tolist() == [1, 0, 1, 1]
     assert tokens.sign.tolist() == [0, 1, -1, -1], "the shared turn cancels out"
@@ -102,7 +102,7 @@ def test_a_pair_of_equal_answers_is_refused() -> None:
 def test_an_answer_that_extends_the_other_one_has_its_own_branch() -> None:
     pair = encode_pair(([1, 2, 3], [False, True, True]), ([1, 2], [False, True]))
     assert pair.ints("starts").tolist() == [0, 1, 3]
-    assert PairTokens.of([pair]).sign.tolist() == [1, 1, -1]
+    assert PairTokens([pair]).sign.tolist() == [1, 1, -1]
 
 
 def test_the_loss_is_that_of_the_paper() -> None:
@@ -159,7 +159,7 @@ def scored(reference: Trainer, pairs: list[EncodedTree]) -> list[EncodedTree]:
 
 def test_metrics_of_preferences_by_hand() -> None:
     pair = encode_pair(([1, 2, 3], [False, True, True]), ([1, 4], [False, True]))
-    tokens = PairTokens.of([with_reference(pair, [-1.0, -2.0, -0.5])])
+    tokens = PairTokens([with_reference(pair, [-1.0, -2.0, -0.5])])
     sums = preference_sums(tokens, np.array([-0.5, -1.0, -2.5]), 0.1)
     assert sums["reward_chosen"] == pytest.approx(0.1 * 1.5)
     assert sums["reward_rejected"] == pytest.approx(0.1 * -2.0)

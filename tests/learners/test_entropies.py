@@ -49,7 +49,7 @@ def test_each_entropy_is_assigned_to_its_token(num_ranks: int) -> None:
     marked = [_marked(tree, 1000 * number) for number, tree in enumerate(encoded)]
     parts, _ = partition(marked, num_ranks, 10**6)
     assert num_ranks == 1 or any(one.whole is not None for share in parts for one in share)
-    found = [split_by_tree(one, np.stack([ActionTokens.of(one).behavior] * 3)) for one in parts]
+    found = [split_by_tree(one, np.stack([ActionTokens(one).behavior] * 3)) for one in parts]
     write_back(groups, marked, list(zip(parts, found, strict=True)))
     assert {h for node in kept.nodes for h in node.entropies} == {0.25}
     for number, ((tree, _), one) in enumerate(zip(groups, encoded, strict=True)):

@@ -22,7 +22,7 @@ from agentenv.learners.ranks.deepspeed_learner import encode_groups, in_order
 from agentenv.learners.ranks.trainer import Trainer
 from agentenv.learners.trees.batch import ActionTokens, EncodedTree, from_arrays
 from agentenv.learners.trees.leaf_map import LeafMap
-from agentenv.learners.trees.minibatch import prepare
+from agentenv.learners.trees.minibatch import MiniBatch
 from agentenv.learners.trees.partition import (
     Paths,
     assign,
@@ -84,7 +84,7 @@ def test_the_part_of_a_rank_by_hand() -> None:
     assert middle.ints("pred").tolist() == [-1, 0, 1, 2, 3, 4]
     assert middle.of_actions("weight").tolist() == [1, 1]
     assert middle.ints("parents").tolist() == [-1, 0, 1, 1, 0]
-    leaves = LeafMap.of([first, middle])
+    leaves = LeafMap([first, middle])
     assert leaves.lengths.tolist() == [3, 4, 3] * 2
     assert leaves.is_home.tolist() == [True] * 3 + [False] * 3
     assert part(tree, [0, 1, 2], 7, is_home=True) is tree
@@ -114,12 +114,12 @@ def test_every_token_is_trained_on_one_rank(seed: int, num_ranks: int, max_token
     shares, loads = partition(trees, num_ranks, max_tokens)
     assert len(shares) == len(loads) == num_ranks
     parts = [tree for one in shares for tree in one]
-    expected = ActionTokens.of(trees)
-    found = ActionTokens.of(parts)
+    expected = ActionTokens(trees)
+    found = ActionTokens(parts)
     for name in ("behavior", "adv_pos", "adv_neg", "weight", "entropies"):
         assert sorted(getattr(found, name)) == sorted(getattr(expected, name))
     assert Counter(_contexts(parts)) == Counter(_contexts(trees))
-    assert sum(LeafMap.of(parts).is_home) == LeafMap.of(trees).num_leaves
+    assert sum(LeafMap(parts).is_home) == LeafMap(trees).num_leaves
 
 
 def _contexts(trees: Sequence[EncodedTree]) -> list[tuple[int, ...]]:
@@ -179,11 +179,11 @@ def test_losses_of_ranks_sum_to_that_of_one_rank(name: str, num_ranks: int) -> N
 
     def loss_of(rank: int) -> float:
         own, gather = shares[rank], meeting.gather_of(rank)
-        tokens = ActionTokens.of(own)
+        tokens = ActionTokens(own)
         index = np.array([place[value] for value in tokens.behavior], np.int64)
         reference = None if batch.reference is None else batch.reference[index]
         args = (own, tokens, batch.proximal[index], tokens.entropies, reference)
-        mine = prepare(*args, algorithm, gather)
+        mine = MiniBatch(*args, algorithm, gather)
         terms = None
         if algorithm.clips_sequences:
             terms = mine.terms(algorithm, theta[index].numpy(), gather)

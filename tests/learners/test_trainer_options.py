@@ -128,7 +128,7 @@ def test_gspo_reports_clipped_trajectories() -> None:
 
 
 def test_stale_trees_get_the_entropies_of_the_policy_before_the_update() -> None:
-    trees, old = encoded(), ActionTokens.of(encoded())
+    trees, old = encoded(), ActionTokens(encoded())
     for proximal, is_kept in (("stale", True), ("always", False)):
         aepo = trainer(AEPO(group_size=2), proximal=proximal)
         (prepared,) = aepo._prepare_all([trees])

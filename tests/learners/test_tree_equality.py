@@ -102,7 +102,7 @@ def test_loss_and_gradient_equal_the_flat_ones_in_float32(name: str, algorithm: 
 def test_the_trees_cover_both_signs_and_every_clip_edge() -> None:
     """Tokens with advantages of both signs, and ratios on every side of every clip edge."""
     _, encoded = some_trees(7)
-    tokens = ActionTokens.of(encoded)
+    tokens = ActionTokens(encoded)
     assert ((tokens.adv_pos > 0) & (tokens.adv_neg < 0)).any()
     (batch,) = pack(encoded, WHOLE)
     logprobs, _, _ = Policy(tiny_model())(*tensors(batch, torch.device("cpu")))

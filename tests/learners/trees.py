@@ -199,7 +199,7 @@ def tree_loss(
     layout: Layout = "tree",
 ) -> Tensor:
     """The mini-batch's loss on packed trees, behavior log-probs serving as proximal ones."""
-    policy, tokens = Policy(model), ActionTokens.of(encoded)
+    policy, tokens = Policy(model), ActionTokens(encoded)
     total = torch.zeros((), dtype=torch.float64)
     mean, std = entropy_statistics(
         torch.from_numpy(tokens.entropies), torch.from_numpy(tokens.weight)

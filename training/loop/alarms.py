@@ -71,8 +71,8 @@ class Alarms:
             f"correct; read trajectories/: {advice}",
         )
         if not broken:  # neither a cold start nor easier questions fix a tool
-            right = [one.success for tree in delivered for one in tree.trajectories()]
-            self._check_signal(fates[EQUAL], len(delivered), sum(right) / max(1, len(right)))
+            num_right = sum(one.success for one in everything)
+            self._check_signal(fates[EQUAL], len(delivered), num_right / max(1, len(everything)))
         num_late = limits[Limit.SECONDS]
         self._warn(
             "late",

@@ -254,7 +254,7 @@ class Control:
             )
         if self._feeder.is_paused:
             return RequestDone(["the run is already paused"])
-        self._feeder.pause()
+        self._feeder.steer(pauses=True)
         line = (
             "paused: no new tree, turn or update starts; running turns and tools finish, the "
             "clocks of rollouts stop; checkpoint works"
@@ -264,7 +264,7 @@ class Control:
     def _resume(self) -> RequestDone:
         if self.training.phase != "RL" or not self._feeder.is_paused:
             return RequestDone(["the run is not paused"])
-        self._feeder.resume()
+        self._feeder.steer(pauses=False)
         return self._done("resume", ["resumed"])
 
     async def _checkpoint(self) -> RequestDone:

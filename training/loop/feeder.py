@@ -125,19 +125,10 @@ class Feeder:
     def is_paused(self) -> bool:
         return not self._resumed.is_set()
 
-    def pause(self) -> None:
-        """Start no tree, turn or update until `resume`; evaluations continue."""
-        self._resumed.clear()
-        self.parts.actor.pause()
-        self._report_pause()
-
-    def resume(self) -> None:
-        """End a pause."""
-        self._resumed.set()
-        self.parts.actor.resume()
-        self._report_pause()
-
-    def _report_pause(self) -> None:
+    def steer(self, *, pauses: bool) -> None:
+        """Start no tree, turn or update from a pause on until its end; evaluations continue."""
+        (self._resumed.clear if pauses else self._resumed.set)()
+        (self.parts.actor.pause if pauses else self.parts.actor.resume)()
         if self.workers is not None:
             self.workers.steer()
 

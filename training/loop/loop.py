@@ -26,8 +26,8 @@ from agentenv.learners.trees.partition import forget_entropies
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.archive import StepHeader
 from agentenv.rollout.frames import Leased, StepRefused, Trained
+from agentenv.training.evaluations import RunEvaluator
 from agentenv.training.loop.batching import StepBatch
-from agentenv.training.loop.brief_reports import BriefReport
 from agentenv.training.loop.clocks import PhaseClock, Stopwatch
 from agentenv.training.loop.feeder import Feeder
 from agentenv.training.loop.publishing import ParityCheck
@@ -35,28 +35,6 @@ from agentenv.training.loop.recorder import Recorder
 from agentenv.training.loop.refusals import RefusedStepError
 from agentenv.training.loop.state import RunSaver
 from agentenv.training.loop.step_report import StepReport
-
-
-class Evaluator(Protocol):
-    """Evaluates the policy of a run (`training/evaluations.py`)."""
-
-    def due(self, step: int) -> list[str]:
-        """The sets to evaluate after this step."""
-
-    async def around(self, phase: str) -> None:
-        """Evaluate before or after a phase."""
-
-    async def evaluate(self, names: list[str], when: str = "") -> dict[str, BriefReport]:
-        """Evaluate these sets, in a phase, or after a step."""
-
-    async def after_step(self, names: list[str]) -> None:
-        """Evaluate these sets after a step, and update the best checkpoint."""
-
-    async def resume(self, due: list[str]) -> None:
-        """Resume an interrupted evaluation, or run that of the sets `due` after the last step."""
-
-    def is_recorded(self, phase: str) -> bool:
-        """Whether the metrics of this evaluation are complete, and will not be written again."""
 
 
 class Critic(Protocol):
@@ -81,7 +59,7 @@ class Loop:
     parity: ParityCheck
     saver: RunSaver
     recorder: Recorder
-    evaluator: Evaluator
+    evaluator: RunEvaluator
     report: StepReport
     critic: Critic | None
     clock: PhaseClock

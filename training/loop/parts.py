@@ -47,8 +47,8 @@ from agentenv.learners.ranks.rank_group import RankGroup, RemoteRanks
 from agentenv.processes.supervisor import Placement
 from agentenv.rollout.actor import Actor
 from agentenv.text.encoder import encode_in_process
-from agentenv.training.loop.publishing import ParityProbe, Publisher
-from agentenv.training.loop.transports import make_publisher
+from agentenv.training.loop.publishing import ParityProbe
+from agentenv.training.loop.transports import Publisher, make_publisher
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Protocol
 
 from msgspec import Struct
 
@@ -225,16 +224,6 @@ class Handover(Stopwatch):
         """The seconds of all parts, and their sum, as metrics."""
         found = super().take()
         return dict.fromkeys(self.METRICS, 0.0) | found | {"handover/total_s": sum(found.values())}
-
-
-class Publisher(Protocol):
-    """Transfers the learner's weights to the engine while rollouts run."""
-
-    handover: Handover
-
-    async def publish(self) -> None:
-        """Publish the weights as the next policy version; a sleeping engine wakes up with them."""
-        ...
 
 
 @dataclass(eq=False)

@@ -53,17 +53,9 @@ class Recorder(Protocol):
     def draw(self) -> None:
         """Draw the plots of the run so far."""
 
-    def finish(
-        self,
-        *,
-        policy_version: int,
-        in_flight: int,
-        event_loop: dict[str, float],
-        engine: dict[str, Any],
-        failures: Sequence[str] = (),
-    ) -> None:
-        """Write the final report. `engine`: its statistics since this process started; `failures`:
-        the causes of failed rollouts."""
+    def finish(self, in_flight: int, failures: Sequence[str], figures: dict[str, Any]) -> None:
+        """Write the final report. `failures`: the causes of failed rollouts; `figures`: others for
+        the summary, with the statistics of "engine" since this process started."""
 
     async def close(self) -> None:
         """Wait for the end of all writes; their errors are ignored."""

@@ -38,8 +38,8 @@ class StepReport:
         self.parts, self.queue = self.feeder.parts, self.feeder.queue
         self.state, self.alarms = self.feeder.state, self.feeder.batches.alarms
         self._throughput = Throughput()
-        self._scored_s = self._began_s = 0.0
         self.row: dict[str, float] = {}  # of the last step
+        self._scored_s = self._began_s = 0.0
 
     def begin(self) -> None:
         """Start to measure, right before the first step."""

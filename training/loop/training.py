@@ -38,10 +38,11 @@ from agentenv.rollout.journal import Journal
 from agentenv.rollout.metrics import LoopLag
 from agentenv.rollout.queue import ReplayQueue
 from agentenv.rollout.redactor import Redactor
+from agentenv.training.evaluations import RunEvaluator
 from agentenv.training.loop.batching import BatchBuilder
 from agentenv.training.loop.clocks import PhaseClock, Stopwatch
 from agentenv.training.loop.feeder import Feeder, Workers
-from agentenv.training.loop.loop import Critic, Evaluator, Loop
+from agentenv.training.loop.loop import Critic, Loop
 from agentenv.training.loop.parts import Build, Parts
 from agentenv.training.loop.publishing import ParityCheck
 from agentenv.training.loop.recorder import Recorder
@@ -77,9 +78,8 @@ class Training:
     _: KW_ONLY
     build: Build
     make_recorder: Callable[[TrainConfig, RunDirectory, View, RunState, Any], Recorder]
-    start_workers: Callable[..., Awaitable[Workers | None]]
+    start_workers: Callable[[Loop, AsyncExitStack], Awaitable[Workers | None]]
     cold_start: Callable[[Parts, Recorder, Path | None], Awaitable[None]]
-    make_evaluator: Callable[[Parts, Recorder, RunSaver, PhaseClock], Evaluator]
     make_critic: Callable[[TrainConfig, Parts, RunDirectory], Critic]
     resume: InitVar[str] = ""
     make_feeder: type[Feeder] = Feeder
@@ -107,16 +107,7 @@ class Training:
                 await stack.enter_async_context(subscriber(self))
             with self.clock.phase("setup"), self.view.doing("the start of the run"):
                 loop = await self.set_up(stack)
-                workers = loop.feeder.workers = await self.start_workers(
-                    self.config,
-                    loop.parts,
-                    self.run.path,
-                    loop.feeder.journal,
-                    self.view,
-                    stack,
-                    settings=loop.settings,
-                    incarnation=self.state.incarnation,
-                )
+                workers = loop.feeder.workers = await self.start_workers(loop, stack)
                 await self._announce()
             self.view.end()
             measuring = asyncio.create_task(self.lag.run())
@@ -178,7 +169,7 @@ class Training:
             parity=ParityCheck(config, parts.probe, state.parity),
             saver=saver,
             recorder=recorder,
-            evaluator=self.make_evaluator(parts, recorder, saver, self.clock),
+            evaluator=RunEvaluator(parts, recorder, saver, self.clock),
             report=self.make_report(feeder, recorder, watch, self.lag),
             critic=None if config.self_critic is None else self.make_critic(config, parts, run),
             clock=self.clock,
@@ -192,14 +183,13 @@ class Training:
         loop, parts = self.loop, self.loop.parts
         self.view.wait_for("writing the report and its plots")
         with self.view.doing("the report"):  # the plots take seconds on a busy machine
-            finish = partial(
-                loop.recorder.finish,
-                policy_version=parts.learner.policy_version,
-                in_flight=self.queue.num_waiting,
-                event_loop=self.lag.figures(),
-                engine=parts.engine.account(),
-                failures=parts.actor.failures.log.lines(),
-            )
+            figures = {
+                "policy_version": parts.learner.policy_version,
+                "event_loop": self.lag.figures(),
+                "engine": parts.engine.account(),
+            }
+            failures = parts.actor.failures.log.lines()
+            finish = partial(loop.recorder.finish, self.queue.num_waiting, failures, figures)
             await uncancelled(in_thread(finish))
         self.view.end()
         if loop.feeder.workers is not None:

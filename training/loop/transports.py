@@ -22,11 +22,12 @@ from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.pool.pooled_engine import PooledEngineConfig
 from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.ranks.senders import LearnerSender, MemorySender
-from agentenv.training.loop.publishing import DirectoryPublisher, Handover, ParityProbe, Publisher
+from agentenv.training.loop.publishing import DirectoryPublisher, Handover, ParityProbe
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Colocation:
     """Ownership of GPUs that engine and learner share. `turn` becomes that of the learner: every
     command to it acquires the GPUs, and a turn keeps them for several commands.
@@ -38,16 +39,13 @@ class Colocation:
     stop. Before it sleeps, the engine completes the samples of the parity `probe`.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        learner: DeepSpeedLearner,
-        probe: ParityProbe,
-        handover: Handover,
-    ) -> None:
-        self._handover = handover
-        self.owner: Literal["engine", "learner"] = "engine"
-        self._engine, self._learner, self._probe = engine, learner, probe
+    engine: Engine
+    learner: DeepSpeedLearner
+    probe: ParityProbe
+    handover: Handover
+    owner: Literal["engine", "learner"] = field(default="engine", init=False)
+
+    def __post_init__(self) -> None:
         self._depth = 0
         self._moving = asyncio.Lock()
 
@@ -71,27 +69,27 @@ class Colocation:
         """Within a turn: put the learner to sleep before `load_weights` wakes the engine up, or
         while it does (`is_counted` false: the time counts as load)."""
         async with self._moving:
-            with self._handover.part("sleep") if is_counted else nullcontext():
-                await self._learner.sleep()
+            with self.handover.part("sleep") if is_counted else nullcontext():
+                await self.learner.sleep()
             self.owner = "engine"
 
     async def _to_learner(self) -> None:
         async with self._moving:
             if self.owner == "engine":
-                await self._probe.sampled()
-                with suppress(EngineDeadError), self._handover.part("sleep"):
-                    await self._engine.sleep()  # of a dead engine: the learner can still save
-                with self._handover.part("wake"):
-                    await self._learner.wake()
+                await self.probe.sampled()
+                with suppress(EngineDeadError), self.handover.part("sleep"):
+                    await self.engine.sleep()  # of a dead engine: the learner can still save
+                with self.handover.part("wake"):
+                    await self.learner.wake()
                 self.owner = "learner"
 
     async def _to_engine(self) -> None:
         async with self._moving:
             if self.owner == "learner":
-                with self._handover.part("sleep"):
-                    await self._learner.sleep()
-                with suppress(EngineDeadError), self._handover.part("wake"):
-                    await self._engine.wake()  # if it is dead, the next request reports it
+                with self.handover.part("sleep"):
+                    await self.learner.sleep()
+                with suppress(EngineDeadError), self.handover.part("wake"):
+                    await self.engine.wake()  # if it is dead, the next request reports it
                 self.owner = "engine"
 
 
@@ -170,6 +168,10 @@ class MemoryPublisher:
         finally:
             self.sender.falling_asleep = None
             await uncancelled(asleep)
+
+
+# Each publishes the weights as the next policy version; a sleeping engine wakes up with them.
+Publisher = DirectoryPublisher | BroadcastPublisher | MemoryPublisher
 
 
 def make_publisher(

@@ -107,26 +107,15 @@ class RunRecorder(Recorder):
             path, append = self.run.path / "samples.txt", when != "before_sft"
             await in_thread(texts.write_samples, path, title, done, append=append)
 
-    def finish(
-        self,
-        *,
-        policy_version: int,
-        in_flight: int,
-        event_loop: dict[str, float],
-        engine: dict[str, Any],
-        failures: Sequence[str] = (),
-    ) -> None:
+    def finish(self, in_flight: int, failures: Sequence[str], figures: dict[str, Any]) -> None:
         """Write summary, table and plots; call this after the last phase, for complete wall times.
-        `engine`: its statistics since this process started; `failures`: the causes of failed
-        rollouts."""
+        See Recorder."""
         config, state = self.config, self.state
         summary = {
             "seed": config.run.seed,
             "algorithm": config.algorithm_name,
             **texts.summarize(state, self.report_set, in_flight, failures),
-            "policy_version": policy_version,
-            "event_loop": event_loop,
-            "engine": engine,
+            **figures,
         }
         self.run.write_json("summary.json", summary)
         if self.report_set:
@@ -136,7 +125,7 @@ class RunRecorder(Recorder):
         self.draw()
         if line := texts.entropy_line(state.entropy):
             self.view.log(line)
-        for line in engine.get("told", ()):
+        for line in figures["engine"].get("told", ()):
             self.view.log(line)
         totals = summary["rollouts"]
         self.view.log(

@@ -67,8 +67,17 @@ def why_lower(stages: Sequence[SFTStage]) -> str:
 
 
 async def cold_start(parts: Parts, recorder: Recorder, checkpoint: Path | None) -> None:
-    """Run or resume the cold start; `checkpoint`: one during it."""
-    await ColdStart(parts, recorder, checkpoint).run_all()
+    """Run or resume the cold start, and publish the weights; an early end saves a checkpoint.
+    `checkpoint`: one during it."""
+    running = ColdStart(parts, recorder, checkpoint)
+    try:
+        await running.run_all()
+    except BaseException:
+        if running.done.step and running.state.imitating is not None:
+            await running.saver.finish()
+        raise
+    finally:
+        running.view.end()
 
 
 class ColdStart:
@@ -91,31 +100,20 @@ class ColdStart:
         self._num_measured = 0
         self._losses: list[float] = []  # since the last measurement
         self._checkpoint = checkpoint
-        self._done = state.imitating = state.imitating or Imitating()
-        self._until = self._done.step  # earlier steps are replayed without the learner
-        self._saver = Saver(
+        self.done = state.imitating = state.imitating or Imitating()
+        self._until = self.done.step  # earlier steps are replayed without the learner
+        self.saver = Saver(
             replace(config.checkpoint, every=0),  # `every` counts updates
             recorder.run.checkpoints,
             parts.learner,
             recorder.view,
-            step=lambda: self._done.step,
+            step=lambda: self.done.step,
             snapshot=state.resumable,
             turn=parts.learner.turn,
             phase=COLD_START,
         )
 
     async def run_all(self) -> None:
-        """Run all stages and publish the weights; an early end saves a checkpoint."""
-        try:
-            await self._run_all()
-        except BaseException:
-            if self._done.step and self.state.imitating is not None:
-                await self._saver.finish()
-            raise
-        finally:
-            self.view.end()
-
-    async def _run_all(self) -> None:
         config, learner = self.config, self.parts.learner
         num_steps = sum(stage.num_steps for stage in config.stages)
         self.view.begin("cold start", num_steps, then="an evaluation, then RL")
@@ -158,8 +156,8 @@ class ColdStart:
             if self.step > self._until:
                 with self.view.doing(f"step {self.step} of the cold start"):
                     await uncancelled(self._imitate(sequences, scale))
-                if self._saver.is_due():
-                    await self._saver.save()
+                if self.saver.is_due():
+                    await self.saver.save()
                 if self._time() - self._reported_s > REPORT_EVERY_S:
                     self._report(f"loss {self._losses[-1]:.3f}")
             if stage.until_gate and self.step % self.config.gate_every == 0:
@@ -170,16 +168,16 @@ class ColdStart:
         return not stage.until_gate
 
     async def _imitate(self, sequences: list[EncodedTree], scale: float) -> None:
-        async with self._saver.moving():
+        async with self.saver.moving():
             metrics = await self.parts.learner.imitate(sequences, scale)
             self._losses.append(metrics["loss"])
             self.state.totals.sft_tokens += int(metrics["num_tokens"])
-            self._done.step = self.step
+            self.done.step = self.step
             self.state.line = self.state.incarnation
 
     async def _end(self) -> None:
         """End the cold start: later checkpoints count updates."""
-        async with self._saver.moving():
+        async with self.saver.moving():
             await self.parts.learner.reset_optimizer(optimizer_of(self.learner_config))
             self.state.imitating = None
 
@@ -191,8 +189,8 @@ class ColdStart:
         """By kind, the share of gate sequences whose trained tokens are all the most likely. The
         `note` ends the reported line."""
         self._num_measured += 1
-        if self._num_measured <= len(self._done.measured):
-            return self._done.measured[self._num_measured - 1]
+        if self._num_measured <= len(self.done.measured):
+            return self.done.measured[self._num_measured - 1]
         exact = {}
         for kind, sequences in self.gate[""].items():
             scores = await self.parts.learner.score(sequences)
@@ -204,5 +202,5 @@ class ColdStart:
         self.view.advance(self.step)
         row = {f"sft/exact_match/{kind}": share for kind, share in exact.items()}
         await self.recorder.log({"step": 0, "sft/step": self.step, "sft/loss": loss, **row})
-        self._done.measured.append(exact)
+        self.done.measured.append(exact)
         return exact

@@ -1,12 +1,10 @@
-"""Objectives of supervised runs: imitation of examples (agentenv sft), and preferences (agentenv
+"""Supervised runs: imitation of examples (agentenv sft), and preferences (agentenv
 dpo)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import ClassVar
 
 import numpy as np
 
@@ -20,36 +18,24 @@ from agentenv.learners.ranks.dpo import (
     with_reference,
 )
 from agentenv.learners.trees.batch import EncodedTree
-from agentenv.training.supervised.encoding import Example
-from agentenv.training.supervised.run import Objective, SupervisedAssembly
+from agentenv.training.supervised.run import SupervisedTraining
 
 SCORED_AT_ONCE = 64  # sequences
 
 
-@dataclass(frozen=True)
-class ImitationObjective(Objective):
-    """Supervised fine-tuning. A row holds one sequence; none is padded."""
+class ImitationTraining(SupervisedTraining):
+    """Supervised fine-tuning. A row is an Example; none is padded."""
 
-    rows: Sequence[Example]
-    held_out: Sequence[Example]
-    name: ClassVar[str] = "sft"
-    plotted: ClassVar[tuple[str, ...]] = ("loss",)
+    name = "sft"
+    plotted = ("loss",)
 
-    @classmethod
-    async def of(cls, assembly: SupervisedAssembly) -> ImitationObjective:
-        """The training and held-out rows of the configuration."""
-        loaded = await assembly.rows()
-        return cls(await assembly.learner(), loaded.train, loaded.eval)
-
-    async def step(self, rows: Sequence[int], lr_scale: float) -> Metrics:
+    async def train_on(self, rows: Sequence[int], lr_scale: float) -> Metrics:
         """One optimizer step on the mean loss over all policy tokens of the rows."""
         return await self.learner.imitate([self.rows[row].encoded() for row in rows], lr_scale)
 
     async def measure(self) -> Metrics:
         """On the held-out rows: mean negative log-likelihood per token (nats), share of tokens that
         are the most likely, and share of sequences whose tokens all are."""
-        if not self.held_out:
-            return {}
         count, exact = 0, 0
         sums = np.zeros(2)
         encoded = (example.encoded() for example in self.held_out)
@@ -64,35 +50,27 @@ class ImitationObjective(Objective):
         }
 
 
-@dataclass(frozen=True)
-class PreferenceObjective(Objective):
-    """Preference training. A row is a pair with the log-probs of the reference policy."""
+class PreferenceTraining(SupervisedTraining):
+    """Preference training. A row is a pair, an EncodedTree."""
 
-    rows: Sequence[EncodedTree]
-    held_out: Sequence[EncodedTree]
-    beta: float
-    name: ClassVar[str] = "dpo"
-    plotted: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
+    name = "dpo"
+    plotted = ("loss", "accuracy", "margin")
 
-    @classmethod
-    async def of(cls, assembly: SupervisedAssembly) -> PreferenceObjective:
-        """The pairs of the configuration, scored by the reference policy. The reference is the
-        initial policy of the run: the learner has these weights until it loads a checkpoint."""
-        loaded, learner = await assembly.rows(), await assembly.learner()
-        loop = assembly.config.loop
-        assert isinstance(loop, DPOLoopConfig)
-        scored = await with_reference_scores(learner, [*loaded.train, *loaded.eval])
-        size = len(loaded.train)
-        return cls(learner, scored[:size], scored[size:], loop.beta)
+    async def run_all(self) -> None:
+        """As SupervisedTraining; first adds the log-probs of the reference policy to the pairs: the
+        initial policy of the run, whose weights the learner has until it loads a checkpoint."""
+        assert isinstance(self.config.loop, DPOLoopConfig)
+        self.beta = self.config.loop.beta
+        scored = await with_reference_scores(self.learner, [*self.rows, *self.held_out])
+        self.rows, self.held_out = scored[: self.num_rows], scored[self.num_rows :]
+        await super().run_all()
 
-    async def step(self, rows: Sequence[int], lr_scale: float) -> Metrics:
+    async def train_on(self, rows: Sequence[int], lr_scale: float) -> Metrics:
         """One optimizer step on the mean loss over the pairs."""
         return await self.learner.prefer([self.rows[row] for row in rows], self.beta, lr_scale)
 
     async def measure(self) -> Metrics:
         """Metrics of the held-out pairs, see `agentenv.learners.ranks.dpo.preference_metrics`."""
-        if not self.held_out:
-            return {}
         found = await preference_figures(self.learner, self.held_out, self.beta)
         return {name: value for name, value in found.items() if not name.startswith("num_")}
 
@@ -121,4 +99,4 @@ async def preference_figures(
     `agentenv.learners.ranks.dpo.preference_metrics`."""
     scores = await score_all(learner, pairs)
     logprobs = np.concatenate([score.logprobs for score in scores])
-    return preference_metrics([preference_sums(PairTokens.of(pairs), logprobs, beta)])
+    return preference_metrics([preference_sums(PairTokens(pairs), logprobs, beta)])

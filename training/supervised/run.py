@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import lru_cache
@@ -121,25 +121,6 @@ class SupervisedState(Struct):
     wall_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Objective(ABC):
-    """An objective over `rows`. `name`: prefix of its metrics; `plotted`: the plotted metrics."""
-
-    learner: DeepSpeedLearner
-    rows: Sequence[Any]
-    held_out: Sequence[Any]
-    name: ClassVar[str]
-    plotted: ClassVar[tuple[str, ...]]
-
-    @abstractmethod
-    async def step(self, rows: Sequence[int], lr_scale: float) -> Metrics:
-        """One optimizer step on these rows."""
-
-    @abstractmethod
-    async def measure(self) -> Metrics:
-        """Metrics of the held-out rows, including "loss"; empty without such rows."""
-
-
 @lru_cache(maxsize=1)
 def order_of_epoch(num_rows: int, seed: int, epoch: int) -> list[int]:
     """The rows in the order of an epoch."""
@@ -155,31 +136,36 @@ def rows_of_step(num_rows: int, rows_per_step: int, seed: int, step: int) -> lis
 
 
 async def train_supervised(
-    make_objective: Callable[[SupervisedAssembly], Awaitable[Objective]],
+    kind: type[SupervisedTraining],
     config: SupervisedRunConfig,
     run: RunDirectory,
     view: View,
     resume: str,
 ) -> None:
-    """A whole run of agentenv sft or agentenv dpo, with the objective of `make_objective`."""
+    """A whole run of agentenv sft or agentenv dpo, of the class `kind`."""
     checkpoint = checkpoint_to_resume(run.checkpoints, resume) if resume else None
     async with AsyncExitStack() as stack:
         assembly = SupervisedAssembly(config, run.path, stack, view.log, checkpoint)
         await refuse(assembly)
-        learner, objective = await assembly.learner(), await make_objective(assembly)
-        await SupervisedTraining(config, run, view, learner, objective, checkpoint).run_all()
+        learner, loaded = await assembly.learner(), await assembly.rows()
+        training = kind(config, run, view, learner, loaded.train, loaded.eval, checkpoint)
+        await training.run_all()
 
 
 @dataclass(eq=False)
-class SupervisedTraining:
-    """The loop of a run; with a checkpoint, it loads the learner's state."""
+class SupervisedTraining(ABC):
+    """The loop of a run over `rows`; with a checkpoint, it loads the learner's state. `name` is the
+    prefix of its metrics, `plotted` are the plotted ones."""
 
     config: SupervisedRunConfig
     run: RunDirectory
     view: View
     learner: DeepSpeedLearner
-    objective: Objective
+    rows: Sequence[Any]
+    held_out: Sequence[Any]
     checkpoint: Path | None
+    name: ClassVar[str]
+    plotted: ClassVar[tuple[str, ...]]
 
     def __post_init__(self) -> None:
         self.loop, self.state = self.config.loop, SupervisedState()
@@ -193,9 +179,17 @@ class SupervisedTraining:
             step=lambda: self.state.step,
             snapshot=lambda: self.state,
         )
-        self.num_rows = len(self.objective.rows)
+        self.num_rows = len(self.rows)
         self.steps_per_epoch = -(-self.num_rows // self.loop.rows_per_step)
         self.num_steps = self.loop.count_steps(self.num_rows)
+
+    @abstractmethod
+    async def train_on(self, rows: Sequence[int], lr_scale: float) -> Metrics:
+        """One optimizer step on these rows."""
+
+    @abstractmethod
+    async def measure(self) -> Metrics:
+        """Metrics of the held-out rows, which exist, including "loss"."""
 
     async def run_all(self) -> None:
         """Run all steps; any end of the run saves a checkpoint."""
@@ -204,7 +198,7 @@ class SupervisedTraining:
             await self.learner.load(self.checkpoint / "trainer")
         elif not self.state.step:
             await self._measure()
-        self.view.begin(self.objective.name, self.num_steps, self.state.step, "the report")
+        self.view.begin(self.name, self.num_steps, self.state.step, "the report")
         try:
             while self.state.step < self.num_steps:
                 with self.view.doing(f"step {self.state.step + 1}"):
@@ -220,14 +214,14 @@ class SupervisedTraining:
         self._finish()
 
     def _announce(self) -> None:
-        loop, name = self.loop, self.objective.name
+        loop = self.loop
         if self.checkpoint is None:
             self.run.forget_metrics_after(-1)  # rows of an interrupted start
             self.run.begin(self.config)
         else:
             resume_from(self.run, self.config, self.state.step, self.view.log)
         self.view.log(
-            f"{name}: {self.num_rows} rows, {self.num_steps} steps, "
+            f"{self.name}: {self.num_rows} rows, {self.num_steps} steps, "
             f"{self.num_steps / self.steps_per_epoch:.2f} epochs; a step takes "
             f"{loop.batch_size} x {loop.gradient_accumulation} = {loop.rows_per_step} rows"
         )
@@ -238,7 +232,7 @@ class SupervisedTraining:
         scale = lr_factor(self.config.learner, state.step, self.num_steps)
         shape = self.num_rows, self.loop.rows_per_step, self.config.run.seed
         async with self.saver.moving():
-            metrics = await self.objective.step(rows_of_step(*shape, state.step), scale)
+            metrics = await self.train_on(rows_of_step(*shape, state.step), scale)
             state.step += 1
             state.num_tokens += int(metrics["num_tokens"])
             state.num_skipped += int(metrics["num_skipped"])
@@ -247,11 +241,11 @@ class SupervisedTraining:
             "step": state.step,
             "epoch": state.step / self.steps_per_epoch,
             "learning_rate": self.config.learner.learning_rate * scale,
-            **{f"{self.objective.name}/{name}": value for name, value in metrics.items()},
+            **{f"{self.name}/{name}": value for name, value in metrics.items()},
         }
         await in_thread(self.run.write_metrics, row)
         self.run.monitors.log(row)
-        shown = " ".join(f"{key} {metrics[key]:.4f}" for key in self.objective.plotted)
+        shown = " ".join(f"{key} {metrics[key]:.4f}" for key in self.plotted)
         self.view.log(
             f"step {state.step:>4}/{self.num_steps} {shown} lr {row['learning_rate']:.2e}"
         )
@@ -261,11 +255,11 @@ class SupervisedTraining:
             await self._measure()
 
     async def _measure(self) -> None:
-        state, start = self.state, asyncio.get_running_loop().time()
-        metrics = await self.objective.measure()
-        state.wall_s += asyncio.get_running_loop().time() - start
-        if not metrics:
+        if not self.held_out:
             return
+        state, start = self.state, asyncio.get_running_loop().time()
+        metrics = await self.measure()
+        state.wall_s += asyncio.get_running_loop().time() - start
         state.first_eval = state.first_eval or metrics
         state.last_eval = metrics
         row = {"step": state.step, **{f"eval/{name}": metrics[name] for name in metrics}}
@@ -287,7 +281,7 @@ class SupervisedTraining:
         figures = {"before": state.first_eval, "after": state.last_eval}
         summary = {**counts, **figures, "wall_s": round(state.wall_s, 2)}
         self.run.write_json("summary.json", summary)
-        plot_losses(self.run.path, self.objective.name, self.objective.plotted)
+        plot_losses(self.run.path, self.name, self.plotted)
         self.view.log(
             f"results in {self.run.path}: summary.json, loss.png, metrics.jsonl, "
             f"checkpoints/{self.run.checkpoints.path(state.step).name}"

@@ -18,7 +18,8 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.assembly.serving.servers import ServerFactory
+from agentenv.assembly.keys.cluster import RayCluster
+from agentenv.assembly.serving.servers import MAX_RESTARTS, ServerFactory
 from agentenv.base.errors import WorkerError
 from agentenv.base.offload import in_thread
 from agentenv.cluster.messages import Alive, Notice, WorkerFigures, pack, read_answer
@@ -46,8 +47,7 @@ read_engine_setup = msgspec.msgpack.Decoder(EngineSetup).decode
 
 
 class ClusterServers(WorkerGroup[Worker]):
-    """A ServerStarter that starts engine servers in `placement`. `spec` returns the WorkerSpec of a
-    configuration."""
+    """A ServerStarter that starts engine servers in `placement`."""
 
     read = staticmethod(read_answer)
     make_worker = Worker
@@ -56,11 +56,11 @@ class ClusterServers(WorkerGroup[Worker]):
         self,
         placement: Placement,
         folder: Path,
-        spec: Callable[[LaunchConfig], WorkerSpec],
+        cluster: RayCluster,
         report: Callable[[str], None],
     ) -> None:
         super().__init__(report)
-        self._placement, self._folder, self._spec = placement, folder, spec
+        self._placement, self._folder, self._cluster = placement, folder, cluster
         self._urls: dict[str, str] = {}  # of connected workers
         self._joined = asyncio.Event()
         self._added: Callable[[str], None] = lambda url: None
@@ -71,7 +71,18 @@ class ClusterServers(WorkerGroup[Worker]):
         """See ServerStarter."""
         plain = msgspec.to_builtins(served, enc_hook=str) | {"model": str(served.model.absolute())}
         setup = EngineSetup(plain, msgspec.to_builtins(config), key, str(self._folder.absolute()))
-        spec = self._spec(config)
+        spec = WorkerSpec(
+            "agentenv.training.workers.engine_worker",
+            "engine",
+            "engine server",
+            config.count,
+            config.start_timeout_s + SLACK_S,
+            MAX_RESTARTS,
+            "engine.servers",
+            env=self._cluster.env,
+            resources=self._cluster.of_engine(config),
+            python=self._cluster.python,
+        )
         self._supervisor = Supervisor(spec, self, setup, self._folder, self.report, self._placement)
         await self._supervisor.start()
         while len(self._urls) < spec.num:

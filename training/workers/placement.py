@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 from agentenv.assembly.keys.cluster import (
     FOLDER,
@@ -16,21 +15,15 @@ from agentenv.assembly.keys.cluster import (
     SpreadCluster,
 )
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.assembly.run.terminal import View
 from agentenv.assembly.serving.gpus import encodes_on_gpu
-from agentenv.assembly.serving.servers import MAX_RESTARTS
-from agentenv.base.config import Reporter, to_plain
+from agentenv.base.config import to_plain
 from agentenv.cluster.workers import RolloutWorkers
-from agentenv.contract.server_config import LaunchConfig
 from agentenv.learners.ranks.rank_group import RemoteRanks
 from agentenv.processes.supervisor import ExternalPlacement, Placement, Supervisor
-from agentenv.processes.worker_group import WorkerSpec
-from agentenv.rollout.journal import Journal
-from agentenv.training.loop.parts import Parts
-from agentenv.training.workers.engine_worker import SLACK_S, ClusterServers
+from agentenv.training.loop.loop import Loop
+from agentenv.training.loop.parts import LoopAssembly
+from agentenv.training.workers.engine_worker import ClusterServers
 from agentenv.training.workers.ray_placement import RayPlacement, RaySetup
-
-OBJECT_STORE_BYTES = 80 << 20  # the minimum that Ray accepts; agentenv does not use it
 
 
 def needed(config: TrainConfig, cluster: RayCluster) -> Iterator[tuple[str, dict[str, float]]]:
@@ -46,71 +39,32 @@ def needed(config: TrainConfig, cluster: RayCluster) -> Iterator[tuple[str, dict
         yield "cluster.workers", cluster.of_worker()
 
 
-async def open_ray(
-    config: TrainConfig, cluster: RayCluster, folder: Path, stack: AsyncExitStack, report: Reporter
-) -> RayPlacement:
-    """Connect to Ray. Raises ConfigError if the bundles do not fit."""
+async def open_ray(assembly: LoopAssembly, cluster: RayCluster) -> None:
+    """Connect to Ray, and let the assembly place engine servers and learner ranks there as the
+    configuration says. Raises ConfigError if the bundles do not fit."""
+    folder, stack, report = assembly.folder / FOLDER, assembly.stack, assembly.report
     setup = RaySetup(
         cluster.address,
-        OBJECT_STORE_BYTES,
         cluster.host,
-        [*needed(config, cluster)],
+        [*needed(assembly.config, cluster)],
         cluster.wait_for_nodes_s,
     )
-    found = RayPlacement(setup, folder / FOLDER, report)
-    stack.push_async_callback(found.shut)
-    await found.open()
-    return found
+    assembly.ray = placement = RayPlacement(setup, folder, report)
+    stack.push_async_callback(placement.shut)
+    await placement.open()
+    if cluster.engines:
+        servers = ClusterServers(placement, folder, cluster, report)
+        placement.follow("engine", servers.leave)
+        stack.push_async_callback(servers.shut)
+        assembly.engine_servers = servers
+    if cluster.learner:
+        env = {name: os.environ[name] for name in cluster.env if name in os.environ}
+        assembly.remote_ranks = RemoteRanks(placement, cluster.python, env, cluster.of_rank())
 
 
-def node_servers(
-    cluster: RayCluster,
-    placement: RayPlacement,
-    folder: Path,
-    stack: AsyncExitStack,
-    report: Reporter,
-) -> ClusterServers:
-    """The starter of engine servers on the nodes of Ray."""
-
-    def spec(config: LaunchConfig) -> WorkerSpec:
-        return WorkerSpec(
-            "agentenv.training.workers.engine_worker",
-            "engine",
-            "engine server",
-            config.count,
-            config.start_timeout_s + SLACK_S,
-            MAX_RESTARTS,
-            "engine.servers",
-            env=cluster.env,
-            resources=cluster.of_engine(config),
-            python=cluster.python,
-        )
-
-    found = ClusterServers(placement, folder / FOLDER, spec, report)
-    placement.follow("engine", found.leave)
-    stack.push_async_callback(found.shut)
-    return found
-
-
-def ray_ranks(cluster: RayCluster, placement: RayPlacement) -> RemoteRanks:
-    """Placement of the learner's ranks on Ray."""
-    env = {name: os.environ[name] for name in cluster.env if name in os.environ}
-    return RemoteRanks(placement, cluster.python, env, cluster.of_rank())
-
-
-async def start_workers(
-    config: TrainConfig,
-    parts: Parts,
-    folder: Path,
-    journal: Journal | None,
-    view: View,
-    stack: AsyncExitStack,
-    *,
-    settings: str,
-    incarnation: int,
-) -> RolloutWorkers | None:
-    """Start the rollout workers; `stack` stops them. None if rollouts grow in this process.
-    `folder`: that of the run."""
+async def start_workers(loop: Loop, stack: AsyncExitStack) -> RolloutWorkers | None:
+    """Start the rollout workers; `stack` stops them. None if rollouts grow in this process."""
+    config, parts, view, folder = loop.config, loop.parts, loop.view, loop.recorder.run.path
     cluster = config.cluster
     if not isinstance(cluster, SpreadCluster):
         return None
@@ -118,10 +72,19 @@ async def start_workers(
         parts.actor,
         silence_s=cluster.silence_s,
         report=view.warn,
-        journal=journal,
+        journal=loop.feeder.journal,
         plan=parts.plan,
     )
-    setup = worker_setup(config, parts, folder, settings, incarnation)
+    setup = Setup(
+        config=to_plain(config),
+        folder=str(folder.absolute()),
+        model=str(parts.model.absolute()),
+        urls=parts.urls,
+        vocab_size=parts.vocab_size,
+        is_leased=config.engine.is_shared,
+        settings=loop.settings,
+        incarnation=loop.state.incarnation,
+    )
     spec, token = cluster.processes(), None
     spec = spec._replace(sees_gpus=encodes_on_gpu(config))
     placement: Placement | None = None
@@ -139,19 +102,3 @@ async def start_workers(
     at = f" at {processes.address}" if isinstance(cluster, ExternalCluster) else ""
     view.log(f"{cluster.workers} rollout workers{at}, logs in {logs}")
     return workers
-
-
-def worker_setup(
-    config: TrainConfig, parts: Parts, folder: Path, settings: str, incarnation: int
-) -> Setup:
-    """The first message to a worker."""
-    return Setup(
-        config=to_plain(config),
-        folder=str(folder.absolute()),
-        model=str(parts.model.absolute()),
-        urls=parts.urls,
-        vocab_size=parts.vocab_size,
-        is_leased=config.engine.is_shared,
-        settings=settings,
-        incarnation=incarnation,
-    )

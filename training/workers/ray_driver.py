@@ -43,6 +43,7 @@ LOOK_S = 2.0  # between two polls of the nodes
 STOP_S = GRACE_S + 4.0
 NUM_STARTS = 4  # attempts to start a local cluster; a busy machine may need several
 COUNTED = ("CPU", "GPU")
+OBJECT_STORE_BYTES = 80 << 20  # the minimum that Ray accepts; agentenv does not use it
 
 # An intermediate process, so that the started process is not a child of Ray.
 DETACH = """
@@ -150,7 +151,7 @@ class Ray:
             options = {
                 "address": "local",
                 "include_dashboard": False,
-                "object_store_memory": setup.object_store_bytes,
+                "object_store_memory": OBJECT_STORE_BYTES,
             }
         for attempt in range(NUM_STARTS):
             try:

@@ -32,13 +32,11 @@ MAX_RESTARTS = 100  # consecutive ones of the driver, a minute apart
 
 
 class RaySetup(Struct, array_like=True, frozen=True):
-    """The setup of the driver. `address`: of the cluster; "" starts a local one, with an object
-    store of `object_store_bytes`. `host`: address of the controller; "": automatic. `needed`:
-    bundles that must fit at the start, each with the key that requires it. `wait_for_nodes_s`: how
-    long nodes may still join."""
+    """The setup of the driver. `address`: of the cluster; "" starts a local one. `host`: address of
+    the controller; "": automatic. `needed`: bundles that must fit at the start, each with the key
+    that requires it. `wait_for_nodes_s`: how long nodes may still join."""
 
     address: str
-    object_store_bytes: int
     host: str
     needed: list[tuple[str, dict[str, float]]]
     wait_for_nodes_s: float
@@ -145,9 +143,8 @@ class RayPlacement(WorkerGroup[Worker]):
     def __init__(self, setup: RaySetup, folder: Path, report: Callable[[str], None]) -> None:
         super().__init__(report)
         self._leave: dict[str, Leave] = {}  # by kind, a process's name without its number
-        self.placed: dict[str, ProcessStarted] = {}
         self._wanted: dict[str, _Placed] = {}
-        self._host = ""
+        self.host = ""
         self._connected = asyncio.Event()
         spec = WorkerSpec(
             "agentenv.training.workers.ray_driver",
@@ -158,10 +155,6 @@ class RayPlacement(WorkerGroup[Worker]):
             MAX_RESTARTS,
         )
         self._driver = Supervisor(spec, self, setup, folder, report)
-
-    @property
-    def host(self) -> str:
-        return self._host
 
     async def open(self) -> None:
         """Connect to the cluster. Raises ConfigError if the bundles do not fit."""
@@ -197,7 +190,6 @@ class RayPlacement(WorkerGroup[Worker]):
 
     async def stop(self, name: str) -> None:
         placed = self._wanted.pop(name, None)
-        self.placed.pop(name, None)
         if placed is None or not self.workers:
             return
         self._send(StopProcess(name))
@@ -220,11 +212,10 @@ class RayPlacement(WorkerGroup[Worker]):
         placed = self._wanted.get(getattr(message, "name", ""))
         match message:
             case Connected():
-                self._host = self._host or message.host  # processes use the first address
+                self.host = self.host or message.host  # processes use the first address
                 self._connected.set()
                 self.report(message.text)
             case ProcessStarted() if placed is not None and not placed.started.done():
-                self.placed[message.name] = message
                 placed.started.set_result(message)
             case ProcessEnded() if placed is not None and not placed.ended.done():
                 placed.ended.set_result(message.how)

@@ -14,6 +14,7 @@ import secrets
 import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -96,6 +97,7 @@ class ReportedFailures(Failures):
         self._link.send(pack(messages.RolloutEnded(failure)))
 
 
+@dataclass(eq=False)
 class RolloutWorker:
     """Grows trees on `actor` with `plan` for the controller at the other end of the link.
 
@@ -103,30 +105,25 @@ class RolloutWorker:
     heartbeat.
     """
 
-    def __init__(
-        self,
-        actor: Actor,
-        plan: RolloutPlan,
-        link: Link,
-        engine: LinkedEngine | LeasedEngine,
-        *,
-        settings: str = "",
-        incarnation: int = 0,
-        look: Callable[[WorkerFigures], None] = lambda figures: None,
-    ) -> None:
-        self._actor, self._plan, self._link, self._engine = actor, plan, link, engine
-        self._settings, self._incarnation = settings, incarnation
-        self._look = look
+    actor: Actor
+    plan: RolloutPlan
+    link: Link
+    engine: LinkedEngine | LeasedEngine
+    settings: str = ""
+    incarnation: int = 0
+    look: Callable[[WorkerFigures], None] = lambda figures: None
+
+    def __post_init__(self) -> None:
         self._is_over = False
-        actor.failures = ReportedFailures(link)
+        self.actor.failures = ReportedFailures(self.link)
         self._rollouts: dict[int, tuple[asyncio.Task[None], int]] = {}  # with the tree's index
 
     async def serve(self) -> bool:
         """Work until the connection ends, then cancel the remaining rollouts. Returns whether the
         run was over."""
         async with asyncio.TaskGroup() as group:
-            await serve(self._link, partial(self._take, group), self._beat)
-            self._link.close()  # at once: the controller waits for pending messages
+            await serve(self.link, partial(self._take, group), self._beat)
+            self.link.close()  # at once: the controller waits for pending messages
             for task, _ in self._rollouts.values():
                 task.cancel()
         return self._is_over
@@ -135,7 +132,7 @@ class RolloutWorker:
         request = messages.read_request(frame)
         match request:
             case Grow():
-                self._engine.policy_version = request.policy_version
+                self.engine.policy_version = request.policy_version
                 task = group.create_task(self._grow(request))
                 self._rollouts[request.number] = task, request.index
                 task.add_done_callback(partial(self._forget, request.number))
@@ -143,31 +140,31 @@ class RolloutWorker:
                 if request.number in self._rollouts:
                     self._rollouts[request.number][0].cancel()
             case messages.Steer():
-                (self._actor.pause if request.holds else self._actor.resume)()
+                (self.actor.pause if request.holds else self.actor.resume)()
             case messages.CancelTree() | messages.GetWaits():
                 self._of_tree(request)
             case messages.Over():
                 self._is_over = True
             case _:
-                self._engine.handle(request)
+                self.engine.handle(request)
 
     def notify(self, text: str) -> None:
         """Send a message for the user to the controller."""
-        self._link.send(pack(messages.Notice(text)))
+        self.link.send(pack(messages.Notice(text)))
 
     def leave(self, within_s: float) -> None:
         """Request no more trees: this process ends in `within_s` seconds."""
-        self._link.send(pack(messages.Leaving(within_s)))
+        self.link.send(pack(messages.Leaving(within_s)))
 
     def _of_tree(self, request: messages.CancelTree | messages.GetWaits) -> None:
         """Handle the request as soon as the tree grows; a new tree starts at once."""
         if request.number not in self._rollouts:
             return
-        rollout = self._actor.growing(self._rollouts[request.number][1])
+        rollout = self.actor.growing(self._rollouts[request.number][1])
         if rollout is None:
             asyncio.get_running_loop().call_later(SOON_S, self._of_tree, request)
         elif isinstance(request, messages.GetWaits):
-            self._link.send(pack(messages.CurrentWaits(request.number, rollout.now())))
+            self.link.send(pack(messages.CurrentWaits(request.number, rollout.now())))
         else:
             rollout.cancel(request.reason)
 
@@ -175,24 +172,24 @@ class RolloutWorker:
         recorded = None
         if request.recorded is not None:
             recorded = RECORDED.decode(request.recorded)
-        frames = Frames(self._link, request.number, self._settings, self._incarnation)
+        frames = Frames(self.link, request.number, self.settings, self.incarnation)
         try:
-            await self._actor.rollout(
+            await self.actor.rollout(
                 request.task,
-                self._plan,
+                self.plan,
                 index=request.index,
                 session=request.session,
                 record=TreeRecord(frames, request.index, request.number),
                 recorded=recorded,
             )
         except Exception as error:
-            self._link.send(pack(messages.Raised(request.number, *named(error))))
+            self.link.send(pack(messages.Raised(request.number, *named(error))))
 
     def _forget(self, number: int, task: object) -> None:
         del self._rollouts[number]
 
     def _beat(self) -> bytes:
-        actor = self._actor
+        actor = self.actor
         found = WorkerFigures(
             num_trees=len(self._rollouts),
             num_open_envs=actor.envs.count,
@@ -200,7 +197,7 @@ class RolloutWorker:
             hits=actor.prefixes.drain(),
             probe_waits_s=actor.probes.drain(),
         )
-        self._look(found)
+        self.look(found)
         return pack(messages.Alive(found))
 
 
