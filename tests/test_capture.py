@@ -71,12 +71,14 @@ def grown(
     stop: tuple[str, ...] = (),
     tokenizer: Any = None,
     renderer: Any = None,
+    tokens_per_s: float = 0.0,
     **limits: Any,
 ) -> TrajectoryTree:
     tokenizer = tokenizer or (CharTokenizer() if model is None else load_tokenizer(model))
 
     async def grow() -> TrajectoryTree:
-        engine: Any = ScriptedEngine(ScriptedConfig(max_model_len=90_000), tokenizer, script=script)
+        config = ScriptedConfig(max_model_len=90_000, tokens_per_s=tokens_per_s)
+        engine: Any = ScriptedEngine(config, tokenizer, script=script)
         if model is not None:
             engine = EmbeddedEngine(EmbeddedConfig(), model, 0, tokenizer)
         actor = Actor(
@@ -92,8 +94,19 @@ def grown(
     return asyncio.run(grow())
 
 
-def captured(program: Program, script: Script = searches, **more: Any) -> TrajectoryTree:
-    return grown(lambda task: ProgramEnv(task, program), script, **more)
+class Counting(ProgramEnv):
+    """Its refused calls are counted."""
+
+    refused = "count"
+
+
+def captured(
+    program: Program,
+    script: Script = searches,
+    kind: type[ProgramEnv] = ProgramEnv,
+    **more: Any,
+) -> TrajectoryTree:
+    return grown(lambda task: kind(task, program), script, **more)
 
 
 def places(tree: TrajectoryTree) -> dict[Any, Any]:
@@ -233,8 +246,14 @@ def system(text: str) -> Json:
 
 
 async def retry(client: Client) -> float:
+    await client.abandon([user("one")], ProgramEnv.last)
     await client.ask([user("one")])
-    await client.ask([user("one")])
+    return 1.0
+
+
+async def votes(client: Client) -> float:
+    for _ in range(3):
+        await client.ask([user("one")])
     return 1.0
 
 
@@ -387,6 +406,7 @@ def contains(whole: Any, part: Any) -> bool:
 
 KINDS: dict[str, tuple[Program, list[str]]] = {
     "retry": (retry, ["retry"]),
+    "votes": (votes, ["repeated", "repeated"]),
     "parallel": (parallel, ["parallel"]),
     "sub_agent": (sub_agent, ["sub_agent", "resumed"]),
     "compaction": (compaction, ["compaction"]),
@@ -398,7 +418,7 @@ KINDS: dict[str, tuple[Program, list[str]]] = {
 @pytest.mark.parametrize("name", KINDS)
 def test_contexts_have_their_kinds_and_one_leaf(name: str) -> None:
     program, kinds = KINDS[name]
-    tree = captured(program, said)
+    tree = captured(program, said, tokens_per_s=100.0 if name == "retry" else 0.0)
     assert [node.info["context"] for node in tree.nodes if "context" in node.info] == kinds
     (leaf,) = tree.leaves()
     history = tree.history(leaf)
@@ -407,7 +427,7 @@ def test_contexts_have_their_kinds_and_one_leaf(name: str) -> None:
     lost = sampled - {node.index for node in history}
     discards = {one for node in tree.nodes for one in node.info.get("discards", ())}
     assert lost == discards
-    assert len(lost) == (name in ("retry", "edited", "not used")), "what the program threw away"
+    assert len(lost) == (name == "retry"), "the answer that did not arrive"
     credit = tree_credit(tree, group_size=1, estimator=lambda returns: returns)
     assert credit is not None
     for index in sampled:
@@ -614,7 +634,12 @@ def test_a_schema_that_no_renderer_could_read_is_refused() -> None:
         await client.ask([user("one")])
         return 1.0
 
-    assert captured(program, said).leaves()[0].end == "terminated"
+    (leaf,) = captured(program, said, Counting).leaves()
+    assert leaf.end == "terminated"
+    kind = "refused/invalid_value/tools[].function.parameters".replace("[]", "")
+    assert leaf.info["endpoint"][kind] == len(ODD_TOOLS)
+    (leaf,) = captured(program, said, max_failures=0).leaves()
+    assert (leaf.error or "").startswith("CallRefusedError: ")
 
 
 @pytest.mark.parametrize("protocol", ["tags", "native"])
@@ -663,7 +688,9 @@ def test_damaged_calls_of_programs_raise_the_right_error(protocol: str) -> None:
         return 1.0
 
     for _ in range(100):
-        tree = captured(program, said, tokenizer=tokenizer, renderer=renderer, max_failures=0)
+        tree = captured(
+            program, said, Counting, tokenizer=tokenizer, renderer=renderer, max_failures=0
+        )
         for leaf in tree.leaves():
             assert leaf.end == "terminated" or "cannot be rendered" in (leaf.error or ""), leaf
     assert seen[FINE] > 100

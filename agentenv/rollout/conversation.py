@@ -84,6 +84,10 @@ class Conversation:
         self._actions.append(action)
         return await self._answer(node, messages)
 
+    def end(self, node: Node) -> None:
+        """The episode ended with this node, whose info is that of the environment's last step, or
+        of its grade."""
+
     async def _answer(self, node: Node, messages: list[Message]) -> Sequence[int]:
         await self._renderer.prepare(messages, self.tools, self._most)
         return self._renderer.observation(messages, self.tools, self._most, node.action_ids)
