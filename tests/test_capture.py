@@ -642,22 +642,53 @@ def test_a_schema_that_no_renderer_could_read_is_refused() -> None:
     assert (leaf.error or "").startswith("CallRefusedError: ")
 
 
-@pytest.mark.parametrize("protocol", ["tags", "native"])
-def test_a_call_that_cannot_be_rendered_fails_its_own_trajectory(protocol: str) -> None:
+def test_a_call_that_cannot_be_rendered_fails_its_own_trajectory() -> None:
     """The run continues after any request of the program."""
-    tokenizer = make_tokenizer(QWEN3)
-    renderer = NativeRenderer(tokenizer) if protocol == "native" else None
 
     async def program(client: Client) -> float:
-        message = await client.ask([user("one")])
-        tool = {"role": "tool", "tool_call_id": "x", "content": "ok"}
-        await client.ask([user("one"), message, system("in the middle"), tool])
+        function = {"name": "search", "arguments": '{"query": "x"}'}
+        calls = [{"id": f"{n}", "type": "function", "function": function} for n in range(2)]
+        invented = {"role": "assistant", "content": "", "tool_calls": calls}
+        await client.ask([user("one"), invented, user("two")])
         return 1.0
 
-    tree = captured(program, said, tokenizer=tokenizer, renderer=renderer, max_failures=0)
+    tree = captured(program, said, tokenizer=make_tokenizer(QWEN3), max_failures=0)
     (leaf,) = tree.leaves()
     assert leaf.end == "failed"
     assert (leaf.error or "").startswith("EnvError: cannot render")
+
+
+ORDERS = ("su", "us", "sus", "uss", "ssu", "susus")
+AFTER = ("s", "ts", "tus", "su", "sts", "d")
+
+
+@pytest.mark.parametrize("protocol", ["tags", "native"])
+@pytest.mark.parametrize("order", [*ORDERS, *(f"u a{after}" for after in AFTER)])
+def test_a_message_of_the_system_may_stand_anywhere(protocol: str, order: str) -> None:
+    """Its text is in the prompt, once, as it stands or as a message of the user."""
+    tokenizer = make_tokenizer(QWEN3)
+    renderer = NativeRenderer(tokenizer) if protocol == "native" else TagRenderer(tokenizer)
+    roles = {"s": "system", "d": "developer", "u": "user", "t": "tool"}
+    prompts: list[str] = []
+
+    def keeping(prompt: str, rng: Random) -> str:
+        prompts.append(prompt)
+        return "fine"
+
+    async def program(client: Client) -> float:
+        messages: list[Json] = []
+        for group in order.split(" a"):
+            for sign in group:
+                text = f"text {len(messages)} of it"
+                messages.append({"role": roles[sign], "tool_call_id": "x", "content": text})
+            messages.append(await client.ask(messages))
+        return 1.0
+
+    tree = captured(program, keeping, tokenizer=tokenizer, renderer=renderer)
+    assert not tree.failures(), tree.failures()[0].error
+    for place, sign in enumerate(order.replace(" ", "")):
+        assert prompts[-1].count(f"text {place} of it") == (sign != "a")
+    assert not tree.is_captured
 
 
 @pytest.mark.parametrize("protocol", ["tags", "native"])

@@ -22,6 +22,7 @@ class ProgramConversation(Conversation):
     """The environment describes each next turn in its info (`NextTurn`)."""
 
     opens_contexts = True
+    answering = ("user", "system")
 
     def __init__(self, renderer: ContextRenderer, most: int) -> None:
         super().__init__(renderer, most)
@@ -83,6 +84,7 @@ class ProgramConversation(Conversation):
 
     async def _answer(self, node: Node, messages: list[Message]) -> Sequence[int]:
         with _of_program():
+            messages = [*self._writer.placed(messages, after_turn=True)]
             if node.index not in self._cut:
                 return await super()._answer(node, messages)
             end = [self._writer.end_id]  # it comes first

@@ -129,8 +129,9 @@ def call_marks(style: str, tools: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def split_thoughts(text: str, style: str, marks: Sequence[str]) -> tuple[str, str]:
-    """The leading thoughts of a turn, and its text before the first call, which begins with one of
-    `marks`. Incomplete turns are accepted."""
+    """The leading thoughts of a turn, whose opening marker is in the text also where the prompt
+    ends with it, and its text before the first call, which begins with one of `marks`. Incomplete
+    turns are accepted."""
     if style == "harmony":
         parts = [part.partition("<|message|>")[::2] for part in text.split("<|start|>assistant")]
         bodies = [(head, body.partition("<|end|>")[0]) for head, body in parts]
@@ -142,17 +143,10 @@ def split_thoughts(text: str, style: str, marks: Sequence[str]) -> tuple[str, st
     if body.startswith(opens):
         thoughts, _, text = body.removeprefix(opens).partition(closes)
         thoughts = thoughts.strip()
-    elif closes in text[: _first(text, marks)]:  # the prompt opened the thought
-        thoughts, _, text = text.partition(closes)
     if style == "llama" and marks and text.lstrip().startswith("{"):
         return thoughts, ""
-    return thoughts, text[: _first(text, marks)]
-
-
-def _first(text: str, marks: Sequence[str]) -> int:
-    """The offset of the first mark; else the end of the text."""
     places = [place for mark in marks if (place := text.find(mark)) >= 0]
-    return min(places, default=len(text))
+    return thoughts, text[: min(places)] if places else text
 
 
 _BLANKS = re.compile(r"\s*")
