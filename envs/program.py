@@ -183,8 +183,11 @@ class Replays:
         """Whether enough replays were exact, or there were too few to judge."""
         return self.num_tried < NUM_MEASURED or self.num_exact >= self.least * self.num_tried
 
-    def add(self, cause: str) -> None:
-        """Count a replay; an empty `cause` means that it was exact."""
+    def add(self, cause: str, text: str = "") -> None:
+        """Count a replay; an empty `cause` means that it was exact. The first of each other cause
+        is reported with its text."""
+        if cause and cause not in self.causes:
+            logger.warning("a fork of the program is replaced: %s", text or cause, extra=SHOWN)
         was_allowed = self.allowed
         self.num_tried += 1
         self.num_exact += not cause
@@ -306,7 +309,7 @@ class ProgramEnv:
         other = copy.copy(self)
         other._written, other._program = list(self._written), None
         other._session = self._endpoint.open(after=self._session, normal=self._normal)
-        cause = "cancelled"
+        cause, text = "cancelled", ""
         try:
             async with admitted(starts(), "a program to start"):
                 await other._start()
@@ -316,11 +319,11 @@ class ProgramEnv:
                 raise DivergedError(f"the replayed program {_described(call)}", cause)
             cause = ""
         except DivergedError as error:
-            cause = error.cause
+            cause, text = error.cause, str(error)
             raise
         finally:
             if cause != "cancelled":
-                self._replays.add(cause)
+                self._replays.add(cause, text)
             if cause:
                 await other.close()
         return other

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import urllib.request
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -23,6 +25,7 @@ from agentenv.base.types import Limits, Message, NextTurn, PastTurn, SamplingPar
 from agentenv.contract.env import Env, StepResult, close_shared
 from agentenv.contract.plan import Independent, RolloutPlan
 from agentenv.endpoint.capture import Endpoint
+from agentenv.endpoint.messages import Given, alteration
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
@@ -37,7 +40,7 @@ from agentenv.rollout.program_conversation import ProgramConversation
 from agentenv.text.native import NativeRenderer
 from agentenv.text.renderer import TagRenderer
 from tests.support.chat_models import QWEN3, make_tokenizer
-from tests.support.programs import Client, Json, Program, ProgramEnv
+from tests.support.programs import TOOLS, Client, Json, Program, ProgramEnv
 from tests.support.toy import CharTokenizer, CountingEnv
 from tests.test_endpoint import FINE, KEY, PATHS, damaged, name_of, request
 
@@ -478,11 +481,11 @@ def test_a_fork_in_one_context_is_a_fork_of_the_leaf() -> None:
     encoded_right(tree, credit)
 
 
-def test_a_replay_that_differs_refuses_the_fork_and_names_the_cause() -> None:
+def test_a_replay_that_differs_refuses_the_fork_and_names_the_difference() -> None:
     times = iter(range(100))
 
     async def program(client: Client) -> float:
-        messages = [user("one"), user(f"at {next(times)}")]
+        messages = [user("one"), user(f"Ticket {next(times)} of it")]
         messages.append(await client.ask(messages))
         messages.append({"role": "tool", "tool_call_id": "x", "content": "ok"})
         await client.ask(messages)
@@ -491,7 +494,104 @@ def test_a_replay_that_differs_refuses_the_fork_and_names_the_cause() -> None:
     tree = captured(program, said, plan=ForkOnce(8), max_failures=0)
     errors = [leaf.error or "" for leaf in tree.failures()]
     assert len(errors) == 2
-    assert all("call 0 differs" in error for error in errors)
+    for error in errors:
+        assert "message 1 (user, text) has 'Ticket " in error
+        assert error.endswith(r"normalise = { own = 'Ticket\ \d+' }")
+
+
+@pytest.mark.parametrize("cause", ["trimmed", "text", "thoughts_dropped", "thoughts_changed"])
+def test_messages_without_calls_are_altered_by_their_own_causes(cause: str) -> None:
+    then = Given("assistant", "I say it.", "I think.")
+    now = {
+        "trimmed": then._replace(text="I say it. "),
+        "text": then._replace(text="I say nothing."),
+        "thoughts_dropped": then._replace(thoughts=""),
+        "thoughts_changed": then._replace(thoughts="No."),
+    }
+    assert alteration(now[cause], then) == cause
+
+
+QUESTIONS = [[user("vote")]] * 3 + [[user("vote"), user(f"critic {n}")] for n in range(2)]
+
+
+async def in_turn(client: Client) -> float:
+    for messages in QUESTIONS:
+        await client.ask(messages)
+    return 1.0
+
+
+async def at_once(client: Client) -> float:
+    await asyncio.gather(*map(client.ask, QUESTIONS))
+    return 1.0
+
+
+async def in_threads(client: Client) -> float:
+    def ask(messages: list[Json]) -> None:
+        body = {"model": "policy", "messages": messages, "tools": TOOLS}
+        headers = {**client.headers, "Content-Type": "application/json"}
+        asked = urllib.request.Request(client.url, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(asked) as reply:
+            json.load(reply)
+
+    with ThreadPoolExecutor(5) as threads:
+        loop = asyncio.get_running_loop()
+        await asyncio.gather(*(loop.run_in_executor(threads, ask, one) for one in QUESTIONS))
+    return 1.0
+
+
+@pytest.mark.parametrize("program", [in_turn, at_once, in_threads])
+def test_all_delivered_answers_are_trained_however_the_program_waits(program: Program) -> None:
+    for _ in range(20):
+        tree = captured(program, said)
+        (leaf,) = tree.leaves()
+        trained = Counter(
+            bytes(tree.path(node)[0].observation_ids)
+            for node in tree.history(leaf)
+            if node.action_ids
+        )
+        assert sorted(trained.values()) == [1, 1, 3]
+
+
+def test_a_repeated_key_of_idempotency_gets_the_stored_answer() -> None:
+    async def program(client: Client) -> float:
+        client.headers["Idempotency-Key"] = "one"
+        await client.abandon([user("one")], ProgramEnv.last)
+        first = await client.ask([user("one")])
+        assert await client.ask([user("one")]) == first
+        return 1.0
+
+    tree = captured(program, said, tokens_per_s=100.0)
+    (leaf,) = tree.leaves()
+    assert [node is leaf for node in tree.history(leaf) if node.action_ids] == [True]
+    assert "context" not in leaf.info
+
+
+def test_a_lost_last_answer_is_not_trained() -> None:
+    async def program(client: Client) -> float:
+        await client.ask([user("one")])
+        await client.abandon([user("two")], ProgramEnv.last)
+        while len(ProgramEnv.last.handed) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        return 1.0
+
+    tree = captured(program, said, tokens_per_s=100.0)
+    (leaf,) = tree.leaves()
+    assert leaf.info["discards"] == [leaf.index]
+    assert leaf.info["endpoint"]["discarded"] == 1
+
+
+def test_tokens_of_a_branch_are_counted() -> None:
+    async def program(client: Client) -> float:
+        url = client.url.replace("chat/completions", "messages/count_tokens")
+        message = await client.ask([user("one " * 100)])
+        for messages, low in (([user("x" * 400)], 90), ([user("one " * 100), message], 300)):
+            body = {"model": "policy", "messages": [*messages, user("go on")]}
+            async with client.http.post(url, json=body, headers=client.headers) as response:
+                counted = (await response.json())["input_tokens"]
+            assert low < counted < 1000
+        return 1.0
+
+    assert captured(program, said).leaves()[0].end == "terminated"
 
 
 def test_concurrent_calls_are_replayed_in_any_order() -> None:

@@ -22,7 +22,7 @@ from openai.types.responses import response_create_params, response_input_item_p
 from agentenv.endpoint.messages import keys, read_body
 from agentenv.text.native import NativeRenderer
 from tests.support.chat_models import QWEN3, make_tokenizer
-from tests.test_endpoint import KEY, SCHEMA, Json, serving
+from tests.test_endpoint import KEY, PATHS, SCHEMA, Json, serving
 
 
 def members(kind: Any) -> Iterator[Any]:
@@ -268,3 +268,240 @@ def test_half_of_a_surrogate_pair_in_a_body_is_replaced() -> None:
     body = read_body(rb'{"a": "\ud83d", "b": "\ud83d\ude00", "c": "\\ud83d", "d": "\udE00x"}')
     assert body == {"a": "�", "b": "\U0001f600", "c": "\\ud83d", "d": "�x"}
     assert json.dumps(body)
+
+
+# Tools of other types.
+
+ONE_TEXT = '<tool_call>\n{{"name": "{}", "arguments": {{"input": "ls"}}}}\n</tool_call>'
+NESTED = {
+    "type": "namespace",
+    "name": "agents",
+    "tools": [{"type": "function", "name": "spawn", "parameters": SCHEMA}],
+}
+OTHERS: dict[str, list[Json]] = {
+    "chat": [{"type": "custom", "custom": {"name": "shell", "format": {"type": "text"}}}],
+    "responses": [
+        {"type": "custom", "name": "shell", "format": {"type": "grammar", "syntax": "lark"}},
+        NESTED,
+        *({"type": kind} for kind in ("web_search", "local_shell", "mcp", "image_generation")),
+    ],
+    "anthropic": [
+        {"type": "web_search_20250305", "name": "web_search"},
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "custom", "name": "shell", "input_schema": SCHEMA},
+    ],
+}
+
+
+def asked(api: str, tools: list[Json], **more: Any) -> Json:
+    question = [{"role": "user", "content": "q"}]
+    key = "input" if api == "responses" else "messages"
+    size = {"max_tokens": 100} if api == "anthropic" else {}
+    return {"model": "policy", key: question, "tools": tools, **size, **more}
+
+
+@pytest.mark.parametrize("api", OTHERS)
+def test_tools_of_other_types_are_left_out_or_become_functions(api: str) -> None:
+    seen = Seen()
+
+    async def work() -> None:
+        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
+            seen.turns = [ONE_TEXT.format("shell")]
+            body = asked(api, OTHERS[api])
+            reply = await client.ask(PATHS[api], body)
+            assert '"shell"' in seen.prompts[0]
+            assert "web_search" not in seen.prompts[0]
+            if api == "anthropic":
+                assert reply["content"][-1]["name"] == "shell"
+            elif api == "chat":
+                (call,) = reply["choices"][0]["message"]["tool_calls"]
+                assert (call["type"], call["custom"]) == (
+                    "custom",
+                    {"name": "shell", "input": "ls"},
+                )
+                result = {"role": "tool", "tool_call_id": call["id"], "content": "a.txt"}
+                body["messages"] += [reply["choices"][0]["message"], result]
+            else:
+                (item,) = reply["output"]
+                assert (item["type"], item["input"]) == ("custom_tool_call", "ls")
+                result = {"type": "custom_tool_call_output", "call_id": item["call_id"]}
+                body["input"] += [item, {**result, "output": "a.txt"}]
+            if api != "anthropic":
+                await client.ask(PATHS[api], body)
+                assert ONE_TEXT.format("shell") + "<|im_end|>" in seen.prompts[1]
+            served = [tool for tool in OTHERS[api] if tool["type"] not in ("custom", "namespace")]
+            if served:
+                status, data = await client.post(PATHS[api], asked(api, served))
+                assert status == 400
+                assert b"unsupported_value" in data or b"invalid_request_error" in data
+
+    asyncio.run(work())
+
+
+def test_a_namespace_is_its_functions() -> None:
+    seen = Seen()
+
+    async def work() -> None:
+        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
+            seen.turns = [CALL.replace('"search"', '"spawn"')]
+            reply = await client.ask("/v1/responses", asked("responses", [NESTED]))
+            (item,) = reply["output"]
+            assert (item["name"], item["namespace"]) == ("spawn", "agents")
+
+    asyncio.run(work())
+
+
+# Keys.
+
+REFUSED: dict[str, list[tuple[str, Any]]] = {
+    "chat": [("tool_choice", "required"), ("tool_choice", 5), ("prediction", {"type": "content"}),
+             ("tool_choice", {"type": "function", "function": {"name": "search"}}),
+             ("parallel_tool_calls", False), ("web_search_options", {}), ("nothing_known", 1),
+             ("chat_template_kwargs", {"a": 1}), ("modalities", ["text", "audio"]),
+             ("response_format", {"type": "json_object"}), ("logit_bias", {"5": 1})],
+    "responses": [("truncation", "auto"), ("tool_choice", {"type": "function", "name": "search"}),
+                  ("background", True), ("text", {"format": {"type": "json_object"}}),
+                  ("previous_response_id", "resp_x"), ("nothing_known", [1])],
+    "anthropic": [("tool_choice", {"type": "any"}), ("mcp_servers", [{"name": "x"}]),
+                  ("tool_choice", {"type": "auto", "disable_parallel_tool_use": True}),
+                  ("container", "x"), ("context_management", {"edits": [{"type": "x"}]}),
+                  ("thread", {"type": "continue", "previous_message_id": "msg_x"}),
+                  ("output_config", {"format": {"type": "json_schema"}}), ("nothing_known", "x")],
+}  # fmt: skip
+USUAL: dict[str, Json] = {
+    "chat": {"presence_penalty": 0, "frequency_penalty": 0.0, "n": 1, "logit_bias": {},
+             "response_format": {"type": "text"}, "modalities": ["text"], "tool_choice": "auto",
+             "parallel_tool_calls": True, "audio": None, "user": "me", "store": False,
+             "reasoning_effort": "high", "metadata": {"a": "b"}, "service_tier": "auto"},
+    "responses": {"background": False, "truncation": "disabled", "parallel_tool_calls": True,
+                  "text": {"format": {"type": "text"}, "verbosity": "low"}, "store": False,
+                  "reasoning": {"effort": "low"}, "include": ["reasoning.encrypted_content"]},
+    "anthropic": {"tool_choice": {"type": "auto"}, "thinking": {"type": "adaptive"},
+                  "mcp_servers": [], "cache_control": {"type": "ephemeral"}, "thread": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("api", REFUSED)
+def test_a_key_is_done_or_neutral_or_refused_by_its_name(api: str) -> None:
+    tools: dict[str, list[Json]] = {
+        "chat": [TOOL],
+        "responses": [{"type": "function", "name": "search", "parameters": SCHEMA}],
+        "anthropic": [{"name": "search", "input_schema": SCHEMA}],
+    }
+
+    async def work() -> None:
+        async with serving(NativeRenderer(make_tokenizer(QWEN3)), Seen()) as client:
+            for key, value in REFUSED[api]:
+                body = asked(api, tools[api], **{key: value})
+                status, data = await client.post(PATHS[api], body)
+                assert (status, key in data.decode()) == (400, True), (key, data)
+            await client.ask(PATHS[api], asked(api, tools[api], **USUAL[api]))
+
+    asyncio.run(work())
+
+
+def test_allowed_tools_are_those_that_the_policy_sees() -> None:
+    seen = Seen()
+    other = {"type": "function", "function": {"name": "other", "parameters": SCHEMA}}
+    function = {"type": "function", "function": {"name": "search"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [function]}}
+
+    async def work() -> None:
+        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
+            await client.ask(PATHS["chat"], asked("chat", [TOOL, other], tool_choice=allowed))
+        assert '"search"' in seen.prompts[0]
+        assert '"other"' not in seen.prompts[0]
+
+    asyncio.run(work())
+
+
+def test_what_was_handed_out_is_found_by_its_id() -> None:
+    """A later call names an earlier reply, or parts of it, instead of sending them."""
+    seen = Seen()
+    tools = [{"type": "function", "name": "search", "parameters": SCHEMA}]
+    turn = f"<think>\nlook\n</think>\n\nI look.\n{CALL}"
+
+    async def work() -> None:
+        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
+
+            async def second(path: str, first: Json, then: Any) -> str:
+                seen.turns, seen.prompts = [turn], []
+                reply = await client.ask(path, first)
+                await client.ask(path, then(reply))
+                return seen.prompts[1]
+
+            def result(reply: Json) -> Json:
+                (call,) = (item for item in reply["output"] if item["type"] == "function_call")
+                kind = "function_call_output"
+                return {"type": kind, "call_id": call["call_id"], "output": "ok"}
+
+            body: Json = asked("responses", tools, instructions="Be brief.")
+            question = body["input"]
+            prompts = {
+                await second(PATHS["responses"], body, then)
+                for then in (
+                    lambda r: {**body, "input": [*question, *r["output"], result(r)]},
+                    lambda r: {**body, "input": [
+                        *question, *({"type": "item_reference", "id": item["id"]}
+                                     for item in r["output"]), result(r)]},
+                    lambda r: {**body, "input": [result(r)], "previous_response_id": r["id"]},
+                )
+            }  # fmt: skip
+            assert len(prompts) == 1
+            schema = [{"name": "search", "input_schema": SCHEMA}]
+            asking = asked("anthropic", schema, system="Be brief.")
+
+            def results(reply: Json) -> Json:
+                block = {"type": "tool_result", "tool_use_id": reply["content"][-1]["id"]}
+                return {"role": "user", "content": [{**block, "content": "ok"}]}
+
+            whole = await second(
+                PATHS["anthropic"],
+                asking,
+                lambda r: {**asking, "messages": [
+                    *asking["messages"], {"role": "assistant", "content": r["content"]}, results(r)
+                ]},
+            )  # fmt: skip
+            short = await second(
+                PATHS["anthropic"],
+                {**asking, "thread": {"type": "create"}},
+                lambda r: {
+                    "model": "policy", "max_tokens": 100, "messages": [results(r)],
+                    "thread": {"type": "continue", "previous_message_id": r["id"]},
+                },
+            )  # fmt: skip
+            assert short == whole
+            assert turn in whole
+
+    asyncio.run(work())
+
+
+def test_the_sdk_runs_its_own_tools() -> None:
+    """Its second call is a thread's."""
+    seen = Seen()
+    seen.turns = [CALL]
+
+    @anthropic.beta_tool
+    def search(query: str) -> str:
+        """Look it up.
+
+        Args:
+            query: what
+        """
+        return f"found {query}"
+
+    async def work() -> None:
+        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
+            with anthropic.Anthropic(base_url=client.url, api_key=KEY, max_retries=0) as sdk:
+                runner = sdk.beta.messages.tool_runner(
+                    model="policy",
+                    max_tokens=100,
+                    tools=[search],
+                    messages=[{"role": "user", "content": "the question"}],
+                )
+                await asyncio.to_thread(runner.until_done)
+        assert len(seen.prompts) == 2
+        assert "the question" in seen.prompts[1]
+        assert "found lima" in seen.prompts[1]
+
+    asyncio.run(work())

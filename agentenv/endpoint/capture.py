@@ -44,6 +44,7 @@ from agentenv.base.errors import SHOWN, AgentEnvError, EnvError, OutageError
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Kind, Message, NextTurn, PastTurn
 from agentenv.contract.env import shared
+from agentenv.endpoint.difference import compared, difference
 from agentenv.endpoint.messages import (
     ERRORS,
     ApiError,
@@ -68,7 +69,6 @@ OUT_OF_ORDER_S = 20.0  # for the next expected call of a replayed program with t
 MIN_QUOTED = 8  # minimum characters of a quoted text
 
 BYTES_A_TOKEN = 4  # an estimate
-SHOWN_CHARS = 80  # of a difference
 NO_REFUSALS = ("no_key", "ended", "engine", "engine_dead", "bug")  # their cause is no call
 _PLACE = re.compile(r"\[\d+\]")
 
@@ -384,7 +384,7 @@ class CaptureSession:
         """Whether two calls are equal except for random parts. Fast for different calls."""
         if len(recorded.messages) != len(now.messages) or len(recorded.tools) != len(now.tools):
             return False
-        one, other = _shown(recorded), _shown(now)
+        one, other = compared(recorded), compared(now)
         return one == other or self._normal(one) == self._normal(other)
 
     def _replayed(self, request: Request) -> ServedTurn | None:
@@ -401,7 +401,7 @@ class CaptureSession:
             return None
         number = min(self._recorded, default=len(self._turns))
         then = self._recorded[number].request if self._recorded else self._expected[0]
-        differs = difference(self._normal(_shown(then)), self._normal(_shown(request)))
+        differs = difference(self._normal(compared(then)), self._normal(compared(request)))
         text = f"call {number} differs from the recorded one: {differs}"
         stray = "other" if self._recorded else "last", text
         if not self._is_parallel:
@@ -534,46 +534,6 @@ class CaptureSession:
                 return "compaction", ""
             return "sub_agent", ""
         return "edited", now.role
-
-
-def _shown(request: Request) -> Json:
-    """The compared values of a replay: {"messages": [..], "tools": [..]}, for any API."""
-    messages = [
-        {**given._asdict(), "calls": [call._asdict() for call in given.calls]}
-        for given in request.messages
-    ]
-    return {"messages": messages, "tools": list(request.tools)}
-
-
-def difference(then: Json, now: Json) -> str:
-    """The first difference of two calls, and how to ignore it."""
-    if then["tools"] != now["tools"]:
-        return "its tools are others"
-    pairs = zip(then["messages"], now["messages"], strict=False)
-    place = next((place for place, (one, other) in enumerate(pairs) if one != other), -1)
-    if place < 0:
-        return f"it has {len(now['messages'])} messages, not {len(then['messages'])}"
-    one, other = then["messages"][place], now["messages"][place]
-    key = next(key for key in one if one[key] != other[key])
-    texts = [
-        value if isinstance(value, str) else json.dumps(value) for value in (one[key], other[key])
-    ]
-    at = num_common(*texts)
-    start = max(0, at - SHOWN_CHARS // 2)
-    parts = " and ".join(repr(text[start : at + SHOWN_CHARS // 2]) for text in texts)
-    return f"message {place} ({one['role']}, {key}) has {parts}{_remedy(*texts, at)}"
-
-
-def _remedy(then: str, now: str, at: int) -> str:
-    """The setting that ignores two different numbers or words at an offset."""
-    start = at - len(re.search(r"\w*$", then[:at])[0])  # type: ignore[index]  # it always matches
-    words = [re.match(r"\w+", text[start:]) for text in (then, now)]
-    if None in words:
-        return ""
-    before = re.search(r"[^\n]{0,12}$", then[:start])
-    form = r"\d+" if all(word[0].isdigit() for word in words if word) else r"\w+"
-    pattern = re.escape(before[0] if before else "") + form
-    return f"; to ignore it: env.kwargs.program.normalise = {{ own = '{pattern}' }}"
 
 
 def _quotes(given: Sequence[Given], turn: _Turn) -> bool:
