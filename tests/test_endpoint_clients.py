@@ -22,6 +22,7 @@ from openai.types.responses import response_create_params, response_input_item_p
 from agentenv.endpoint.messages import keys, read_body
 from agentenv.text.native import NativeRenderer
 from tests.support.chat_models import QWEN3, make_tokenizer
+from tests.support.sources import ROOT
 from tests.test_endpoint import KEY, PATHS, SCHEMA, Json, serving
 
 
@@ -54,12 +55,60 @@ BODIES = {
 @pytest.mark.parametrize("api", BODIES)
 def test_each_key_of_a_stock_client_is_in_the_table(api: str) -> None:
     table = keys()[api]
-    listed = table.done | table.neutral | table.sampling | table.refused.keys()
+    alone = table.sampling | table.served
+    listed = table.done | table.neutral | alone | table.refused.keys()
     for kind in BODIES[api]:
         assert keys_of(kind) - listed == set()
-    groups = [table.done, table.neutral, table.sampling, table.refused.keys()]
+    groups = [table.done, table.neutral, alone, table.refused.keys()]
     assert sum(map(len, groups)) == len(listed), "each key is in one group"
     assert table.usual.keys() <= table.refused.keys()
+
+
+APIS = {
+    "chat": "Chat completions",
+    "responses": "Responses",
+    "messages": "Messages",
+    "message": "A message",
+    "part": "A part of a content",
+    "call": "A call of a message",
+    "item": "An item of Responses",
+    "tool": "A tool",
+}
+
+
+def page() -> str:
+    """The table of the keys, for docs/endpoint-keys.md."""
+    lines = [
+        "# Keys of calls",
+        "",
+        "Made from `agentenv/endpoint/keys.toml` by `python -m tests.test_endpoint_clients`. A key "
+        "that is missing, null, or has its usual value makes no difference. Neutral keys have no "
+        "effect; their use is counted (`env/endpoint/ignored/KEY`). Every other key is refused.",
+    ]
+    for kind, table in keys().items():
+        lines += [
+            "",
+            f"## {APIS[kind]}",
+            "",
+            "| key | in a run | `agentenv serve` |",
+            "|---|---|---|",
+        ]
+        rows = [
+            (table.done, "done", "done"),
+            (table.sampling, "neutral", "done"),
+            (table.served, "refused", "done"),
+        ]
+        for group, *cells in (*rows, (table.neutral, "neutral", "neutral")):
+            shown = ", ".join(f"`{key}`" for key in sorted(group))
+            lines += [f"| {' | '.join((shown, *cells))} |"] if group else []
+        for key, remedy in sorted(table.refused.items()):
+            usual = f" unless {json.dumps(table.usual[key])}" if key in table.usual else ""
+            lines.append(f"| `{key}` | refused{usual}: {remedy} | the same |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_page_has_the_table() -> None:
+    assert (ROOT / "docs" / "endpoint-keys.md").read_text(encoding="utf-8") == page()
 
 
 def test_each_key_of_a_message_that_the_policy_can_read_is_in_the_table() -> None:
@@ -504,3 +553,7 @@ def test_the_sdk_runs_its_own_tools() -> None:
         assert all(text in seen.prompts[1] for text in ("question", "found-lima"))
 
     asyncio.run(work())
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "endpoint-keys.md").write_text(page(), encoding="utf-8")

@@ -182,6 +182,7 @@ class Keys(Struct, frozen=True, forbid_unknown_fields=True):
     done: frozenset[str]
     neutral: frozenset[str]
     sampling: frozenset[str] = frozenset()
+    served: frozenset[str] = frozenset()
     usual: Json = {}
     refused: dict[str, str] = {}
 
@@ -200,7 +201,7 @@ def check_keys(
     `ignored`, with their kind where that is not an API."""
     known = keys()[kind]
     for key, value in body.items():
-        if key in known.done or value is None or key in known.sampling:
+        if value is None or key in known.done | known.sampling | known.served:
             continue
         if key in known.usual and value == known.usual[key]:
             continue
