@@ -582,6 +582,19 @@ def test_a_lost_last_answer_is_not_trained() -> None:
     assert leaf.info["endpoint"]["discarded"] == 1
 
 
+def test_replies_of_another_form_are_counted_and_keys_without_an_effect() -> None:
+    async def program(client: Client) -> float:
+        form = {"type": "json_object"}
+        await client.ask([user("one")], response_format=form, temperature=0.2, user="me")
+        return 1.0
+
+    for text, invalid in (("{}", 0), ("no", 1)):
+        (leaf,) = captured(program, lambda prompt, rng: text).leaves()  # noqa: B023
+        counts = leaf.info["endpoint"]
+        assert counts.get("invalid_output", 0) == invalid
+        assert counts["ignored/temperature"] == counts["ignored/user"] == 1
+
+
 def test_tokens_of_a_branch_are_counted() -> None:
     async def program(client: Client) -> float:
         url = client.url.replace("chat/completions", "messages/count_tokens")

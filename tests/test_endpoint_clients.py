@@ -20,6 +20,7 @@ from openai.types.chat import chat_completion_message_param, completion_create_p
 from openai.types.responses import response_create_params, response_input_item_param, tool_param
 
 from agentenv.endpoint.messages import keys, read_body
+from agentenv.endpoint.structured import fits
 from agentenv.text.native import NativeRenderer
 from tests.support.chat_models import QWEN3, make_tokenizer
 from tests.support.sources import ROOT
@@ -407,15 +408,15 @@ REFUSED: dict[str, list[tuple[str, Any]]] = {
              ("tool_choice", {"type": "function", "function": {"name": "search"}}),
              ("parallel_tool_calls", False), ("web_search_options", {}), ("nothing_known", 1),
              ("chat_template_kwargs", {"a": 1}), ("modalities", ["text", "audio"]),
-             ("response_format", {"type": "json_object"}), ("logit_bias", {"5": 1})],
+             ("response_format", {"type": "xml"}), ("logit_bias", {"5": 1})],
     "responses": [("truncation", "auto"), ("tool_choice", {"type": "function", "name": "search"}),
-                  ("background", True), ("text", {"format": {"type": "json_object"}}),
+                  ("background", True), ("text", {"format": {"type": "xml"}}),
                   ("previous_response_id", "resp_x"), ("nothing_known", [1])],
     "anthropic": [("tool_choice", {"type": "any"}), ("mcp_servers", [{"name": "x"}]),
                   ("tool_choice", {"type": "auto", "disable_parallel_tool_use": True}),
                   ("container", "x"), ("context_management", {"edits": [{"type": "x"}]}),
                   ("thread", {"type": "continue", "previous_message_id": "msg_x"}),
-                  ("output_config", {"format": {"type": "json_schema"}}), ("nothing_known", "x")],
+                  ("output_config", {"format": {"type": "xml"}}), ("nothing_known", "x")],
 }  # fmt: skip
 USUAL: dict[str, Json] = {
     "chat": {"presence_penalty": 0, "frequency_penalty": 0.0, "n": 1, "logit_bias": {},
@@ -462,6 +463,40 @@ def test_allowed_tools_are_those_that_the_policy_sees() -> None:
         assert '"other"' not in seen.prompts[0]
 
     asyncio.run(work())
+
+
+PLACE = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
+FORMS: dict[str, Json] = {
+    "chat": {"response_format": {
+        "type": "json_schema", "json_schema": {"name": "place", "schema": PLACE, "strict": True}}},
+    "responses": {"text": {"format": {"type": "json_schema", "name": "place", "schema": PLACE}}},
+    "anthropic": {"output_config": {"format": {"type": "json_schema", "schema": PLACE}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("api", FORMS)
+def test_the_form_of_a_reply_is_in_the_prompt(api: str) -> None:
+    seen = Seen()
+
+    async def work() -> None:
+        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
+            await client.ask(PATHS[api], asked(api, [], **FORMS[api]))
+        assert json.dumps(PLACE) in seen.prompts[0]
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("text", "is_right"),
+    [('{"place": "Lima"}', True), ('{"place": 5}', False), ("{}", False), ("Lima", False)],
+)
+def test_a_reply_is_checked_against_its_form(text: str, is_right: bool) -> None:
+    assert fits(text, PLACE) == is_right
+
+
+@pytest.mark.parametrize("schema", [{"$ref": "http://x/y"}, {"$ref": "#"}, {"pattern": "(a+)+$"}])
+def test_a_check_of_a_form_ends(schema: Json) -> None:
+    fits(json.dumps("a" * 40 + "!"), schema)
 
 
 def test_what_was_handed_out_is_found_by_its_id() -> None:

@@ -30,6 +30,7 @@ from agentenv.endpoint.messages import (
     stops,
     text_of,
 )
+from agentenv.endpoint.structured import schema_of, with_form
 
 SIGNATURE = "agentenv"  # of thoughts; clients return it with them
 BLOCKS = ("text", "tool_result", "tool_use", "thinking", "redacted_thinking")
@@ -45,9 +46,8 @@ class Anthropic:
         """Raises ApiError."""
         ignored: set[str] = set()
         shared = common(body, "messages", ignored)
-        if get(body, "output_config", dict, {}).get("format") is not None:
-            what = "the policy writes plain text; describe the form in the prompt"
-            raise ApiError("unsupported", what, "output_config.format")
+        form = get(get(body, "output_config", dict, {}), "format", dict, {}, "output_config.")
+        schema = schema_of(form, "output_config.format")
         messages: list[Given] = []
         thread = get(body, "thread", dict, {})
         if thread.get("type") == "continue":
@@ -70,7 +70,8 @@ class Anthropic:
         shared["session"] = get(metadata, "user_id", str, "", "metadata.")
         return checked(
             Request(
-                messages=tuple(messages),
+                messages=tuple(with_form(messages, schema)),
+                schema=schema,
                 max_tokens=max_tokens,
                 stop=stops(body, "stop_sequences"),
                 ignored=frozenset(ignored),

@@ -60,6 +60,7 @@ from agentenv.endpoint.messages import (
     with_thoughts,
 )
 from agentenv.endpoint.server import ApiServer, Delta
+from agentenv.endpoint.structured import fits
 from agentenv.text.contexts import num_common
 
 ENDED = "the branch of this key has ended"
@@ -241,6 +242,9 @@ class CaptureSession:
             thoughts, text = "", with_thoughts(thoughts, text)
         message = served(thoughts, text, action.tool_calls, str(number), call.request)
         self.counts.update(f"calls_in_text/{why}" for why in turn.kept)
+        schema = call.request.schema
+        if schema is not None and not message.calls and not fits(message.text, schema):
+            self.counts["invalid_output"] += 1
         finish: Finish = "tool_calls" if message.calls else turn.finish_reason
         found = ServedTurn(
             message=message,

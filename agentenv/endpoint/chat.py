@@ -35,6 +35,7 @@ from agentenv.endpoint.messages import (
     stops,
     text_of,
 )
+from agentenv.endpoint.structured import schema_of, with_form
 
 ROLES: dict[str, Role] = {
     "system": "system", "developer": "system", "user": "user", "assistant": "assistant",
@@ -55,9 +56,11 @@ class Chat:
         found = objects(body.get("messages"), "messages", MAX_MESSAGES)
         messages = [_message(one, f"messages[{i}]", ignored) for i, one in enumerate(found)]
         options = get(body, "stream_options", dict, {})
+        schema = schema_of(get(body, "response_format", dict, {}), "response_format")
         return checked(
             Request(
-                messages=tuple(messages),
+                messages=tuple(with_form(messages, schema)),
+                schema=schema,
                 usage_in_stream=get(options, "include_usage", bool, False),
                 n=number(body, "n", int, 1, MAX_CHOICES) or 1,
                 max_tokens=number(body, "max_completion_tokens", int, 1, 1 << 24)

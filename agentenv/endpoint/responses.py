@@ -30,6 +30,7 @@ from agentenv.endpoint.messages import (
     stops,
     text_of,
 )
+from agentenv.endpoint.structured import schema_of, with_form
 
 LOGPROBS = "message.output_text.logprobs"
 PARTS = ("input_text", "output_text", "text", "refusal")
@@ -45,9 +46,8 @@ class Responses:
         """Raises ApiError."""
         ignored: set[str] = set()
         shared = common(body, "responses", ignored)
-        text_format = get(get(body, "text", dict, {}), "format", dict, {}, "text.")
-        if text_format.get("type", "text") != "text":
-            raise ApiError("unsupported", "only plain text output is supported", "text.format")
+        form = get(get(body, "text", dict, {}), "format", dict, {}, "text.")
+        schema = schema_of(form, "text.format")
         messages = _messages(body.get("input"), handed, ignored)
         previous = get(body, "previous_response_id", str, "")
         if previous:
@@ -58,7 +58,8 @@ class Responses:
         include = get(body, "include", list, [])
         return checked(
             Request(
-                messages=tuple(messages),
+                messages=tuple(with_form(messages, schema)),
+                schema=schema,
                 max_tokens=number(body, "max_output_tokens", int, 1, 1 << 24) or 0,
                 stop=stops(body, "stop"),
                 logprobs=LOGPROBS in include,
@@ -208,7 +209,8 @@ def _response(request: Request, answer: ServedTurn | None) -> Json:
         "previous_response_id": body.get("previous_response_id"),
         "temperature": request.temperature, "top_p": request.top_p,
         "tool_choice": body.get("tool_choice") or "auto", "tools": body.get("tools") or [],
-        "max_output_tokens": request.max_tokens or None, "text": {"format": {"type": "text"}},
+        "max_output_tokens": request.max_tokens or None,
+        "text": body.get("text") or {"format": {"type": "text"}},
         "usage": None,
     }  # fmt: skip
     if answer is not None:
