@@ -1,4 +1,4 @@
-"""Structured output: the prompt has the form of a reply, and replies of another form are counted."""
+"""Structured output: the prompt has the form of a reply; replies of another form are counted."""
 
 from __future__ import annotations
 
