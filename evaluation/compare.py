@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from msgspec import Struct
-from numpy.typing import ArrayLike
 
 from agentenv.assembly.run.tables import Table, lines_of, markdown, number, short
 from agentenv.assembly.run.terminal import View
@@ -24,6 +23,7 @@ from agentenv.evaluation.figures import (
     is_share,
     questions_of,
     ratios,
+    success_if_wrong,
 )
 from agentenv.evaluation.scores import make_scorer, score_rows, stored_rows
 
@@ -33,14 +33,6 @@ class QuestionPair(Struct, frozen=True):
 
     first: QuestionRows
     second: QuestionRows
-
-    @property
-    def dataset(self) -> str:
-        return self.first.rows[0].dataset
-
-    @property
-    def kind(self) -> str:
-        return self.first.rows[0].kind
 
     @property
     def change(self) -> float:
@@ -121,7 +113,52 @@ def groups_of(pairs: Sequence[QuestionPair]) -> list[tuple[str, list[QuestionPai
 
 def success_by_group(pairing: Pairing) -> list[tuple[str, Difference]]:
     """The difference in success of each group."""
-    return [(name, _in_success(own)) for name, own in groups_of(pairing.pairs)]
+    groups = groups_of(pairing.pairs)
+    return [(name, one) for name, own in groups for one in differences(own, ["success"])]
+
+
+def other_differences(pairing: Pairing) -> list[Difference]:
+    """Differences in scores, pass@k (with several samples) and cost."""
+    pairs = pairing.pairs
+    k = min(len(question.done) for pair in pairs for question in (pair.first, pair.second))
+    names = [*SCORES, *([f"pass@{k}"] if k > 1 else [])]
+    names += ["tool_calls", "action_tokens", "tool_tokens", "seconds"]
+    return list(differences(pairs, names, k))
+
+
+def differences(
+    pairs: Sequence[QuestionPair], names: Sequence[str], k: int = 1
+) -> Iterator[Difference]:
+    """The differences of figures, each over the questions that have it in both evaluations. The
+    test is McNemar's exact test for the success of single samples, else a sign-flip permutation
+    test."""
+    values = [(ratios(pair.first, (k,)), ratios(pair.second, (k,))) for pair in pairs]
+    counts = [(len(pair.first.done), len(pair.second.done)) for pair in pairs]
+    for name in names:
+        both = [(one[name], other[name]) for one, other in values]
+        known = np.array([bool(has and too) for (_, has), (_, too) in both])
+        if not known.any():
+            continue
+        first, second = np.array([[one[0], other[0]] for one, other in both])[known].T
+        change = second - first
+        found: Floats | None = statistics.ratio(change)
+        if is_share(name):
+            samples = np.array([min(one) for one in counts], float)[known]
+            samples = statistics.independent_samples(name, samples)
+            found = statistics.difference(first, second, samples)
+        single = name == "success" and all(one == (1, 1) for one in counts)
+        worse, better = int((change < 0).sum()), int((change > 0).sum())
+        yield Difference(
+            name=name.replace("_", " "),
+            num_questions=len(change),
+            first=float(first.mean()),
+            second=float(second.mean()),
+            difference=float(change.mean()),
+            low=None if found is None else float(found[0]),
+            high=None if found is None else float(found[1]),
+            p=statistics.mcnemar(worse, better) if single else statistics.sign_flip(change),
+            test="McNemar" if single else "sign flip",
+        )
 
 
 class FailedSamples(Struct, frozen=True):
@@ -136,64 +173,8 @@ class FailedSamples(Struct, frozen=True):
 def failed_of(questions: Sequence[QuestionRows]) -> FailedSamples:
     """The failures, which `success` excludes."""
     num_samples = sum(len(one.rows) for one in questions)
-    lowest = [sum(row.success for row in one.done) / len(one.rows) for one in questions]
     num_done = sum(len(one.done) for one in questions)
-    return FailedSamples(num_samples - num_done, num_samples, float(np.mean(lowest)))
-
-
-def _in_success(pairs: Sequence[QuestionPair]) -> Difference:
-    single = all(len(pair.first.done) == len(pair.second.done) == 1 for pair in pairs)
-    first = [success(pair.first) for pair in pairs]
-    second = [success(pair.second) for pair in pairs]
-    return difference("success", first, second, _samples(pairs), single=single)
-
-
-def _samples(pairs: Sequence[QuestionPair]) -> Floats:
-    """Number of samples of each question, in the evaluation with fewer."""
-    return np.array([min(len(one.first.done), len(one.second.done)) for one in pairs], float)
-
-
-def other_differences(pairing: Pairing) -> list[Difference]:
-    """Differences in scores, pass@k (with several samples) and cost, over the questions that have
-    the figure in both evaluations."""
-    pairs = pairing.pairs
-    k = min(len(question.done) for pair in pairs for question in (pair.first, pair.second))
-    values = [(ratios(pair.first, (k,)), ratios(pair.second, (k,))) for pair in pairs]
-    names = [*SCORES, f"pass@{k}", "tool_calls", "action_tokens", "tool_tokens", "seconds"]
-    samples, found = _samples(pairs), []
-    for name in names:
-        both = [(one[name], other[name]) for one, other in values]
-        known = np.array([bool(has and too) for (_, has), (_, too) in both])
-        if known.any() and name != "pass@1":
-            first, second = np.array([[one[0], other[0]] for one, other in both])[known].T
-            found.append(difference(name, first, second, samples[known]))
-    return found
-
-
-def difference(
-    name: str, first: ArrayLike, second: ArrayLike, samples: Floats, *, single: bool = False
-) -> Difference:
-    """The difference of one figure over the same questions, with `samples` each. The test is
-    McNemar's exact test for the success of single samples, else a sign-flip permutation test."""
-    one, other = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
-    change = other - one
-    found: Floats | None
-    if is_share(name):
-        found = statistics.difference(one, other, statistics.independent_samples(name, samples))
-    else:
-        found = statistics.ratio(change)
-    worse, better = int((change < 0).sum()), int((change > 0).sum())
-    return Difference(
-        name=name.replace("_", " "),
-        num_questions=len(change),
-        first=float(one.mean()),
-        second=float(other.mean()),
-        difference=float(change.mean()),
-        low=None if found is None else float(found[0]),
-        high=None if found is None else float(found[1]),
-        p=statistics.mcnemar(worse, better) if single else statistics.sign_flip(change),
-        test="McNemar" if single else "sign flip",
-    )
+    return FailedSamples(num_samples - num_done, num_samples, success_if_wrong(questions))
 
 
 def changed(pairing: Pairing) -> list[QuestionPair]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import TypeVar
 
@@ -15,9 +14,10 @@ from numpy.typing import NDArray
 from agentenv.assembly.keys.benchmarks import groups as benchmark_groups
 from agentenv.assembly.reports.records import FAILED, EvalRow
 from agentenv.evaluation import statistics
-from agentenv.evaluation.scores import CONCURRENCY, Scorer, Votes, count_votes, score_rows
+from agentenv.evaluation.scores import Scorer, Votes, count_votes, for_each, score_rows
 from agentenv.evaluation.statistics import cohen_kappa, majority_at_k, pass_at_k
 from agentenv.rollout.failures import faults_of
+from agentenv.rollout.metrics import failure_kind_of
 
 
 class Estimate(Struct, kw_only=True):
@@ -160,7 +160,6 @@ def figures_of(
     pass_at = {k: estimates.pop(f"pass@{k}") for k in ks}
     majority_at = {k: estimates.pop(f"maj@{k}") for k in ks}
     success, calls = estimates["success"].value or 0.0, estimates["tool_calls"].value or 0.0
-    lowest = [sum(row.success for row in one.done) / len(one.rows) for one in questions]
     spreads = {"tool_calls": _spread([len(row.tool_calls) for row in done])}
     for name in ("turns", "prompt_tokens", "action_tokens", "tool_tokens", "seconds"):
         key = "num_turns" if name == "turns" else name
@@ -169,9 +168,9 @@ def figures_of(
         num_questions=len(questions),
         num_trajectories=len(done),
         num_failed=len(rows) - len(done),
-        failures=_counted(row.failure_kind for row in rows if row.end == FAILED),
+        failures=_counted(failure_kind_of(row.error) for row in rows if row.end == FAILED),
         estimates={name: one for name, one in estimates.items() if one.num_questions},
-        success_if_failed_wrong=fmean(lowest) if lowest else 0.0,
+        success_if_failed_wrong=success_if_wrong(questions),
         pass_at={k: one for k, one in pass_at.items() if one.num_questions},
         majority_at={k: one for k, one in majority_at.items() if one.num_questions},
         arpo_tool_productivity=success * calls / (calls + CALLS_OFFSET) * 100 if calls else None,
@@ -183,6 +182,12 @@ def figures_of(
         num_retries=sum(row.num_retries for row in rows),
         num_misformatted=sum(map(_is_misformatted, done)),
     )
+
+
+def success_if_wrong(questions: Sequence[QuestionRows]) -> float:
+    """The mean success over questions if failed samples were wrong; 0 without questions."""
+    lowest = [sum(row.success for row in one.done) / len(one.rows) for one in questions]
+    return fmean(lowest) if lowest else 0.0
 
 
 def _is_misformatted(row: EvalRow) -> bool:
@@ -219,12 +224,11 @@ def _estimates(
 ) -> dict[str, Estimate]:
     """The estimate of each figure in `ratios`."""
     counts = np.array([len(question.done) for question in questions], dtype=np.float64)
-    names = list(ratios(QuestionRows(rows=[]), ks))
-    table = np.array([list(one.values()) for one in each], dtype=np.float64)
-    parts = table.reshape(len(each), len(names), 2).transpose(1, 2, 0)
-    return {
-        name: estimate(name, one[0], one[1], counts) for name, one in zip(names, parts, strict=True)
-    }
+    found = {}
+    for name in ratios(QuestionRows(rows=[]), ks):
+        above, below = np.array([one[name] for one in each], np.float64).reshape(-1, 2).T
+        found[name] = estimate(name, above, below, counts)
+    return found
 
 
 def estimate(name: str, above: Floats, below: Floats, counts: Floats) -> Estimate:
@@ -319,27 +323,22 @@ MAX_GROUPS = 40  # values of a field
 
 
 async def summarize(
-    name: str,
-    rows: Sequence[EvalRow],
-    scorer: Scorer,
-    *,
-    ks: Sequence[int] = (),
-    again: bool = False,
+    name: str, rows: Sequence[EvalRow], scorer: Scorer, *, ks: Sequence[int] = ()
 ) -> Summary:
     """The summary of an evaluation. `ks`: values of k for pass@k and maj@k, by default
-    `default_ks`. `again`: compute existing scores again."""
-    await score_rows(rows, scorer, again=again)
+    `default_ks`."""
+    await score_rows(rows, scorer)
     questions = questions_of(rows)
-    await _vote(questions, scorer)
+
+    async def vote(question: QuestionRows) -> None:
+        question.votes = await count_votes(question.done, scorer)
+
+    await for_each(vote, [question for question in questions if len(question.done) > 1])
     return summary_of(name, questions, ks, compat=scorer.compat)
 
 
 def summary_of(
-    name: str,
-    questions: Sequence[QuestionRows],
-    ks: Sequence[int] = (),
-    *,
-    compat: str = "",
+    name: str, questions: Sequence[QuestionRows], ks: Sequence[int] = (), *, compat: str = ""
 ) -> Summary:
     """The summary of questions whose rows already have scores; votes may be missing."""
     ks = tuple(sorted(set(ks))) or default_ks(questions)
@@ -348,43 +347,27 @@ def summary_of(
         field: {value: figures_of(own, ks, known) for value, own in values.items()}
         for field, values in by_group(questions, lambda one: one.rows[0]).items()
     }
+    found = [one.estimates.get("success") for one in groups.get("dataset", {}).values()]
+    means = [one.value for one in found if one is not None and one.value is not None]
     return Summary(
         name=name,
         compat=compat,
         num_samples=max((len(question.rows) for question in questions), default=0),
-        average=_average(groups),
+        average=fmean(means) if means else None,
         overall=figures_of(questions, ks, known),
         groups=groups,
     )
 
 
-async def _vote(questions: Sequence[QuestionRows], scorer: Scorer) -> None:
-    slots = asyncio.Semaphore(CONCURRENCY)
-
-    async def one(question: QuestionRows) -> None:
-        async with slots:
-            question.votes = await count_votes(question.done, scorer)
-
-    async with asyncio.TaskGroup() as group:
-        for question in questions:
-            if len(question.done) > 1:
-                group.create_task(one(question))
-
-
-def _groups_of(row: EvalRow) -> Iterator[tuple[str, str]]:
-    """(field, value) of a question; a field of a benchmark starts with the dataset's name."""
-    yield "dataset", row.dataset
-    yield "kind", row.kind
-    for name, value in benchmark_groups(row.metadata):
-        yield f"{row.dataset} {name}", value
-
-
 def by_group(items: Sequence[T], row: Callable[[T], EvalRow]) -> dict[str, dict[str, list[T]]]:
     """Items, each with a row of its question, by field and value; without kinds if these coincide
-    with the datasets."""
+    with the datasets. A field of a benchmark starts with the dataset's name."""
     found: dict[str, dict[str, list[T]]] = {}
     for item in items:
-        for name, value in _groups_of(row(item)):
+        one = row(item)
+        groups = [("dataset", one.dataset), ("kind", one.kind)]
+        groups += [(f"{one.dataset} {name}", text) for name, text in benchmark_groups(one.metadata)]
+        for name, value in groups:
             found.setdefault(name, {}).setdefault(value, []).append(item)
     pairs = {(row(item).dataset, row(item).kind) for item in items}
     if len(pairs) == len(found.get("dataset", {})) == len(found.get("kind", {})):
@@ -394,9 +377,3 @@ def by_group(items: Sequence[T], row: Callable[[T], EvalRow]) -> dict[str, dict[
         for name, values in found.items()
         if name == "dataset" or 1 < len(values) <= MAX_GROUPS
     }
-
-
-def _average(groups: dict[str, dict[str, Figures]]) -> float | None:
-    estimates = [one.estimates.get("success") for one in groups.get("dataset", {}).values()]
-    values = [one.value for one in estimates if one is not None and one.value is not None]
-    return fmean(values) if values else None

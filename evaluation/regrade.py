@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
 from agentenv.assembly.keys.evaluation import EvaluateConfig
-from agentenv.assembly.keys.rl import EnvConfig
-from agentenv.assembly.parts.environments import EnvMaker
+from agentenv.assembly.parts.environments import EnvMaker, EnvSettings
 from agentenv.assembly.reports.records import FAILED, EvalRow, calls_that_ran, prediction, written
 from agentenv.assembly.run.tables import Table, as_markdown, short
 from agentenv.assembly.run.terminal import View
@@ -29,9 +28,10 @@ from agentenv.base.errors import ConfigError, CrashError, GraderError
 from agentenv.base.offload import in_thread
 from agentenv.base.overrides import apply_overrides, blaming
 from agentenv.base.types import Task
-from agentenv.contract.env import Grade, Grader, close_shared, graded, start_grader
+from agentenv.contract.env import Grader, close_shared, graded, start_grader
 from agentenv.evaluation.report import figures, show_report
-from agentenv.evaluation.scores import CONCURRENCY, make_scorer
+from agentenv.evaluation.run import verdict
+from agentenv.evaluation.scores import for_each, make_scorer
 from agentenv.evaluation.store import (
     CONFIG_FILE,
     ROWS_FILE,
@@ -47,16 +47,7 @@ MAX_FAILED_AT_FIRST = 20  # rows; if none of them could be graded, the grader is
 GRADER_FAILED = "GraderError:"
 
 
-class Change(NamedTuple):
-    """A row before and after regrading."""
-
-    before: EvalRow
-    after: EvalRow
-
-    @property
-    def flipped(self) -> bool:
-        """Whether the verdict changed; "failed" is one."""
-        return verdict(self.before) != verdict(self.after)
+Change = tuple[EvalRow, EvalRow]  # a row before and after regrading
 
 
 class Graders:
@@ -73,8 +64,13 @@ class Graders:
         makers = {}
         for name, one in config.sets.items():
             assert one.env is not None, "filled when the sets were resolved"
-            own, tables = _without_tools(one.env), {"grader": one.grader}
-            makers[name] = EnvMaker(own, tables, resolve, one.limits, one.prompt)
+            variants = {
+                key: replace(variant, tools=[], python=None, search=None)
+                for key, variant in one.env.variants.items()
+            }
+            own = replace(one.env, tools=[], variants=variants)
+            settings = EnvSettings(env=own, limits=one.limits, prompt=one.prompt, grader=one.grader)
+            makers[name] = EnvMaker(settings, resolve)
         return cls(makers)
 
     def check(self, rows: Sequence[EvalRow]) -> None:
@@ -86,14 +82,6 @@ class Graders:
                     f"{sorted(self._makers)}"
                 )
             self._makers[name].check_read([self.task(one) for one in rows if one.dataset == name])
-
-    async def grade(self, row: EvalRow, task: Task | None = None) -> Grade:
-        """The grade of a trajectory against the answers of its own task, or of `task`. Raises
-        ConfigError if its environment has no grader, and GraderError and CrashError of the grader.
-        """
-        task = task or self.task(row)
-        grader = await self.of(row.dataset, task)
-        return await graded(grader, task, written(row), calls_that_ran(row))
 
     async def of(self, name: str, task: Task) -> Grader:
         """The started grader of a task in the set `name`. Raises ConfigError without one."""
@@ -117,13 +105,6 @@ class Graders:
         return Task(row.task, env_id, row.question, answers, row.kind, dict(row.metadata))
 
 
-def _without_tools(env: EnvConfig) -> EnvConfig:
-    variants = {
-        name: replace(one, tools=[], python=None, search=None) for name, one in env.variants.items()
-    }
-    return replace(env, tools=[], variants=variants)
-
-
 async def regrade_rows(
     rows: Sequence[EvalRow], graders: Graders, on_row: Callable[[int], None]
 ) -> list[Change]:
@@ -135,34 +116,29 @@ async def regrade_rows(
     the first MAX_FAILED_AT_FIRST rows.
     """
     graders.check(rows)
-    slots = asyncio.Semaphore(CONCURRENCY)
     counts = {"graded": 0, "failed": 0}
 
     async def one(row: EvalRow) -> Change:
-        if not may_be_graded(row):
-            return Change(row, row)
-        async with slots:
-            after = await _regrade(row, graders)
+        if row.end == FAILED and not (row.error or "").startswith(GRADER_FAILED):
+            return row, row
+        after = await regraded(row, graders)
         counts["failed" if after.end == FAILED else "graded"] += 1
         if not counts["graded"] and counts["failed"] >= MAX_FAILED_AT_FIRST:
             raise GraderError(f"nothing was changed; no row could be graded: {after.error}")
         on_row(counts["graded"] + counts["failed"])
-        return Change(row, after)
+        return row, after
 
-    async with asyncio.TaskGroup() as group:
-        running = [group.create_task(one(row)) for row in rows]
-    return [task.result() for task in running]
+    return await for_each(one, rows)
 
 
-def may_be_graded(row: EvalRow) -> bool:
-    """Whether a row can be graded: it did not fail, or only its grader failed."""
-    return row.end != FAILED or (row.error or "").startswith(GRADER_FAILED)
-
-
-async def _regrade(row: EvalRow, graders: Graders) -> EvalRow:
+async def regraded(row: EvalRow, graders: Graders) -> EvalRow:
+    """The row with the grade of its task's grader, or failed if that fails. Raises ConfigError if
+    its environment has no grader."""
     graded_row = replace(row, scores={}, same_as=None)
     try:
-        grade = await graders.grade(row)
+        task = graders.task(row)
+        grader = await graders.of(row.dataset, task)
+        grade = await graded(grader, task, written(row), calls_that_ran(row))
     except (GraderError, CrashError) as error:
         return replace(
             graded_row, end=FAILED, error=f"{GRADER_FAILED} {error}", success=False, reward=0.0,
@@ -195,7 +171,7 @@ async def regrade(folder: Path, overrides: Sequence[str], view: View) -> None:
     with blaming(source, overrides):
         config = build_config(EvaluateConfig, tree, source)
     try:
-        with lock(folder):
+        with closing(lock(folder)):
             rows = await in_thread(load_rows, folder)
             scorer = make_scorer(view.log)
             view.begin("regrading", len(rows))
@@ -203,7 +179,7 @@ async def regrade(folder: Path, overrides: Sequence[str], view: View) -> None:
                 rows, Graders.of_config(config, resolver(saved.run)), on_row=view.advance
             )
             view.end()
-            after = [change.after for change in changes]
+            after = [two for _, two in changes]
             _show(changes, folder, view)
             found = await figures(folder, after, scorer)
             replace_rows(folder, after, BEFORE_FILE)
@@ -218,7 +194,7 @@ async def regrade(folder: Path, overrides: Sequence[str], view: View) -> None:
 def regraded_config(config: Tree, overrides: Sequence[str]) -> Tree:
     """The configuration with changed graders. `grader.` keys apply to every set and to all
     environment variants, `sets.NAME.grader.` keys to that set."""
-    tree = copy.deepcopy(config)
+    tree, by_set = copy.deepcopy(config), defaultdict[str, list[str]](list)
     for override in overrides:
         start, is_grader, _ = override.partition("=")[0].strip().rpartition("grader.")
         name = start.removeprefix("sets.").removesuffix(".")  # which may have dots
@@ -228,19 +204,15 @@ def regraded_config(config: Tree, overrides: Sequence[str]) -> Tree:
             )
         if start and name not in tree["sets"]:
             raise ConfigError(f"{override!r}: the sets are {sorted(tree['sets'])}")
-    places = {"grader.": [tree, *tree["sets"].values()]}
-    places |= {f"sets.{name}.grader.": [one] for name, one in tree["sets"].items()}
-    for start, found in places.items():
-        own = [text.removeprefix(start) for text in overrides if text.startswith(start)]
-        for place in found:
-            _override(place, own)
+        by_set[name].append(override.strip().removeprefix(f"{start}grader."))
+    for name in sorted(by_set):  # "" first: of every set
+        for place in [tree["sets"][name]] if name else [tree, *tree["sets"].values()]:
+            _override(place, by_set[name])
     return tree
 
 
 def _override(place: Tree, overrides: Sequence[str]) -> None:
     """Change the grader of a table and of the variants of its environment."""
-    if not overrides:
-        return
     variants = (place.get("env") or {}).get("variants") or {}
     chosen = any(text.partition("=")[0].strip() == "kind" for text in overrides)
     for table in [place, *(one for one in variants.values() if one.get("grader") is not None)]:
@@ -251,10 +223,10 @@ def _override(place: Tree, overrides: Sequence[str]) -> None:
 
 def changes_table(changes: Sequence[Change]) -> Table:
     """The table of changed verdicts."""
-    flipped = [change for change in changes if change.flipped]
+    flipped = [(one, two) for one, two in changes if verdict(one) != verdict(two)]
     moves = Counter((verdict(one), verdict(two)) for one, two in flipped)
     moved = ", ".join(f"{count} {one} -> {two}" for (one, two), count in sorted(moves.items()))
-    flipped.sort(key=lambda change: (verdict(change.after), change.after.key))
+    flipped.sort(key=lambda change: (verdict(change[1]), change[1].key))
     rows = []
     for before, after in flipped:
         texts = [" | ".join(after.answers), after.prediction, after.error or after.reason]
@@ -281,8 +253,3 @@ def _show(changes: Sequence[Change], folder: Path, view: View) -> None:
     if table.rows[MAX_LISTED:]:
         left = len(table.rows) - MAX_LISTED
         view.log(f"and {left} more, in {folder / CHANGES_FILE}")
-
-
-def verdict(row: EvalRow) -> str:
-    """The verdict of a row: "failed", "right" or "wrong"."""
-    return "failed" if row.end == FAILED else "right" if row.success else "wrong"

@@ -16,6 +16,7 @@ from agentenv.base.disk import write_whole
 from agentenv.base.offload import in_thread
 from agentenv.contract.env import close_shared
 from agentenv.evaluation.figures import (
+    SCORES,
     Agreement,
     Estimate,
     Figures,
@@ -50,8 +51,7 @@ async def figures(
     the rows."""
     saved = load_saved(folder)
     name = f"{folder.name}: {saved.subject.get('name', '')}".rstrip(": ")
-    again = bool(scorer.compat)  # stored scores are without compat
-    return await summarize(name, rows, scorer, ks=ks, again=again)
+    return await summarize(name, rows, scorer, ks=ks)
 
 
 async def show_report(folder: Path, summary: Summary, view: View) -> Summary:
@@ -110,10 +110,7 @@ def _weights_of(subject: Mapping[str, Any]) -> str:
 
 Cell = Callable[[Figures], str]
 
-SCORE_TITLES = {
-    **{"reward": "reward", "em": "EM", "f1": "F1", "contains": "contains"},
-    **{"math": "math", "rule": "rules", "judge": "judge"},
-}
+SCORE_TITLES = {"em": "EM", "f1": "F1", "rule": "rules"}  # of those with another name
 FEW_CALLS = 5  # of a tool; a share of errors over fewer means nothing
 NOT_SHORT = ("reward", "contains", "rule")
 MAX_UNREADABLE_SHARE = 0.05  # of a judge's replies; above it the report warns
@@ -186,12 +183,12 @@ def _scores(summary: Summary, short: bool = False) -> Table:
     """The scores of each set; `short` omits those of single graders."""
     estimates = summary.overall.estimates
     same = estimates.get("math") == estimates.get("rule")
-    known = [name for name in SCORE_TITLES if name in estimates and not (same and name == "rule")]
-    known = [name for name in known if not (short and name in NOT_SHORT)]
+    shown = estimates.keys() - (NOT_SHORT if short else ()) - ({"rule"} if same else set())
+    known = [name for name in ("reward", *SCORES) if name in shown]
     cells: dict[str, Cell] = {} if short else {"asked": lambda one: str(one.num_questions)}
     cells["graded"] = lambda one: str(one.num_trajectories)
     cells["success [95 %]"] = lambda one: interval(one.estimates.get("success"))
-    cells |= {SCORE_TITLES[name]: _value_of(name) for name in known}
+    cells |= {SCORE_TITLES.get(name, name): _value_of(name) for name in known}
     cells["failed"] = lambda one: str(one.num_failed)
     table = _grouped(f"Scores of {summary.name}", summary, cells, _scores_note(summary))
     if len(summary.groups.get("dataset", {})) > 1:
@@ -239,11 +236,7 @@ def _by_k(summary: Summary, title: str, of: Callable[[Figures], dict[int, Estima
 
 
 def _value_of(name: str) -> Cell:
-    def cell(figures: Figures) -> str:
-        estimate = figures.estimates.get(name)
-        return "-" if estimate is None else number(estimate.value)
-
-    return cell
+    return lambda figures: number(getattr(figures.estimates.get(name), "value", None))
 
 
 def _spread_of(name: str, *figure: str) -> Cell:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -31,7 +31,7 @@ from agentenv.base.errors import (
 )
 from agentenv.base.offload import in_thread, poll_pause
 from agentenv.base.tree import Node, Trajectory
-from agentenv.base.types import Limits
+from agentenv.base.types import Limits, Task
 from agentenv.contract.engine import Engine
 from agentenv.contract.env import shared_stats
 from agentenv.engines.chat import ChatEngine, ChatRenderer
@@ -53,33 +53,27 @@ from agentenv.text.renderer import Renderer, TextCodec
 INTERVAL_S = 1.0
 
 
+def verdict(row: EvalRow) -> str:
+    """The verdict of a row: "failed", "right" or "wrong"."""
+    return "failed" if row.end == FAILED else "right" if row.success else "wrong"
+
+
 class Progress:
-    """Reports finished trajectories, success so far, tokens per second, failures and retries to
-    `show`."""
+    """Shows finished trajectories, success so far, tokens per second, failures and retries.
+    `counts`: number of trajectories by verdict, beginning with those of `stored`, and of
+    "retries"."""
 
     def __init__(
-        self, show: Callable[[int, str], None], engine: Engine, stored: Iterable[EvalRow] = ()
+        self, show: Callable[[int, str], None], engine: Engine, stored: Iterable[EvalRow]
     ) -> None:
-        self.num_done = self.num_right = self.num_failed = self.num_retries = 0
+        self.counts = Counter(map(verdict, stored))
         self._report, self._engine = show, engine
         self._throughput, self._rate = Throughput(), 0.0
-        for row in stored:
-            self.num_done += 1
-            self.num_right += row.success
         self._ticking = asyncio.create_task(self._tick())
 
-    def add(self, row: EvalRow) -> None:
-        """Count a finished trajectory."""
-        if row.end == FAILED:
-            self.num_failed += 1
-        else:
-            self.num_done += 1
-            self.num_right += row.success
-        self._show()
-
-    def retry(self) -> None:
-        """Count a failed attempt that is retried."""
-        self.num_retries += 1
+    def count(self, what: str) -> None:
+        """Count a finished trajectory by its verdict, or a failed attempt that is retried."""
+        self.counts[what] += 1
         self._show()
 
     def close(self) -> None:
@@ -93,57 +87,40 @@ class Progress:
             await poll_pause(INTERVAL_S)
 
     def _show(self) -> None:
-        success = self.num_right / self.num_done if self.num_done else 0.0
-        failed = f"  {self.num_failed} failed" if self.num_failed else ""
-        retried = f"  {self.num_retries} retries" if self.num_retries else ""
-        note = f"success {success:.3f}  {self._rate:.0f} tok/s{failed}{retried}"
-        self._report(self.num_done + self.num_failed, note)
+        num_done = self.counts["right"] + self.counts["wrong"]
+        note = f"success {self.counts['right'] / max(1, num_done):.3f}  {self._rate:.0f} tok/s"
+        for name in ("failed", "retries"):
+            note += f"  {self.counts[name]} {name}" if self.counts[name] else ""
+        self._report(num_done + self.counts["failed"], note)
 
 
 MAX_FAILED = 32  # if all of the first attempts failed, the evaluation stops
-
-# The row of a tree with one leaf.
 
 
 def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
     """The row of a trajectory; of a failed one, the part before the failure."""
     question, tree = answer.question, answer.tree
-    task, renderer = question.task, question.actor.renderer
+    renderer = question.actor.renderer
     (leaf,) = tree.leaves()
     trajectory = Trajectory(tree.history(leaf))
-    segments = segments_of(trajectory.path, renderer)
-    texts = [segment["policy"] for segment in segments if "policy" in segment]
-    failed = leaf.end == "failed"
+    row = row_of_path(dataset, question.task, question.sample, trajectory, renderer)
+    texts = [segment["policy"] for segment in row.segments if "policy" in segment]
     prompt_tokens, tool_tokens = _counts(trajectory, renderer)
-    calls = [call for node in trajectory.path for call in node.info.get("tool_calls", ())]
     assist: dict[str, float] = leaf.info.get("assist") or {}
-    if not assist and any(call.get("info") for call in calls):
-        count_calls(assist, calls)  # of the env's browser agent, without an assisted actor
+    if not assist and any(call.get("info") for call in row.tool_calls):
+        count_calls(assist, row.tool_calls)  # of the env's browser agent, without assisted actor
     versions = [span.version for node in trajectory.path for span in node.version_spans]
-    return EvalRow(
-        dataset=dataset,
-        task=task.id,
-        sample=question.sample,
-        kind=task.kind,
-        env_id=task.env_id,
-        question=task.question,
-        answers=list(task.answers),
-        metadata=task.metadata,
+    return replace(
+        row,
         seed=seed,
-        segments=segments,
-        prediction=final_answer(texts[-1]) if texts and not failed else "",
-        tool_calls=calls,
+        prediction=final_answer(texts[-1]) if texts and row.end != FAILED else "",
         num_turns=sum(bool(node.action_ids) for node in trajectory.path),
         num_retries=answer.num_retries,
         prompt_tokens=prompt_tokens,
         action_tokens=trajectory.num_action_tokens,
         tool_tokens=tool_tokens,
         seconds=round(answer.seconds, 4),
-        end=str(leaf.end),
-        limit=str(leaf.limit) if leaf.limit is not None else None,
         error=leaf.error,
-        reward=0.0 if failed else trajectory.reward,
-        success=trajectory.success and not failed,
         reason=str(leaf.info.get("reason", "")),
         parts=dict(leaf.info.get("parts", {})),
         assist=assist,
@@ -153,6 +130,29 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
             if "abandoned" in node.info
         ],
         policy_versions=[min(versions), max(versions)] if versions else [],
+    )
+
+
+def row_of_path(
+    dataset: str, task: Task, sample: int, trajectory: Trajectory, codec: Renderer | TextCodec
+) -> EvalRow:
+    """The row of a trajectory without figures: the input of its grader, and the result."""
+    leaf, failed = trajectory.leaf, trajectory.leaf.end == FAILED
+    return EvalRow(
+        dataset=dataset,
+        task=task.id,
+        sample=sample,
+        kind=task.kind,
+        env_id=task.env_id,
+        question=task.question,
+        answers=list(task.answers),
+        metadata=task.metadata,
+        segments=segments_of(trajectory.path, codec),
+        tool_calls=[call for node in trajectory.path for call in node.info.get("tool_calls", ())],
+        end=str(leaf.end),
+        limit=str(leaf.limit) if leaf.limit is not None else None,
+        reward=0.0 if failed else trajectory.reward,
+        success=trajectory.success and not failed,
     )
 
 
@@ -187,17 +187,14 @@ def _counts(trajectory: Trajectory, renderer: Renderer) -> tuple[int, int]:
     return prompt, tools
 
 
-class Outcome(NamedTuple):
-    """The number of trajectories that finally failed, and the error if their share is too large."""
-
-    num_failed: int = 0
-    problem: AgentEnvError | OSError | None = None
+Problem = AgentEnvError | OSError
 
 
 async def run_evaluation(
     config: EvaluateConfig, subject: Subject, out: Path, view: View
-) -> Outcome:
-    """Sample the trajectories that `out` lacks. Raises the error of `broken` if all attempts
+) -> tuple[int, Problem | None]:
+    """Sample the trajectories that `out` lacks. Returns the number of trajectories that finally
+    failed, and the error if their share is too large. Raises the error of `broken` if all attempts
     fail."""
     async with AsyncExitStack() as stack:
         assembly = EvaluationAssembly(config, subject, stack, view.log)
@@ -217,7 +214,7 @@ async def run_evaluation(
                 "the report covers all; for a report on this command's only, choose another --out"
             )
         if not missing:
-            return Outcome()
+            return 0, None
         engine = await assembly.engine()
         actors = {name: await assembly.actor(name, engine) for name in sets}
         log = share_failures(actors.values(), config)
@@ -225,17 +222,13 @@ async def run_evaluation(
         stored = [row for row in store.rows.values() if row.end != FAILED and row.key in keys]
         view.begin("evaluation", len(missing) + len(stored), len(stored), "the report")
         stack.callback(view.end)
-        progress = Progress(view.advance, engine, stored)
-        stack.callback(progress.close)
-
-        def make_row(name: str, answer: Answer) -> EvalRow:
-            return row_of(name, answer, assembly.seed(name))
-
-        many = config.concurrency
-        problem: AgentEnvError | OSError | None = None
+        problem: Problem | None = None
         try:
             with rolling_out(), watched(actors.values, view):
-                await sample_into(store, missing, actors, make_row, progress, concurrency=many)
+                await sample_into(
+                    store, missing, actors, assembly.seed, view.advance,
+                    concurrency=config.concurrency, stored=stored,
+                )  # fmt: skip
         except* TooManyFailuresError as errors:
             problem = first_reason(errors)
         counted = [f"{name} {value:g}" for name, value in shared_stats().items() if value]
@@ -246,20 +239,20 @@ async def run_evaluation(
             if problem is None or not one.config.limits.strict:  # also counts stored rows
                 found = _too_many(name, store, one.config.limits, log.redactor)
                 problem = found or problem
-        return Outcome(len(failed), problem)
+        return len(failed), problem
 
 
 async def evaluate_and_report(
     config: EvaluateConfig, subject: Subject, out: Path, view: View
-) -> tuple[Outcome, Summary]:
+) -> tuple[Problem | None, Summary]:
     """`run_evaluation`, and then the report of all rows in `out`."""
-    outcome = await run_evaluation(config, subject, out, view)
-    if outcome.num_failed:
-        view.log(f"{outcome.num_failed} trajectories failed; the same command retries them")
+    num_failed, problem = await run_evaluation(config, subject, out, view)
+    if num_failed:
+        view.log(f"{num_failed} trajectories failed; the same command retries them")
     view.wait_for("scoring", "the report")
     summary = await report_of(out, view)
     view.end()
-    return outcome, summary
+    return problem, summary
 
 
 def _too_many(
@@ -330,13 +323,16 @@ async def sample_into(
     store: Store,
     missing: Sequence[Wanted],
     actors: Mapping[str, Actor],
-    make_row: Callable[[str, Answer], EvalRow],
-    progress: Progress,
+    seed: Callable[[str], int],
+    show: Callable[[int, str], None],
     *,
     concurrency: int,
-) -> None:
-    """Sample the `missing` trajectories with the actor of each set, and store each row as soon as
-    its trajectory ends. `make_row` takes the set's name and the answer. Raises the error of
+    stored: Iterable[EvalRow] = (),
+    change: Callable[[EvalRow, Answer], EvalRow] = lambda row, answer: row,
+) -> int:
+    """Sample the `missing` trajectories with the actor and the seed of each set, and store each row
+    as soon as its trajectory ends. `show` takes the progress, which begins with `stored` rows;
+    `change` gives the row to store. Returns the number of failed trajectories. Raises the error of
     `broken` if the first MAX_FAILED attempts, or all, have failed, which is no coincidence."""
     names = {id(actor): name for name, actor in actors.items()}
     errors: list[str] = []
@@ -356,20 +352,26 @@ async def sample_into(
 
     async def keep(answer: Answer) -> None:
         nonlocal hopeless
-        row = make_row(names[id(answer.question.actor)], answer)
+        name = names[id(answer.question.actor)]
+        row = change(row_of(name, answer, seed(name)), answer)
         await in_thread(store.add, row)
-        progress.add(row)
+        progress.count(verdict(row))
         if row.end != FAILED:
             hopeless = 0
         else:
             count(answer, row.error or "")
 
     def retry(answer: Answer) -> None:
-        progress.retry()
+        progress.count("retries")
         count(answer, answer.tree.failures()[0].error or "")
 
     questions = (Question(actors[one.dataset], one.task, one.sample) for one in missing)
-    await run_questions(questions, keep, retry, concurrency=concurrency)
+    progress = Progress(show, next(iter(actors.values())).engine, stored)
+    try:
+        await run_questions(questions, keep, retry, concurrency=concurrency)
+    finally:
+        progress.close()
+    return progress.counts["failed"]
 
 
 def _wanted(name: str, one: Questions) -> Iterator[Wanted]:

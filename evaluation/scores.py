@@ -16,13 +16,13 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from agentenv.assembly.keys.benchmarks import benchmark_of
-from agentenv.assembly.reports.records import EvalRow, prediction, whole_text, written
+from agentenv.assembly.reports.records import FAILED, EvalRow, prediction, whole_text, written
 from agentenv.base.installation import install_hint
 from agentenv.base.offload import in_thread
 from agentenv.envs.grading.layers import Layered, compare
@@ -31,6 +31,8 @@ from agentenv.envs.grading.verdict import same_answer
 from agentenv.envs.grading.words import f1, has_cjk, is_wordy
 from agentenv.evaluation.store import keep_filled, load_rows, num_filled
 
+T = TypeVar("T")
+R = TypeVar("R")
 Compat = Literal["", "reference"]
 
 CONCURRENCY = 64  # rows
@@ -42,13 +44,8 @@ class Scorer:
 
     def __init__(self, *, compat: Compat = "", math: bool = True) -> None:
         self.compat = compat
-        self._math = math
+        self.is_usual = not compat and math  # of the kind that evaluations store
         self.layered = {ordered: Layered(math=math, ordered=ordered) for ordered in (False, True)}
-
-    @property
-    def is_usual(self) -> bool:
-        """Whether the scores are of the kind that evaluations store."""
-        return not self.compat and self._math
 
     async def score(self, row: EvalRow) -> dict[str, float]:
         """All scores of a row that did not fail. Raises GraderError if math-verify cannot run."""
@@ -71,20 +68,33 @@ class Scorer:
         return (await self.layered[ordered].verdict(question, answer, golds)).right
 
 
-async def score_rows(rows: Sequence[EvalRow], scorer: Scorer, *, again: bool = False) -> None:
-    """Compute `scores` of the rows that did not fail and have none yet; with `again`, of all rows
-    that did not fail."""
+async def for_each(work: Callable[[T], Awaitable[R]], items: Iterable[T]) -> list[R]:
+    """The results of `work` for all items, in order, CONCURRENCY at a time."""
     slots = asyncio.Semaphore(CONCURRENCY)
 
-    async def one(row: EvalRow) -> None:
+    async def one(item: T) -> R:
         async with slots:
-            row.scores = await scorer.score(row)
+            return await work(item)
 
     async with asyncio.TaskGroup() as group:
-        for row in rows:
-            if row.end != "failed" and (again or "em" not in row.scores):
-                group.create_task(one(row))
-    _add_judged(rows)
+        running = [group.create_task(one(item)) for item in items]
+    return [task.result() for task in running]
+
+
+async def score_rows(rows: Sequence[EvalRow], scorer: Scorer) -> None:
+    """Compute `scores` of the rows that did not fail and have none yet; with `compat`, of all rows
+    that did not fail: stored scores are without it."""
+
+    async def one(row: EvalRow) -> None:
+        row.scores = await scorer.score(row)
+
+    done = [row for row in rows if row.end != FAILED]
+    await for_each(one, [row for row in done if scorer.compat or "em" not in row.scores])
+    # in sets with a judge: the grade by the rules or else by the judge
+    judged = {row.dataset for row in rows if {"judge", "judge_unparsed"} & row.parts.keys()}
+    for row in done:
+        if row.dataset in judged:
+            row.scores["judge"] = float(row.success)
 
 
 def make_scorer(report: Callable[[str], None], compat: Compat = "") -> Scorer:
@@ -107,14 +117,6 @@ async def stored_rows(folder: Path, scorer: Scorer) -> AsyncIterator[list[EvalRo
     yield rows
     if scorer.is_usual and num_filled(rows) > before:
         await in_thread(keep_filled, folder, rows)
-
-
-def _add_judged(rows: Sequence[EvalRow]) -> None:
-    """Set the score "judge" in sets with a judge: the grade by the rules or else by the judge."""
-    judged = {row.dataset for row in rows if {"judge", "judge_unparsed"} & row.parts.keys()}
-    for row in rows:
-        if row.dataset in judged and row.end != "failed":
-            row.scores["judge"] = float(row.success)
 
 
 def text_scores(answer: str, golds: Sequence[str]) -> dict[str, float]:
@@ -182,10 +184,9 @@ async def count_votes(rows: Sequence[EvalRow], scorer: Scorer) -> Votes:
 
     The rows store the result in `same_as`, and are compared again only after new samples.
     """
-    votes = known_votes(rows)
-    if votes is None:
+    if known_votes(rows) is None:
         await _compare(_wrong(rows), scorer)
-        votes = known_votes(rows)
+    votes = known_votes(rows)
     assert votes is not None
     return votes
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import log
+from itertools import product
 from pathlib import Path
 from statistics import fmean
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from agentenv.base.errors import DataError
 from agentenv.evaluation.figures import questions_of
 from agentenv.evaluation.store import load_run_config, read_rows
 
+UNITS = ("calls", "tokens")
 LEVELS = (0.5, 0.7, 0.8, 0.9)
 NUM_DRAWS = 2_000
 BEFORE = ("after_sft", "before_sft")  # the evaluation of the weights that RL begins with
@@ -43,6 +43,7 @@ class Curve:
     calls: Floats
     right: Floats
     tokens: Floats  # [E], sampled so far
+    cpu_s: float = 0.0  # of the whole run
 
     def success(self) -> Floats:
         """[E], the share of questions answered right."""
@@ -68,11 +69,10 @@ def crossings(calls: Floats, success: Floats, level: float) -> Floats:
     above = success >= level
     last = np.where(above.any(1), above.argmax(1), len(calls) - 1)
     rows, before = np.arange(len(success)), np.maximum(last - 1, 0)
-    rise = success[rows, last] - success[rows, before]
-    share = np.where(rise > 0, (level - success[rows, before]) / np.where(rise > 0, rise, 1.0), 1.0)
-    met = above.any(1) & (last > 0)
-    found = np.where(met, calls[before] + share * (calls[last] - calls[before]), calls[last])
-    return np.asarray(found, dtype=np.float64)
+    low, high = success[rows, before], success[rows, last]
+    crossed = above.any(1) & (last > 0)  # between these two evaluations: low < level <= high
+    share = np.divide(level - low, high - low, out=np.ones_like(low), where=crossed)
+    return np.asarray(calls[before] + share * (calls[last] - calls[before]), dtype=np.float64)
 
 
 class Ratio(Struct):
@@ -111,9 +111,9 @@ class Comparison(Struct):
     arms: dict[str, Arm]
 
 
-def read_curve(run: Path, dataset: str = "") -> tuple[Curve, dict[str, Any]]:
-    """The curve of a finished run on one of its evaluation sets, by default the reported one, and
-    the run's summary. Raises DataError."""
+def read_curve(run: Path, dataset: str = "") -> Curve:
+    """The curve of a finished run on one of its evaluation sets, by default the reported one.
+    Raises DataError."""
     try:
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
         text = (run / "metrics.jsonl").read_text(encoding="utf-8")
@@ -144,9 +144,9 @@ def read_curve(run: Path, dataset: str = "") -> tuple[Curve, dict[str, Any]]:
         )
     if len({len(right) for *_, right in points}) > 1:
         raise DataError(f"{run}: its evaluations of set {dataset!r} have different questions")
-    all_calls, all_tokens, rights = zip(*points, strict=True)
-    curve = Curve(np.array(all_calls, float), np.array(rights, float), np.array(all_tokens, float))
-    return curve, summary
+    all_calls, all_tokens, rights = (np.array(one, float) for one in zip(*points, strict=True))
+    cpu_s = float(summary.get("cpu_s", {}).get("total", 0.0))
+    return Curve(all_calls, rights, all_tokens, cpu_s)
 
 
 def _right(folder: Path, names: Sequence[str], dataset: str) -> list[float] | None:
@@ -162,20 +162,18 @@ def arms_by_keys(runs: Sequence[Path]) -> dict[str, dict[int, Path]]:
     """Runs by arm and seed; the name of an arm consists of the keys that differ between
     configurations. Raises DataError."""
     plain = {run: load_run_config(run) for run in runs}
-    flat = {
-        run: dict(_flat({k: v for k, v in raw.items() if k not in OF_RUN}))
+    texts = {
+        run: {
+            key: json.dumps(value).replace(str(run.resolve()), "{run}")
+            for key, value in _flat({k: v for k, v in raw.items() if k not in OF_RUN})
+        }
         for run, raw in plain.items()
     }
-    keys = list(dict.fromkeys(key for one in flat.values() for key in one))
-    folders = {run: f"{run.resolve()}" for run in runs}
-
-    def value(run: Path, key: str) -> str:
-        return json.dumps(flat[run].get(key)).replace(folders[run], "{run}")
-
-    differing = [key for key in keys if len({value(run, key) for run in runs}) > 1]
+    keys = dict.fromkeys(key for one in texts.values() for key in one)
+    differing = [key for key in keys if len({one.get(key, "null") for one in texts.values()}) > 1]
     found: dict[str, dict[int, Path]] = {}
     for run in runs:
-        name = ", ".join(f"{key}={value(run, key)}" for key in differing) or "all"
+        name = ", ".join(f"{key}={texts[run].get(key, 'null')}" for key in differing) or "all"
         seeds = found.setdefault(name, {})
         seed = plain[run].get("run", {}).get("seed", 0)
         if seed in seeds:
@@ -202,66 +200,49 @@ def compare(
     cannot be compared."""
     if baseline not in runs:
         raise DataError(f"there is no finished run of {baseline!r}; arms: {', '.join(runs)}")
-    curves, summaries = Curves(), dict[str, list[dict[str, Any]]]()
-    for arm, by_seed in runs.items():
-        read = {seed: read_curve(path, dataset) for seed, path in by_seed.items()}
-        curves[arm] = {seed: curve for seed, (curve, _) in read.items()}
-        summaries[arm] = [summary for _, summary in read.values()]
-    return compare_curves(curves, baseline, levels, summaries), curves
-
-
-def compare_curves(
-    curves: Curves,
-    baseline: str,
-    levels: Sequence[float] = LEVELS,
-    summaries: Mapping[str, Sequence[Mapping[str, Any]]] = MappingProxyType({}),
-) -> Comparison:
-    """The comparison of curves, by arm and seed; `summaries`: of the runs, for CPU seconds."""
-    found = Comparison(baseline, {})
-    every = [curve for by_seed in curves.values() for curve in by_seed.values()]
-    most = {
-        unit: max(float(getattr(one, unit)[-1]) for one in every) for unit in ("calls", "tokens")
+    curves: Curves = {
+        arm: {seed: read_curve(path, dataset) for seed, path in by_seed.items()}
+        for arm, by_seed in runs.items()
     }
-    for arm, curve_of in curves.items():
-        found.arms[arm] = _arm(
-            list(curve_of), list(curve_of.values()), summaries.get(arm, ()), levels, most["calls"]
-        )
-        pairs = {
-            seed: (curve, curves[baseline][seed])
-            for seed, curve in curve_of.items()
-            if arm != baseline and seed in curves[baseline]
-        }
-        for level in levels if pairs else ():
-            found.arms[arm].calls_ratio[f"{level:g}"] = _ratio(pairs, level, "calls", most["calls"])
-            found.arms[arm].tokens_ratio[f"{level:g}"] = _ratio(
-                pairs, level, "tokens", most["tokens"]
-            )
-    for level in levels:
-        for name in ("calls_ratio", "tokens_ratio"):
-            _holm([getattr(arm, name).get(f"{level:g}") for arm in found.arms.values()])
+    return compare_curves(curves, baseline, levels), curves
+
+
+def compare_curves(curves: Curves, baseline: str, levels: Sequence[float] = LEVELS) -> Comparison:
+    """The comparison of curves, by arm and seed."""
+    every = [curve for by_seed in curves.values() for curve in by_seed.values()]
+    most = {unit: max(float(getattr(one, unit)[-1]) for one in every) for unit in UNITS}
+    found = Comparison(
+        baseline, {arm: _arm(one, levels, most["calls"]) for arm, one in curves.items()}
+    )
+    pairs = {
+        arm: {seed: (by_seed[seed], curves[baseline][seed]) for seed in shared}
+        for arm, by_seed in curves.items()
+        if arm != baseline and (shared := [one for one in by_seed if one in curves[baseline]])
+    }
+    for level, unit in product(levels, UNITS):
+        ratios = {arm: _ratio(one, level, unit, most[unit]) for arm, one in pairs.items()}
+        _holm(ratios.values())
+        for arm, ratio in ratios.items():
+            getattr(found.arms[arm], f"{unit}_ratio")[f"{level:g}"] = ratio
     return found
 
 
-def _arm(
-    seeds: list[int],
-    curves: Sequence[Curve],
-    summaries: Sequence[Any],
-    levels: Sequence[float],
-    most: float,
-) -> Arm:
+def _arm(curve_of: Mapping[int, Curve], levels: Sequence[float], most: float) -> Arm:
+    curves = curve_of.values()
     reached = {
         f"{level:g}": [calls_to(one.calls, one.success(), level, most) for one in curves]
         for level in levels
     }
-    last = np.stack([_drawn(one, seed)[:, -1] for seed, one in zip(seeds, curves, strict=True)], 1)
     return Arm(
-        seeds=sorted(seeds),
+        seeds=sorted(curve_of),
         before=fmean(float(one.success()[0]) for one in curves),
         after=fmean(float(one.success()[-1]) for one in curves),
-        after_interval=_interval(last),
+        after_interval=_interval(
+            np.stack([_drawn(one, seed)[:, -1] for seed, one in curve_of.items()], 1)
+        ),
         calls=fmean(float(one.calls[-1]) for one in curves),
         tokens=fmean(float(one.tokens[-1]) for one in curves),
-        cpu_s=fmean([float(one.get("cpu_s", {}).get("total", 0.0)) for one in summaries] or [0.0]),
+        cpu_s=fmean(one.cpu_s for one in curves),
         calls_to={level: fmean(calls for calls, _ in found) for level, found in reached.items()},
         missed={level: sum(not met for _, met in found) for level, found in reached.items()},
         calls_ratio={},
@@ -289,43 +270,35 @@ def _interval(values: Floats) -> tuple[float, float]:
 
 def _ratio(pairs: Mapping[int, tuple[Curve, Curve]], level: float, unit: str, most: float) -> Ratio:
     """The ratio of the first curve of each pair to the second; `pairs` by seed."""
-
-    def met(curve: Curve, success: Floats) -> tuple[float, bool]:
-        return calls_to(getattr(curve, unit), success, level, most)
-
-    points = [[met(one, one.success()) for one in pair] for pair in pairs.values()]
-    logs = np.array([log(max(a, 1.0) / max(b, 1.0)) for (a, _), (b, _) in points])
-    found = Ratio(
-        value=float(np.exp(logs.mean())),
-        low=None,
-        high=None,
-        num_seeds=len(pairs),
-        num_missed=sum(not all(is_met for _, is_met in pair) for pair in points),
-    )
-    if len(pairs) < 2:
-        return found
-    drawn = np.empty((NUM_DRAWS, len(pairs)))
-    for place, (seed, pair) in enumerate(pairs.items()):
-        first, second = (
-            np.maximum(crossings(getattr(one, unit), _drawn(one, seed), level), 1.0)
-            if points[place][side][1]
-            else np.full(NUM_DRAWS, max(points[place][side][0], 1.0))
-            for side, one in enumerate(pair)
-        )
-        drawn[:, place] = np.log(first / second)
-    found.low, found.high = map(float, np.exp(_interval(drawn)))
-    if logs.std() > 0:
-        found.p = float(ttest_1samp(logs, 0.0).pvalue)
+    columns, num_missed = [], 0
+    for seed, pair in pairs.items():
+        (first, is_met), (second, too) = (_needed(one, seed, level, unit, most) for one in pair)
+        columns.append(np.log(first / second))
+        num_missed += not (is_met and too)
+    logs, *drawn = np.stack(columns, 1)
+    found = Ratio(float(np.exp(logs.mean())), None, None, len(pairs), num_missed)
+    if len(pairs) > 1:
+        found.low, found.high = map(float, np.exp(_interval(np.array(drawn))))
+        if logs.std() > 0:
+            found.p = float(ttest_1samp(logs, 0.0).pvalue)
     return found
 
 
-def _holm(found: Sequence[Ratio | None]) -> None:
+def _needed(curve: Curve, seed: int, level: float, unit: str, most: float) -> tuple[Floats, bool]:
+    """[1 + draw]: calls or tokens to the level, of the curve and of its draws, at least 1; and
+    whether the curve reaches it."""
+    spent: Floats = getattr(curve, unit)
+    needed, is_met = calls_to(spent, curve.success(), level, most)
+    drawn = crossings(spent, _drawn(curve, seed), level) if is_met else [needed] * NUM_DRAWS
+    return np.maximum([needed, *drawn], 1.0), is_met
+
+
+def _holm(found: Iterable[Ratio]) -> None:
     """Correct the p-values of these arms in place, by Holm's method."""
-    tested = sorted((one for one in found if one and one.p is not None), key=lambda one: one.p or 0)
+    tested = sorted((one.p, place, one) for place, one in enumerate(found) if one.p is not None)
     corrected = 0.0
-    for place, one in enumerate(tested):
-        corrected = min(1.0, max(corrected, (len(tested) - place) * (one.p or 0.0)))
-        one.p = corrected
+    for place, (p, _, one) in enumerate(tested):
+        one.p = corrected = min(1.0, max(corrected, (len(tested) - place) * p))
 
 
 def tables(found: Comparison) -> list[Table]:
@@ -383,33 +356,25 @@ def _cell(ratio: Ratio) -> str:
 def plot(curves: Curves, target: Path) -> None:
     """Plot mean success with 95 % bands over seeds and questions, against evaluations and against
     tool calls."""
-    figure, (left, right) = panels(1, 2, (11, 4.4))
+    figure, (left, right) = panels(2, (11, 4.4))
     for number, (arm, by_seed) in enumerate(curves.items()):
         color = f"C{number % 10}"
         drawn = {seed: _drawn(curve, seed) for seed, curve in by_seed.items()}
         count = min(len(curve.calls) for curve in by_seed.values())
-        _band(
-            left,
-            np.arange(count, dtype=np.float64),
-            [one[:, :count] for one in drawn.values()],
-            color,
-            arm,
-        )
         shared = np.linspace(0, min(curve.calls[-1] for curve in by_seed.values()), 60)
         along = [
             np.stack([np.interp(shared, by_seed[seed].calls, one) for one in draws])
             for seed, draws in drawn.items()
         ]
-        _band(right, shared, along, color, arm)
+        label = f"{arm}, {len(drawn)} seed{'s' if len(drawn) > 1 else ''}"
+        for axes, places, each in (
+            (left, np.arange(count), [one[:, :count] for one in drawn.values()]),
+            (right, shared, along),
+        ):
+            stacked = np.stack(each, 1)  # [draw, seed, place]
+            spans = np.array([_interval(stacked[:, :, place]) for place in range(len(places))])
+            axes.fill_between(places, spans[:, 0], spans[:, 1], color=color, alpha=0.15, lw=0)
+            axes.plot(places, stacked.mean((0, 1)), color=color, lw=2, label=label)
     left.set(xlabel="evaluations", ylabel="held-out success", ylim=(0, 1.02))
     right.set(xlabel="tool calls", ylim=(0, 1.02))
     target.write_bytes(png(figure, dpi=90))
-
-
-def _band(axes: Any, places: Floats, drawn: Sequence[Floats], color: str, arm: str) -> None:
-    """Plot a mean with its band. `drawn`: by seed, [draw, place]."""
-    stacked = np.stack(drawn, 1)
-    spans = np.array([_interval(stacked[:, :, place]) for place in range(len(places))])
-    axes.fill_between(places, spans[:, 0], spans[:, 1], color=color, alpha=0.15, lw=0)
-    label = f"{arm}, {len(drawn)} seed{'s' if len(drawn) > 1 else ''}"
-    axes.plot(places, stacked.mean((0, 1)), color=color, lw=2, label=label)

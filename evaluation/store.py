@@ -6,60 +6,34 @@ DIR/rows.jsonl     an EvalRow per line, written when its trajectory ends
 
 from __future__ import annotations
 
-import fcntl
-import mmap
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
-from threading import Lock
-from typing import Any, BinaryIO
+from threading import Lock as ThreadLock
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from agentenv.assembly.keys.cluster import WHERE
 from agentenv.assembly.reports.records import FAILED, EvalRow, Key, Wanted
-from agentenv.assembly.run.lock import LockHolder
+from agentenv.assembly.run.lock import Lock
 from agentenv.base.config import Tree, changes
 from agentenv.base.disk import PARTIAL, append_whole, write_whole
 from agentenv.base.disk_errors import explain
 from agentenv.base.errors import ConfigError, DataError
 
-# The lock of the directory of an evaluation: one command at a time writes there.
-
 LOCK_FILE = ".lock"
 
 
-def lock(folder: Path) -> BinaryIO:
-    """Lock the directory until the returned file is closed; the file names the holder. Raises
-    ConfigError if another command holds the lock. On file systems without locks, it always
-    succeeds."""
+def lock(folder: Path) -> Lock:
+    """Create the directory if it is missing, and lock it. Raises ConfigError if another command
+    holds the lock, or the directory is not writable."""
     try:
-        held = (folder / LOCK_FILE).open("a+b", buffering=0)
+        folder.mkdir(parents=True, exist_ok=True)
+        return Lock(folder / LOCK_FILE, "or stop it", takes_over=True)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {explain(error, '--out')}") from error
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        with held:
-            who = _holder(held)
-        raise ConfigError(
-            f"{folder}: {who} is writing this evaluation; wait until it ends, or stop it"
-        ) from None
-    except OSError:  # a file system without locks
-        pass
-    with suppress(OSError):  # of a full disk: the name is optional
-        held.truncate(0)
-        held.write(msgspec.json.encode(LockHolder.me()))
-    return held
-
-
-def _holder(file: BinaryIO) -> str:
-    file.seek(0)
-    try:
-        return str(msgspec.json.decode(file.read(), type=LockHolder))
-    except msgspec.DecodeError:  # the holder has not written its name yet
-        return "another command"
 
 
 CONFIG_FILE, ROWS_FILE = "config.json", "rows.jsonl"
@@ -93,11 +67,7 @@ class Store:
     def __init__(self, path: Path, saved: Saved) -> None:
         self.path = path
         self.rows: dict[Key, EvalRow] = {}
-        self._one_at_a_time = Lock()
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be written: {explain(error, '--out')}") from error
+        self._one_at_a_time = ThreadLock()
         self._lock = lock(path)
         try:
             self._claim(saved)
@@ -150,13 +120,8 @@ class Store:
 
     def _cut_torn_line(self) -> None:
         """Remove an incomplete last line, which a killed command may leave."""
-        path = self.path / ROWS_FILE
-        if not path.is_file() or not path.stat().st_size:
-            return
-        with path.open("rb+") as file, mmap.mmap(file.fileno(), 0) as text:
-            end = text.rfind(b"\n") + 1
-            if end < len(text):
-                file.truncate(end)
+        with suppress(FileNotFoundError), (self.path / ROWS_FILE).open("rb+") as file:
+            file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
 
 
 def replace_rows(folder: Path, rows: Sequence[EvalRow], keep_as: str = "") -> None:
@@ -286,7 +251,7 @@ def keep_filled(folder: Path, rows: Sequence[EvalRow]) -> None:
     since. If the directory is locked or not writable, nothing is stored, and the next report
     computes them again."""
     known = {row.key: row for row in rows}
-    with suppress(ConfigError), lock(folder):
+    with suppress(ConfigError), closing(lock(folder)):
         now = read_rows(folder)
         for row in now:
             one = known.get(row.key)

@@ -11,7 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
@@ -67,11 +67,6 @@ class Subject(NamedTuple):
     model: Path | None
 
 
-def is_url(text: str) -> bool:
-    """Whether a subject is the URL of an endpoint."""
-    return text.startswith(("http://", "https://"))
-
-
 def find_subject(
     text: str,
     *,
@@ -86,7 +81,7 @@ def find_subject(
     `tokenizer` are only for an endpoint. `report` reports a download; without it, for a dry run,
     nothing is fetched, and a directory may be missing. Raises ConfigError, and DataError for a run
     without that checkpoint."""
-    if is_url(text):
+    if text.startswith(("http://", "https://")):
         engine = {"name": "openai", "url": text, "model": model, "tokenizer": tokenizer}
         return Subject(model or text.partition("://")[2], {"engine": engine}, Path(), None)
     if model or tokenizer:
@@ -195,17 +190,24 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
         stack: AsyncExitStack,
         report: Reporter,
     ) -> None:
-        sets = {name: set_config(name, one) for name, one in config.sets.items()}
+        sets = {
+            name: SetConfig.of(one, key=f"sets.{name}", rows=one)
+            for name, one in config.sets.items()
+        }
         super().__init__(config, subject.run, stack, report, sets=sets)
         self.servers = ServerFactory(lambda: self._log_folder, stack, report)
         self.subject = subject
+        self.pieces = Pieces()  # of text, instead of tokens, for an endpoint of chat messages
         self.has_weights = config.engine.capabilities.has_weights
 
     @cached_property
     def _log_folder(self) -> Path:
         """A temporary folder: the subject may be a model directory, which stays unchanged."""
         logs = Path(tempfile.mkdtemp(prefix="agentenv-evaluate-"))
-        self.stack.push(partial(_remove_unless_failed, logs))
+        # servers' logs may show the reason of a failure
+        self.stack.push(
+            lambda failed, *_: None if failed else shutil.rmtree(logs, ignore_errors=True)
+        )
         return logs
 
     @cached_property
@@ -224,11 +226,6 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
         if self.subject.model is not None:
             raise ConfigError("engine.name = 'openai': give the endpoint's URL as SUBJECT")
         return Path(engine.tokenizer) if engine.tokenizer else None
-
-    @cached_property
-    def pieces(self) -> Pieces:
-        """Pieces of text that replace tokens, for an endpoint of chat messages."""
-        return Pieces()
 
     @once
     async def endpoint(self) -> ChatEngine | TokensEngine | None:
@@ -251,8 +248,7 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
     async def contexts(self) -> Sequence[int]:
         endpoint = await self.endpoint()
         if endpoint is not None:
-            length = endpoint.max_model_len
-            return [length] if length else []
+            return [endpoint.max_model_len] if endpoint.max_model_len else []
         model = await self.model()
         assert model is not None
         return [self.config.engine.max_context(model)]
@@ -361,12 +357,6 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
         return self.config.seed if own is None else own
 
 
-def set_config(name: str, one: QuestionSet) -> SetConfig:
-    """The SetConfig of a set with all tables, see `resolve_sets`."""
-    own = {"sampling": one.sampling, "num_samples": one.num_samples}
-    return SetConfig.of(one, key=f"sets.{name}", rows=one, **own)
-
-
 def with_own_names(tasks: Sequence[Task], report: Reporter) -> list[Task]:
     """The tasks with unique ids, which identify rows: a repeated id gets a number."""
     seen: Counter[str] = Counter()
@@ -379,12 +369,6 @@ def with_own_names(tasks: Sequence[Task], report: Reporter) -> list[Task]:
     if twice:
         report(f"{twice} questions have the id of an earlier one; a number is appended to each")
     return named
-
-
-def _remove_unless_failed(logs: Path, failed: type[BaseException] | None, *_: object) -> None:
-    """Remove the servers' logs, unless the command failed: they may show the reason."""
-    if failed is None:
-        shutil.rmtree(logs, ignore_errors=True)
 
 
 def configured(
@@ -422,7 +406,9 @@ def resolve(
         raw = merged(before, given)
         leave_out_old_kinds(config_type, raw, before, set(keys_in(given)), report)
         if subject.model is None:
-            raw["engine"] = merged(_of_endpoint(raw), subject.raw["engine"])
+            engine = raw.get("engine") or {}
+            own = engine if engine.get("name") == "openai" else {}
+            raw["engine"] = merged(own, subject.raw["engine"])
     if any(text.startswith("data=") for text in overrides):
         raw = {key: value for key, value in raw.items() if key != "sets"}
     if env_id:
@@ -446,9 +432,3 @@ def of_env(raw: Tree, env_id: str, report: Reporter) -> Tree:
     keys = " and ".join(f"env.{key}" for key in left)
     report(f"{keys} of the run are ignored: they belong to {env['id']}, not to {env_id}")
     return {**raw, "env": {key: value for key, value in env.items() if key not in left}}
-
-
-def _of_endpoint(raw: Tree) -> Tree:
-    """The engine keys of the file if they are for an endpoint, else none."""
-    engine = raw.get("engine") or {}
-    return engine if engine.get("name") == "openai" else {}

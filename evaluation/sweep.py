@@ -15,8 +15,9 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import product
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import groupby, product
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -29,6 +30,7 @@ from agentenv.base.config import load_config, read_toml
 from agentenv.base.disk import make_folder, write_whole
 from agentenv.base.errors import ConfigError
 from agentenv.base.offload import in_thread, start_process
+from agentenv.processes.supervisor import log_tail
 
 SWEEP_FILE = "sweep.json"
 START = "start"  # the arm from which the others start
@@ -124,11 +126,6 @@ def read_sweep(path: Path) -> SweepConfig:
     return replace(found, config=str((path.parent / found.config).resolve()))
 
 
-def is_sweep_file(path: Path) -> bool:
-    """Whether a TOML file is a sweep file, and not the configuration of a run."""
-    return "arms" in read_toml(path)
-
-
 def check(config: SweepConfig) -> Made:
     """Check and resolve a sweep before anything starts. Raises ConfigError."""
     path = Path(config.config)
@@ -154,12 +151,6 @@ def check(config: SweepConfig) -> Made:
     for run in runs_of(path.parent, replace(made, seeds=seeds[:1])):
         load_config(TrainConfig, path, run.overrides, report=lambda _: None)
     return made
-
-
-def _filled(overrides: Sequence[str], seed: int, start: Path) -> tuple[str, ...]:
-    return tuple(
-        one.replace("{seed}", f"{seed}").replace("{start}", f"{start}") for one in overrides
-    )
 
 
 def read_made(folder: Path) -> Made:
@@ -207,92 +198,74 @@ def runs_of(folder: Path, made: Made) -> Iterator[SweepRun]:
         if made.start is not None:
             arms = {START: made.start, **arms}
         for arm, overrides in arms.items():
-            filled = _filled([*made.overrides, *overrides], seed, start)
-            yield SweepRun(arm, seed, folder / arm / f"seed-{seed}", filled)
+            filled = (
+                one.replace("{seed}", f"{seed}").replace("{start}", f"{start}")
+                for one in (*made.overrides, *overrides)
+            )
+            yield SweepRun(arm, seed, folder / arm / f"seed-{seed}", tuple(filled))
 
 
 Report = Callable[[SweepRun, str, str], None]  # run, outcome, its log's last line
 
 
-class SweepRunner:
-    """Trains the runs, `jobs` at a time."""
+async def train_all(
+    config: str, runs: Iterable[SweepRun], *, jobs: int, report: Report
+) -> list[SweepRun]:
+    """Train every unfinished run, `jobs` at a time; the arms of a seed follow its start run.
+    `runs`: as of `runs_of`. Returns the failed runs."""
+    slots, failed = asyncio.Semaphore(jobs), list[SweepRun]()
+    threads = {"OMP_NUM_THREADS": "1"} if jobs > 1 else {}
 
-    def __init__(self, config: str, *, jobs: int, report: Report) -> None:
-        self.config = config
-        self.report = report
-        self.failed: list[SweepRun] = []
-        self._slots = asyncio.Semaphore(jobs)
-        self._threads = {"OMP_NUM_THREADS": "1"} if jobs > 1 else {}
-
-    async def run_all(self, runs: Iterable[SweepRun]) -> None:
-        """Train every unfinished run; the arms of a seed follow its start run."""
-        by_seed: dict[int, list[SweepRun]] = {}
-        for run in runs:
-            by_seed.setdefault(run.seed, []).append(run)
-        async with asyncio.TaskGroup() as group:
-            for same_seed in by_seed.values():
-                group.create_task(self._run_seed(same_seed))
-                await asyncio.sleep(0)  # seeds acquire slots in order
-
-    async def _run_seed(self, runs: Sequence[SweepRun]) -> None:
-        first = [run for run in runs if run.arm == START]
-        for run in first:
-            if not await self._run(run):
-                return
-        async with asyncio.TaskGroup() as group:
-            for run in runs:
-                if run not in first:
-                    group.create_task(self._run(run))
-
-    async def _run(self, run: SweepRun) -> bool:
-        """Train a run; returns whether it is finished."""
+    async def is_trained(run: SweepRun) -> bool:
         if run.state() == "finished":
             return True
-        async with self._slots:
-            code = await self._train(run)
+        async with slots:
+            code = await _train(config, run, threads)
         if code == 0 and run.state() == "finished":
-            self.report(run, "finished", "")
+            report(run, "finished", "")
             return True
-        self.failed.append(run)
-        why = await in_thread(last_line, run.log)
-        self.report(run, f"failed with exit status {code}", why)
+        failed.append(run)
+        last = (await in_thread(log_tail, run.log)).rpartition("\n")[2].strip()
+        report(run, f"failed with exit status {code}", last)
         return False
 
-    async def _train(self, run: SweepRun) -> int:
-        """Train a run; returns the exit status. A cancellation interrupts the run, and waits until
-        it has saved a checkpoint."""
-        await in_thread(make_folder, run.path.parent)
-        command = [sys.executable, "-m", "agentenv.launchers", "train", self.config, *run.overrides]
-        command += [f"run.seed={run.seed}", f"run.dir={run.path.parent.resolve()}"]
-        command += [f"run.name={run.path.name}"]
-        command += ["--resume"] if run.state() == "interrupted" else []
-        with await in_thread(run.log.open, "ab") as log:
-            process = await start_process(
-                *command,
-                stdout=log,
-                stderr=log,
-                env={**self._threads, **os.environ},
-                start_new_session=True,
-            )
-        try:
-            return await process.wait()
-        except asyncio.CancelledError:
-            await _interrupt(process)
-            raise
+    async def train_seed(same_seed: Sequence[SweepRun]) -> None:
+        if same_seed[0].arm == START and not await is_trained(same_seed[0]):
+            return
+        async with asyncio.TaskGroup() as group:
+            for run in same_seed:
+                group.create_task(is_trained(run))
+
+    async with asyncio.TaskGroup() as group:
+        for _, same_seed in groupby(runs, lambda run: run.seed):
+            group.create_task(train_seed([*same_seed]))
+            await asyncio.sleep(0)  # seeds acquire slots in order
+    return failed
+
+
+async def _train(config: str, run: SweepRun, threads: Mapping[str, str]) -> int:
+    """Train a run; returns the exit status. A cancellation interrupts the run, and waits until it
+    has saved a checkpoint."""
+    await in_thread(make_folder, run.path.parent)
+    command = [sys.executable, "-m", "agentenv.launchers", "train", config, *run.overrides]
+    command += [f"run.seed={run.seed}", f"run.dir={run.path.parent.resolve()}"]
+    command += [f"run.name={run.path.name}"]
+    command += ["--resume"] if run.state() == "interrupted" else []
+    with await in_thread(run.log.open, "ab") as log:
+        process = await start_process(
+            *command, stdout=log, stderr=log, env={**threads, **os.environ}, start_new_session=True
+        )
+    try:
+        return await process.wait()
+    except asyncio.CancelledError:
+        await _interrupt(process)
+        raise
 
 
 async def _interrupt(process: asyncio.subprocess.Process) -> None:
     for number in (signal.SIGINT, signal.SIGKILL):
         if process.returncode is None:
             os.killpg(process.pid, number)
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(GRACE_S):
                     await process.wait()
-            except TimeoutError:
-                continue
-
-
-def last_line(path: Path) -> str:
-    """The last non-empty line of a log."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")

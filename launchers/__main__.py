@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
@@ -11,6 +10,7 @@ from importlib import metadata
 
 from agentenv.base.disk import undecodable
 from agentenv.base.installation import DISTRIBUTION
+from agentenv.base.registry import not_one_of
 
 COMMANDS = {
     "new": "create a project with a custom environment, ready to train",
@@ -43,9 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"{DISTRIBUTION} {metadata.version(DISTRIBUTION)}\n")
         return 0
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(COMMANDS)}"
-        sys.stderr.write(f"agentenv: error: unknown command {name!r}; {hint}\n")
+        sys.stderr.write(f"agentenv: error: command: {not_one_of(name, [*COMMANDS])}\n")
         return 2
     # Python reads other bytes as lone surrogates, which logs, JSON and TOML cannot represent.
     if shown := next(filter(None, map(undecodable, given)), ""):

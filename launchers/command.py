@@ -86,14 +86,27 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_subject(parser: KeysParser, config_type: type[msgspec.Struct], out: str) -> None:
-    """SUBJECT [key.sub=value ...] and the options of commands that query a policy; `out` is the
-    help text of --out."""
-    parser.add_argument(
-        "subject", metavar="SUBJECT", help="run, checkpoint, model directory, or http(s)://HOST"
-    )
+def add_subject(parser: KeysParser, config_type: type[msgspec.Struct], kinds: str) -> None:
+    """SUBJECT [key.sub=value ...] and the options of commands with a policy; `kinds` of SUBJECT are
+    for its help text."""
+    from agentenv.assembly.run.kept import BEST  # late imports: fast --help
+    from agentenv.evaluation.subject import LAST, START
+
+    parser.add_argument("subject", metavar="SUBJECT", help=f"run, checkpoint, {kinds}")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of its settings")
+    parser.add_argument(
+        "--checkpoint", choices=(LAST, BEST, START), default=LAST,
+        help="checkpoint of the run; start: its initial model"
+    )  # fmt: skip
+    parser.set_defaults(resume="", env="")
+    add_key_help(parser, config_type)
+
+
+def add_questions(parser: KeysParser, config_type: type[msgspec.Struct], out: str) -> None:
+    """`add_subject`, and the options of commands that query a policy; `out` is the help text of
+    --out."""
+    add_subject(parser, config_type, "model directory, or http(s)://HOST")
     parser.add_argument("--env", default="", help="environment id; default for a run: its own")
     parser.add_argument("--n", type=int, default=0, help="first n questions of each set; 0: all")
     parser.add_argument("--model", default="", help="for an endpoint: name of the model")
@@ -102,8 +115,6 @@ def add_subject(parser: KeysParser, config_type: type[msgspec.Struct], out: str)
         help="for a vLLM or SGLang server: its tokenizer, to send and receive token ids"
     )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="DIR", help=out)
-    parser.set_defaults(resume="")
-    add_key_help(parser, config_type)
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
@@ -147,7 +158,7 @@ def run_command(
     `work` trains; `then` names the phase after the start-up, for the terminal. After a successful
     run, the terminal shows the commands that `suggest` returns for the arguments and the folder of
     the run."""
-    from agentenv.assembly.parts.session import run_session  # late imports: fast --help
+    from agentenv.assembly.parts.session import run_session
     from agentenv.assembly.run.terminal import exit_code_of, run_until_done
 
     def execute(view: View) -> int:

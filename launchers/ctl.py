@@ -11,28 +11,20 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from agentenv.assembly.run import control
-from agentenv.assembly.run.control import Request, RequestDone, UnreachableError
+from agentenv.assembly.run.control import Command, ControlRequest, RequestDone, UnreachableError
 from agentenv.assembly.run.lock import LockHolder
 from agentenv.assembly.run.tables import Table
 from agentenv.assembly.run.terminal import View, exit_code_of
 from agentenv.base.errors import ConfigError, ForeignError
 from agentenv.base.untrusted import decode, decode_loose
 
-# Each command's request, made of its trees.
-REQUESTS: dict[str, Callable[[list[int]], Request]] = {
-    "status": lambda _: control.GetStatus(),
-    "why": lambda trees: control.GetWhy(*trees),
-    "cancel": control.CancelTrees,
-    "pause": lambda _: control.Pause(),
-    "resume": lambda _: control.Resume(),
-    "checkpoint": lambda _: control.SaveCheckpoint(),
-}
+COMMANDS = get_args(Command)
 NUM_TREES = {"why": range(2), "cancel": range(1, sys.maxsize)}  # of the others: none
 EPILOG = """commands:
   status                  phase, step, trees, queue, engine, longest wait (the default)
@@ -66,7 +58,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "command",
         nargs="?",
-        choices=REQUESTS,
+        choices=COMMANDS,
         default="status",
         metavar="COMMAND",
         help="see below",
@@ -81,7 +73,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _folder(text: str) -> Path:
-    if text in REQUESTS and not Path(text).is_dir():
+    if text in COMMANDS and not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"the run comes first: agentenv ctl RUN {text}")
     return Path(text)
 
@@ -90,7 +82,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     run = arguments.run
     if not run.is_dir():
         raise ConfigError(f"{run}: no such folder; expected the folder of a run")
-    request = REQUESTS[arguments.command](arguments.trees)
+    request = ControlRequest(arguments.command, arguments.trees)
     if not arguments.json:
         view.wait_for(f"waiting for the process that trains in {run}")
     try:
@@ -100,7 +92,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
         if num_steps is None:
             raise UnreachableError(_why(run, error)) from None
         text = f"{run} has finished: {num_steps} of {num_steps} updates"
-        if not isinstance(request, control.GetStatus):
+        if request.command != "status":
             raise UnreachableError(f"{text}; view it with `agentenv view {run}`") from None
         facts = {"phase": "finished", "step": num_steps, "num_steps": num_steps}
         reply = RequestDone([text], facts)
@@ -108,11 +100,11 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     if arguments.json:
         sys.stdout.write(json.dumps({**reply.facts, "lines": reply.lines}, indent=2) + "\n")
     else:
-        if isinstance(request, control.GetStatus | control.GetWhy):
+        if request.command in ("status", "why"):
             show_facts(reply.facts, view)
         for line in reply.lines:
             view.log(line)
-        if following := _next(run, request, reply.facts):
+        if following := _next(run, request.command, reply.facts):
             view.suggest(following)
     return 0
 
@@ -185,13 +177,13 @@ def _text(value: Any) -> str:
     return f"{round(value, 1):g}" if isinstance(value, float) else str(value)
 
 
-def _next(run: Path, request: Request, facts: dict[str, Any]) -> dict[str, str]:
+def _next(run: Path, command: Command, facts: dict[str, Any]) -> dict[str, str]:
     """Commands to suggest next, each with its use."""
     page = {f"agentenv view {run}": "its curves and trees"}
-    if isinstance(request, control.Pause) or facts.get("is_paused"):
+    if command == "pause" or facts.get("is_paused"):
         return {f"agentenv ctl {run} resume": "end the pause"}
-    if isinstance(request, control.GetStatus) and facts.get("phase") != "finished":
+    if command == "status" and facts.get("phase") != "finished":
         return {f"agentenv ctl {run} why": "waits of its rollouts", **page}
     if waits := facts.get("waits"):
         return {f"agentenv ctl {run} why {waits[0]['tree']}": "this tree in detail"}
-    return page if isinstance(request, control.GetStatus | control.SaveCheckpoint) else {}
+    return page if command in ("status", "checkpoint") else {}

@@ -17,7 +17,7 @@ from agentenv.assembly.keys.supervised import DPORunConfig
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View
 from agentenv.base.errors import ConfigError
-from agentenv.launchers.command import Work, make_parser, parse, run_command
+from agentenv.launchers.command import make_parser, parse, run_command
 from agentenv.launchers.sft import next_commands
 from agentenv.training.supervised.objectives import PreferenceObjective
 from agentenv.training.supervised.run import train_supervised
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.self_critic is None:
         work = partial(train_supervised, PreferenceObjective.of)
         return run_command(arguments, DPORunConfig, work, "the first step", next_commands)
-    rounds = self_critic(arguments.self_critic)
+    rounds = partial(self_critic, arguments.self_critic)
     return run_command(arguments, SelfCriticRunConfig, rounds, "the first round", next_commands)
 
 
@@ -55,15 +55,11 @@ class SelfCriticRunConfig(TrainConfig, frozen=True, kw_only=True, forbid_unknown
             )
 
 
-def self_critic(num_rounds: int) -> Work:
+def self_critic(
+    num_rounds: int, config: TrainConfig, run: RunDirectory, view: View, resume: str
+) -> Coroutine[Any, Any, None]:
     """The work of --self-critic."""
+    from agentenv.training.start import make_training  # slow to load
+    from agentenv.training.supervised.rounds import run_rounds
 
-    def work(
-        config: TrainConfig, run: RunDirectory, view: View, resume: str
-    ) -> Coroutine[Any, Any, None]:
-        from agentenv.training.start import make_training  # slow to load
-        from agentenv.training.supervised.rounds import run_rounds
-
-        return run_rounds(make_training(config, run, view, resume=resume), num_rounds)
-
-    return work
+    return run_rounds(make_training(config, run, view, resume=resume), num_rounds)

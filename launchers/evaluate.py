@@ -9,14 +9,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shlex
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
 from agentenv.assembly.keys.help import KeysParser
-from agentenv.assembly.run.kept import BEST
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 from agentenv.assembly.serving.gpus import gpus_for_others
 from agentenv.base.installation import require_train
@@ -27,14 +25,9 @@ from agentenv.evaluation.run import (
     default_folder,
     evaluate_and_report,
 )
-from agentenv.evaluation.subject import (
-    LAST,
-    START,
-    configured,
-    find_subject,
-)
+from agentenv.evaluation.subject import configured, find_subject
 from agentenv.launchers import compare
-from agentenv.launchers.command import add_dry_run, add_subject, parse
+from agentenv.launchers.command import add_dry_run, add_questions, parse
 
 EPILOG = (
     "Stored evaluations: agentenv evaluate report DIR, compare A B, regrade DIR [grader.key=value]"
@@ -75,10 +68,10 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     view.wait_for("getting ready", "the questions")
     out = arguments.out or default_folder(config, subject)
     with gpus_for_others(config):
-        outcome, _ = run_until_done(evaluate_and_report(config, subject, out, view), view)
+        problem, _ = run_until_done(evaluate_and_report(config, subject, out, view), view)
     view.suggest(next_commands(out))
-    if outcome.problem is not None:
-        raise outcome.problem
+    if problem is not None:
+        raise problem
     return 0
 
 
@@ -100,17 +93,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     out = f"folder of rows and report, from which the command also resumes; default {FOLDER}/NAME"
     add_dry_run(parser)
-    add_subject(parser, EvaluateConfig, out)
+    add_questions(parser, EvaluateConfig, out)
     parser.add_argument(
         "--set",
         default="",
         metavar="NAMES",
         help="sets by name, separated by commas; default for a run: the one that it reports",
     )
-    parser.add_argument(
-        "--checkpoint", choices=(LAST, BEST, START), default=LAST,
-        help="checkpoint of the run; start: its initial model"
-    )  # fmt: skip
     return parse(parser, argv)
 
 
@@ -167,9 +156,3 @@ def _regrade(argv: Sequence[str]) -> int:
 
 
 STORED = {"report": _report, "compare": compare.main, "regrade": _regrade}
-
-
-if __name__ == "__main__":
-    from agentenv.launchers.__main__ import main as command
-
-    sys.exit(command(["evaluate", *sys.argv[1:]]))

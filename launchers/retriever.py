@@ -19,7 +19,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
 
@@ -30,7 +29,7 @@ from agentenv.base.errors import ForeignError, InfraError, ToolError
 from agentenv.base.overrides import apply_overrides
 from agentenv.base.result_cache import ResultCache
 from agentenv.base.untrusted import decode
-from agentenv.endpoint.server import Listener
+from agentenv.endpoint.server import Listener, json_response
 from agentenv.envs.search.bm25 import BM25Config
 from agentenv.envs.search.corpus import Backend, Hit, Query, joined_contents
 from agentenv.envs.search.keys import AnyBackend, SearchConfig
@@ -93,7 +92,10 @@ class Retriever:
 
         async def answer() -> Any:
             body = decode(await request.read(), _Request)
-            found = await self._search(self._queries(body), body.topk or self.config.topk)
+            if (body.query is None) == (body.queries is None):
+                raise ValueError("exactly one of query and queries is required")
+            queries = [body.query] if body.query is not None else body.queries or []
+            found = await self._search(queries, body.topk or self.config.topk)
             return {"result": [[_row(hit, body.return_scores) for hit in hits] for hits in found]}
 
         return await _response(answer(), expected)
@@ -105,7 +107,12 @@ class Retriever:
 
         async def answer() -> Any:
             body = decode(await request.read(), _SearchRequest)
-            found = await self._search(self._texts(body.query, many), body.top_n)
+            if many != isinstance(body.query, list):
+                raise ValueError(f"query is {'not a list' if many else 'a list'}")
+            queries = [body.query] if isinstance(body.query, str) else body.query
+            if not many and not queries[0].strip():
+                raise ValueError("query is empty")
+            found = await self._search(queries, body.top_n)
             documents: list[Any] = [[_document(hit) for hit in hits] for hits in found]
             scores: list[Any] = [[hit.score for hit in hits] for hits in found]
             if not many:
@@ -115,27 +122,10 @@ class Retriever:
         return await _response(answer(), f'expected {{"query": {query}}}, with "top_n" up to 100')
 
     async def _search(self, queries: list[str], num_results: int) -> list[list[Hit]]:
-        return await asyncio.gather(
-            *(self.backend.search(Query(query, num_results)) for query in queries)
-        )
-
-    def _texts(self, query: str | list[str], many: bool) -> list[str]:
-        if many != isinstance(query, list):
-            raise ValueError(f"query is {'not a list' if many else 'a list'}")
-        queries = [query] if isinstance(query, str) else query
-        if not many and not queries[0].strip():
-            raise ValueError("query is empty")
-        return self._cut(queries)
-
-    def _queries(self, body: _Request) -> list[str]:
-        if (body.query is None) == (body.queries is None):
-            raise ValueError("exactly one of query and queries is required")
-        return self._cut([body.query] if body.query is not None else body.queries or [])
-
-    def _cut(self, queries: list[str]) -> list[str]:
         if len(queries) > MAX_QUERIES:
             raise ValueError(f"{len(queries)} queries, at most {MAX_QUERIES}")
-        return [query[:MAX_QUERY_CHARS] for query in queries]
+        texts = [Query(query[:MAX_QUERY_CHARS], num_results) for query in queries]
+        return await asyncio.gather(*map(self.backend.search, texts))
 
 
 async def _response(answer: Coroutine[Any, Any, Any], expected: str) -> web.Response:
@@ -148,8 +138,7 @@ async def _response(answer: Coroutine[Any, Any, Any], expected: str) -> web.Resp
         status, content = 400, {"error": f"{error}; {expected}"}
     except (ToolError, InfraError) as error:
         status, content = 400 if isinstance(error, ToolError) else 503, {"error": str(error)}
-    body = msgspec.json.encode(content)
-    return web.Response(body=body, status=status, content_type="application/json")
+    return json_response(content, status)
 
 
 def _document(hit: Hit) -> dict[str, object]:

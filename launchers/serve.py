@@ -13,27 +13,27 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentenv.assembly.keys.cluster import ServeConfig
 from agentenv.assembly.keys.evaluation import PolicyConfig
-from agentenv.assembly.keys.help import KeysParser, add_key_help
+from agentenv.assembly.keys.help import KeysParser
 from agentenv.assembly.parts.assembly import Assembly
-from agentenv.assembly.run.kept import BEST
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 from agentenv.assembly.serving.gpus import gpus_for_others
 from agentenv.assembly.serving.servers import ServerFactory, start_servers
-from agentenv.base.config import Reporter, Tree, build_config
+from agentenv.base.config import Reporter, Tree, build_config, resolver
 from agentenv.base.errors import ConfigError
 from agentenv.base.installation import require_train
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Limits
 from agentenv.contract.server_config import read_key
-from agentenv.evaluation.subject import LAST, START, Subject, configured, find_subject
-from agentenv.launchers.command import make_parser, parse, run_command, until_stopped
+from agentenv.evaluation.subject import Subject, configured, find_subject
+from agentenv.launchers.command import add_subject, make_parser, parse, run_command, until_stopped
 
 if TYPE_CHECKING:
     from agentenv.endpoint.policy import PolicyHandler
@@ -59,7 +59,7 @@ async def serve(config: ServeConfig, run: RunDirectory, view: View, resume: str)
     """Start all servers, print their addresses, and wait for a signal."""
     async with AsyncExitStack() as stack:
         factory = ServerFactory(run.path, stack, view.log)
-        urls = await start_servers(config.roles, run.resolve, factory)
+        urls = await start_servers(config.roles, resolver(run.path), factory)
         shown = "{0} is at {1}: 'roles.{0}={{url=\"{1}\"}}'".format
         await until_stopped(view, [shown(*one) for one in urls.items()])
 
@@ -71,17 +71,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Serve the policy of a run, a checkpoint or a model directory over the APIs of "
         "OpenAI and Anthropic; with CONFIG.toml as SUBJECT, models such as a judge.",
     )
-    parser.add_argument(
-        "subject", metavar="SUBJECT", help="run, checkpoint, model directory or id on the hub"
-    )
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of its settings")
-    parser.add_argument(
-        "--checkpoint", choices=(LAST, BEST, START), default=LAST,
-        help="checkpoint of the run; start: its initial model"
-    )  # fmt: skip
-    parser.set_defaults(env="")
-    add_key_help(parser, PolicyConfig)
+    add_subject(parser, PolicyConfig, "model directory or id on the hub")
     return parser.parse_intermixed_args(argv)
 
 
@@ -119,7 +109,8 @@ async def serve_policy(
 
     key = read_key(config.api_key_env, "api_key_env") or secrets.token_urlsafe(NUM_KEY_BYTES)
     async with AsyncExitStack() as stack:
-        handler = await PolicyAssembly(config, subject, stack, report).handler()
+        assembly = PolicyAssembly(config, subject.run, stack, report, subject=subject)
+        handler = await assembly.handler()
         name, created = handler.names[0], int(time.time())
         model = {
             "id": name, "object": "model", "type": "model", "display_name": name,
@@ -142,14 +133,11 @@ async def serve_policy(
         await until(lines)
 
 
+@dataclass(eq=False)
 class PolicyAssembly(Assembly[PolicyConfig]):
     """Builds the parts of one served policy."""
 
-    def __init__(
-        self, config: PolicyConfig, subject: Subject, stack: AsyncExitStack, report: Reporter
-    ) -> None:
-        super().__init__(config, subject.run, stack, report)
-        self.subject = subject
+    subject: Subject = field(kw_only=True)
 
     def _logs(self) -> Path:
         """A temporary folder: the subject may be a model directory, which stays unchanged."""

@@ -15,20 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from agentenv.assembly.keys.help import KeysParser, add_key_help
-from agentenv.assembly.keys.rl import (
-    DataConfig,
-    EnvConfig,
-    EvalConfig,
-    GraderTable,
-    PythonTable,
-    SearchTable,
-)
+from agentenv.assembly.keys.rl import DataConfig, EvalConfig
 from agentenv.assembly.parts.assembly import load_set
-from agentenv.assembly.parts.environments import EnvMaker
+from agentenv.assembly.parts.environments import EnvMaker, EnvSettings
 from agentenv.assembly.run.rundir import CONFIG_FILE
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 from agentenv.base.config import Reporter, Resolve, Tree, build_config, read_toml, resolver
@@ -43,17 +36,13 @@ from agentenv.launchers.command import until_stopped
 from agentenv.text.prompt import PromptConfig
 
 
-class ServeEnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ServeEnvConfig(EnvSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of `agentenv serve-env`; for a run, all but the last come from the run."""
 
-    env: EnvConfig
+    limits: Limits = Limits()
+    prompt: PromptConfig = PromptConfig()
     data: DataConfig
     eval: EvalConfig = EvalConfig()
-    prompt: PromptConfig = PromptConfig()
-    limits: Limits = Limits()
-    python: PythonTable = None
-    search: SearchTable = None
-    grader: GraderTable = None
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="0: any free port")] = 8000
     api_key_env: Annotated[
@@ -68,7 +57,7 @@ class ServeEnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         force_setattr(self, "eval", self.eval.with_sources_of(self.data))
 
 
-_OF_RUN = ("env", "data", "eval", "prompt", "limits", "python", "search", "grader")
+_OF_RUN = (*EnvSettings.__struct_fields__, "data", "eval")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -146,7 +135,7 @@ def _address(name: str, url: str, key_variable: str) -> list[str]:
 async def env_server(config: ServeEnvConfig, resolve: Resolve, report: Reporter) -> EnvServer:
     """The server, which does not listen yet. Raises ConfigError and DataError."""
     key = read_key(config.api_key_env, "api_key_env")
-    env_id, make_env = config.env.id, EnvMaker.of(config, resolve)
+    env_id, make_env = config.env.id, EnvMaker(config, resolve)
     splits = {"train": await load_set(config.data, env_id, resolve, report)}
     for name, one in config.eval.sets.items():
         splits[name] = await load_set(one, env_id, resolve, report, name)

@@ -15,19 +15,19 @@ from pathlib import Path
 from agentenv.assembly.keys.help import KeysParser
 from agentenv.assembly.run.tables import Table
 from agentenv.assembly.run.terminal import View, exit_code_of
+from agentenv.base.config import read_toml
 from agentenv.base.errors import ConfigError
 from agentenv.evaluation.sweep import (
     START,
     Made,
     SweepConfig,
     SweepRun,
-    SweepRunner,
     check,
     grid,
-    is_sweep_file,
     read_sweep,
     remember,
     runs_of,
+    train_all,
 )
 
 FOLDER = Path("sweeps")
@@ -67,7 +67,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _config(options: argparse.Namespace) -> SweepConfig:
-    if is_sweep_file(options.subject):
+    if "arms" in read_toml(options.subject):  # else the configuration of a run
         if options.overrides or options.vary:
             raise ConfigError(
                 f"{options.subject} is a sweep file, which names overrides and arms itself; "
@@ -107,11 +107,10 @@ def _run(options: argparse.Namespace, view: View) -> int:
         done += outcome == "finished"
         view.log(f"{run}: {outcome} ({done} of {len(runs)})" + (f": {why}" if why else ""))
 
-    runner = SweepRunner(made.config, jobs=options.jobs, report=report)
-    asyncio.run(runner.run_all(runs))
-    for run in runner.failed:
+    failed = asyncio.run(train_all(made.config, runs, jobs=options.jobs, report=report))
+    for run in failed:
         view.warn(f"{run} failed: see {run.log}")
-    if runner.failed:
+    if failed:
         view.log("next: fix the cause and repeat the command; finished runs are kept")
         return 1
     view.log(f"next: agentenv compare {folder}")

@@ -25,10 +25,9 @@ from agentenv.assembly.parts.environments import try_env
 from agentenv.assembly.run.rundir import LOG_FILE
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 from agentenv.base.errors import ConfigError
-from agentenv.base.types import Message
 from agentenv.engines.chat import ChatEngine
 from agentenv.engines.token_routes import TokensEngine
-from agentenv.evaluation.run import saved_of
+from agentenv.evaluation.run import chosen_sets, saved_of
 from agentenv.evaluation.store import Store
 from agentenv.evaluation.subject import (
     EvaluationAssembly,
@@ -51,11 +50,10 @@ from agentenv.lab.recipes.sorting import (
     rejected_rows,
     rl_row,
     sft_row,
-    sort_question,
     summarize,
     write_data,
 )
-from agentenv.launchers.command import add_dry_run, add_subject, parse
+from agentenv.launchers.command import add_dry_run, add_questions, parse
 
 FOLDER = "synthesis"
 
@@ -73,6 +71,7 @@ def main(argv: Sequence[str]) -> int:
 def _run(arguments: argparse.Namespace, view: View) -> int:
     subject = find_subject(
         arguments.subject,
+        checkpoint=arguments.checkpoint,
         model=arguments.model,
         tokenizer=arguments.tokenizer,
         report=None if arguments.dry_run else view.log,
@@ -105,8 +104,7 @@ def _plan(arguments: argparse.Namespace, subject: Subject, view: View) -> Synthe
     plan = configured(arguments, subject, SynthesisConfig, make_plan, view.log)
     if not arguments.n:
         return plan
-    sets = {name: replace(one, max_tasks=arguments.n) for name, one in plan.evaluation.sets.items()}
-    return replace(plan, evaluation=replace(plan.evaluation, sets=sets))
+    return replace(plan, evaluation=chosen_sets(plan.evaluation, (), arguments.n))
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -118,7 +116,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     out = f"folder of the data, from which the command also resumes; default {FOLDER}/NAME"
     add_dry_run(parser)
-    add_subject(parser, SynthesisConfig, out)
+    add_questions(parser, SynthesisConfig, out)
     return parse(parser, argv)
 
 
@@ -139,9 +137,7 @@ async def synthesize(plan: SynthesisPlan, subject: Subject, out: Path, view: Vie
         stack.callback(store.close)
         view.log_to(out / LOG_FILE)
         sampling = SynthesisSampling(plan, assembly, sets, store, tools, view)
-        questions = await sampling.run(pairs)
-        config = plan.config
-        found = [sort_question(one, config.filter, config.seed) for one in questions]
+        found = await sampling.run(pairs)
         await _write(plan, sets, out, found, dropped, view)
         return sampling.num_failed
 
@@ -156,9 +152,10 @@ async def _write(
 ) -> None:
     sft, rl = [], []
     for one in found:
-        name, task = one.question.set_name, one.question.task
+        name, task = one.set_name, one.task
         if one.chosen:
-            prompt = await _prompt(sets[set_name(name, "tools")], one)
+            # with tools, also for answers without: the policy learns when to skip them
+            prompt, _ = await try_env(sets[set_name(name, "tools")].make_env, task)
             sft += [sft_row(judged, task, prompt, name) for judged in one.chosen]
         if one.kind == "hard":
             env = plan.sets[name].env
@@ -168,12 +165,6 @@ async def _write(
     view.show(class_table(summary))
     view.show(reason_table(summary))
     view.log(f"{out}: {len(sft)} dialogues in sft.jsonl, {len(rl)} questions in rl.jsonl")
-
-
-async def _prompt(questions: Questions, one: Sorted) -> list[Message]:
-    """The prompt with tools, also for answers without: the policy learns when to skip tools."""
-    messages, _ = await try_env(questions.make_env, one.question.task)
-    return messages
 
 
 def _check_hints(plan: SynthesisPlan, engine: ChatEngine | TokensEngine | None) -> None:

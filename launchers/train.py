@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,9 +47,3 @@ def reinforce(
     from agentenv.training.start import make_training  # after the errors of the configuration
 
     return make_training(config, run, view, resume=resume, subscribers=[controlled]).run_all()
-
-
-if __name__ == "__main__":
-    from agentenv.launchers.__main__ import main as command
-
-    sys.exit(command(["train", *sys.argv[1:]]))

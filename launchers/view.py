@@ -66,9 +66,8 @@ def main(argv: Sequence[str]) -> int:
             for line in export(folder, arguments.export, arguments.max_mb):
                 report(line)
             return 0
-        server = FolderServer(folder, arguments.port)
         try:
-            run_until_done(serve(server, report), view)
+            run_until_done(serve(FolderServer(folder), arguments.port, report), view)
         except KeyboardInterrupt:
             return 0  # the usual end
         return 0

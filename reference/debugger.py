@@ -8,12 +8,13 @@ policy reads its result. If that fails too, the policy reads the error of its ow
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from agentenv.base.errors import ConfigError, EngineError, InfraError, ToolError
+from agentenv.base.errors import EngineError, InfraError, ToolError
 from agentenv.base.types import Info, ToolResult
 from agentenv.base.untrusted import shortened
 from agentenv.contract.server_config import ChatModelConfig
@@ -38,9 +39,6 @@ class HelperConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknown_fi
         float,
         Meta(gt=0, description="deadline of one use, retries included; after it there is no help"),
     ] = 120.0
-    num_retries: Annotated[
-        int, Meta(ge=0, description="retries after 429, 5xx, lost connections, malformed replies")
-    ] = 3
 
 
 class DebuggerConfig(HelperConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,23 +47,18 @@ class DebuggerConfig(HelperConfig, frozen=True, kw_only=True, forbid_unknown_fie
     tool: Annotated[str, Meta(description="the tool that runs code")] = "python"
 
 
-class HelperModel:
+class HelperModel(ChatModel):
     """A helper model behind an OpenAI-compatible server; `name`: for messages."""
 
     def __init__(self, name: str, config: HelperConfig) -> None:
-        self.name = name
+        super().__init__(config, f"assist.{name}", temperature=config.temperature)
         self.config = config
-        self._model = ChatModel(config, f"assist.{name}", temperature=config.temperature)
-
-    async def start(self) -> None:
-        """Find the model. Raises ConfigError for an unreachable server."""
-        await self._model.endpoint.start()
 
     async def complete(self, system: str, user: str) -> ModelReply:
         """The model's reply. Raises InfraError without a reply within the deadline and retries."""
         try:
             async with asyncio.timeout(self.config.timeout_s):
-                return await self._model.complete(system, user)
+                return await super().complete(system, user)
         except TimeoutError:
             raise InfraError(f"no reply within {self.config.timeout_s:g} s") from None
         except EngineError as error:
@@ -74,10 +67,6 @@ class HelperModel:
     def fenced(self, text: str) -> str:
         """The text, shortened, between marks that it cannot contain."""
         return fenced(shortened(text, self.config.max_input_chars))
-
-    async def close(self) -> None:
-        """Close the connections; idempotent."""
-        await self._model.close()
 
 
 MAX_CODE_CHARS = 20_000
@@ -101,6 +90,7 @@ class _State(Struct):
     uses: list[None] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class DebuggedTool:
     """`tool` with the debugger around it. `own_s`: the time limit of a call of the tool, in
     seconds.
@@ -109,13 +99,13 @@ class DebuggedTool:
     code, whether that ran, the problem otherwise, and the number of the model's tokens.
     """
 
-    def __init__(
-        self, tool: Tool, config: DebuggerConfig, model: HelperModel, own_s: float
-    ) -> None:
-        self.tool = tool
-        self.config = config
-        self.model = model
-        self.own_s = own_s
+    tool: Tool
+    config: DebuggerConfig
+    model: HelperModel
+    own_s: float
+
+    def __post_init__(self) -> None:
+        tool = self.tool
         self.name, self.description, self.schema = tool.name, tool.description, tool.schema
         self.fork_mode = tool.fork_mode
 
@@ -194,13 +184,8 @@ def corrected_code(text: str) -> str:
 
 
 def debugged(env: ToolEnv, config: DebuggerConfig, model: HelperModel) -> None:
-    """Put the debugger around the tool of an env, before `reset`. Raises ConfigError."""
-    tool = env.tools.get(config.tool)
-    if tool is None:
-        raise ConfigError(
-            f"assist.debugger.tool: {type(env).__name__} has no tool {config.tool!r}; it has "
-            f"{sorted(env.tools)}"
-        )
+    """Put the debugger around the tool of an env, before `reset`."""
+    tool = env.tools[config.tool]
     limits = env.tool_limits.get(config.tool, ToolLimits())
     limits = limits.filled(env.tool_timeout_s, env.num_retries)
     assert limits.timeout_s is not None

@@ -81,7 +81,8 @@ def reference_reward(text: str, golds: str | Sequence[str]) -> Output:
     answer, problem = _boxed(text.partition("<answer>")[2].partition("</answer>")[0])
     if answer is None:
         return {**output, "reason": f"find box error: {problem}"}
-    f1 = max((reference_f1(answer, gold) for gold in _as_list(golds)), default=0)
+    accepted = [golds] if isinstance(golds, str) else golds
+    f1 = max((reference_f1(answer, gold) for gold in accepted), default=0)
     output |= {"answer": answer, "f1_score": f1}
     if not f1:
         return {**output, "score": 0, "reason": f"wrong answer but good format: {answer}"}
@@ -235,13 +236,9 @@ def _boxed(body: str) -> tuple[str | None, str]:
     if _BOX_SPACE in body:
         return body.rpartition(_BOX_SPACE)[2].partition("$")[0], ""
     found = _last_box(body)
-    if not found.endswith("}") or _depth_never_closes(found):
+    if not found.endswith("}") or found.count("{") != found.count("}"):
         return None, "argument of type 'NoneType' is not iterable"
     return (found[len(_BOX) : -1], "") if found.startswith(_BOX) else (None, "")
-
-
-def _depth_never_closes(found: str) -> bool:
-    return found.count("{") != found.count("}")
 
 
 def _last_box(text: str) -> str:
@@ -268,10 +265,6 @@ def _lower(text: Any, articles: bool) -> str:
     return " ".join((_ARTICLE.sub(" ", text) if articles else text).split())
 
 
-def _as_list(golds: str | Sequence[str]) -> Sequence[str]:
-    return [golds] if isinstance(golds, str) else golds
-
-
 # The released prompt of the judge, which this package may not ship.
 
 FIELDS = ("question", "labeled_answer", "pred_answer")
@@ -283,13 +276,14 @@ def read_prompt(path: Path) -> str:
     file, which is parsed and not run. Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
-        texts = _texts_of(text) if path.suffix == ".py" else [text]
+        nodes = ast.walk(ast.parse(text)) if path.suffix == ".py" else [ast.Constant(text)]
     except (OSError, UnicodeDecodeError, SyntaxError, ValueError) as error:
         raise ConfigError(
             f"grader.judge.prompt_file: {path} cannot be read: {error}; expected "
             "evaluation/src/llm_evaluator_sds.py of your copy of ARPO's repository"
         ) from error
-    fitting = [text for text in texts if {*_FIELD.findall(text)} == {*FIELDS}]
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    fitting = [one for one in texts if isinstance(one, str) and {*_FIELD.findall(one)} == {*FIELDS}]
     if len(fitting) != 1:
         wanted = ", ".join(f"{{{name}}}" for name in FIELDS)
         raise ConfigError(
@@ -297,11 +291,6 @@ def read_prompt(path: Path) -> str:
             "expected one"
         )
     return fitting[0]
-
-
-def _texts_of(source: str) -> list[str]:
-    constants = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
-    return [node.value for node in constants if isinstance(node.value, str)]
 
 
 def filled_prompt(prompt: str, question: str, answer: str, golds: Sequence[str]) -> str:

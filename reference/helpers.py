@@ -95,12 +95,12 @@ class Assist:
             None if one is None else HelperModel(name, one)
             for name, one in (("debugger", config.debugger), ("refiner", config.refiner))
         )
+        self.models = [one for one in (self.debugger, self.refiner) if one is not None]
 
     async def start(self) -> None:
         """Find the models. Raises ConfigError for an unreachable server."""
-        for model in (self.debugger, self.refiner):
-            if model is not None:
-                await model.start()
+        for model in self.models:
+            await model.endpoint.start()
 
     def fits(self, env: Env) -> bool:
         """Whether the env has the debugger's tool."""
@@ -109,9 +109,8 @@ class Assist:
 
     async def close(self) -> None:
         """Close the models; idempotent."""
-        for model in (self.debugger, self.refiner):
-            if model is not None:
-                await model.close()
+        for model in self.models:
+            await model.close()
 
 
 _REFINER_SYSTEM = """\

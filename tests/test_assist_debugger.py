@@ -53,7 +53,7 @@ class Session:
         debugged(self.env, config, self.model)
 
     async def __aenter__(self) -> Session:
-        await self.model.start()
+        await self.model.endpoint.start()
         await self.env.reset(seed=1)
         return self
 
@@ -230,12 +230,6 @@ def test_a_reply_is_one_block_of_code_or_nothing(text: str, code: str) -> None:
     assert corrected_code(text) == code
 
 
-def test_an_env_without_the_tool_is_refused(server: ScriptedEndpoint) -> None:
-    env = ToolEnv(TASK, [], grader=None)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"debugger\.tool.*'python'"):
-        Session(server, env)
-
-
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
@@ -251,6 +245,6 @@ async def test_an_unusable_server_is_refused_at_the_start(
     with pytest.raises(ConfigError, match=text):  # noqa: PT012 - made or started, all the same
         model = HelperModel("debugger", DebuggerConfig(**{"url": server.url, **keys}))
         try:
-            await model.start()
+            await model.endpoint.start()
         finally:
             await model.close()

@@ -20,7 +20,7 @@ from tests.support.sources import PACKAGES, ROOT, sources
 DESIGN = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
 MOST = {  # lines of code, and the goal
     "core": (15_000, 15_000),
-    "wheel": (58_470, 58_000),
+    "wheel": (58_000, 58_000),
     "tests": (58_000, 58_000),
     "benchmarks": (5_950, 5_950),
     "tables": (2_500, 2_500),

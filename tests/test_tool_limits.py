@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentenv.assembly.keys.rl import EnvConfig
-from agentenv.assembly.parts.environments import EnvMaker
+from agentenv.assembly.parts.environments import EnvMaker, EnvSettings
 from agentenv.base.config import build_config
 from agentenv.base.deadline import WorkClock, working
 from agentenv.base.errors import ConfigError, EnvError, InfraError
@@ -203,7 +203,8 @@ async def test_a_tool_that_is_not_required_may_be_unavailable() -> None:
 
 def maker(toml: dict[str, Any], limits: Limits, prompt: PromptConfig) -> ToolEnv:
     raw = {"id": "test/Tools-v0", "module": "tests.test_tool_limits", **toml}
-    env = EnvMaker(build_config(EnvConfig, raw, "test"), {}, Path, limits, prompt)(TASK)
+    config = build_config(EnvConfig, raw, "test")
+    env = EnvMaker(EnvSettings(env=config, limits=limits, prompt=prompt), Path)(TASK)
     assert isinstance(env, ToolEnv)
     return env
 

@@ -97,7 +97,7 @@ ALLOWED = {
     "assembly/run/watchdog.py Watchdog._run: self._signals.recv": "settimeout(BEAT_S)",
     "assembly/reports/monitors.py Monitors._run: self._calls.get": HERE,
     "agentenv/base/offload.py Machine.start_process: asyncio.create_subprocess_exec": "within",
-    "evaluation/sweep.py SweepRunner._train: process.wait": "a run takes as long as it takes",
+    "evaluation/sweep.py _train: process.wait": "a run takes as long as it takes",
     "envs/bridges/openenv.py OpenEnvSession.begin: self.server.freed.wait": SAME,
     "training/loop/feeder.py Feeder.until_resumed: self._resumed.wait": PERSON,
     "launchers/command.py until_stopped: stop.wait": FOREVER,

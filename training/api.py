@@ -293,9 +293,9 @@ def evaluate(
         folder = default_folder(built, found) if out is None else Path(out)
         with gpus_for_others(built):
             work = partial(evaluate_and_report, built, found, folder, view)
-            outcome, summary = _run_in_thread(work, view)
-        if outcome.problem is not None:
-            raise outcome.problem
+            problem, summary = _run_in_thread(work, view)
+        if problem is not None:
+            raise problem
     return EvaluationResult(folder, summary)
 
 

@@ -31,10 +31,9 @@ from agentenv.base.errors import SHOWN, DataError
 from agentenv.base.offload import in_thread
 from agentenv.base.tree import CANCELLED
 from agentenv.evaluation import statistics
-from agentenv.evaluation.run import Progress, broken, named_causes, row_of, sample_into
+from agentenv.evaluation.run import broken, named_causes, sample_into
 from agentenv.evaluation.store import Saved, Store, identity, load_saved, read_rows
 from agentenv.evaluation.subject import evaluation_of
-from agentenv.rollout.questions import Answer
 from agentenv.rollout.redactor import Redactor
 from agentenv.training.loop.brief_reports import EVALUATIONS, PHASES, BriefFigures, BriefReport
 from agentenv.training.loop.clocks import PhaseClock
@@ -207,10 +206,6 @@ class RunEvaluator(Evaluator):
         number = config.seed if seed is None else seed
         seeded = copy.copy(self.parts.eval_actor)
         seeded.seed = f"{number}/eval/{name}"
-
-        def make_row(name: str, answer: Answer) -> EvalRow:
-            return row_of(name, answer, number)
-
         tasks, samples = self.parts.eval_tasks[name], range(own.num_samples)
         wanted = [Wanted(name, task, sample) for task in tasks for sample in samples]
         missing, many = store.missing(wanted), self.config.eval.concurrency
@@ -219,11 +214,10 @@ class RunEvaluator(Evaluator):
         if shows:
             view.begin(title, len(missing))
         update = view.advance if shows else Pulse(view, title, len(missing)).update
-        progress = Progress(update, seeded.engine)
+        actors = {name: seeded}
         try:
-            await sample_into(store, missing, {name: seeded}, make_row, progress, concurrency=many)
+            await sample_into(store, missing, actors, lambda _: number, update, concurrency=many)
         finally:
-            progress.close()
             if shows:
                 view.end()
         return [store.rows[one.key] for one in wanted]

@@ -103,7 +103,7 @@ class Listener:
         except OSError as error:
             await self.close()
             if error.errno == errno.EADDRINUSE:
-                reason = "the port is in use; choose another port, or port=0 for any free one"
+                reason = "the port is in use; choose another one, or 0 for any free one"
             else:
                 reason = error.strerror or str(error)
             raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error

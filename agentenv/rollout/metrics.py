@@ -26,6 +26,7 @@ from agentenv.base.tree import CANCELLED, LED, Node, Trajectory, TrajectoryTree
 from agentenv.base.types import Completion, Info
 
 Metrics = dict[str, float]
+MAX_KIND_CHARS = 60
 
 
 def rollout_metrics(trees: Sequence[TrajectoryTree], learner_version: int) -> Metrics:
@@ -34,7 +35,7 @@ def rollout_metrics(trees: Sequence[TrajectoryTree], learner_version: int) -> Me
     learner."""
     nodes = [node for tree in trees for node in tree.nodes]
     calls = [call for node in nodes for call in node.info.get("tool_calls", ())]
-    failures = Counter(failure_kind_of(node) for node in nodes if node.end == "failed")
+    failures = Counter(failure_kind_of(node.error) for node in nodes if node.end == "failed")
     paths = [(path, tree.task.kind) for tree in trees for path in tree.trajectories()]
     metrics: Metrics = {
         "rollout/trees": len(trees),
@@ -212,16 +213,16 @@ def failure_kind(tree: TrajectoryTree) -> str:
     else the most frequent limit that ended its trajectories, as "seconds (masked)"."""
     if tree.is_cancelled:
         return CANCELLED
-    failures = Counter(map(failure_kind_of, tree.failures()))
+    failures = Counter(failure_kind_of(leaf.error) for leaf in tree.failures())
     if failures:
         return failures.most_common(1)[0][0]
     limits = Counter(str(t.leaf.limit) for t in tree.trajectories() if t.leaf.limit)
     return f"{limits.most_common(1)[0][0]} (masked)" if limits else "none"
 
 
-def failure_kind_of(leaf: Node) -> str:
-    """The kind of a leaf's failure, e.g. "EnvError"."""
-    return (leaf.error or "unknown").partition(":")[0]
+def failure_kind_of(error: str | None) -> str:
+    """The kind of a trajectory's failure: the class of its error, e.g. "EnvError"."""
+    return (error or "unknown").partition(":")[0][:MAX_KIND_CHARS]
 
 
 STALL_MS = 50.0  # a longer lag counts as a stall

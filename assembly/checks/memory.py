@@ -419,11 +419,10 @@ def find_passage(
         )
     if problem := lack(run, needed):
         also = f", and {memory} {found}" if message else ""
+        larger = f", or make {memory} larger{_docker(needed)}" if message else ""
         raise ConfigError(
             f"no space for new weights: {run} {problem}{also}; choose another folder with "
-            f"{DIR_KEY}=DIR or {WEIGHTS_KEY}=DIR"
-            + (f", or make {memory} larger" if message else "")
-            + (_docker(needed) if message else "")
+            f"{DIR_KEY}=DIR or {WEIGHTS_KEY}=DIR{larger}"
         )
     return WeightPassage(run, message)
 

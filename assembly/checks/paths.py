@@ -13,7 +13,7 @@ from msgspec import inspect as mi
 from agentenv.assembly.parts.assembly import Assembly
 from agentenv.assembly.run.arguments import ModelConfig
 from agentenv.base.model_files import HubKind
-from agentenv.base.registry import marks_of, type_info
+from agentenv.base.registry import joined, marks_of, type_info
 from agentenv.data.data_files import is_generated
 
 
@@ -32,13 +32,13 @@ def paths_of(config: Any, path: str = "") -> Iterator[PathKey]:
             yield from paths_of(value, f"{path}[{number}]")
     elif isinstance(config, dict):
         for name, value in config.items():
-            yield from paths_of(value, f"{path}.{name}" if path else str(name))
+            yield from paths_of(value, joined(path, str(name)))
     elif isinstance(config, Struct):
         info = type_info(type(config))
         assert isinstance(info, mi.StructType)
         for field in info.fields:
             name = field.encode_name
-            key, value = f"{path}.{name}" if path else name, getattr(config, field.name)
+            key, value = joined(path, name), getattr(config, field.name)
             marks = marks_of(field.type)
             if not marks.get("path"):
                 yield from paths_of(value, key)

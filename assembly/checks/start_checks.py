@@ -15,15 +15,13 @@ from msgspec import to_builtins
 from agentenv.assembly.checks.paths import absent_paths, hub_keys
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.assembly.parts.assembly import (
-    Assembly,
-    RolloutAssembly,
-    load_function,
-    prefixed,
-)
+from agentenv.assembly.parts.assembly import Assembly, RolloutAssembly, load_function, prefixed
 from agentenv.assembly.parts.environments import (
     EnvMaker,
     EnvSettings,
+    grader_of,
+    tables_of,
+    try_env,
 )
 from agentenv.assembly.run.rundir import check_writable
 from agentenv.assembly.serving.server_command import find_python
@@ -224,14 +222,14 @@ async def environment_classes(assembly: RolloutAssembly[Any]) -> None:
         settings = EnvSettings.of(one)
         if settings not in known and not assembly.makes((one.env.tools, one.prompt)):
             known.append(settings)
-            EnvMaker.of(settings, assembly.resolve)
+            EnvMaker(settings, assembly.resolve)
 
 
 async def needs_of_environments(assembly: RolloutAssembly[Any]) -> None:
     """This machine meets the requirements of the environments, such as a sandbox for programs."""
     for one in assembly.sets.values():
         if not assembly.makes((one.env.tools, one.prompt)):
-            await EnvMaker.of(one, assembly.resolve).check_machine()
+            await EnvMaker(one, assembly.resolve).check_machine()
 
 
 async def servers(assembly: RolloutAssembly[Any]) -> None:
@@ -258,6 +256,26 @@ async def rows_here(assembly: RolloutAssembly[Any]) -> None:
     for name, one in assembly.sets.items() if assembly.run.setup else ():
         if not assembly.makes(one.rows):
             await assembly.tasks_of(name)
+
+
+async def graders_here(assembly: RolloutAssembly[Any]) -> None:
+    """Environments that do not depend on the set-up start an episode and grade correct answers; if
+    that is all of them, every table is used."""
+    if not assembly.run.setup or assembly.checkpoint is not None or assembly.config.roles:
+        return
+    here = [
+        name
+        for name, one in assembly.sets.items()
+        if not assembly.makes((one.rows, one.env, tables_of(one), one.prompt))
+    ]
+    if len(here) == len(assembly.sets):
+        await environments(assembly)
+    await assembly.urls()  # without roles: only registers the close of shared resources
+    for name in here:
+        maker = EnvMaker(assembly.sets[name], assembly.resolve)
+        tasks = await assembly.tasks_of(name)
+        await try_env(maker, tasks[0])
+        await check_graders(maker, tasks)
 
 
 # The model.
@@ -294,7 +312,7 @@ async def room_for_weights(assembly: Any) -> None:
 
 async def environments(assembly: RolloutAssembly[Any]) -> None:
     """Every environment exists, and every table is used."""
-    groups = await assembly.shared()
+    groups = (await assembly.shared()).items()
     for maker, sets in groups:
         for one in map(assembly.sets.__getitem__, sets):
             for value, env_id in one.rows.env_by.items():
@@ -320,7 +338,7 @@ async def callable_tools(assembly: RolloutAssembly[Any]) -> None:
 async def observations(assembly: RolloutAssembly[Any]) -> None:
     """The renderer can express the answer of each environment to a turn without a call. This skips
     environments in separate processes, whose steps could block this process."""
-    for maker, sets in await assembly.shared():
+    for maker, sets in (await assembly.shared()).items():
         if maker.config.workers:
             continue
         tasks = {task.env_id: task for own in sets.values() for task in reversed(own)}
@@ -365,7 +383,7 @@ async def try_turn(make_env: Callable[[Task], Env], task: Task) -> list[Message]
 
 async def graders(assembly: RolloutAssembly[Any]) -> None:
     """Each grader accepts the correct answers of three rows of each set."""
-    for maker, sets in await assembly.shared():
+    for maker, sets in (await assembly.shared()).items():
         for tasks in sets.values():
             await check_graders(maker, tasks)
 
@@ -379,13 +397,9 @@ async def check_graders(make_env: Callable[[Task], Env], tasks: Iterable[Task]) 
         if len(kept) < NUM_CHECKED_ROWS:
             kept.append(task)
     for own in rows.values():
-        env = make_env(own[0])
-        try:
-            grader = getattr(env, "grader", None)
+        async with grader_of(make_env, own[0]) as grader:
             if grader is not None:
                 await check_grader(grader, own)
-        finally:
-            await env.close()
 
 
 async def sequence_lengths(assembly: Any) -> None:

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import base64
 import binascii
-import difflib
 import logging
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from importlib.metadata import entry_points
 from itertools import cycle
+from operator import xor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from msgspec.structs import replace
 
 from agentenv.base.config import build_config, read_toml
 from agentenv.base.errors import ConfigError, DataError, ForeignError
+from agentenv.base.registry import not_one_of
 from agentenv.base.types import SYSTEM_KEY, Task
 from agentenv.base.untrusted import decode_python
 from agentenv.data.data_files import Row, find_files
@@ -61,7 +63,7 @@ class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     encrypted      question and answer may be base64 of the text XORed with the row's canary
     ordered        the official scorer compares the items of a list one by one
     private        placeholder of unpublished answers
-    prompt         a system prompt other than PRESET
+    prompt         a system prompt, a preset of `agentenv.text.prompt`
     also           other names, in lower-case letters and digits
     """
 
@@ -84,13 +86,8 @@ class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     encrypted: bool = False
     ordered: bool = False
     private: str = ""
-    prompt: str = ""
+    prompt: str = PRESET
     also: tuple[str, ...] = ()
-
-    @property
-    def preset(self) -> str:
-        """The system prompt, a preset of `agentenv.text.prompt`."""
-        return self.prompt or PRESET
 
     def usual_keys(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The default keys of a set of this benchmark: environment, tools with the papers' limits
@@ -101,7 +98,7 @@ class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """
         env: Mapping[str, Any] = given.get("env") or {}
         grader: Mapping[str, Any] = given.get("grader") or {}
-        keys: dict[str, Any] = {"prompt": {"template": self.preset}, "grader": {}}
+        keys: dict[str, Any] = {"prompt": {"template": self.prompt}, "grader": {}}
         if env.get("id", ENV_ID) == ENV_ID:
             tools = [{"name": name, "max_calls": calls} for name, calls in MAX_CALLS.items()]
             num_calls = sum(MAX_CALLS.values())
@@ -175,10 +172,7 @@ def benchmark(name: str) -> Benchmark:
     for known, one in benchmarks.items():
         if plain in (_plain(known.removeprefix(f"{file}:")), *one.also):
             return one
-    near = difflib.get_close_matches(plain, [_plain(known) for known in benchmarks], n=2)
-    meant = [known for known in benchmarks if _plain(known) in near]
-    hint = f"did you mean {' or '.join(meant)}?" if meant else f"known: {', '.join(benchmarks)}"
-    raise ConfigError(f"benchmark {name!r}: unknown; {hint}")
+    raise ConfigError(f"benchmark: {not_one_of(own, [*benchmarks])}")
 
 
 def benchmark_of(metadata: Mapping[str, Any]) -> Benchmark | None:
@@ -208,6 +202,7 @@ BENCHMARK_KEY = "benchmark"  # of Task.metadata and EvalRow.metadata: the benchm
 CANARY = "canary"
 
 
+@dataclass(eq=False)
 class BenchmarkRows:
     """A function from a file's row to a row with question, answer, id, kind and the fields that
     group scores; None for a row that needs more than text, which `num_left_out` counts.
@@ -215,12 +210,11 @@ class BenchmarkRows:
     Column names ignore case; `columns` maps the columns of a file with other names.
     """
 
-    def __init__(self, benchmark: Benchmark, columns: ColumnsConfig, key: str) -> None:
-        self.benchmark = benchmark
-        self.key = key
-        self.columns = columns
-        self.num_left_out = 0
-        self.fields_seen: set[str] = set()
+    benchmark: Benchmark
+    columns: ColumnsConfig
+    key: str
+    num_left_out: int = 0
+    fields_seen: set[str] = field(default_factory=set)
 
     def __call__(self, row: Row) -> Row | None:
         """Convert a row. Raises DataError with the column and the expected content."""
@@ -292,19 +286,13 @@ def _decoded(question: str, answer: Any, canary: Any) -> tuple[str, Any]:
         raise DataError(f"the question is encrypted, but there is no {CANARY!r} to decode it with")
     golds = answer if isinstance(answer, list) else [answer]
     try:
-        texts = [
-            _xor(base64.b64decode(str(text), validate=True), canary).decode()
-            for text in (question, *golds)
-        ]
+        data = [base64.b64decode(str(text), validate=True) for text in (question, *golds)]
+        texts = [bytes(map(xor, one, cycle(canary.encode()))).decode() for one in data]
     except (binascii.Error, ValueError) as error:
         raise DataError(
             f"question or answer cannot be decoded with the row's {CANARY!r}: {error}"
         ) from error
     return texts[0], texts[1:] if isinstance(answer, list) else texts[1]
-
-
-def _xor(data: bytes, canary: str) -> bytes:
-    return bytes(one ^ key for one, key in zip(data, cycle(canary.encode()), strict=False))
 
 
 def _unpacked(row: Row, column: str) -> Row:

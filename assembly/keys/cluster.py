@@ -107,11 +107,8 @@ class WideCluster(SpreadCluster, frozen=True, kw_only=True, tag="-wide"):
         raise NotImplementedError
 
     def processes(self) -> WorkerSpec:
-        return (
-            super()
-            .processes()
-            ._replace(min_num=self.least, max_outage_s=self.max_outage_s, port=self.port)
-        )
+        found = super().processes()
+        return found._replace(min_num=self.least, max_outage_s=self.max_outage_s, port=self.port)
 
 
 class RayCluster(WideCluster, frozen=True, kw_only=True, tag="ray"):
@@ -166,11 +163,8 @@ class RayCluster(WideCluster, frozen=True, kw_only=True, tag="ray"):
         return {"CPU": 1.0, "GPU": float(self.gpus_per_rank)}
 
     def processes(self) -> WorkerSpec:
-        return (
-            super()
-            .processes()
-            ._replace(env=self.env, resources=self.of_worker(), python=self.python)
-        )
+        found = super().processes()
+        return found._replace(env=self.env, resources=self.of_worker(), python=self.python)
 
     def lines(self, config: Any) -> Iterator[str]:
         yield f"Ray cluster {self.address or 'of this machine, started for the run'}:"
@@ -192,10 +186,6 @@ def _bundles(name: str, num: int, each: dict[str, float]) -> str:
 class ExternalCluster(WideCluster, frozen=True, kw_only=True, tag="external"):
     """Rollout workers are started externally, on any machine that reaches the controller
     (docs/clusters.md): `python -m agentenv.training.workers.rollout_worker`."""
-
-    def where(self) -> str:
-        """The address to listen on."""
-        return self.host or "0.0.0.0"
 
     def token(self) -> str:
         """The shared secret of controller and workers. Raises ConfigError if it is not set."""

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -204,17 +203,10 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any], *, by_name: bool 
     return tree
 
 
-@cache
-def _hint_texts(key: str) -> list[str]:
-    """The default texts of [hints]."""
-    found: list[str] = read_toml(Path(__file__).with_name("hints.toml"))[key]
-    return found
-
-
 Way = Literal["direct", "tools", "hints"]
 WAYS: tuple[Way, ...] = ("direct", "tools", "hints")
-WITH_TOOLS: tuple[Way, ...] = ("tools", "hints")
 SYNTHESIS_KEYS = ("direct", "hints", "filter", "exclude")
+HINTS: dict[str, list[str]] = read_toml(Path(__file__).with_name("hints.toml"))
 
 
 class DirectConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -238,13 +230,13 @@ class HintsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = "either"
     phrases: Annotated[
         list[str], Meta(description="phrases of doubt, case-insensitive, as whole words")
-    ] = field(default_factory=lambda: list(_hint_texts("phrases")))
+    ] = field(default_factory=HINTS["phrases"].copy)
     verification: Annotated[
         list[str], Meta(description="sentences inserted at a doubt; the seed draws one")
-    ] = field(default_factory=lambda: list(_hint_texts("verification")))
+    ] = field(default_factory=HINTS["verification"].copy)
     reflection: Annotated[
         list[str], Meta(description="sentences inserted after an answer; the seed draws one")
-    ] = field(default_factory=lambda: list(_hint_texts("reflection")))
+    ] = field(default_factory=HINTS["reflection"].copy)
     max_per_question: Annotated[
         int,
         Meta(ge=1, description="number of chains of a question that get a hint (the first ones)"),

@@ -23,11 +23,12 @@ from msgspec import inspect as mi
 from msgspec.structs import fields
 
 from agentenv.assembly.run.arguments import import_from_working_directory
-from agentenv.base.config import registry_at
+from agentenv.base.config import keys_in, registry_at
 from agentenv.base.errors import ConfigError
 from agentenv.base.registry import (
     TAG,
     element,
+    joined,
     marks_of,
     registry_of,
     struct_types,
@@ -136,7 +137,7 @@ def _fields(
             inner = element(field.type)
             suffix = "" if inner is field.type else SUFFIX[type(unwrap(field.type))]
             name = field.encode_name + (suffix if struct_types(inner, loads=loads) else "")
-            yield struct, field, f"{path}.{name}" if path else name, inner
+            yield struct, field, joined(path, name), inner
 
 
 def _tables(structs: Sequence[mi.StructType]) -> Tables:
@@ -279,13 +280,9 @@ def essential_keys(config_type: type[msgspec.Struct]) -> list[Key]:
     for entry in describe(config_type, once=True, loads=False):
         same = (entry.name.rpartition(".")[2], entry.meaning)
         held = found.get(same)
-        if entry.essential and (held is None or _depth(entry) < _depth(held)):
+        if entry.essential and (held is None or entry.name.count(".") < held.name.count(".")):
             found[same] = entry
     return list(found.values())
-
-
-def _depth(entry: Key) -> int:
-    return entry.name.count(".")
 
 
 def _line(start: str, width: int, default: str, meaning: str) -> str:
@@ -331,13 +328,8 @@ def _meaning(field: mi.Field) -> str:
     kinds = _kinds(field.type, structs, loads=False)
     if len(kinds) > 1:
         return "one of " + ", ".join(kinds)
-    return next(_first_line(structs), "")
-
-
-def _first_line(structs: Sequence[mi.StructType]) -> Iterator[str]:
-    for struct in structs:
-        text = " ".join((struct.cls.__doc__ or "").split("\n\n")[0].split())
-        yield text.partition(". ")[0].rstrip(".")
+    text = (structs[0].cls.__doc__ or "") if structs else ""
+    return " ".join(text.split("\n\n")[0].split()).partition(". ")[0].rstrip(".")
 
 
 def _columns() -> int:
@@ -355,11 +347,6 @@ class Value(NamedTuple):
     chosen: bool
 
 
-def values_of(config: Struct) -> Iterator[Value]:
-    """Every value, in the order of the structs. A missing table is one value."""
-    return _of_struct(config, None, "")
-
-
 def shown(value: Any) -> str:
     """The value as TOML; "none" for None."""
     if value is None:
@@ -372,14 +359,15 @@ def shown(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _of_struct(config: Struct, base: Struct | None, path: str) -> Iterator[Value]:
-    """The values of a struct. `base`: its default, if there is one of the same type."""
+def values_of(config: Struct, base: Struct | None = None, path: str = "") -> Iterator[Value]:
+    """Every value, in the order of the structs. A missing table is one value. `base`: the default
+    of the struct, if there is one of the same type; `path`: its key."""
     tag = config.__struct_config__.tag
     if tag is not None:
         field = f"{path}.{config.__struct_config__.tag_field}"
         yield Value(field, shown(tag), chosen=base is None)
     for part in fields(type(config)):
-        key = f"{path}.{part.encode_name}" if path else part.encode_name
+        key = joined(path, part.encode_name)
         default = part.default
         if base is not None:
             default = getattr(base, part.name)
@@ -390,7 +378,7 @@ def _of_struct(config: Struct, base: Struct | None, path: str) -> Iterator[Value
 
 def _of_value(key: str, value: Any, default: Any) -> Iterator[Value]:
     if isinstance(value, Struct):
-        yield from _of_struct(value, default if type(default) is type(value) else None, key)
+        yield from values_of(value, default if type(default) is type(value) else None, key)
     elif isinstance(value, dict) and value and all(isinstance(v, Struct) for v in value.values()):
         for name, item in value.items():
             yield from _of_value(f"{key}.{name}", item, NODEFAULT)
@@ -406,7 +394,7 @@ def refuse_verl_keys(raw: dict[str, Any], source: str) -> None:
 
     Hydra's overrides `+key` and `++key` are the same keys.
     """
-    found = {key: text for key in _dotted(raw) if (text := _advice(key.lstrip("+")))}
+    found = {key: text for key in keys_in(raw) if (text := _advice(key.lstrip("+")))}
     if found:
         lines = [f"  {key.lstrip('+')}: {text}" for key, text in found.items()]
         raise ConfigError(
@@ -447,12 +435,3 @@ def _advice(key: str) -> str:
 
 BOTH = ("data", "algorithm")  # tables that verl and agentenv both have
 _THEIR_TABLES = ("data.custom_cls.", "algorithm.kl_ctrl.", "algorithm.pf_ppo.")
-
-
-def _dotted(raw: dict[str, Any], path: str = "") -> Iterator[str]:
-    for name, value in raw.items():
-        key = f"{path}.{name}" if path else name
-        if isinstance(value, dict) and value:
-            yield from _dotted(value, key)
-        else:
-            yield key

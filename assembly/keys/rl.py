@@ -120,30 +120,32 @@ SearchTable = Annotated[SearchConfig | None, Meta(description="search and web pa
 GraderTable = Annotated[GraderConfig | None, Meta(description="grading of answers")]
 TABLES = ("python", "search", "grader")
 
-_Id = Annotated[str, Meta(description="registered environment id", extra=ESSENTIAL)]
-_Kwargs = Annotated[dict[str, Any], Meta(description="keyword arguments of the environment class")]
-_Tools = Annotated[
-    list[ToolConfig],
-    Meta(description="tools of an episode, [[env.tools]]; empty: those of the environment"),
-]
+
+class EnvChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An environment, its keywords and tools."""
+
+    id: Annotated[str, Meta(description="registered environment id", extra=ESSENTIAL)]
+    kwargs: Annotated[
+        dict[str, Any], Meta(description="keyword arguments of the environment class")
+    ] = field(default_factory=dict)
+    tools: Annotated[
+        list[ToolConfig],
+        Meta(description="tools of an episode, [[env.tools]]; empty: those of the environment"),
+    ] = field(default_factory=list)
 
 
-class EnvVariant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EnvVariant(EnvChoice, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An environment with a name that rows can select. Its tables override those of the run."""
 
-    id: _Id
-    kwargs: _Kwargs = field(default_factory=dict)
-    tools: _Tools = field(default_factory=list)
     python: PythonTable = None
     search: SearchTable = None
     grader: GraderTable = None
 
 
-class EnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EnvConfig(EnvChoice, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The environment of rows that select none. `kwargs` and `tools` apply only to it; a row with
     another id gets that environment as registered."""
 
-    id: _Id
     module: Annotated[
         str,
         Meta(
@@ -151,8 +153,6 @@ class EnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             extra=ESSENTIAL,
         ),
     ] = "agentenv.envs"
-    kwargs: _Kwargs = field(default_factory=dict)
-    tools: _Tools = field(default_factory=list)
     variants: Annotated[
         dict[str, EnvVariant],
         Meta(description="[env.variants.NAME]: a NAME for rows' env_id, data.env_by, data.mix"),
@@ -202,15 +202,8 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ConfigError("sampling: stop contains an empty string")
 
     def params(self) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=1,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            stop=tuple(self.stop),
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-        )
+        values = {name: getattr(self, name) for name in OFF}
+        return SamplingParams(max_tokens=1, stop=tuple(self.stop), **values)
 
 
 # Keys that make the sampling distribution differ from the policy's.

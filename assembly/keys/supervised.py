@@ -326,7 +326,8 @@ class SFTConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class SelfCriticConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """At intervals of updates, the policy answers training questions several times, and DPO prefers
-    answers with a high reward to the others (training/supervised/self_critic.py)."""
+    answers with a high reward to the others (training/supervised/self_critic.py). The reference of
+    a round is the policy before it."""
 
     every: Annotated[int, Meta(ge=1, description="updates between two rounds")] = 20
     num_questions: Annotated[
@@ -336,9 +337,7 @@ class SelfCriticConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     threshold: Annotated[
         float, Meta(description="reward from which an answer is chosen; others are rejected")
     ] = 1.0
-    beta: Annotated[
-        float, Meta(gt=0, description="strength of the constraint to the policy before the round")
-    ] = 0.1
+    beta: Beta = 0.1
     batch_size: Annotated[int, Meta(ge=1, description="pairs per optimizer step")] = 16
     num_epochs: Annotated[int, Meta(ge=1, description="passes over the pairs of a round")] = 1
     optimizer: Annotated[

@@ -18,23 +18,18 @@ import inspect
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import agentenv.contract.env
 from agentenv.assembly.keys.cluster import FOLDER
-from agentenv.assembly.keys.rl import (
-    DataConfig,
-    Sampling,
-    TrainConfig,
-)
+from agentenv.assembly.keys.evaluation import EvaluateConfig, PolicyConfig
+from agentenv.assembly.keys.rl import DataConfig, Sampling, TrainConfig
+from agentenv.assembly.keys.supervised import SupervisedRunConfig
 from agentenv.assembly.parts.env_processes import EnvProcesses
-from agentenv.assembly.parts.environments import (
-    EnvMaker,
-    EnvSettings,
-    try_env,
-)
+from agentenv.assembly.parts.environments import EnvMaker, EnvSettings, try_env
 from agentenv.assembly.run.arguments import RunConfig
 from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.serving.servers import ServerFactory, fill_roles, start_servers
@@ -43,9 +38,8 @@ from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.model_files import check_model_directory, load_tokenizer, read_eos_ids
 from agentenv.base.offload import in_thread
 from agentenv.base.registry import loaded
-from agentenv.base.types import Info, Limits, Message, Task
+from agentenv.base.types import Info, Message, Task
 from agentenv.contract.env import Env, close_shared
-from agentenv.contract.server_config import RoleConfig
 from agentenv.data.dataset import TaskMix, load_mix, load_tasks
 from agentenv.data.rows import RowsConfig
 from agentenv.text.native import NativeConfig, NativeRenderer
@@ -74,48 +68,30 @@ def once(build: Callable[[A], Awaitable[P]]) -> Callable[[A], Coroutine[Any, Any
     return part
 
 
-class HasRenderer(Protocol):
-    """A configuration with a renderer, as every command with an Assembly has."""
-
-    @property
-    def renderer(self) -> TagsConfig | NativeConfig: ...
+C = TypeVar("C", bound=TrainConfig | EvaluateConfig | PolicyConfig | SupervisedRunConfig)
+WithRoles = TypeVar("WithRoles", bound=TrainConfig | EvaluateConfig)
 
 
-class HasRoles(HasRenderer, Protocol):
-    """A configuration with auxiliary models, as every command with rollouts has."""
-
-    @property
-    def roles(self) -> Mapping[str, RoleConfig]: ...
-
-
-C = TypeVar("C", bound=HasRenderer)
-WithRoles = TypeVar("WithRoles", bound=HasRoles)
-
-
+@dataclass(eq=False)
 class Assembly(Generic[C]):
     """Builds each part once, at its first use, after the parts that it depends on. The
     configuration is never changed. `folder` replaces {run} in paths; `stack` closes the parts;
-    `checkpoint` is that of a resumed run.
+    `checkpoint` is that of a resumed run; `ends`: number of rows to read from each end of a data
+    file, 0: all.
 
     All methods raise ConfigError or DataError for bad input.
     """
 
     has_weights = True  # whether the model's directory must contain weights
+    ends = 0
 
-    def __init__(
-        self,
-        config: C,
-        folder: Path,
-        stack: AsyncExitStack,
-        report: Reporter,
-        checkpoint: Path | None = None,
-    ) -> None:
-        self.config = config
-        self.folder = folder
-        self.stack = stack
-        self.report = report
-        self.checkpoint = checkpoint
-        self.ends = 0  # number of rows to read from each end of a data file; 0: all
+    config: C
+    folder: Path
+    stack: AsyncExitStack
+    report: Reporter
+    checkpoint: Path | None = None
+
+    def __post_init__(self) -> None:
         self.built: dict[str, Any] = {}
         self.building: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -210,27 +186,20 @@ class Questions(NamedTuple):
     renderer: Renderer
 
 
+@dataclass(eq=False)
 class RolloutAssembly(Assembly[WithRoles]):
     """The parts of a command with rollouts of `sets` of questions. Servers of roles write their
     logs to `folder`."""
 
     is_whole = False  # whether `sets` are all of a run, so that unused environments are mistakes
 
-    def __init__(
-        self,
-        config: WithRoles,
-        folder: Path,
-        stack: AsyncExitStack,
-        report: Reporter,
-        checkpoint: Path | None = None,
-        *,
-        sets: Mapping[str, SetConfig],
-    ) -> None:
-        super().__init__(config, folder, stack, report, checkpoint)
-        self.sets = sets
+    sets: Mapping[str, SetConfig] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.read: dict[str, Sequence[Task]] = {}  # by the name of the set
-        self.servers = ServerFactory(folder, stack, report)
-        self.processes: list[tuple[EnvMaker, EnvProcesses]] = []
+        self.servers = ServerFactory(self.folder, self.stack, self.report)
+        self.processes: dict[EnvMaker, EnvProcesses] = {}
 
     @cached_property
     def logs(self) -> Path:
@@ -268,44 +237,36 @@ class RolloutAssembly(Assembly[WithRoles]):
         """The environment maker of each set; sets with equal settings share one."""
         urls = await self.urls()
         found: dict[str, EnvMaker] = {}
-        known: list[tuple[EnvSettings, EnvMaker]] = []
         for name, one in self.sets.items():
             settings = EnvSettings.of(fill_roles(one, urls))
-            maker = next((maker for other, maker in known if other == settings), None)
-            if maker is None:
-                maker = EnvMaker.of(settings, self.resolve)
-                known.append((settings, maker))
-            found[name] = maker
+            same = (maker for maker in found.values() if maker.settings == settings)
+            found[name] = next(same, None) or EnvMaker(settings, self.resolve)
         return found
 
     async def make_env(self, name: str) -> Callable[[Task], Env]:
         """The function that makes the environments of a set's rollouts, in separate processes if
         configured (env.workers)."""
-        maker, one = (await self.makers())[name], self.sets[name]
+        maker = (await self.makers())[name]
         if not maker.config.workers:
             return maker
-        for known, processes in self.processes:
-            if known is maker:
-                return processes.make
-        settings = EnvSettings.of(fill_roles(one, await self.urls()))
-        number = len(self.processes)
-        logs = self.logs / f"set-{number}" if number else self.logs
-        found = agentenv.contract.env.shared(
-            ("environments", str(logs)),
-            lambda: EnvProcesses(settings, self.folder, logs, self.report),
-        )
-        self.processes.append((maker, found))
-        await found.start()
-        return found.make
+        if maker not in self.processes:
+            number = len(self.processes)
+            logs = self.logs / f"set-{number}" if number else self.logs
+            self.processes[maker] = agentenv.contract.env.shared(
+                ("environments", str(logs)),
+                lambda: EnvProcesses(maker.settings, self.folder, logs, self.report),
+            )
+            await self.processes[maker].start()
+        return self.processes[maker].make
 
     @once
-    async def shared(self) -> list[tuple[EnvMaker, dict[str, Sequence[Task]]]]:
+    async def shared(self) -> dict[EnvMaker, dict[str, Sequence[Task]]]:
         """The environment makers, each with the tasks of its sets by name."""
         tasks = await self.tasks()
-        groups: dict[int, tuple[EnvMaker, dict[str, Sequence[Task]]]] = {}
+        groups: dict[EnvMaker, dict[str, Sequence[Task]]] = {}
         for name, maker in (await self.makers()).items():
-            groups.setdefault(id(maker), (maker, {}))[1][name] = tasks[name]
-        return list(groups.values())
+            groups.setdefault(maker, {})[name] = tasks[name]
+        return groups
 
     @once
     async def episodes(self) -> dict[str, tuple[list[Message], Info]]:
@@ -323,11 +284,15 @@ class RolloutAssembly(Assembly[WithRoles]):
         tasks, makers, renderers = await self.tasks(), await self.makers(), await self.renderers()
         found = {}
         for name, one in self.sets.items():
-            renderer = renderers[name]
-            fitting = await fit_prompts(
-                tasks[name], one.rows, makers[name], renderer, one.limits, self.report, one.key
-            )
-            found[name] = Questions(one, fitting, makers[name], renderer)
+            maker, renderer, rule = makers[name], renderers[name], one.rows.overlong_prompt
+            key = f"{one.key}.overlong_prompt"
+            fitter = PromptFitter(maker, renderer, one.limits, rule, key, self.report)
+            fitting = mix = tasks[name]
+            if isinstance(mix, TaskMix):  # its parts stay separate
+                fitting = TaskMix([await fitter.fit(part) for part in mix.parts], mix.weights)
+            else:
+                fitting = await fitter.fit(fitting)
+            found[name] = Questions(one, fitting, maker, renderer)
         return found
 
 
@@ -377,23 +342,6 @@ async def load_set(
         held_out=not is_trained,
         key=key,
     )
-
-
-async def fit_prompts(
-    tasks: Sequence[Task],
-    rows: RowsConfig,
-    make_env: EnvMaker,
-    renderer: Renderer,
-    limits: Limits,
-    report: Reporter,
-    key: str,
-) -> Sequence[Task]:
-    """The tasks whose prompts fit; the parts of a mix stay separate."""
-    overlong = f"{key}.overlong_prompt"
-    fitter = PromptFitter(make_env, renderer, limits, rows.overlong_prompt, overlong, report)
-    if isinstance(tasks, TaskMix):
-        return TaskMix([await fitter.fit(part) for part in tasks.parts], tasks.weights)
-    return await fitter.fit(tasks)
 
 
 def prefixed(report: Reporter, key: str) -> Reporter:

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from agentenv.assembly.parts.environments import EnvSettings
 from agentenv.assembly.serving.gpus import encodes_on_gpu
-from agentenv.base.config import Reporter, build_config, to_plain
+from agentenv.base.config import Reporter, to_plain
 from agentenv.base.types import Task
 from agentenv.cluster.envs import EnvWorkers, WorkerEnv
 from agentenv.processes.supervisor import Supervisor
@@ -33,12 +33,7 @@ class EnvSetup(Struct, array_like=True, frozen=True):
 read_env_setup = msgspec.msgpack.Decoder(EnvSetup).decode
 
 
-def env_settings(setup: EnvSetup) -> EnvSettings:
-    """The configuration in a setup. Raises ConfigError."""
-    return build_config(EnvSettings, setup.settings, "the host")
-
-
-class EnvProcesses:
+class EnvProcesses(Supervisor):
     """The processes of one configuration of environments, with logs in `logs`. A shared resource
     (agentenv/contract/env.py): its counters are reported with those of this process."""
 
@@ -54,12 +49,7 @@ class EnvProcesses:
             MAX_RESTARTS,
             sees_gpus=encodes_on_gpu(settings),
         )
-        self._supervisor = Supervisor(spec, self._workers, setup, logs, report)
-
-    async def start(self) -> None:
-        """Start all processes and wait until they are ready. Raises WorkerError, and errors of the
-        processes."""
-        await self._supervisor.start()
+        super().__init__(spec, self._workers, setup, logs, report)
 
     def make(self, task: Task) -> WorkerEnv:
         """An env of the task, in one of the processes."""
@@ -68,7 +58,3 @@ class EnvProcesses:
     def stats(self) -> dict[str, float]:
         """The counters of the environments."""
         return self._workers.stats()
-
-    async def close(self) -> None:
-        """Stop the processes; idempotent."""
-        await self._supervisor.close()

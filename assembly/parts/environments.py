@@ -6,10 +6,10 @@ anything starts.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, Self
 
 import msgspec
@@ -18,8 +18,8 @@ from msgspec import Struct
 import agentenv.contract.env_registry
 from agentenv.assembly.keys.rl import (
     TABLES,
+    EnvChoice,
     EnvConfig,
-    EnvVariant,
     GraderTable,
     PythonTable,
     SearchTable,
@@ -27,9 +27,9 @@ from agentenv.assembly.keys.rl import (
 from agentenv.base.config import Resolve, substituted
 from agentenv.base.crashes import at_start
 from agentenv.base.errors import ConfigError
-from agentenv.base.registry import decode_part, loaded
+from agentenv.base.registry import decode_part, loaded, not_one_of
 from agentenv.base.types import Info, Limits, Message, Task
-from agentenv.contract.env import Env, check_reset
+from agentenv.contract.env import Env, Grader, check_reset
 from agentenv.contract.tool_config import load_tools
 from agentenv.contract.tools import ChosenTool
 from agentenv.text.prompt import PromptConfig, load_instruction
@@ -49,21 +49,18 @@ class Recipe(NamedTuple):
 class EnvMaker:
     """Makes the env of a task: a variant, `env.id`, or another registered id in its row.
 
-    `tables`: the run's [python], [search] and [grader], passed to environments with such a keyword.
-    `resolve` replaces "{run}" in texts by the run's directory.
+    `settings`: a configuration with the keys of EnvSettings, such as a set's; environments with a
+    keyword for [python], [search] or [grader] get that table. `resolve` replaces "{run}" in texts
+    by the run's directory.
     """
 
-    def __init__(
-        self,
-        config: EnvConfig,
-        tables: Tables,
-        resolve: Resolve,
-        limits: Limits,
-        prompt: PromptConfig,
-    ) -> None:
+    def __init__(self, settings: Any, resolve: Resolve) -> None:
+        config: EnvConfig = settings.env
+        limits: Limits = settings.limits
+        prompt: PromptConfig = settings.prompt
         import_envs(config.module)
-        self.config = config
-        self._tables = tables
+        self.settings, self.config = settings, config
+        self._tables = tables_of(settings)
         self._resolve = resolve
         self._answers_excess = limits.on_limit == "result"  # the env answers calls beyond the limit
         self._needs_tool_env = bool(self._answers_excess or prompt.template)
@@ -73,18 +70,9 @@ class EnvMaker:
             "max_tool_calls": limits.max_tool_calls if self._answers_excess else None,
             "instruction": load_instruction(prompt, resolve),
         }
-        own = {config.id: EnvVariant(id=config.id, kwargs=config.kwargs, tools=config.tools)}
-        self._recipes = {
-            name: self._recipe(
-                variant, f"env.variants.{name}" if name in config.variants else "env"
-            )
-            for name, variant in {**own, **config.variants}.items()
-        }
-
-    @classmethod
-    def of(cls, config: Any, resolve: Resolve) -> EnvMaker:
-        """The maker for a configuration with env, limits, prompt and tables, such as a set's."""
-        return cls(config.env, tables_of(config), resolve, config.limits, config.prompt)
+        self._recipes = {config.id: self._recipe(config, "env")}
+        for name, variant in config.variants.items():
+            self._recipes[name] = self._recipe(variant, f"env.variants.{name}")
 
     def __call__(self, task: Task) -> Env:
         """A new env for one episode. Raises ConfigError."""
@@ -125,12 +113,10 @@ class EnvMaker:
         `elsewhere`. If the tasks are `all_rows` of a run, also for keys of an unused
         environment."""
         used = self._used(tasks)
-        recipes = [*self._recipes.values(), *map(self._recipe_of, used)]
+        read = {*elsewhere, *self.reads(())}
         for name, table in self._tables.items():
-            if table is None or name in elsewhere:
-                continue
-            if not any(name in recipe.read for recipe in recipes):
-                ids = ", ".join(sorted({recipe.env_id for recipe in recipes}))
+            if table is not None and name not in read:
+                ids = ", ".join(sorted({recipe.env_id for recipe in self._recipes.values()}))
                 raise ConfigError(
                     f"[{name}]: not used by {ids}; remove the table, or give the environment's "
                     f"constructor a keyword {name!r} (docs/own-parts.md)"
@@ -150,8 +136,8 @@ class EnvMaker:
     def reads(self, tasks: Iterable[Task]) -> frozenset[str]:
         """The tables that the environments of the tasks, and all variants, read. Raises ConfigError
         for an unknown environment."""
-        recipes = [*self._recipes.values(), *map(self._recipe_of, self._used(tasks))]
-        return frozenset(name for recipe in recipes for name in recipe.read)
+        self._used(tasks)
+        return frozenset(name for recipe in self._recipes.values() for name in recipe.read)
 
     # inner workings
 
@@ -160,11 +146,12 @@ class EnvMaker:
         used = {task.env_id: task.id for task in reversed(list(tasks))}
         for env_id, task_id in used.items():
             self.check_known(env_id, f"task {task_id}")
+            self._recipe_of(env_id)
         return set(used)
 
     def _recipe_of(self, env_id: str) -> Recipe:
         if env_id not in self._recipes:
-            self._recipes[env_id] = self._recipe(EnvVariant(id=env_id), f"env {env_id}")
+            self._recipes[env_id] = self._recipe(EnvChoice(id=env_id), f"env {env_id}")
         return self._recipes[env_id]
 
     def _spec(
@@ -180,7 +167,7 @@ class EnvMaker:
                 own = "; to register a custom one, set env.module"
             raise ConfigError(f"{key}: {error}{hint}{own}") from error
 
-    def _recipe(self, variant: EnvVariant, key: str) -> Recipe:
+    def _recipe(self, variant: EnvChoice, key: str) -> Recipe:
         spec = self._spec(variant.id, f"{key}.id")
         try:
             factory = spec.load()
@@ -190,7 +177,7 @@ class EnvMaker:
         kwargs = substituted(variant.kwargs, self._resolve)
         read = set()
         for name in TABLES:
-            own, table = getattr(variant, name), self._tables.get(name)
+            own, table = getattr(variant, name, None), self._tables.get(name)
             if own is not None and not _takes(keywords, name):
                 raise ConfigError(f"{key}.{name}: not used by {variant.id}; remove the table")
             if not _takes(keywords, name) or (own is None and table is None):
@@ -200,7 +187,9 @@ class EnvMaker:
                     f"{key}.kwargs.{name} and the table {name!r}: set only one of them"
                 )
             read.add(name)
-            kwargs[name] = _resolved(own if own is not None else table, self._resolve)
+            used = own if own is not None else table
+            plain = substituted(msgspec.to_builtins(used), self._resolve)
+            kwargs[name] = msgspec.convert(plain, type(used), dec_hook=decode_part)
         _check_kwargs(f"{key}.kwargs", variant, factory, {**spec.kwargs, **kwargs})
         tools = load_tools(variant.tools, self._resolve)
         return Recipe(variant.id, kwargs, tools, frozenset(read))
@@ -234,6 +223,16 @@ async def try_env(make_env: Callable[[Task], Env], task: Task) -> tuple[list[Mes
     return await at_start(start(), f"the environment {task.env_id}, begun for task {task.id},")
 
 
+@asynccontextmanager
+async def grader_of(make_env: Callable[[Task], Env], task: Task) -> AsyncIterator[Grader | None]:
+    """The grader of a task, from an environment that is never reset; None without one."""
+    env = make_env(task)
+    try:
+        yield getattr(env, "grader", None)
+    finally:
+        await env.close()
+
+
 def _keywords(factory: Any) -> set[str]:
     """The keywords that a class or function accepts; includes "**" if it accepts any."""
     parameters = inspect.signature(factory).parameters.values()
@@ -241,7 +240,7 @@ def _keywords(factory: Any) -> set[str]:
     return named if len(named) == len(parameters) else {*named, "**"}
 
 
-def _check_kwargs(key: str, variant: EnvVariant, factory: Any, given: Mapping[str, Any]) -> None:
+def _check_kwargs(key: str, variant: EnvChoice, factory: Any, given: Mapping[str, Any]) -> None:
     """Raises ConfigError for keywords of the variant that the factory does not accept, and for
     required keywords that `given`, all keywords, lacks."""
     keywords = _keywords(factory)
@@ -250,9 +249,7 @@ def _check_kwargs(key: str, variant: EnvVariant, factory: Any, given: Mapping[st
     known = [one.name for one in named]
     for name in variant.kwargs:
         if not _takes(keywords, name):
-            near = difflib.get_close_matches(name, known, n=1)
-            takes = f"it has {', '.join(known)}" if known else "it has no keyword arguments"
-            hint = f"did you mean {near[0]}?" if near else f"{takes}; remove this one"
+            hint = not_one_of(name, known, "" if known else "no keyword arguments")
             raise ConfigError(f"{key}.{name}: unknown to {variant.id}; {hint}")
     for one in named:
         if one.default is one.empty and one.name not in given:
@@ -261,11 +258,6 @@ def _check_kwargs(key: str, variant: EnvVariant, factory: Any, given: Mapping[st
 
 def _takes(keywords: set[str], name: str) -> bool:
     return name in keywords or "**" in keywords
-
-
-def _resolved(table: Any, resolve: Resolve) -> Any:
-    plain = substituted(msgspec.to_builtins(table), resolve)
-    return msgspec.convert(plain, type(table), dec_hook=decode_part)
 
 
 class EnvSettings(Struct, frozen=True, kw_only=True):
@@ -280,7 +272,8 @@ class EnvSettings(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: Any, **more: Any) -> Self:
-        """The settings in a configuration that has all these keys, such as a set's, and `more`
+        """The settings in a configuration that has these keys, such as a set's, and `more`
         fields of a subclass."""
-        found = {name: getattr(config, name) for name in EnvSettings.__struct_fields__}
+        names = [one for one in cls.__struct_fields__ if one not in more and hasattr(config, one)]
+        found = {name: getattr(config, name) for name in names}
         return cls(**found, **more)

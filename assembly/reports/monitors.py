@@ -238,14 +238,11 @@ class Monitors(Monitoring):
 
     def _run(self) -> None:
         while (waiting := self._calls.get()) is not None:
-            self._guarded(*waiting)
-
-    def _guarded(self, name: str, call: Callable[[], None]) -> None:
-        if name not in self._working:
-            return
-        try:
-            call()
-        except Exception as error:  # of third-party code; the run continues without the monitor
-            self._working = {key: one for key, one in self._working.items() if key != name}
-            text = "monitor %s is switched off: %s: %s; metrics.jsonl has all records"
-            logger.warning(text, name, type(error).__name__, error)
+            name, call = waiting
+            try:
+                if name in self._working:
+                    call()
+            except Exception as error:  # of third-party code; the run continues without the monitor
+                self._working = {key: one for key, one in self._working.items() if key != name}
+                text = "monitor %s is switched off: %s: %s; metrics.jsonl has all records"
+                logger.warning(text, name, type(error).__name__, error)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 from io import BytesIO
 from itertools import pairwise
@@ -22,14 +21,12 @@ from agentenv.data.data_files import Row
 from agentenv.rollout.metrics import EntropyProfile, profile_rows
 
 
-def panels(
-    num_rows: int, num_columns: int, size: tuple[float, float], title: str = ""
-) -> tuple[Any, list[Any]]:
-    """A figure of `size` (width and height in inches) and its axes, row by row, with a grid."""
+def panels(num_columns: int, size: tuple[float, float], title: str = "") -> tuple[Any, list[Any]]:
+    """A figure of `size` (width and height in inches) and its axes in one row, with a grid."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
-    found = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
+    found = list(figure.subplots(1, num_columns, squeeze=False).flat)
     for axes in found:
         axes.grid(alpha=0.3)
         axes.set_axisbelow(True)
@@ -45,23 +42,20 @@ CHARS_PER_INCH = 19.0  # of a small font
 def png(figure: Any, dpi: int = 110) -> bytes:
     """The figure as a PNG file. Axes with labels but no legend get a legend below them, where it
     covers neither curves nor labels."""
-    legends = []
+    from matplotlib.transforms import ScaledTranslation
+
+    inches = figure.dpi_scale_trans
     for axes in figure.axes:
         _, labels = axes.get_legend_handles_labels()
         if labels and axes.get_legend() is None:
             width = figure.get_size_inches()[0] * axes.get_position().width
             fitting = int(CHARS_PER_INCH * width / (max(map(len, labels)) + 6))  # 6: the line
             ncols = max(1, min(fitting, len(labels)))
-            legend = axes.legend(
-                fontsize="small", loc="upper center", ncols=ncols, frameon=False
+            below = ScaledTranslation(0, -0.45 if axes.get_xlabel() else -0.25, inches)
+            axes.legend(
+                fontsize="small", loc="upper center", ncols=ncols, frameon=False,
+                bbox_to_anchor=(0.5, 0), bbox_transform=axes.transAxes + below,
             )  # fmt: skip
-            legends.append((axes, legend))
-    for _ in range(2):  # a legend shrinks its axes, and its position is in units of their height
-        for axes, legend in legends:
-            height = figure.get_size_inches()[1] * axes.get_position().height
-            below = (0.45 if axes.get_xlabel() else 0.25) / height
-            legend.set_bbox_to_anchor((0.5, -below), axes.transAxes)
-        figure.draw_without_rendering()
     file = BytesIO()
     figure.savefig(file, format="png", dpi=dpi)
     return file.getvalue()
@@ -90,7 +84,7 @@ def _plot(profile: EntropyProfile, target: Path, name: str) -> None:
     }
     titles = {"start": "first turn", "after_result": "after any tool result"}
     title = f"{name}: entropy by position, rollouts of the whole run"
-    figure, (left, right) = panels(1, 2, (11, 4.2), title)
+    figure, (left, right) = panels(2, (11, 4.2), title)
     for label, curve in profile.items():
         if not curve.count:
             continue
@@ -124,7 +118,7 @@ def learning_curve(rows: Sequence[Row], name: str) -> Any:
     """A figure of training reward and success by step, and of evaluation success. The y-axes fit
     the values and include 0."""
     steps = [row for row in rows if "trees/offered" in row]
-    figure, (left, right) = panels(1, 2, (11, 5), name)
+    figure, (left, right) = panels(2, (11, 5), name)
     curves = [("reward/success", "success", "-"), ("reward/mean", "reward", "--")]
     if all(row.get("reward/success") == row.get("reward/mean") for row in steps):
         curves = [("reward/success", "success, which is the reward", "-")]
@@ -154,23 +148,25 @@ BEFORE = 0.1  # of the x-axis, between the evaluations before and after a cold s
 
 
 def _evaluations(axes: Any, rows: Sequence[Row]) -> None:
-    """Plot the success of sets and of kinds of their questions, with markers next to each other
-    instead of overlapping. A set also has its interval and, if trajectories failed, their share and
-    the success with failures counted as wrong."""
-    keys = _eval_keys(rows)
-    steps = [row["step"] for row in rows if any(key in row for key, _ in keys)]
+    """Plot the success of sets with intervals, with markers next to each other instead of
+    overlapping; if trajectories failed, also their share and the success with failures counted as
+    wrong."""
+    ends = ("/success", "/failed_share")  # without the first, all trajectories failed
+    keys = {key for row in rows for key in row if key.startswith("eval/") and key.endswith(ends)}
+    names = sorted({key.split("/")[1] for key in keys})
+    steps = [row["step"] for row in rows if keys & row.keys()]
     span = max([1, *steps]) - min([0, *steps])
     is_cold = any(row.get("phase") == "after_sft" for row in rows)
     between = min((b - a for a, b in pairwise(sorted(set(steps)))), default=span)
-    apart = min(APART * span, 0.6 * between / max(1, len(keys)))
-    for place, (key, style) in enumerate(keys):
-        shift = (place - (len(keys) - 1) / 2) * apart
+    apart = min(APART * span, 0.6 * between / max(1, len(names)))
+    for place, name in enumerate(names):
+        shift = (place - (len(names) - 1) / 2) * apart
 
         def at(row: Row, shift: float = shift) -> float:
             is_before = is_cold and row.get("phase") == "before_sft"
             return float(row["step"]) + shift - (BEFORE * span if is_before else 0.0)
 
-        _evaluation(axes, rows, key, style, at)
+        _evaluation(axes, rows, name, at)
     if is_cold and steps:
         axes.axvline(-BEFORE / 2 * span, color="grey", linestyle=":", linewidth=1)
         axes.annotate(
@@ -179,55 +175,30 @@ def _evaluations(axes: Any, rows: Sequence[Row]) -> None:
         )  # fmt: skip
 
 
-def _evaluation(
-    axes: Any, rows: Sequence[Row], key: str, style: str, at: Callable[[Row], float]
-) -> None:
-    place = key.removesuffix("/success")
-    label, is_set = place.removeprefix("eval/"), key.count("/") == 2
-    # In an evaluation without the key, all trajectories failed.
+def _evaluation(axes: Any, rows: Sequence[Row], name: str, at: Callable[[Row], float]) -> None:
+    key = f"eval/{name}/success"
     measured = list({at(row): row for row in rows if key in row}.values())
     latest = {row["step"]: row for row in measured}  # without the one before a cold start
     joined = list(latest.values()) if len(latest) > 2 else []  # no line between only two points
-    if is_set and measured:
-        ends = [f"{row[key]:.2f}" for row in (measured[0], measured[-1])]
-        label += f": {ends[0]}" if len(measured) == 1 else f": {ends[0]} to {ends[1]}"
-    marker, line = style[0], style[1]
+    ends = [f"{row[key]:.2f}" for row in measured]
+    label = f"{name}: {' to '.join([*ends[:1], *ends[1:][-1:]])}" if measured else name
     (drawn,) = axes.plot(
-        [at(row) for row in measured], [row[key] for row in measured], marker, label=label,
+        [at(row) for row in measured], [row[key] for row in measured], "o", label=label,
         markersize=5,
     )  # fmt: skip
     color = drawn.get_color()
-    axes.plot([at(row) for row in joined], [row[key] for row in joined], line, color=color)
-    if not is_set:
-        return
-    known = [row for row in measured if f"{place}/success_high" in row]
+    axes.plot([at(row) for row in joined], [row[key] for row in joined], "-", color=color)
+    known = [row for row in measured if f"{key}_high" in row]
     if known:
-        low, high = ([row[f"{place}/success_{end}"] for row in known] for end in ("low", "high"))
-        values = [row[key] for row in known]
-        bounds = [[max(0.0, v - a) for v, a in zip(values, low, strict=True)],
-                  [max(0.0, b - v) for v, b in zip(values, high, strict=True)]]  # fmt: skip
-        axes.errorbar(
-            [at(row) for row in known], values, bounds, fmt="none", ecolor=color, capsize=3
-        )
-    failed = [row for row in rows if row.get(f"{place}/failed_share")]
-    for name, what, sign in (
+        bounds = [[max(0.0, row[key] - row[f"{key}_low"]) for row in known],
+                  [max(0.0, row[f"{key}_high"] - row[key]) for row in known]]  # fmt: skip
+        places, values = [at(row) for row in known], [row[key] for row in known]
+        axes.errorbar(places, values, bounds, fmt="none", ecolor=color, capsize=3)
+    failed = [row for row in rows if row.get(f"eval/{name}/failed_share")]
+    for part, what, sign in (
         ("failed_share", "share of failed trajectories", "x"),
         ("success_if_failed_wrong", "success, failed as wrong", "v"),
     ):
         if failed:
-            points = [(at(row), row[f"{place}/{name}"]) for row in failed]
-            axes.plot(*zip(*points, strict=True), sign, color=color,
-                      label=f"{place.removeprefix('eval/')}: {what}")  # fmt: skip
-
-
-def _eval_keys(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Success keys with marker and line: solid for sets; dotted for kinds of questions, if a set
-    has several."""
-    keys = sorted({k for row in rows for k in row if k.startswith("eval/")})
-    places = [key.rpartition("/")[0] for key in keys if key.endswith(("/success", "/failed_share"))]
-    places = sorted(dict.fromkeys(places), key=lambda one: (one.split("/")[1], one.count("/"), one))
-    keys = [f"{place}/success" for place in places]
-    kinds = Counter(key.split("/")[1] for key in keys if key.count("/") > 2)
-    styles = {key: "o-" if key.count("/") == 2 else ".:" for key in keys}
-    return [(key, style) for key, style in styles.items()
-            if style == "o-" or kinds[key.split("/")[1]] > 1]  # fmt: skip
+            points = [(at(row), row[f"eval/{name}/{part}"]) for row in failed]
+            axes.plot(*zip(*points, strict=True), sign, color=color, label=f"{name}: {what}")

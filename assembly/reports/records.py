@@ -30,7 +30,6 @@ from agentenv.text.renderer import THOUGHT_OPEN
 from agentenv.text.tags import TAGS
 
 FAILED = "failed"
-MAX_KIND_CHARS = 60
 
 Key = tuple[str, str, int]
 Decode = Callable[[Sequence[int]], str]
@@ -99,11 +98,6 @@ class EvalRow(Struct, kw_only=True):
     def key(self) -> Key:
         """The identity of the trajectory within its evaluation."""
         return self.dataset, self.task, self.sample
-
-    @property
-    def failure_kind(self) -> str:
-        """Of a failed trajectory: the class of its error, e.g. "EnvError"."""
-        return (self.error or "unknown").partition(":")[0][:MAX_KIND_CHARS]
 
 
 # The input of a grader, recovered from a stored trajectory: the policy's messages and calls.
@@ -179,31 +173,28 @@ class TrajectoryWriter:
         """`write_rows` with the arguments in `job`; trees are frames, rows are JSON."""
         trees = map(of_frame, job["trees"])
         path = Path(job["path"]) if job["path"] else None
-        num_chars, shown = write_rows(trees, self._decode, path, job["wanted"])
-        return {"num_chars": num_chars, "shown": [json.dumps(row) for row in shown]}
+        num_bytes, shown = write_rows(trees, self._decode, path, job["wanted"])
+        return {"num_bytes": num_bytes, "shown": [json.dumps(row) for row in shown]}
 
 
 def write_rows(
     trees: Iterable[TrajectoryTree], decode: Decode, path: Path | None, wanted: int
 ) -> tuple[int, list[Row]]:
-    """Write each trajectory as a line of JSON, if `path` is given. Returns the number of characters
+    """Write each trajectory as a line of JSON, if `path` is given. Returns the number of bytes
     written, and the first `wanted` rows."""
     every = chain.from_iterable(trajectory_rows(tree, decode) for tree in trees)
     if path is None:
         return 0, list(islice(every, wanted))
-    num_chars, shown = 0, list[Row]()
+    shown = list[Row]()
 
     def lines() -> Iterator[bytes]:
-        nonlocal num_chars
         for row in every:
-            line = json.dumps(row, ensure_ascii=False) + "\n"
-            num_chars += len(line)
             if len(shown) < wanted:
                 shown.append(row)
-            yield line.encode()
+            yield f"{json.dumps(row, ensure_ascii=False)}\n".encode()
 
     write_whole(path, lines())
-    return num_chars, shown
+    return path.stat().st_size, shown
 
 
 def trajectory_rows(tree: TrajectoryTree, decode: Decode) -> Iterator[Row]:

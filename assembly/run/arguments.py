@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -20,12 +19,11 @@ LATEST = "latest"  # of --resume: the last checkpoint
 PLACES = ("HOME", "TMPDIR", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME")
 
 
-def check_places(environment: Mapping[str, str] | None = None) -> None:
+def check_places() -> None:
     """Raises ConfigError if the path of the working directory, or of a folder in an environment
     variable (PLACES), is not UTF-8."""
-    environment = os.environ if environment is None else environment
     paths = {"the working directory": os.getcwd()}
-    paths |= {f"the environment variable {name}": environment.get(name, "") for name in PLACES}
+    paths |= {f"the environment variable {name}": os.environ.get(name, "") for name in PLACES}
     for name, text in paths.items():
         if shown := undecodable(text):
             raise ConfigError(

@@ -59,9 +59,6 @@ class Checkpoints:
         found = sorted(self.folder.glob("s[ft]*-*[0-9]"))  # "sft-" sorts before "step-"
         return [path for path in found if (path / STATE_FILE).is_file()]
 
-    def _exists(self, path: Path) -> bool:
-        return path in self.finished()
-
     def begin(self, path: Path) -> Path:
         """An empty folder in which to write the checkpoint `path`."""
         partial = path.with_name(path.name + PARTIAL)
@@ -85,7 +82,7 @@ class Checkpoints:
     ) -> None:
         """Write the checkpoint `path` atomically, unless it exists: model, learner and `state`.
         Then remove old checkpoints, see `prune`."""
-        if await in_thread(self._exists, path):
+        if path in await in_thread(self.finished):
             return
         partial = await in_thread(self.begin, path)
         try:
@@ -173,7 +170,6 @@ class Saver:
         self._is_consistent = True  # weights and state are of the same step
         self._last = _now()
         self._is_abandoned = False  # a save hung
-        self._found: list[Path] | None = None  # existing checkpoints, after a save has failed
         self._closing: asyncio.Future[None] | None = None  # of an abandoned learner
 
     @asynccontextmanager
@@ -200,18 +196,24 @@ class Saver:
         """
         task = asyncio.ensure_future(self._save(at_end=at_end))
         cancelled: asyncio.CancelledError | None = None
-        timer = self._cancel_later(task) if at_end else None
-        try:
-            with self.view.doing(f"the checkpoint {self._path().name}"):
-                while not task.done():
-                    try:
-                        await asyncio.wait({task})
-                    except asyncio.CancelledError as error:
-                        cancelled = error
-                        timer = timer or self._cancel_later(task)
-        finally:
-            if timer is not None:
-                timer.cancel()
+        end = _now() + self.config.finish_s if at_end else None
+        with self.view.doing(f"the checkpoint {self._path().name}"):
+            while not task.done():
+                try:
+                    await asyncio.wait({task}, timeout=None if end is None else end - _now())
+                except asyncio.CancelledError as error:
+                    cancelled, end = error, end or _now() + self.config.finish_s
+                    continue
+                if task.done() or end is None or _now() < end:
+                    continue
+                if self._closing is not None:
+                    self._is_abandoned, end = task.cancel(), None
+                    continue
+                self.view.warn(
+                    f"saving was cancelled after {self.config.finish_s:g} s; raise "
+                    "checkpoint.finish_s if it was only slow"
+                )
+                self._closing, end = asyncio.ensure_future(self.learner.close()), _now() + LAST_S
         if self._is_abandoned and task.cancelled():
             raise LearnerError(
                 f"writing to {self.checkpoints.folder} hangs; is its disk, or the server that "
@@ -230,12 +232,11 @@ class Saver:
         reason = await self._save_last()
         if not reason:
             return
-        found: list[Path] | None = None  # unknown
+        found: list[Path] | None = None
         if not self._is_abandoned:
             with suppress(StallError):
                 found = await within(LOOK_S, "it", in_thread(self.checkpoints.finished))
-        self._found = found
-        self._fail(reason)
+        self._fail(reason, found)
 
     async def _save_last(self) -> str:
         """Save before the run ends; returns the reason of a failure, else an empty string."""
@@ -244,7 +245,7 @@ class Saver:
         if self._is_abandoned:
             return "its disk hangs"
         try:
-            if not await within(self.config.finish_s, "the disk", in_thread(self._exists)):
+            if not await within(self.config.finish_s, "the disk", in_thread(self.has, self.step())):
                 self.view.log(
                     f"saving {self._path().name} (at most {self.config.finish_s:g} s) "
                     "(checkpoint.finish_s)"
@@ -268,7 +269,7 @@ class Saver:
         same weights."""
 
         async with self._one_at_a_time:
-            if await in_thread(self._exists):
+            if await in_thread(self.has, self.step()):
                 await in_thread(save_state, self._path(), self.snapshot())
 
     # inner workings
@@ -289,9 +290,6 @@ class Saver:
                 )
             self._last = _now()
 
-    def _exists(self) -> bool:
-        return self.has(self.step())
-
     def has(self, step: int) -> bool:
         """Whether the checkpoint of this step is there."""
         return self.checkpoints.path(step, self.phase) in self.checkpoints.finished()
@@ -299,25 +297,9 @@ class Saver:
     def _path(self) -> Path:
         return self.checkpoints.path(self.step(), self.phase)
 
-    def _cancel_later(self, saving: asyncio.Task[None]) -> asyncio.TimerHandle:
-        loop = asyncio.get_running_loop()
-        return loop.call_later(self.config.finish_s, self._cancel, saving)
-
-    def _cancel(self, saving: asyncio.Task[None]) -> None:
-        self.view.warn(
-            f"saving was cancelled after {self.config.finish_s:g} s; raise checkpoint.finish_s if "
-            "it was only slow"
-        )
-        self._closing = asyncio.ensure_future(self.learner.close())
-        asyncio.get_running_loop().call_later(LAST_S, self._abandon, saving)
-
-    def _abandon(self, saving: asyncio.Task[None]) -> None:
-        if not saving.done():
-            self._is_abandoned = True
-            saving.cancel()
-
-    def _fail(self, reason: str) -> None:
-        found, name = self._found, self._path().name
+    def _fail(self, reason: str, found: list[Path] | None) -> None:
+        """Report that saving failed; `found`: the existing checkpoints, None if unknown."""
+        name = self._path().name
         if found is not None and self._path() in found:
             return self.view.warn(f"{name} is saved, but afterwards: {reason}")
         kept = f"; the last checkpoint is {found[-1]}" if found else "; there is no checkpoint"

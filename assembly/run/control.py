@@ -1,6 +1,6 @@
 """Runtime control of a run: the requests of `agentenv ctl`, and their socket.
 
-    agentenv ctl  --a Request, a line of JSON-->  RUN/ctl/socket   the training process
+    agentenv ctl  --a request, a line of JSON-->  RUN/ctl/socket   the training process
                       <--a Reply, a line of JSON----
 
 The socket is in a folder that only its owner can enter (mode 0700), and has mode 0600. Each end
@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -44,36 +44,21 @@ _PEER = struct.Struct("3i")  # pid, uid, gid
 
 # Requests.
 
-
-class GetStatus(Struct, tag="status", forbid_unknown_fields=True):
-    """The status of the run."""
+Command = Literal["status", "why", "cancel", "pause", "resume", "checkpoint"]
 
 
-class GetWhy(Struct, tag="why", forbid_unknown_fields=True):
-    """The waits of all rollouts, or of one tree in detail."""
+class ControlRequest(Struct, forbid_unknown_fields=True):
+    """A command: `status` of the run; `why`: the waits of all rollouts, or of one of `trees` in
+    detail; `cancel` trees, which fail with the kind `cancelled`; `pause`: start no further tree,
+    turn or update until `resume`; `checkpoint`: write one between two updates, then reply."""
 
-    tree: int | None = None
+    command: Command
+    trees: list[int] = []
 
-
-class CancelTrees(Struct, tag="cancel", forbid_unknown_fields=True):
-    """Cancel trees: they fail, with the kind `cancelled`."""
-
-    trees: list[int]
-
-
-class Pause(Struct, tag="pause", forbid_unknown_fields=True):
-    """Start no further tree, turn or update."""
-
-
-class Resume(Struct, tag="resume", forbid_unknown_fields=True):
-    """End a pause."""
-
-
-class SaveCheckpoint(Struct, tag="checkpoint", forbid_unknown_fields=True):
-    """Write a checkpoint between two updates; the reply comes afterwards."""
-
-
-Request = GetStatus | GetWhy | CancelTrees | Pause | Resume | SaveCheckpoint
+    @property
+    def limit_s(self) -> float:
+        """The deadline of the reply."""
+        return LONG_S if self.command == "checkpoint" else ANSWER_S
 
 
 # Replies.
@@ -94,7 +79,7 @@ class RequestDone(Struct, tag="done"):
 
 
 Reply = ControlRefused | RequestDone
-Answer = Callable[[Request], Awaitable[Reply]]
+Answer = Callable[[ControlRequest], Awaitable[Reply]]
 
 
 # Path of the socket.
@@ -184,7 +169,7 @@ class ControlServer:
         try:
             async with asyncio.timeout(READ_S):
                 line = await reader.readuntil(b"\n")
-            request = decode(line, Request)
+            request = decode(line, ControlRequest)
         except TimeoutError:
             return ControlRefused(f"no request within {READ_S:g} s")
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
@@ -192,7 +177,7 @@ class ControlServer:
         except ForeignError as error:
             return ControlRefused(f"{error}; does agentenv ctl have the same version as the run?")
         try:
-            async with asyncio.timeout(LONG_S if isinstance(request, SaveCheckpoint) else ANSWER_S):
+            async with asyncio.timeout(request.limit_s):
                 return await self._answer(request)
         except TimeoutError:
             return ControlRefused("the run did not answer in time")
@@ -207,11 +192,10 @@ class UnreachableError(AgentEnvError):
     """No process answers for this run; the message has the reason."""
 
 
-def send(run: Path, request: Request, timeout_s: float | None = None) -> RequestDone:
+def send(run: Path, request: ControlRequest, timeout_s: float | None = None) -> RequestDone:
     """The reply of the process that trains in `run`. `timeout_s` defaults to the limit of the
     request. Raises UnreachableError, and ConfigError if the run rejects the request."""
-    if timeout_s is None:
-        timeout_s = LONG_S if isinstance(request, SaveCheckpoint) else ANSWER_S + READ_S
+    timeout_s = timeout_s or request.limit_s + READ_S
     path = run / FOLDER / SOCKET
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from agentenv.assembly.run.checkpoints import STATE_FILE, Checkpoints
-from agentenv.base.disk import OLD, PARTIAL, replace_folder
+from agentenv.base.disk import PARTIAL, finished_folder, replace_folder
 from agentenv.base.errors import DataError
 
 BEST = "best"
@@ -17,10 +17,8 @@ BEST = "best"
 def best_checkpoint(checkpoints: Checkpoints) -> Path | None:
     """checkpoints/best, or its predecessor if a crash interrupted the rename; None if there is
     neither."""
-    for name in (BEST, BEST + OLD):
-        if (checkpoints.folder / name / STATE_FILE).is_file():
-            return checkpoints.folder / name
-    return None
+    found = finished_folder(checkpoints.folder / BEST)
+    return found if (found / STATE_FILE).is_file() else None
 
 
 def keep_best(checkpoints: Checkpoints, step: int) -> None:

@@ -1,4 +1,4 @@
-"""The lock of a run's directory: one process at a time trains in it."""
+"""The lock of the directory of a run or an evaluation: one process at a time writes there."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ class LockHolder(Struct, frozen=True):
 
 
 class Lock:
-    """The lock of a run's directory: one process at a time trains in it. `close` releases it.
+    """The lock of a directory: one process at a time writes there. `close` releases it.
 
     The system releases the lock when the process dies. The file's content names the holder; it
     alone counts on file systems without locks, or without locks across machines.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ConfigError if another process holds the lock."""
-        self.path = folder / "lock"
+    def __init__(self, path: Path, remedy: str, *, takes_over: bool = False) -> None:
+        """`path`: the lock's file. `takes_over`: a holder on another host that only the file names
+        counts as ended. Raises ConfigError, with the remedy, if another process holds the lock."""
+        self.path = path
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         self._release = weakref.finalize(self, os.close, self._file)
         try:
-            self._take(folder)
+            self._take(remedy, takes_over)
         except BaseException:
             self._release()
             raise
 
-    def _take(self, folder: Path) -> None:
-        """Lock the folder. Raises ConfigError with the holder if another process has the lock."""
-        is_held, is_known = False, True
+    def _take(self, remedy: str, takes_over: bool) -> None:
+        is_held, is_known, folder = False, True, self.path.parent
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -72,11 +72,10 @@ class Lock:
             is_held = before.pid != me.pid and psutil.pid_exists(before.pid)
         if is_held:
             raise ConfigError(
-                f"{folder} is in use by {before or 'another process'}; wait until it ends, stop "
-                "it, or choose another name with run.name=NAME"
+                f"{folder} is in use by {before or 'another process'}; wait until it ends, {remedy}"
             )
         is_same_job = before is not None and bool(me.job) and before.job == me.job
-        if before is not None and before.host != me.host and not is_same_job:
+        if before is not None and before.host != me.host and not (is_same_job or takes_over):
             raise ConfigError(
                 f"{folder} is in use by {before}, which {me.host} cannot check; if it no longer "
                 f"runs there, remove {self.path}"

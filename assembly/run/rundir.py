@@ -29,7 +29,7 @@ from msgspec import Struct
 
 from agentenv.assembly.run.checkpoints import Checkpoints
 from agentenv.assembly.run.lock import Lock
-from agentenv.base.config import resolver, to_plain
+from agentenv.base.config import to_plain
 from agentenv.base.disk import PARTIAL, append_whole, make_folder, write_whole
 from agentenv.base.disk_errors import DIR_KEY, WEIGHTS_PREFIX, explain
 from agentenv.base.errors import ConfigError
@@ -67,7 +67,7 @@ class RunDirectory:
             if not resume:
                 self._refuse_used()
                 make_folder(path)
-            self._lock = Lock(path)
+            self._lock = Lock(path / "lock", "stop it, or choose another name with run.name=NAME")
             if not resume:
                 self._claim()
             make_folder(self.checkpoints.folder)
@@ -119,10 +119,6 @@ class RunDirectory:
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {explain(error, DIR_KEY)}") from error
         return number
-
-    def resolve(self, text: str) -> Path:
-        """A path of the configuration; {run} is this directory."""
-        return resolver(self.path)(text)
 
     @property
     def has_begun(self) -> bool:

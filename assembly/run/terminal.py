@@ -65,10 +65,10 @@ class LogFile(logging.Handler):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        self.path, self.num_missing = path, 0
-        self._lines: queue.Queue[bytes | threading.Event] = queue.Queue(self.MAX_LINES)
-        self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        start_thread(partial(self._write, self._file), name="run.log")
+        self.path, self.num_missing, self._is_open = path, 0, True
+        self._lines: queue.Queue[bytes | None] = queue.Queue(self.MAX_LINES)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        start_thread(partial(self._write, file), name="run.log")
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -80,36 +80,31 @@ class LogFile(logging.Handler):
             self.handleError(record)
 
     def _write(self, file: int) -> None:
-        while True:
-            line = self._lines.get()
-            if isinstance(line, threading.Event):
-                line.set()
-                if self._file is None:
-                    return os.close(file)
-                continue
+        while (line := self._lines.get()) is not None:
             try:
                 while line:
                     line = line[os.write(file, line) :]
             except OSError:
                 self.num_missing += 1
+            self._lines.task_done()
+        os.close(file)
 
     def flush(self) -> None:
         """Return when all lines are written, or after CLOSE_S."""
-        if self._file is None:
-            return
-        written, deadline = threading.Event(), time.monotonic() + self.CLOSE_S
-        with suppress(queue.Full):
-            self._lines.put(written, timeout=self.CLOSE_S)
-            written.wait(deadline - time.monotonic())
+        lines = self._lines
+        with lines.all_tasks_done:
+            lines.all_tasks_done.wait_for(
+                lambda: not (self._is_open and lines.unfinished_tasks), self.CLOSE_S
+            )
 
     def close(self) -> None:
         """Flush; lines that are still unwritten then count as missing."""
-        if self._file is not None:
+        if self._is_open:
             self.flush()
-            self._file = None
+            self._is_open = False
             self.num_missing += self._lines.qsize()
             with suppress(queue.Full):
-                self._lines.put_nowait(threading.Event())
+                self._lines.put_nowait(None)
         super().close()
 
 
@@ -149,21 +144,18 @@ class _Stream:
         return getattr(found, "rich_proxied_file", found)  # type: ignore[no-any-return]
 
     def write(self, text: str) -> int:
-        with self._losing():
-            self._now().write(text)
+        self._losing(lambda: self._now().write(text))
         return len(text)
 
     def flush(self) -> None:
-        with self._losing():
-            self._now().flush()
+        self._losing(lambda: self._now().flush())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._now(), name)
 
-    @contextmanager
-    def _losing(self) -> Iterator[None]:
+    def _losing(self, output: Callable[[], object]) -> None:
         try:
-            yield
+            output()
         except OSError as error:
             if not self.may_be_lost:
                 raise
@@ -411,15 +403,30 @@ def exit_code_of(
     """
     import_from_working_directory()
     logging.captureWarnings(True)  # those of other packages go to the log of the run
+    view = view or View()
     try:
         with without_deepspeed():
-            code = _run(work, view or View(), writing, interrupted)
-    except Exception:
-        if not hanging():
+            check_places()
+            code = work(view) or 0
+    except KeyboardInterrupt:
+        view.end()
+        if interrupted:
+            view.log(interrupted)
+        code = EXIT_INTERRUPTED
+    except Exception as error:
+        reason = reason_of(error, view.folder, writing)
+        if reason is not None:
+            view.fail(str(reason))
+            is_input = isinstance(reason, ConfigError | DataError)
+            code = EXIT_BAD_INPUT if is_input else EXIT_FAILED
+        elif hanging():
+            view.end()
+            traceback.print_exc()
+            code = EXIT_FAILED
+        else:
             raise
-        traceback.print_exc()
-        code = EXIT_FAILED
     finally:
+        view.close()
         logging.captureWarnings(False)
     if stuck := hanging():  # threads that the interpreter would wait for at its exit
         with suppress(OSError, ValueError):
@@ -428,25 +435,6 @@ def exit_code_of(
             sys.stderr.flush()
         os._exit(code)
     return code
-
-
-def _run(work: Callable[[View], int | None], view: View, writing: str, interrupted: str) -> int:
-    try:
-        check_places()
-        return work(view) or 0
-    except KeyboardInterrupt:
-        view.end()
-        if interrupted:
-            view.log(interrupted)
-        return EXIT_INTERRUPTED
-    except (ImportError, OSError, AgentEnvError, ExceptionGroup) as error:
-        reason = reason_of(error, view.folder, writing)
-        if reason is None:
-            raise
-        view.fail(str(reason))
-        return EXIT_BAD_INPUT if isinstance(reason, ConfigError | DataError) else EXIT_FAILED
-    finally:
-        view.close()
 
 
 @contextmanager

@@ -105,7 +105,7 @@ class Watchdog:
         self._num_signals = 0
         self._last_signal = 0.0
         self._ending = 0.0  # deadline of the process, after the second signal
-        self._watched = threading.main_thread()
+        self._watched = threading.current_thread()
         self._signals, self._wakeup = socket.socketpair()
         self._others: list[int] = []  # descriptors that received signals before this one
 
@@ -116,7 +116,7 @@ class Watchdog:
         before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         if isinstance(self._loop, CommandLoop):
             self._loop.on_run = self.claim_signals
-        with self._running():
+        with self.watch_thread():
             try:
                 yield
             finally:
@@ -127,12 +127,6 @@ class Watchdog:
     @contextmanager
     def watch_thread(self) -> Iterator[None]:
         """As `watch`, in any thread and without signals."""
-        self._watched = threading.current_thread()
-        with self._running():
-            yield
-
-    @contextmanager
-    def _running(self) -> Iterator[None]:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
         try:
@@ -154,11 +148,6 @@ class Watchdog:
         if before not in (-1, self._wakeup.fileno()):
             self._others.append(os.dup(before))  # the owner closes the original
 
-    def _forward(self, numbers: bytes) -> None:
-        for other in self._others[-1:]:
-            with suppress(OSError):  # it no longer listens
-                os.write(other, numbers)
-
     def _run(self) -> None:
         self._signals.settimeout(BEAT_S)
         while True:
@@ -167,7 +156,9 @@ class Watchdog:
                 if not numbers:
                     return
                 self._count(numbers)
-                self._forward(numbers)
+                for other in self._others[-1:]:
+                    with suppress(OSError):  # it no longer listens
+                        os.write(other, numbers)
             except TimeoutError:
                 pass
             self._check()
@@ -198,12 +189,12 @@ class Watchdog:
             self._pending, self._reported, self._beat = True, 0, time.monotonic()
             self._queued = queued_s(self._watched.native_id)
             try:
-                self._loop.call_soon_threadsafe(self._clear_pending)
+                self._loop.call_soon_threadsafe(setattr, self, "_pending", False)
             except RuntimeError:  # the loop is closed: the command ends
                 return
         held_s = time.monotonic() - self._beat
         if _max_held_s is not None and held_s > _max_held_s:
-            self._end(f"because {self._holder()} blocked the event loop for {held_s:.0f} s")
+            self._end(f"because {holder(self._frame())} blocked the event loop for {held_s:.0f} s")
         if _num_rolling and self._reported < len(HELD_S) and held_s > HELD_S[self._reported]:
             self._reported += 1
             queued = queued_s(self._watched.native_id) - self._queued
@@ -213,7 +204,7 @@ class Watchdog:
                     f"{queued:.1f} s of that: other processes keep the machine busy"
                 )
             self._try_report(
-                f"{self._holder()} blocks every rollout: the event loop has not run for "
+                f"{holder(self._frame())} blocks every rollout: the event loop has not run for "
                 f"{held_s:.0f} s; long work belongs in a thread or a process\n"
                 f"{self._stack()}"
             )
@@ -222,14 +213,8 @@ class Watchdog:
         with suppress(OSError):  # a closed terminal; the thread must still count signals
             self._report(text)
 
-    def _clear_pending(self) -> None:
-        self._pending = False
-
     def _frame(self) -> FrameType | None:
         return sys._current_frames().get(self._watched.ident or 0)
-
-    def _holder(self) -> str:
-        return holder(self._frame())
 
     def _stack(self) -> str:
         return "".join(traceback.format_stack(self._frame())[-NUM_FRAMES:]).rstrip()

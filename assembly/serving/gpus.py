@@ -34,12 +34,10 @@ def gpus_for_others(config: Any) -> Iterator[None]:
     engine and learner run in other processes: a library that opens a GPU may allocate most of its
     memory (JAX: three quarters). `visible_gpus` still returns them."""
     global _hidden
-    engines = [getattr(config, "engine", None)]
-    engines.append(getattr(getattr(config, "eval", None), "engine", None))
-    found = [one for one in engines if one is not None]
-    elsewhere = all(one.launched is not None or one.runs_elsewhere for one in found)
+    engine = getattr(config, "engine", None)
+    elsewhere = engine is not None and (engine.launched is not None or engine.runs_elsewhere)
     keeps = isinstance(getattr(config, "cluster", None), RayCluster)  # Ray detects GPUs itself
-    if not found or not elsewhere or keeps or encodes_on_gpu(config) or not visible_gpus():
+    if not elsewhere or keeps or encodes_on_gpu(config) or not visible_gpus():
         yield
         return
     before, _hidden = os.environ.get(GPUS), visible_gpus()
@@ -150,21 +148,18 @@ class PlannedMachine(Struct, frozen=True):
 
 def find_machine(num_gpus: int | None, gpu_memory_gib: float | None) -> PlannedMachine:
     """The machine with the requested GPUs, else this machine."""
-    here = visible_gpus()
-    number = len(here) if num_gpus is None else num_gpus
-    here_bytes = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    main = here_bytes if num_gpus is None else 0.0
+    gib, name = gpu_memory_gib, f"{num_gpus or 'no'} GPU{'s' if num_gpus else ''}"
+    number, main = num_gpus or 0, 0.0
+    if num_gpus is None:
+        here = visible_gpus()
+        number, main = len(here), float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        name = f"the {number} GPUs of this machine" if here else "this machine, which has no GPU"
+        gib = memory_of(here[0]) / GIB if here and gib is None else gib
     if not number:
-        return PlannedMachine(0, 0.0, main, "this machine, which has no GPU" if main else "no GPU")
-    name = f"the {number} GPUs of this machine" if num_gpus is None else f"{number} GPUs"
-    if gpu_memory_gib is not None:
-        name += f" with {gpu_memory_gib:g} GiB each"
-        return PlannedMachine(number, gpu_memory_gib * GIB, main, name)
-    found = memory_of(here[0]) if here and num_gpus is None else 0.0
-    if found:
-        return PlannedMachine(number, found, main, f"{name} with {found / GIB:.0f} GiB each")
-    name += f" with {ASSUMED_GPU_GIB:g} GiB each (assumed, see --gpu-memory)"
-    return PlannedMachine(number, ASSUMED_GPU_GIB * GIB, main, name)
+        return PlannedMachine(0, 0.0, main, name)
+    assumed = "" if gib else " (assumed, see --gpu-memory)"
+    gib = gib or ASSUMED_GPU_GIB
+    return PlannedMachine(number, gib * GIB, main, f"{name} with {gib:.4g} GiB each{assumed}")
 
 
 def memory_of(gpu: str) -> float:

@@ -13,6 +13,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -187,25 +188,22 @@ async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
         return False
 
 
+@dataclass(eq=False)
 class ServerFactory:
     """Starts the servers of a run. `folder`: for their logs, or a function that creates it when the
     first server starts. `stack` stops the servers."""
 
-    def __init__(
-        self,
-        folder: Path | Callable[[], Path],
-        stack: AsyncExitStack,
-        report: Callable[[str], None],
-    ) -> None:
+    folder: Path | Callable[[], Path]
+    stack: AsyncExitStack
+    report: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self.processes: list[ServerProcess] = []
-        self._given = folder
-        self._stack = stack
-        self._report = report
         self._ports: set[int] = set()
 
     @cached_property
     def _folder(self) -> Path:
-        folder = self._given if isinstance(self._given, Path) else self._given()
+        folder = self.folder if isinstance(self.folder, Path) else self.folder()
         return folder.absolute() / LOG_FOLDER
 
     @cached_property
@@ -220,9 +218,9 @@ class ServerFactory:
         EngineError for a server that fails to start.
         """
         specs = await in_thread(self._specs, served, config, key)
-        started = [ServerProcess(spec, self._folder, self._report) for spec in specs]
+        started = [ServerProcess(spec, self._folder, self.report) for spec in specs]
         for process in started:
-            self._stack.push_async_callback(process.close)
+            self.stack.push_async_callback(process.close)
         self.processes += started
         async with asyncio.TaskGroup() as group:
             for process in started:
@@ -296,7 +294,7 @@ class ServerFactory:
         if wanted in self._ports:
             raise ConfigError(f"{key}.port: {wanted} already belongs to another server of this run")
         try:
-            held = self._stack.enter_context(hold_port(config.host, wanted))
+            held = self.stack.enter_context(hold_port(config.host, wanted))
         except OSError as error:
             raise ConfigError(
                 f"{key}.port: {config.host}:{wanted} cannot be used: {error.strerror}"

@@ -201,7 +201,7 @@ async def frozen(run: Path, step: int) -> AsyncIterator[Frozen]:
         tokenizer = load_tokenizer(model)
         renderer = make_renderer(config.renderer, config.prompt, tokenizer, model)
         stack.push_async_callback(close_shared)
-        make_env = EnvMaker.of(config, resolve)
+        make_env = EnvMaker(config, resolve)
         tasks = await load_set(config.data, config.env.id, resolve, print)
         if not isinstance(config.engine, EmbeddedConfig):
             raise SystemExit(f"{run}: engine.name: the probe samples with the embedded engine")

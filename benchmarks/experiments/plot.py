@@ -24,7 +24,7 @@ SHOWN = {
 def plot(result: dict[str, Any], target: Path) -> None:
     """Left: success of each seed (thin) and its mean (thick). Right: calls needed for a level,
     divided by those of the best GRPO, with the interval over seeds."""
-    figure, (left, right) = panels(1, 2, (11, 4.2))
+    figure, (left, right) = panels(2, (11, 4.2))
     for arm, color in SHOWN.items():
         if arm in result["runs"]:
             _curves(left, arm, color, result["runs"][arm])

@@ -113,13 +113,13 @@ class Study:
             raise DataError(f"the cold start failed: {begun / START}.log")
         if not train(folder, name, config):
             raise DataError(f"{cell} failed: {folder / name}.log")
-        curve, summary = read_curve(folder / name, SET)
+        curve = read_curve(folder / name, SET)
         assert curve.tokens is not None
         points = [
             {"calls": calls, "tokens": tokens, "right": "".join(str(int(one)) for one in right)}
             for calls, tokens, right in zip(curve.calls, curve.tokens, curve.right, strict=True)
         ]
-        cpu_s = summary["cpu_s"]["rl"]
+        cpu_s = json.loads((folder / name / "summary.json").read_text())["cpu_s"]["rl"]
         row = {**cell._asdict(), "digest": self.digest, "points": points, "cpu_s": cpu_s}
         row["led_calls"] = led_calls(folder / name)
         with self.file.open("a") as file:
@@ -152,7 +152,7 @@ class Study:
         points = self.known[cell]["points"]
         calls, tokens = (np.array([one[key] for one in points]) for key in ("calls", "tokens"))
         right = np.array([[int(bit) for bit in one["right"]] for one in points], float)
-        return Curve(calls, right, tokens)
+        return Curve(calls, right, tokens, self.known[cell]["cpu_s"])
 
     def cost(self, task: str, arm: str, rate: float, seeds: Sequence[int]) -> float:
         """Mean log of the calls to the levels."""
@@ -267,13 +267,10 @@ class Study:
         """Print the comparison of a stage, task by task, as far as its runs go."""
         for task in self.plan["stages"][stage]["tasks"]:
             curves: dict[str, dict[int, Curve]] = {}
-            summaries: dict[str, list[Row]] = {}
             for cell in self.known:
                 if cell.task == task and cell.seed in self.plan["stages"][stage]["seeds"]:
                     arm = cell.arm if stage in "cd" else f"{cell.arm}@{cell.rate:g}"
                     curves.setdefault(arm, {})[cell.seed] = self.curve(cell)
-                    used = {"cpu_s": {"total": self.known[cell]["cpu_s"]}}
-                    summaries.setdefault(arm, []).append(used)
             sizes = [arm for arm in curves if self.is_grpo(arm.partition("@")[0])]
             if not sizes:
                 continue
@@ -287,7 +284,7 @@ class Study:
             }
             baseline = min(costs, key=costs.__getitem__)
             print(f"\nstage {stage}, {task}; baseline {baseline}")
-            found = compare_curves(curves, baseline, self.plan["levels"], summaries)
+            found = compare_curves(curves, baseline, self.plan["levels"])
             for table in tables(found):
                 rich.print(as_rich(table))
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Literal
 
 from msgspec import Struct
@@ -16,19 +17,18 @@ from agentenv.envs.grading.words import is_wordy, tokens
 _CHOICE_TABLES = Tables("choice")
 
 _LETTER = re.compile(r"[(\[]?\s*([A-J])\s*[)\].:]?", re.IGNORECASE)
-_MARKED = re.compile(r"(?<!\w)\(?([A-J])\)")  # (B), B)
-_REMARK = re.compile(r"\([^()]{2,}\)")  # (vitamin C)
 _NAMED_CHOICE = _CHOICE_TABLES.pattern("named_choice", re.IGNORECASE | re.DOTALL)
 _LABELLED = _CHOICE_TABLES.pattern("labeled", re.DOTALL)
 _LIST = _CHOICE_TABLES.pattern("list")
 _DENIED = _CHOICE_TABLES.pattern("denied", re.IGNORECASE)
-_EITHER = re.compile(r"[(\[]?[A-J][)\]]?(?:\s*,\s*[(\[]?[A-J][)\]]?)*,?\s+or\s+[(\[]?[A-J][)\]]?")
 _ASCENDING = re.compile(r"[A-J]{2,5}")
 
 
 _PIECES = _CHOICE_TABLES.pattern("pieces", re.IGNORECASE)
 _NAMED_LETTERS = _CHOICE_TABLES.pattern("named_letters")
 _CONDITION = _CHOICE_TABLES.pattern("condition", re.IGNORECASE)
+_JOINED = re.compile(r"\bA(?=(?:\s+[^\W\d_]+){1,2}\s+[(\[]?[A-J]\b)")  # no article: A or else (B)
+_MARKED = re.compile(r"(\([^()]{2,}\))|(?<![\w(])([A-J])(?=\))")  # C), not (vitamin C)
 _SENTENCES = re.compile(r"\b(?:i\.e|e\.g)\b|[.;\n]")
 _REASON = re.compile(r"\bbecause\b.*", re.IGNORECASE | re.DOTALL)
 _PROPER = _CHOICE_TABLES.pattern("proper")
@@ -38,11 +38,6 @@ def is_choice(gold: str) -> bool:
     """Whether a gold is a letter, or several, of a multiple-choice question."""
     gold = gold.strip()
     return bool(_LETTER.fullmatch(gold) and gold.upper() == gold) or _several(gold) is not None
-
-
-def is_either(answer: str) -> bool:
-    """Whether an answer leaves open which of several letters it means."""
-    return _EITHER.fullmatch(answer.strip()) is not None
 
 
 def labeled(gold: str) -> tuple[str, str] | None:
@@ -62,26 +57,18 @@ def chosen(answer: str) -> frozenset[str]:
     several = _several(answer)
     if several is not None:
         return several
-    match = _NAMED_CHOICE.fullmatch(answer)
-    if match is not None:
-        if re.match(r"\s*(?:,|/|or|and)\s*[(\[]?[A-J][)\]]?\b", match[2]):
-            return frozenset()  # hedged between two options
-        if _DENIED.search(match[2]):
-            return chosen(match[2].rpartition(";")[2]) if ";" in match[2] else frozenset()
-        return frozenset(match[1].upper())
-    shown = set(_MARKED.findall(_REMARK.sub("", answer)))
-    if len(shown) == 1:
-        return frozenset(shown)
-    if shown:
-        return frozenset()
     label = labeled(answer)
-    return frozenset(label[0]) if label is not None else frozenset()
+    if label is not None:
+        return frozenset(label[0])
+    groups = letters(answer) if _NAMED_CHOICE.match(answer) else set()
+    return next(iter(groups)) if len(groups) == 1 else frozenset()
 
 
 def letters(answer: str) -> set[frozenset[str]]:
     """The letters of options that each part of an answer names and does not deny."""
     found: set[frozenset[str]] = set()
-    for sentence in _SENTENCES.split(_CONDITION.sub("or", answer)):
+    answer = _JOINED.sub("A,", _MARKED.sub(r"\1(\2", _CONDITION.sub("or", answer)))
+    for sentence in _SENTENCES.split(answer):
         clause = _REASON.sub("", sentence)
         if _DENIED.search(clause):
             continue
@@ -109,7 +96,9 @@ _SPECIAL_TABLES = Tables("special")
 _TRUTH = {word: kind == "yes" for kind in ("yes", "no") for word in _SPECIAL_TABLES[kind]}
 _SPECIAL = _SPECIAL_TABLES.patterns("special")
 _NO_ANSWER = _SPECIAL_TABLES.pattern("no_answer")
-_CLAIM = re.compile(r"^(?:the|this|that) (?:claim|statement|answer|proposition) is ")
+_CLAIM = re.compile(
+    r"(?:(?:(?:the|this|that) (?:claim|statement|answer|proposition)|it|that) is|that's) "
+)
 
 
 # A first word answers only before a pause or a clause: No, they ...; Yes it is; not No Country for
@@ -126,6 +115,7 @@ def truth(text: str) -> bool | None:
 def truth_of(found: str) -> bool | None:
     """The truth value of an answer, alone or as the first word of a sentence without the other."""
     low = found.lower().strip(" .!")
+    low = low[match.end() :] if (match := _CLAIM.match(low)) else low
     if low in _TRUTH:
         return _TRUTH[low]
     short = _SHORT_TRUTH.fullmatch(low)
@@ -133,9 +123,8 @@ def truth_of(found: str) -> bool | None:
         return short[1] is None and short["bare"] is None
     if _NO_ANSWER.match(low):
         return None
-    claim = _CLAIM.sub("", low)
-    words = tokens(claim)
-    opening = _OPENING.match(claim)
+    words = tokens(low)
+    opening = _OPENING.match(low)
     first = _TRUTH.get(words[0]) if words and opening is not None else None
     if first is None or any(_TRUTH.get(word) is (not first) for word in words[1:]):
         return None
@@ -174,6 +163,10 @@ class Several(Struct, frozen=True):
     closing: Literal["", "}", ")", "]"] = ""
 
     @property
+    def brackets(self) -> str:
+        return self.opening + self.closing
+
+    @property
     def ordered(self) -> bool:
         return self.opening in ("(", "[")
 
@@ -203,16 +196,20 @@ def same_list(
     a pair of elements cannot be decided."""
     if len(answer.elements) != len(gold.elements):
         return False
-    if answer.ordered and gold.ordered:
-        if (answer.opening, answer.closing) != (gold.opening, gold.closing):
-            return False
-    elif (answer.ordered and gold.opening == "{") or (gold.ordered and answer.opening == "{"):
+    if answer.opening and gold.opening and answer.brackets != gold.brackets:
         return False
     ordered = ordered and "{" not in (answer.opening, gold.opening)
-    if answer.ordered or gold.ordered or ordered:
-        outcomes = [same(*pair) for pair in zip(answer.elements, gold.elements, strict=True)]
-        return False if False in outcomes else None if None in outcomes else True
-    return _same_set(list(answer.elements), list(gold.elements), same)
+    one_by_one = answer.ordered or gold.ordered or ordered
+    left, undecided = list(answer.elements), False
+    for element in gold.elements:
+        outcomes = [same(one, element) for one in (left[:1] if one_by_one else left)]
+        best = True if True in outcomes else None if None in outcomes else False
+        if best is False:
+            return False
+        if best or one_by_one:
+            del left[outcomes.index(best)]
+        undecided = undecided or best is None
+    return None if undecided else True
 
 
 def in_order(found: str, wanted: str) -> tuple[tuple[str, str], ...]:
@@ -231,38 +228,22 @@ def without_name(text: str) -> str:
     return match[1] if match is not None and "=" not in match[1] else text
 
 
-def _same_set(answers: list[str], golds: list[str], same: Compare) -> bool | None:
-    undecided = False
-    for gold in golds:
-        outcomes = [same(answer, gold) for answer in answers]
-        if True in outcomes:
-            del answers[outcomes.index(True)]
-        elif None in outcomes:
-            undecided = True
-        else:
-            return False
-    return None if undecided else True
+def _depths(text: str) -> list[int]:
+    """The number of open brackets after each character."""
+    return [*accumulate((sign in "([{") - (sign in ")]}") for sign in text)]
 
 
 def _wraps(text: str) -> bool:
     """Whether the first bracket closes only at the end."""
-    depth = 0
-    for place, sign in enumerate(text):
-        depth += (sign in "([{") - (sign in ")]}")
-        if depth == 0:
-            return place == len(text) - 1
-    return False
+    *inner, last = _depths(text)
+    return last == 0 and 0 not in inner
 
 
 def _split(text: str) -> list[str]:
-    """Parts between commas outside of brackets that do not group thousands."""
-    parts, depth, start = [], 0, 0
-    for place, sign in enumerate(text):
-        depth += (sign in "([{") - (sign in ")]}")
-        if sign == "," and depth == 0:
-            parts.append(text[start:place].strip())
-            start = place + 1
-    return [*parts, text[start:].strip()]
+    """Parts between commas outside of brackets."""
+    pairs = zip(text, _depths(text), strict=True)
+    marked = ("\0" if sign == "," and depth == 0 else sign for sign, depth in pairs)
+    return [part.strip() for part in "".join(marked).split("\0")]
 
 
 def _both_signs(part: str) -> list[str]:
@@ -282,28 +263,21 @@ def same_answers(found: str, wanted: str, same: Compare, *, ordered: bool = Fals
     def element(one: str, other: str) -> bool | None:
         return _same_element(one, other, same)
 
-    golds = several(without_name(wanted))
-    answers = several(without_name(found))
+    golds, answers = several(without_name(wanted)), several(without_name(found))
     if golds is None or answers is None:
-        if golds is not None and golds.opening == "{" and len(golds.elements) == 1:
-            return element(found, golds.elements[0])
-        if answers is not None and answers.opening == "{" and len(answers.elements) == 1:
-            return element(answers.elements[0], wanted)
-        return None
+        known = golds or answers
+        if known is None or known.opening != "{" or len(known.elements) > 1:
+            return None
+        golds, answers = golds or Several((wanted,)), answers or Several((found,))
     if is_wordy(wanted) and _OR.search(found) and not _OR.search(wanted):
         return False  # one of them, not all
     outcome = same_list(answers, golds, element, ordered=ordered)
-    if ordered and outcome is False and same_list(answers, golds, element):
-        return False  # the same in another order
-    if outcome is False and is_wordy(wanted):
-        return (
-            not ordered and _share_a_noun(answers, golds)
-        ) or None  # a comma in a name or a place
-    if outcome is False and "{" in (answers.opening, golds.opening):
-        return False
-    if outcome is False and (answers.ordered or golds.ordered):
-        return None if answers.ordered != golds.ordered else False
-    return outcome
+    if outcome is not False or (ordered and same_list(answers, golds, element)):
+        return outcome
+    if is_wordy(wanted):  # a comma in a name or a place
+        return (not ordered and _share_a_noun(answers, golds)) or None
+    is_open = answers.ordered != golds.ordered and "{" not in (answers.opening, golds.opening)
+    return None if is_open else False
 
 
 def _share_a_noun(answer: Several, gold: Several) -> bool:

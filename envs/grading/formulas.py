@@ -14,7 +14,7 @@ from typing import Any
 
 from agentenv.envs.grading.numbers import as_number, words_as_digits
 from agentenv.envs.grading.quantities import Unit, quantity
-from agentenv.envs.grading.text import Tables
+from agentenv.envs.grading.text import Tables, rewritten
 
 _FORMULA_TABLES = Tables("formulas")
 
@@ -72,8 +72,7 @@ _WORDS = _FORMULA_TABLES.rewrites("words")
 
 
 def _from_python(text: str) -> str:
-    for pattern, form in _PYTHON:
-        text = pattern.sub(form, text)
+    text = rewritten(text, _PYTHON)
     matrix = _MATRIX.fullmatch(text)
     if matrix is not None:
         rows = re.findall(r"\[([^\[\]]*)\]", matrix[1])
@@ -84,10 +83,7 @@ def _from_python(text: str) -> str:
 def _from_words(text: str) -> str:
     if re.search(r"[a-z]{4}", text) is None:
         return text
-    text = words_as_digits(text)
-    for pattern, form in _WORDS:
-        text = pattern.sub(form, text)
-    return text
+    return rewritten(words_as_digits(text), _WORDS)
 
 
 _BASE = _FORMULA_TABLES.pattern("base")
@@ -292,8 +288,7 @@ def readable(text: str) -> str | None:
     text = _PRIMES.sub(lambda match: f"{match[1]}_{{{'p' * len(match[2])}}}", text)
     text = _MIXED.sub(_as_sum, text.rstrip("\N{DEGREE SIGN} "))
     text = _IMAGINARY.sub("I", _READING_TRANSPOSED.sub("^{t_{T}}", text))
-    for pattern, form in _PRODUCTS:
-        text = pattern.sub(form, text)
+    text = rewritten(text, _PRODUCTS)
     return None if _UNREAD.search(text) else text
 
 

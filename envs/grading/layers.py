@@ -414,10 +414,9 @@ def _choice(found: str, wanted: str) -> bool | None:
         return chosen == {letter} if chosen else bool(_compare(found, clean(text))[0])
     if not forms.is_choice(wanted):
         return None
-    if forms.is_either(found):
-        return False
     chosen = forms.chosen(found)
-    return chosen == forms.chosen(wanted) if chosen else None
+    is_open = len(forms.letters(found)) > 1
+    return chosen == forms.chosen(wanted) if chosen or is_open else None
 
 
 def _span(found: str, wanted: str) -> tuple[bool | None, str] | None:

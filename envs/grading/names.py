@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from typing import Any
+
+import pycountry
 
 from agentenv.envs.grading.numbers import han_core
-from agentenv.envs.grading.text import Tables
+from agentenv.envs.grading.text import Tables, rewritten
 from agentenv.envs.grading.words import (
     ROMAN_LETTERS,
+    folded,
     glued,
-    singular,
     tokens,
     transliterated,
 )
@@ -29,81 +33,86 @@ _FEATURES = frozenset(_NAME_TABLES["features"])
 _GIVEN = frozenset(_NAME_TABLES["given"])
 _PARTICLES = frozenset(str.split("van von de der den la le di da del bin ibn al el dos y"))
 _SUFFIXES = frozenset({"junior", "senior", *map(str, range(1, 10))})
-_ALIASES = {" ".join(tokens(form)): name for form, name in _NAME_TABLES.by_form("aliases").items()}
-STATES: dict[str, str] = dict(one.split(" ", 1) for one in _NAME_TABLES["states"])  # by letters
+
+
+def _places(places: Iterable[Any]) -> dict[str, str]:
+    """The usual names of places of ISO 3166 by their official ones, both in tokens."""
+    usual = [(one, re.split(r"[,[(]", getattr(one, "common_name", one.name))[0]) for one in places]
+    return {_plain(getattr(one, "official_name", name)): _plain(name) for one, name in usual}
+
+
+def _plain(text: str) -> str:
+    return " ".join(tokens(text))
+
+
+_NATIONS = _places(pycountry.countries)
+_ALIASES = _NATIONS | {_plain(form): name for form, name in _NAME_TABLES.by_form("aliases").items()}
+STATES: dict[str, str] = {
+    one.code[3:]: one.name for one in pycountry.subdivisions if one.country_code == "US"
+}
 
 _CLASSES = _NAME_TABLES.pattern("classes", re.IGNORECASE)
 _OPENING = _NAME_TABLES.pattern("opening", re.IGNORECASE)
 _DETERMINER = _NAME_TABLES.pattern("determiner", re.IGNORECASE)
-_PART_OF = _NAME_TABLES.pattern("part_of", re.IGNORECASE)
 _EPITHET = re.compile(r"(?:[a-z]+ ){1,3}(?=[A-Z])")  # the geologist James Hutton
 _NO_EPITHET = _NAME_TABLES.words("no_epithet")
-_REALM = re.compile(r"(?<=[a-z] [IVX]|.[IVX][IVX])\s+of (?:the )?[A-Z]\w+(?: [A-Z]\w+)*$")
 _STATE = _NAME_TABLES.pattern("state")
 _SMALL = frozenset(str.split("of the and for a an in on de"))
 _ROMAN_NUMERAL = re.compile(r"[IVX]+")
-_COPULA = re.compile(r"\s+(is|are|was|were)\s+")
-_NICKNAME = re.compile(r"(\w.*?)\s+[\"'(](\w[\w.-]*)[\"')]\s+(.+)")
-_LINK = _NAME_TABLES.pattern("link")
+_CORE, _TURNS = _NAME_TABLES.rewrites("core"), _NAME_TABLES.rewrites("turns")
+_POSSESSIVE = re.compile(r"(?:the\s+)?((?!of\b)\S[^,']*)'s\s+(\S[^,']*)")
+_LINKS = re.compile(r",|\b(?:by|of|in|at|from|the)\b")
 
-_COUNTRIES = frozenset(_NAME_TABLES["countries"])
-_PLACE_FORMS = tuple(
-    re.compile(rf"(\S|\S.*\S){form}")
-    for form in (
-        r"\s*,\s*(?:in\s+)?([^,()]+)",
-        r"\s+in\s+([^,()]+)",
-        r"\s+\(([^()]+)\)",
-    )
-)
+_COUNTRIES = {*_NATIONS.values(), *_NAME_TABLES["countries"]}
+_PLACE = re.compile(r"(\S|\S.*\S)(?:\s*,\s*(?:in\s+)?|\s+in\s+|\s+\()([^,()]+)\)?")
 _VENUE = _NAME_TABLES.pattern("venue", re.IGNORECASE)
-_IN_A_CITY = re.compile(r"(\S.*\S)(?:\s+in|,)\s+([A-Z][\w.'-]*(?:\s[A-Z][\w.'-]*){0,2})")
+_CITY = re.compile(r"[A-Z][\w.'-]*(?:\s[A-Z][\w.'-]*){0,2}")
 
 
 def same_words(answer: str, gold: str) -> bool:
     """Equal as words, up to spacing, accents, titles, common short forms and word order."""
     if len(answer) > MAX_CHARS:
         return tokens(answer) == tokens(gold)
-    if _same_name(answer, gold):
-        return True
+    pairs = [(answer, gold), (transliterated(answer), gold), (answer, transliterated(gold))]
     (place, country), (other, its_country) = placed(answer), placed(gold)
-    if bool(country) != bool(its_country) and _same_name(place, other):  # Paris, France
-        return True
-    spelt = transliterated(answer), transliterated(gold)
-    return spelt != (answer, gold) and any(
-        _same_name(*pair) for pair in ((spelt[0], gold), (answer, spelt[1]))
-    )
+    if bool(country) != bool(its_country):  # Paris, France
+        pairs.append((place, other))
+    return any(_same_name(*pair) for pair in dict.fromkeys(pairs))
 
 
 def without_class(text: str) -> str:
     """Niger for the Republic of Niger, 1999 for the year 1999."""
-    match = _CLASSES.match(text)
-    return text[match.end() :] if match is not None else text
+    return _CLASSES.sub("", text)
 
 
 def _same_name(answer: str, gold: str) -> bool:
     found, wanted = tokens(answer), tokens(gold)
     if not found or not wanted:
         return answer.strip() == gold.strip()
-    if glued(found) == glued(wanted) or _alias(found) == _alias(wanted):
-        return True
-    if _joined(answer) == _joined(gold):
+    if glued(found) == glued(wanted) or _alias(answer) == _alias(gold):
         return True
     if is_acronym(answer, gold) or is_acronym(gold, answer):
         return True
-    if _is_nickname(answer, gold) or _is_nickname(gold, answer):
-        return True
+    if bool(_OPENING.match(answer)) != bool(_OPENING.match(gold)):
+        answer, gold = _OPENING.sub("", answer), _OPENING.sub("", gold)
     one, other = _core(answer, gold), _core(gold, answer)
-    if bool(_OPENING.match(one)) != bool(_OPENING.match(other)):
-        one, other = _OPENING.sub("", one, count=1), _OPENING.sub("", other, count=1)
-    one, other = _core(one, other), _core(other, one)
-    if _same_core(one, other) or _is_turned(one, other):
+    if _same_core(one, other) or _is_sorted(one, other):
+        return True
+    orders = [[glued(_numbered(order)) for order in _orders(side)] for side in (one, other)]
+    if orders[0][0] in orders[1] or orders[1][0] in orders[0]:
         return True
     return han_core(answer) == han_core(gold) != ""
 
 
-def _joined(text: str) -> str:
-    """Levi's as Levis."""
-    return glued(tokens(text.replace("'s", "s").replace("\N{RIGHT SINGLE QUOTATION MARK}s", "s")))
+def _orders(text: str) -> list[str]:
+    """A phrase with "of" for a possessive, and its other forms, as another order of its words."""
+    first = _POSSESSIVE.sub(r"\2 of \1", text)
+    turned = [form.sub(plain, first) for form, plain in _TURNS if form.search(first)]
+    return [first, *turned, re.sub("['\u2019]s\\b", "s", text)]
+
+
+def _numbered(text: str) -> list[str]:
+    return _folded([ROMAN_LETTERS.get(word, word) for word in tokens(text)])
 
 
 def _core(original: str, other: str) -> str:
@@ -115,8 +124,7 @@ def _core(original: str, other: str) -> str:
     if epithet is not None and not _NO_EPITHET & set(epithet[0].split()):
         rest = text[epithet.end() :]
         text = rest if _is_proper(rest) and _is_proper(other) else text
-    text = _REALM.sub("", text)
-    text = _PART_OF.sub(r"\1 ", re.sub(r"(?<=\d),(?=\d{3}\b)", "", text))
+    text = rewritten(text, _CORE)
     return _STATE.sub(lambda match: f", {STATES.get(match[1], match[1])}", text)
 
 
@@ -124,29 +132,26 @@ def _same_core(answer: str, gold: str) -> bool:
     found, wanted = tokens(answer), tokens(gold)
     if not found or not wanted:
         return False
-    titles = [_title(side) for side in (found, wanted)]
-    if titles[0] and titles[1] and not titles[0] & titles[1]:
+    (titles, found), (others, wanted) = _untitled(found), _untitled(wanted)
+    if titles and others and not titles & others:
         return False
-    found, wanted = (_folded(_untitled(side)) for side in (found, wanted))
     kept = [found, wanted]
     if ("'s" in answer) == ("'s" in gold):  # the language of the Turks is not Turkish
         kept = [_without_kind(found, wanted), _without_kind(wanted, found)]
     if glued(kept[0]) == glued(kept[1]):
         return True
-    return (
-        (_is_named(answer) and _is_named(gold) and same_person(found, wanted))
-        or _is_swapped(answer, gold)
-        or _ordinal_last(found) == _ordinal_last(wanted)
-        or _infinitive(found) == _infinitive(wanted)
-    )
+    is_person = _is_proper(answer) and _is_proper(gold) and same_person(found, wanted)
+    return is_person or _is_swapped(answer, gold)
+
+
+def _is_sorted(one: str, other: str) -> bool:
+    """Duke Peter I of Bourbon and Peter I, Duke of Bourbon: one of them has a comma."""
+    sides = [sorted(_numbered(_LINKS.sub(" ", side))) for side in (one, other)]
+    has_order = sum(word.isdigit() for word in sides[0]) > 1 or len(sides[0]) < 3
+    return sides[0] == sides[1] and not has_order and {one.count(","), other.count(",")} == {0, 1}
 
 
 # Titles and kinds.
-
-
-def _title(words: list[str]) -> set[str]:
-    """The ranks before a name, in one form; courtesies do not count."""
-    return {_TITLES[word] for word in words[: _num_titles(words)] if word in _TITLES} - _COURTESIES
 
 
 def is_titled(word: str) -> bool:
@@ -154,7 +159,8 @@ def is_titled(word: str) -> bool:
     return word.lower().rstrip(".,") in _TITLES
 
 
-def _num_titles(words: list[str]) -> int:
+def _untitled(words: list[str]) -> tuple[set[str], list[str]]:
+    """The ranks before a name, in one form, without courtesies; and the name, its words folded."""
     start = 0
     while start < len(words) - 1 and (
         words[start] in _TITLES
@@ -162,11 +168,10 @@ def _num_titles(words: list[str]) -> int:
         or (words[start] in _BEFORE_RANKS and words[start + 1] in _TITLES and words[start + 2 :])
     ):
         start += 1
-    return 0 if words[start:] and words[start] in _NO_PERSON else start
-
-
-def _untitled(words: list[str]) -> list[str]:
-    return words[_num_titles(words) :]
+    if words[start] in _NO_PERSON:
+        start = 0
+    titles = {_TITLES[word] for word in words[:start] if word in _TITLES} - _COURTESIES
+    return titles, _folded(words[start:])
 
 
 def _without_kind(words: list[str], other: list[str]) -> list[str]:
@@ -183,9 +188,7 @@ def _without_kind(words: list[str], other: list[str]) -> list[str]:
 def same_person(one: list[str], other: list[str]) -> bool:
     """First and last name agree; a middle name may be missing or be an initial. A junior or a third
     must be one on both sides."""
-    if one[-1] in _SUFFIXES or other[-1] in _SUFFIXES:
-        if one[-1] != other[-1]:
-            return False
+    if one[-1] == other[-1] and one[-1] in _SUFFIXES:
         one, other = one[:-1], other[:-1]
     if min(len(one), len(other)) < 2 or one[-1] != other[-1]:
         return False
@@ -194,19 +197,9 @@ def same_person(one: list[str], other: list[str]) -> bool:
     short, long = sorted(
         ([word for word in side[:-1] if word not in _PARTICLES] for side in (one, other)), key=len
     )
-    if not short:
-        return False
-    if not _same_given(short[0], long[0]):
-        return False
     if len(short) == len(long):
-        return all(_same_given(*pair) for pair in zip(short, long, strict=True))
+        return short != [] and all(map(_same_given, short, long))
     return len(short) == 1 and len(long) == 2 and short[0] == long[0]
-
-
-def _is_named(text: str) -> bool:
-    """Whether every word is capitalized, up to particles such as van."""
-    words = re.findall(r"[^\W\d_][\w.'-]*", text)
-    return all(word[0].isupper() or word in _PARTICLES for word in words)
 
 
 def _is_proper(text: str) -> bool:
@@ -235,70 +228,6 @@ def _is_swapped(one: str, other: str) -> bool:
     return not _GIVEN.issuperset(found) and all(name.isalpha() for name in found)
 
 
-def _is_nickname(short: str, long: str) -> bool:
-    """Kimmy Schmidt, or Kimberly Schmidt, for Kimberly "Kimmy" Schmidt."""
-    match = _NICKNAME.fullmatch(long.strip())
-    if match is None:
-        return False
-    first, nick, last = map(tokens, match.groups())
-    return tokens(short) in ([*nick, *last], [*first, *last], [first[0], *last])
-
-
-# Word order.
-
-
-_POSSESSIVE = re.compile(r"(?:the\s+)?(\S[^,']*)'s\s+(\S[^,']*)")
-
-
-def _is_turned(one: str, other: str) -> bool:
-    """Whether the texts around commas, "of", "in" and the like are the same in another order: the
-    gorge of the Rhine and the Rhine Gorge; Shakespeare, William; Bay Ridge in Brooklyn; Duke Peter
-    I of Bourbon and Peter I, Duke of Bourbon; Paris is the capital and the capital is Paris."""
-    one, other = (_POSSESSIVE.sub(r"\2 of \1", text) for text in (one, other))
-    parts = [[_numbered(part) for part in _LINK.split(text) if part] for text in (one, other)]
-    flat = [[word for part in side for word in part] for side in parts]
-    if flat[0] == flat[1]:
-        return len(parts[0]) + len(parts[1]) > 2
-    for this, that in ((0, 1), (1, 0)):  # A of B as B A
-        turned = [word for part in parts[this][::-1] for word in part]
-        if len(parts[this]) != 2 or len(parts[that]) == 2:
-            continue
-        head, tail = parts[this]  # Federal Minister of the Interior as Federal Interior Minister
-        if flat[that] in (turned, [*head[:-1], *tail, *head[-1:]]):
-            return True
-    commas = one.count(","), other.count(",")
-    if commas in ((0, 1), (1, 0)) and len(flat[0]) > 1:
-        with_comma, without = (one, other) if commas[0] else (other, one)
-        last, _, first = with_comma.partition(",")
-        if tokens(f"{first} {last}") == tokens(without):
-            return True
-        num_numbers = sum(word.isdigit() for word in flat[0])  # whose order matters
-        if len(flat[0]) > 2 and num_numbers < 2 and sorted(flat[0]) == sorted(flat[1]):
-            return True
-    sides = [_COPULA.split(text, maxsplit=1) for text in (one, other)]
-    if any(len(side) != 3 for side in sides) or sides[0][1] != sides[1][1]:
-        return False
-    return [tokens(part) for part in sides[0][::2]] == [tokens(part) for part in sides[1][::-2]]
-
-
-def _numbered(part: str) -> list[str]:
-    return _folded([ROMAN_LETTERS.get(token, token) for token in tokens(part)])
-
-
-def _ordinal_last(words: list[str]) -> list[str]:
-    """The second world war as world war 2."""
-    match = re.fullmatch(r"(\d+)(?:st|nd|rd|th)", words[0])
-    return [*words[1:], match[1]] if match is not None and len(words) > 1 else words
-
-
-def _infinitive(words: list[str]) -> list[str]:
-    """Protecting the forest as protect the forest."""
-    stem = re.sub(r"ing$", "", words[0]) if len(words) > 1 and len(words[0]) > 5 else words[0]
-    if stem == words[0]:
-        return [re.sub(r"e$", "", stem), *words[1:]]
-    return [re.sub(r"([bdgmnprt])\1$", r"\1", stem), *words[1:]]
-
-
 # Short forms and spelling.
 
 
@@ -316,23 +245,13 @@ def _initials(words: list[str]) -> str:
     return "".join(word if _ROMAN_NUMERAL.fullmatch(word) else word[0].upper() for word in words)
 
 
-def _alias(found: list[str]) -> str:
-    text = " ".join(found)
+def _alias(name: str) -> str:
+    text = _plain(name)
     return _ALIASES.get(text, text)
 
 
-_SPELLING = _NAME_TABLES.rewrites("spelling")
-
-
 def _folded(found: list[str]) -> list[str]:
-    """Spelling and number of words in one form: British as American, toddies as toddy."""
-    return [singular(_american(token)) for token in found]
-
-
-def _american(token: str) -> str:
-    for pattern, replacement in _SPELLING:
-        token = pattern.sub(replacement, token)
-    return token
+    return [folded(token) for token in found]
 
 
 # Places.
@@ -340,20 +259,26 @@ def _american(token: str) -> str:
 
 def country_of(name: str) -> str:
     """The country that a text names; "" if it names none."""
-    country = _alias(tokens(name))
+    country = _alias(name)
     return country if country in _COUNTRIES else ""
+
+
+def provinces(*countries: str) -> set[str]:
+    """The states and provinces of countries, which are given by their letters, in tokens."""
+    kinds = ("State", "Province", "Country")
+    every = (one for one in pycountry.subdivisions if one.country_code in countries)
+    return {*_places(one for one in every if one.type in kinds).values()}
 
 
 def placed(text: str) -> tuple[str, str]:
     """A place without the country after it, and the country; a building also without its city.
     The text and "" where there is none, or where the rest names a country too, as in a list."""
-    for form in _PLACE_FORMS if len(text) <= MAX_PLACE_CHARS else ():
-        match = form.fullmatch(text)
-        country = country_of(match[2]) if match is not None else ""
-        if match is not None and country and match[1][0].isupper():
-            others = re.split(r",|;|\band\b", match[1])
-            return (text, "") if any(map(country_of, others)) else (match[1], country)
-    match = _IN_A_CITY.fullmatch(text) if len(text) <= MAX_PLACE_CHARS else None
-    if match is not None and _VENUE.fullmatch(match[1]) and not _VENUE.fullmatch(match[2]):
+    match = _PLACE.fullmatch(text) if len(text) <= MAX_PLACE_CHARS else None
+    if match is None or not match[1][0].isupper():
+        return text, ""
+    country = country_of(match[2])
+    if country and not any(map(country_of, re.split(r",|;|\band\b", match[1]))):
+        return match[1], country
+    if _VENUE.fullmatch(match[1]) and _CITY.fullmatch(match[2]) and not _VENUE.fullmatch(match[2]):
         return match[1], match[2]
     return text, ""

@@ -8,7 +8,7 @@ import importlib
 import re
 from fractions import Fraction
 
-from agentenv.envs.grading.text import Tables, unify
+from agentenv.envs.grading.text import Tables, rewritten, unify
 
 _HAN_TABLES = Tables("han")
 _FORMAL = str.maketrans(*_HAN_TABLES["formal"])
@@ -90,9 +90,7 @@ def han_core(text: str) -> str:
     """A Chinese name without the words around it: a title, the kind of place, a short clause."""
     if not _HAN.search(text):
         return ""
-    text = unify(text).strip(" .")
-    for pattern, replacement in _PLAIN:
-        text = pattern.sub(replacement, text)
+    text = rewritten(unify(text).strip(" ."), _PLAIN)
     return ",".join(_untitled(part) for part in _SEPARATOR.split(han_as_digits(text)))
 
 

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from agentenv.envs.grading import dates
 from agentenv.envs.grading.forms import truth
-from agentenv.envs.grading.names import STATES, country_of, is_titled
+from agentenv.envs.grading.names import STATES, country_of, is_titled, provinces
 from agentenv.envs.grading.numbers import leading_number, words_as_digits
 from agentenv.envs.grading.quantities import Quantity, quantity, unit_of
 from agentenv.envs.grading.text import (
@@ -26,11 +26,11 @@ from agentenv.envs.grading.text import (
     marks,
     sentences,
 )
-from agentenv.envs.grading.words import has_cjk, is_wordy
+from agentenv.envs.grading.words import has_cjk, is_wordy, tokens
 
 _PHRASE_TABLES = Tables("phrases")
 LABELS, ASIDES, _NOTES = (frozenset(_PHRASE_TABLES[name]) for name in ("labels", "asides", "notes"))
-_PROVINCES = frozenset(_PHRASE_TABLES["provinces"])
+_PROVINCES = frozenset(_PHRASE_TABLES["provinces"]) | provinces("GB", "CA", "AU", "IN")
 _STATES = frozenset(map(str.lower, STATES.values()))
 _CONTINENTS = frozenset(_PHRASE_TABLES["continents"])
 
@@ -225,7 +225,7 @@ def is_conversion(one: Quantity, other: Quantity, text: str) -> bool:
 
 def rank_of(text: str) -> int:
     """0 for a place, 1 for a state, 2 for a country, 3 for a continent."""
-    name = " ".join(re.findall(r"[\w']+", text.lower().removeprefix("the ")))
+    name = " ".join(tokens(text))
     if name in _PROVINCES:
         return 1
     if country_of(text):

@@ -10,7 +10,7 @@ import re
 import string
 import tomllib
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -54,7 +54,7 @@ class Tables:
         """A table of regular expressions, in its order."""
         return {key: re.compile(self._filled(form)) for key, form in self._tables[name].items()}
 
-    def rewrites(self, name: str) -> tuple[tuple[re.Pattern[str], str], ...]:
+    def rewrites(self, name: str) -> Rewrites:
         """Regular expressions, each with the replacement of its matches, in their order."""
         return tuple(
             (re.compile(self._filled(form)), self._filled(replacement))
@@ -69,6 +69,16 @@ class Tables:
         return self._inserted[name] if name in self._inserted else self.text(name)
 
 
+Rewrites = Sequence[tuple[re.Pattern[str], str]]
+
+
+def rewritten(text: str, rewrites: Rewrites) -> str:
+    """The text after all rewrites, one after the other."""
+    for pattern, replacement in rewrites:
+        text = pattern.sub(replacement, text)
+    return text
+
+
 MAX_ANSWER_CHARS = 2000
 MAX_UNIFIED_CHARS = 4000  # one sign may become eighteen
 
@@ -79,19 +89,16 @@ BOX = r"\boxed{"
 FRAME = r"\\(?:f?boxed|fbox)\s*\{"
 _BRACE = re.compile(r"[{}]")
 _SPELLING_TABLES = Tables("spelling", frame=FRAME)
-_SYMBOLS = str.maketrans(_SPELLING_TABLES.by_form("symbols"))
-_SUPERSCRIPTS = {
-    chr(code): digit
-    for code, digit in zip(
-        [0x2070, 0xB9, 0xB2, 0xB3, *range(0x2074, 0x207A), 0x207A, 0x207B],
-        "0123456789+-",
-        strict=True,
-    )
-}
-_SUPERSCRIPT = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
-_VULGAR = _SPELLING_TABLES.pattern("vulgar")
+_NAMES_OF_COMMANDS: dict[str, list[str]] = _SPELLING_TABLES["commands"]
+COMMANDS = {names[0]: word for word, names in _NAMES_OF_COMMANDS.items()}  # words by command
+_CANONICAL = {form: rf"\{names[0]} " for names in _NAMES_OF_COMMANDS.values() for form in names}
+_SIGNS = _SPELLING_TABLES.by_form("punctuation")
+_SIGNS |= {sign: command for sign, command in _CANONICAL.items() if not sign.isascii()}
+_TRANSLATED = str.maketrans(_SIGNS)
+_COMMAND = re.compile(r"\\([a-zA-Z]+)")
+_SUPERSCRIPT = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u207b]+")
+_VULGAR = re.compile("(?<=\\d)(?=[\u00bc-\u00be\u2150-\u215e])")
 _ROOT = re.compile(r"\N{SQUARE ROOT}\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|\(([^()]*)\))")
-_PLAIN_ROOT = re.compile(r"(?<![A-Za-z\\])\\?sqrt\s*(?:\(((?:[^()]|\([^()]*\))*)\)|\{([^{}]*)\})")
 _LATEX = _SPELLING_TABLES.rewrites("latex")
 _MOD = re.compile(r"\(?\\?p?mod\s*(?:\{\s*(?=\w+\s*\}))?(\w+)\s*[})]?")
 _CHARGE = re.compile(r"\^\{?(\d*[+-])(?:\}|(?![\w({]))")  # Ca^{2+} as Ca2+
@@ -124,12 +131,10 @@ def boxes(text: str) -> list[tuple[str, str]]:
 
 def unify(text: str) -> str:
     """Unicode forms unified: NFKC after mapping the signs that NFKC would lose."""
-    text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or ''}}}", text)
-    text = _SUPERSCRIPT.sub(
-        lambda match: "^{" + "".join(_SUPERSCRIPTS[sign] for sign in match[0]) + "}", text
-    )
-    text = unicodedata.normalize("NFKC", _VULGAR.sub(" ", text))[:MAX_UNIFIED_CHARS]
-    return text.translate(_SYMBOLS)
+    text = _ROOT.sub(r"\\sqrt{\1\2}", text)
+    text = _VULGAR.sub(" ", _SUPERSCRIPT.sub(r"^{\g<0>}", text))
+    text = unicodedata.normalize("NFKC", text)[:MAX_UNIFIED_CHARS]
+    return text.translate(_TRANSLATED)
 
 
 @lru_cache(maxsize=4096)  # many rules check parts of an answer
@@ -141,13 +146,15 @@ def clean(text: str) -> str:
         text = _strip_once(text)
         if text == before:
             break
-    text = _without_dollars(text)
-    for pattern, replacement in _LATEX:
-        text = pattern.sub(replacement, text)
-    text = _PLAIN_ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or ''}}}", text)
-    text = _bare(" ".join(text.split()))
+    text = notation(_without_dollars(text))
+    text = " ".join(text.split())
     text = _APPROXIMATELY.sub("", text) if _APPROXIMATELY.match(text) else text
     return _end(text)
+
+
+def notation(text: str) -> str:
+    r"""Commands of LaTeX and ASCII signs in one form: \le for \leq and <=."""
+    return rewritten(_COMMAND.sub(lambda match: _CANONICAL.get(match[1], match[0]), text), _LATEX)
 
 
 def _without_dollars(text: str) -> str:
@@ -179,20 +186,13 @@ def _strip_once(text: str) -> str:
     for pattern in _WRAPPERS.values():
         match = pattern.fullmatch(text)
         if match is not None:
-            inner = next(group for group in match.groups() if group is not None)
+            inner = match[match.lastindex or 0]
             if inner.count("{") == inner.count("}"):
                 text = inner.strip()
     match = _LEAD_IN.match(text)
     if match is not None and match.end() < len(text):
         text = text[match.end() :].strip()
     return text
-
-
-def _bare(text: str) -> str:
-    """The text without doubled brackets around it: ((5)) is (5)."""
-    depth = min(len(text) - len(text.lstrip("(")), len(text) - len(text.rstrip(")")))
-    inner = text[depth : len(text) - depth]
-    return inner if depth > 1 and not set("()") & set(inner) else text
 
 
 def _end(text: str) -> str:
@@ -246,10 +246,12 @@ def labels(text: str) -> list[str]:
     """Around labels that come twice: Result: A Result: B; answer 1 = A, answer 2 = B."""
     found = list(_LABEL.finditer(text))
     names = [match[1].lower() for match in found]
-    ends = [(match.start(), match.end()) for match in found if names.count(match[1].lower()) > 1]
-    starts = [0, *(end for _, end in ends)]
-    stops = [*(start for start, _ in ends), len(text)]
-    return [text[start:stop] for start, stop in zip(starts, stops, strict=True)]
+    return _around(text, [match for match in found if names.count(match[1].lower()) > 1])
+
+
+def _around(text: str, cuts: Iterable[re.Match[str]]) -> list[str]:
+    spans = [(0, 0), *(match.span() for match in cuts), (len(text), len(text))]
+    return [text[start:stop] for (_, start), (stop, _) in pairwise(spans)]
 
 
 def symbols(text: str) -> list[str]:
@@ -273,13 +275,12 @@ def marks(text: str) -> list[str]:
 
 def sentences(text: str) -> list[str]:
     """Cut after full stops, semicolons, marks and ellipses; not abbreviations and initials."""
-    found, start = [], 0
-    for match in _END.finditer(text):
-        if match["stop"] and _is_abbreviated(text[: match.start()], text[match.end() :]):
-            continue
-        found.append(text[start : match.start()])
-        start = match.end()
-    return [*found, text[start:]]
+    ends = [
+        match
+        for match in _END.finditer(text)
+        if not (match["stop"] and _is_abbreviated(text[: match.start()], text[match.end() :]))
+    ]
+    return _around(text, ends)
 
 
 def _is_abbreviated(before: str, after: str) -> bool:
@@ -316,12 +317,11 @@ def alternatives(text: str) -> list[str]:
 
 def corrections(text: str) -> list[str]:
     """Around no, wait, sorry and "the final answer is"."""
-    found, start = [], 0
-    for match in _CORRECTION.finditer(text):
-        if not _is_condition(text, match):
-            found.append(text[start : match.start()])
-            start = match.end()
-    return [*found, text[start:]]
+    return _around(text, _corrections(text))
+
+
+def _corrections(text: str) -> list[re.Match[str]]:
+    return [match for match in _CORRECTION.finditer(text) if not _is_condition(text, match)]
 
 
 def _is_condition(text: str, match: re.Match[str]) -> bool:
@@ -340,9 +340,8 @@ def _is_condition(text: str, match: re.Match[str]) -> bool:
 def last_correction(text: str, *, is_truth: bool = False) -> Iterator[str]:
     """The text after each correction, the last first; `is_truth`: "no" is an answer and corrects
     nothing."""
-    for match in reversed(list(_CORRECTION.finditer(text))):
-        is_answer = is_truth and match[0].lower().startswith("no")
-        if not is_answer and not _is_condition(text, match):
+    for match in reversed(_corrections(text)):
+        if not (is_truth and match[0].lower().startswith("no")):
             yield text[match.end() :]
 
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
+from functools import lru_cache
+
+from anyascii import anyascii
 
 from agentenv.envs.grading.numbers import words_as_digits
-from agentenv.envs.grading.text import Tables, unify, words_of
+from agentenv.envs.grading.text import COMMANDS, Tables, notation, rewritten, unify, words_of
 
 MINUS = "\N{MINUS SIGN}"  # unified texts contain only hyphens
-_BACK, _BOTH_WAYS = "\N{LEFTWARDS ARROW}", "\N{LEFT RIGHT ARROW}"
-_AT_MOST, _AT_LEAST = "\N{LESS-THAN OR EQUAL TO}", "\N{GREATER-THAN OR EQUAL TO}"
-_UNEQUAL, _EITHER = "\N{NOT EQUAL TO}", "\N{PLUS-MINUS SIGN}"
-SIGNS = f"<>{_AT_MOST}{_AT_LEAST}{_UNEQUAL}{_BACK}{_BOTH_WAYS}{_EITHER}"
+SIGNS = "<>" + "".join(word for word in COMMANDS.values() if not word.isascii())
 NAMED_A = "\N{FULLWIDTH LATIN SMALL LETTER A}"  # a name, which is no article
 
 _TABLES = Tables("words", signs=SIGNS)
 _SIGN_WORDS = frozenset({"a", "plus", "minus", "sharp", "flat", "star"})
 
-_COMMANDS = _TABLES.by_form("commands")
 _FORMAT = _TABLES.words("format")
 _COMMAND = re.compile(r"\\([a-zA-Z]+)")
 _TAG = re.compile(r"</?[a-z][a-z\d]*(?:\s[^<>]*)?/?>|^>\s+(?=[^\W\d])", re.MULTILINE)
@@ -30,15 +29,16 @@ _A = re.compile(r"(?<![\w'.])[Aa](?![\w'.])")
 _LETTERED = _TABLES.pattern("lettered", re.IGNORECASE)
 _BEHIND_A_NAME = _TABLES.pattern("behind_a_name")
 _SHORT = _TABLES.by_form("short")
-_PLURALS: dict[str, str] = _TABLES["plurals"]
-_STROKES, _VOWELS = _TABLES.by_form("strokes"), _TABLES.by_form("vowels")
+_LATIN = re.compile("[\u00c0-\u024f\u0300-\u036f\u1e00-\u1eff]+")
+_VOWELS, _SPELLING = _TABLES.rewrites("vowels"), _TABLES.rewrites("spelling")
 _INITIALS = re.compile(r"\b((?:[a-z]\.)+[a-z]\b\.?|(?:[a-z]\.){2,}|ph\.\s?d\b\.?)")
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
 _CJK_CHARACTER = re.compile(f"[{_CJK}]")
 _CHARACTER = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
 _TOKEN = re.compile(rf"[{_CJK}{SIGNS}]|\N{{MINUS SIGN}}?\d+(?:\.\d+)*[^\W{_CJK}]*|[^\W{_CJK}]+")
 _ROMAN_NUMERAL = re.compile(r"(?=[ivxl]{2})(xl|l?x{0,3})(ix|iv|v?i{0,3})([a-e]?)")
-_ROMAN_DIGITS = {"i": 1, "v": 5, "x": 10, "l": 50}
+_TENS = ["", "x", "xx", "xxx", "xl", "l", "lx", "lxx", "lxxx"]
+_ONES = ["", "i", "ii", "iii", "iv", "v", "vi", "vii", "viii", "ix"]
 _SAME = {"&": "and", "st": "saint", "mt": "mount", "vs": "versus", **_SHORT}
 ROMAN_LETTERS = {"i": "1", "v": "5", "x": "10"}  # numerals after a name only: Saturn V
 _ORDINAL = re.compile(r"(\d+)(?:st|nd|rd|th)")
@@ -80,9 +80,8 @@ def tokens(text: str) -> list[str]:
     text = re.sub(r"\bno\.?\s*(?=\d)|#\s*(?=\d)", "number ", text)
     text = _INITIALS.sub(lambda match: match[0].replace(".", ""), text)
     text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
-    found = _TOKEN.findall(
-        words_as_digits(without_accents(text.replace("'", ""))).replace("_", " ")
-    )
+    text = _LATIN.sub(lambda match: anyascii(match[0]), text.replace("'", ""))
+    found = _TOKEN.findall(words_as_digits(text).replace("_", " "))
     found = [_SAME.get(token, _with_number(token)) for token in found]
     for place in range(1, len(found)):
         is_numeral = found[place] != "i" or place == len(found) - 1
@@ -106,16 +105,16 @@ def same_signs(one: str, other: str) -> bool:
     return sides[0] == sides[1] and (not money[0] or not money[1] or money[0] == money[1])
 
 
-def without_accents(text: str) -> str:
-    """Letters without marks and strokes: Toghon Temur, Lodz, strasse."""
-    text = "".join(_STROKES.get(sign, sign) for sign in text)
-    kept = (sign for sign in unicodedata.normalize("NFD", text) if not unicodedata.combining(sign))
-    return unicodedata.normalize("NFC", "".join(kept))
-
-
 def transliterated(text: str) -> str:
     """German and Nordic vowels with two letters: Ergaenzung, Soeren, Aarhus."""
-    return "".join(_VOWELS.get(sign, sign) for sign in unicodedata.normalize("NFC", text))
+    text = rewritten(unicodedata.normalize("NFD", text), _VOWELS)
+    return unicodedata.normalize("NFC", text)
+
+
+@lru_cache(maxsize=4096)
+def folded(token: str) -> str:
+    """Spelling and number of a word in one form: British as American, toddies as toddy."""
+    return rewritten(token, _SPELLING)
 
 
 def _with_number(token: str) -> str:
@@ -123,22 +122,7 @@ def _with_number(token: str) -> str:
     match = _ROMAN_NUMERAL.fullmatch(token)
     if match is None:
         return token
-    values = [_ROMAN_DIGITS[sign] for sign in match[1] + match[2]]
-    pairs = zip(values, [*values[1:], 0], strict=True)
-    return f"{sum(value if value >= after else -value for value, after in pairs)}{match[3]}"
-
-
-def singular(token: str) -> str:
-    """A plain plural without its ending."""
-    if token in _PLURALS:
-        return _PLURALS[token]
-    if len(token) > 4 and token.endswith(("xes", "zes", "ches", "shes", "sses")):
-        return token[:-2]
-    if len(token) > 4 and token.endswith("ies"):
-        return token[:-3] + "y"
-    if len(token) > 3 and token.endswith("s") and not token.endswith(("ss", "us", "is")):
-        return token[:-1]
-    return token
+    return f"{10 * _TENS.index(match[1]) + _ONES.index(match[2])}{match[3]}"
 
 
 _FUNCTIONS = frozenset(
@@ -169,12 +153,11 @@ def is_wordy(text: str) -> bool:
 # dates, dashes, bullets) has none.
 
 
+@lru_cache(maxsize=4096)
 def _signed(text: str) -> str:
     """A unified text with its signs in one form each, and LaTeX commands as words."""
-    text = _GREEK.sub(_greek, _COMMAND.sub(_named, _TAG.sub(" ", text)))
-    for form, plain in _FORMS:
-        text = form.sub(plain, text)
-    return text
+    text = _GREEK.sub(_greek, _COMMAND.sub(_named, notation(_TAG.sub(" ", text))))
+    return rewritten(text, _FORMS)
 
 
 def _named_a(text: str) -> str:
@@ -199,7 +182,7 @@ def _is_sign(token: str) -> bool:
 
 def _named(match: re.Match[str]) -> str:
     name = match[1]
-    return " " if name in _FORMAT else f" {_COMMANDS.get(name, name)} "
+    return " " if name in _FORMAT else f" {COMMANDS.get(name, name)} "
 
 
 def _greek(match: re.Match[str]) -> str:

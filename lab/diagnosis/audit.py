@@ -15,7 +15,6 @@ import logging
 import math
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import fmean, variance
 from typing import Any, NamedTuple, NoReturn
@@ -26,18 +25,17 @@ from agentenv.assembly.checks.checks import Check, CheckResult, CheckRunner, Ski
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.parts.assembly import TRAINED
 from agentenv.assembly.parts.environments import EnvMaker
-from agentenv.assembly.reports.records import EvalRow, readable, trajectory_rows
+from agentenv.assembly.reports.records import FAILED, EvalRow, readable, trajectory_rows
 from agentenv.assembly.run.arguments import EXIT_FAILED
 from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 from agentenv.base.config import build_config, resolver
-from agentenv.base.errors import ConfigError, CrashError, DataError, GraderError
+from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.model_files import load_tokenizer, read_eos_ids
 from agentenv.base.offload import in_thread
-from agentenv.base.types import Task
-from agentenv.contract.env import Grade, close_shared
-from agentenv.evaluation.regrade import Graders
-from agentenv.evaluation.run import segments_of
+from agentenv.contract.env import close_shared
+from agentenv.evaluation.regrade import Graders, regraded
+from agentenv.evaluation.run import row_of_path
 from agentenv.evaluation.store import load_run_config
 from agentenv.lab.diagnosis.doctor import show
 from agentenv.rollout.archive import ARCHIVE, Entry
@@ -55,24 +53,12 @@ MAX_TEXT = 1500
 TOLERANCE = 1e-6
 
 
-class Graded(NamedTuple):
-    """A regraded trajectory, whose row has the former reward; `again` is None if the grader failed,
-    with the `problem`."""
-
-    place: str
-    task: Task
-    row: EvalRow
-    again: Grade | None
-    problem: str
-
-
 class Jump(NamedTuple):
-    """A step whose mean reward differs by `z` standard errors from the mean of previous steps."""
+    """A step whose mean reward differs from the mean of previous steps."""
 
-    step: int
+    step: Step
     before: float
     mean: float
-    z: float
 
 
 def main(argv: Sequence[str]) -> int:
@@ -114,28 +100,35 @@ async def audit(run: Path, max_trees: int) -> tuple[list[CheckResult], list[str]
     steps = readable_steps(run / ARCHIVE, logger.warning)
     if not any(step.entries for step in steps):
         raise DataError(f"{run / ARCHIVE} contains no trees; archive.max_gb = 0 keeps none")
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(close_shared)
-        regrader = await Regrader.of(config, run)
-        again = [
-            one
-            for step, entry in spread(steps, max_trees)
-            for one in await regrader.grade(step, entry)
-        ]
-        checks: dict[str, tuple[Callable[[Any], Awaitable[str]], Sequence[Any]]] = {
-            "regraded": (equal_rewards, again),
-            "failures": (few_failures, steps),
-            "jumps of reward": (no_jumps, steps),
-        }
-        runner = CheckRunner()
-        results = [
-            await runner.run(Check(name, "measured", (), function), subject)
-            for name, (function, subject) in checks.items()
-        ]
-    samples = [
-        text for jump in find_jumps(steps) for text in samples_of(jump, steps, regrader.codec)
+    if config.roles:
+        raise ConfigError(
+            "roles: the graders of this run use models that the run started; start them with "
+            "agentenv serve and set their URLs, or audit without a judge"
+        )
+    model = find_checkpoint(run)
+    tokenizer = await in_thread(load_tokenizer, model, False)
+    codec = TextCodec(tokenizer, read_eos_ids(model, tokenizer))
+    graders, again = Graders({TRAINED: EnvMaker(config, resolver(run))}), list[Again]()
+    try:
+        for step, entry in spread(steps, max_trees):
+            tree = (await in_thread(step.tree, entry)).tree
+            for path in tree.trajectories():
+                place = f"step {step.header.step}, tree {tree.index}, branch {path.leaf.branch}"
+                row = row_of_path(TRAINED, tree.task, 0, path, codec)
+                again.append((place, row, await regraded(row, graders)))
+    finally:
+        await close_shared()
+    checks: dict[str, tuple[Callable[[Any], Awaitable[str]], Sequence[Any]]] = {
+        "regraded": (equal_rewards, again),
+        "failures": (few_failures, steps),
+        "jumps of reward": (no_jumps, steps),
+    }
+    runner = CheckRunner()
+    results = [
+        await runner.run(Check(name, "measured", (), function), subject)
+        for name, (function, subject) in checks.items()
     ]
-    return results, samples
+    return results, [text for jump in find_jumps(steps) for text in samples_of(jump, codec)]
 
 
 def fail(problem: str, remedy: str) -> NoReturn:
@@ -151,62 +144,19 @@ def spread(steps: Sequence[Step], max_trees: int) -> Iterator[tuple[Step, Entry]
         yield every[place * len(every) // number]
 
 
-class Regrader:
-    """Grades archived trajectories with the graders of a configuration."""
-
-    def __init__(self, graders: Graders, codec: TextCodec) -> None:
-        self.codec = codec
-        self._graders = graders
-
-    @classmethod
-    async def of(cls, config: TrainConfig, run: Path) -> Regrader:
-        """The regrader for the run in this folder."""
-        if config.roles:
-            raise ConfigError(
-                "roles: the graders of this run use models that the run started; start them with "
-                "agentenv serve and set their URLs, or audit without a judge"
-            )
-        model = find_checkpoint(run)
-        tokenizer = await in_thread(load_tokenizer, model, False)
-        codec = TextCodec(tokenizer, read_eos_ids(model, tokenizer))
-        return cls(Graders({TRAINED: EnvMaker.of(config, resolver(run))}), codec)
-
-    async def grade(self, step: Step, entry: Entry) -> list[Graded]:
-        """Regrade every trajectory of a tree that did not fail."""
-        tree, found = (await in_thread(step.tree, entry)).tree, []
-        for path in tree.trajectories():
-            row = EvalRow(
-                dataset=TRAINED,
-                task=tree.task.id,
-                sample=0,
-                segments=segments_of(path.path, self.codec),
-                tool_calls=[call for node in path.path for call in node.info.get("tool_calls", ())],
-                limit=None if path.leaf.limit is None else str(path.leaf.limit),
-                reward=path.reward,
-            )
-            place = f"step {step.header.step}, tree {tree.index}, branch {path.leaf.branch}"
-            found.append(Graded(place, tree.task, row, *await self.verdict(tree.task, row)))
-        return found
-
-    async def verdict(self, task: Task, row: EvalRow) -> tuple[Grade | None, str]:
-        """(grade, "") of a row against the answers of `task`, or (None, error)."""
-        try:
-            return await self._graders.grade(row, task), ""
-        except (GraderError, CrashError) as error:
-            return None, str(error)
+Again = tuple[str, EvalRow, EvalRow]  # place of a trajectory, its row, and its row regraded
 
 
-async def equal_rewards(again: Sequence[Graded]) -> str:
+async def equal_rewards(again: Sequence[Again]) -> str:
     """Regrading gives the same rewards."""
     if not again:
         raise Skip("no trajectory was graded")
     wrong = []
-    for one in again:
-        then = one.row.reward
-        if one.again is None:
-            wrong.append(f"{one.place}: {one.problem}")
-        elif abs(one.again.reward - then) > TOLERANCE and one.row.limit is None:
-            wrong.append(f"{one.place}: {then:g} then, {one.again.reward:g} now")
+    for place, then, now in again:
+        if now.end == FAILED:
+            wrong.append(f"{place}: {now.error}")
+        elif abs(now.reward - then.reward) > TOLERANCE and then.limit is None:
+            wrong.append(f"{place}: {then.reward:g} then, {now.reward:g} now")
     if wrong:
         fail(
             f"{len(wrong)} of {len(again)} rewards differ ({', '.join(wrong[:NUM_SHOWN])})",
@@ -247,14 +197,17 @@ def find_jumps(steps: Sequence[Step]) -> Iterator[Jump]:
         error = deviation * math.sqrt(1 / len(now) + 1 / len(before))
         error = max(error, 0.02 * span, 1e-9)
         if abs(apart) > FAR * error and abs(apart) > LEAST_SHARE * span:
-            yield Jump(steps[place].header.step, fmean(before), fmean(now), apart / error)
+            yield Jump(steps[place], fmean(before), fmean(now))
 
 
 async def no_jumps(steps: Sequence[Step]) -> str:
     """No step has a jump of its reward."""
     if len(steps) <= LEAST_BEFORE:
         raise Skip(f"{len(steps)} steps are too few")
-    jumps = [f"step {one.step}: {one.before:.3g} -> {one.mean:.3g}" for one in find_jumps(steps)]
+    jumps = [
+        f"step {one.step.header.step}: {one.before:.3g} -> {one.mean:.3g}"
+        for one in find_jumps(steps)
+    ]
     if jumps:
         fail(
             ", ".join(jumps),
@@ -264,18 +217,14 @@ async def no_jumps(steps: Sequence[Step]) -> str:
     return f"{len(steps)} steps, none with a jump"
 
 
-def samples_of(jump: Jump, steps: Sequence[Step], codec: TextCodec) -> Iterator[str]:
+def samples_of(jump: Jump, codec: TextCodec) -> Iterator[str]:
     """Trajectories of a jump as text: the best of a jump upward, the worst of one downward."""
-    (step,) = [one for one in steps if one.header.step == jump.step]
-    up = jump.mean > jump.before
-    entries = sorted(
-        (one for one in step.entries if one.rewards),
-        key=lambda one: fmean(one.rewards),
-        reverse=up,
-    )
+    number, up = jump.step.header.step, jump.mean > jump.before
+    entries = [one for one in jump.step.entries if one.rewards]
+    entries.sort(key=lambda one: fmean(one.rewards), reverse=up)
     for entry in entries[:NUM_SHOWN]:
-        rows: list[dict[str, Any]] = list(trajectory_rows(step.tree(entry).tree, codec.decode))
+        rows = list(trajectory_rows(jump.step.tree(entry).tree, codec.decode))
         row = (max if up else min)(rows, key=lambda one: one["reward"])
         parts = ", ".join(f"{name} {value:g}" for name, value in row["parts"].items())
-        head = f"=== step {jump.step}, tree {entry.tree}: reward {row['reward']:g} ({parts})"
+        head = f"=== step {number}, tree {entry.tree}: reward {row['reward']:g} ({parts})"
         yield f"{head}\n{readable(row)[:MAX_TEXT]}"

@@ -8,11 +8,12 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
+from itertools import permutations, product
 from typing import Any, NamedTuple
 
 from agentenv.assembly.checks.checks import EPISODES, MODEL, RUNS, TRAIN, Check, Skip
 from agentenv.assembly.parts.assembly import TRAINED, Assembly
-from agentenv.assembly.parts.environments import EnvMaker
+from agentenv.assembly.parts.environments import EnvMaker, grader_of
 from agentenv.base.deadline import within
 from agentenv.base.errors import (
     ConfigError,
@@ -178,7 +179,7 @@ async def grader_sanity(assembly: TrainingAssembly) -> str:
     """The grader accepts the gold answer, also reformatted, and rejects that of another row, also
     next to the gold answer."""
     found = []
-    for maker, sets in await assembly.shared():
+    for maker, sets in (await assembly.shared()).items():
         for name, tasks in sets.items():
             found.append(f"{name}: {await check_grader_sanity(maker, tasks)}")
     return ", ".join(found)
@@ -189,9 +190,7 @@ async def check_grader_sanity(make_env: EnvMaker, tasks: Sequence[Task]) -> str:
     rows = distinct(tasks)
     if len(rows) < 2:
         raise Skip("no two rows have different answers")
-    env = make_env(rows[0])
-    try:
-        grader: Grader | None = getattr(env, "grader", None)
+    async with grader_of(make_env, rows[0]) as grader:
         if grader is None:
             raise Skip(f"{rows[0].env_id} has no grader")
         await start_grader(grader)
@@ -219,8 +218,6 @@ async def check_grader_sanity(make_env: EnvMaker, tasks: Sequence[Task]) -> str:
                         f"{spelled!r}, as wrong; correct answers in another form earn nothing: "
                         f"{_more_lenient(grader)}"
                     )
-    finally:
-        await env.close()
     return (
         f"{len(rows)} gold answers correct, shuffled ones and two in one answer wrong, reformatted "
         "ones correct"
@@ -329,30 +326,19 @@ async def guess_twice(
 ) -> list[Guess]:
     """The correct answer joined with another candidate, in both orders, graded; empty if no
     candidate is suitable."""
-    other = await _another(is_right, (answer, *golds), candidates)
-    if other is None:
-        return []
-    guesses = []
-    for joint in JOINTS:
-        for right_first, both in ((True, (answer, other)), (False, (other, answer))):
-            text = joint.join(both)
-            guesses.append(Guess(text, right_first, await is_right(text)))
-    return guesses
-
-
-async def _another(
-    is_right: IsRight, known: Sequence[str], candidates: Iterable[str]
-) -> str | None:
-    words = {word for text in known for word in _words(text)}
-    opposite = OPPOSITES.get(known[0].strip().lower())
-    found = [opposite] if opposite else [*dict.fromkeys(candidates)]
+    words = _words(" ".join((answer, *golds)))
+    opposite = OPPOSITES.get(answer.strip().lower())
     fitting = [
-        one for one in found if _kind(one) == _kind(known[0]) and words.isdisjoint(_words(one))
+        one
+        for one in ([opposite] if opposite else dict.fromkeys(candidates))
+        if _kind(one) == _kind(answer) and words.isdisjoint(_words(one))
     ]
-    for one in fitting[:MAX_TRIED]:
-        if not await is_right(one):
-            return one
-    return None
+    for other in fitting[:MAX_TRIED]:
+        if not await is_right(other):
+            pairs = product(JOINTS, permutations((answer, other)))
+            texts = [(joint.join(both), both[0] == answer) for joint, both in pairs]
+            return [Guess(text, first, await is_right(text)) for text, first in texts]
+    return []
 
 
 def _words(text: str) -> set[str]:

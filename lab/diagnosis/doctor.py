@@ -41,7 +41,7 @@ from agentenv.base.installation import DISTRIBUTION, install_hint
 from agentenv.envs.sandbox.launch import LOST_BELOW, Rung
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.lab.diagnosis.contract import CONTRACT, parity
-from agentenv.lab.diagnosis.plan import files_of, make_plan
+from agentenv.lab.diagnosis.plan import files_of, make_plan, rollouts_of
 from agentenv.training.supervised.assembly import TrainingAssembly
 
 CHECK_S = 600.0  # deadline of a check
@@ -264,10 +264,7 @@ async def processes(assembly: TrainingAssembly) -> str:
 async def connections(assembly: TrainingAssembly) -> str:
     """A process may open enough connections for all in-flight rollouts."""
     config = assembly.config
-    queue, size = config.queue, config.algorithm.group_size
-    trees = queue.groups_per_step * (queue.max_staleness + 1)
-    trees = min(trees, queue.max_rollouts or trees)
-    needed = max(trees * size, config.eval.concurrency if config.eval.sets else 0)
+    needed = max(rollouts_of(config)[1], config.eval.concurrency if config.eval.sets else 0)
     needed = needed * FILES_PER_TRAJECTORY + SPARE_FILES
     allowed = allowed_files()
     message = f"about {needed} files and connections of {allowed}"

@@ -248,15 +248,14 @@ def dry_run(
     resolve = resolver(run)
 
     assembly = Assembly[Any](config, run, AsyncExitStack(), view.log)
-    not_installed = list[str]()
+    missing = list[str]()
     try:
         asyncio.run(refuse(assembly, "configuration"))
     except MissingError as error:
-        not_installed.append(str(error))
-    to_fetch = [*_not_cached(config)]
+        missing.append(str(error))
+    missing += _not_cached(config)
     plan = make_plan(config, machine, resolve, model)
-    plan.missing += not_installed
-    plan.missing += to_fetch
+    plan.missing += missing
     absent = [*missing_files(config, assembly)]
     plan.missing += (_to_fetch(config, one) for one in absent)
     plan.missing += _missing_parts(config)
@@ -311,7 +310,10 @@ def show_cluster(config: TrainConfig, arguments: argparse.Namespace, view: View,
     job = job_of(config, arguments.config, arguments.overrides, run)
     if script:
         try:
-            _write_job(script, job, is_secret=isinstance(config.cluster, KubernetesCluster))
+            with open(script, "w", encoding="utf-8") as file:
+                if isinstance(config.cluster, KubernetesCluster):  # it contains a token
+                    os.fchmod(file.fileno(), 0o600)
+                file.write(job)
         except OSError as error:
             raise ConfigError(
                 f"cluster.script = {script}: {error.strerror}; choose a writable file"
@@ -319,14 +321,6 @@ def show_cluster(config: TrainConfig, arguments: argparse.Namespace, view: View,
         view.log(f"wrote {script}")
     elif job:
         view.log(f"\n{job}")
-
-
-def _write_job(path: str, text: str, *, is_secret: bool) -> None:
-    """Write the job script; with `is_secret` (a token), readable only by its owner."""
-    with open(path, "w", encoding="utf-8") as file:
-        if is_secret:
-            os.fchmod(file.fileno(), 0o600)
-        file.write(text)
 
 
 def _next(config: AnyRun) -> str:

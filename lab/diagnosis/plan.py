@@ -30,7 +30,6 @@ from agentenv.assembly.serving.gpus import GIB, GpuPlan, PlannedMachine, learner
 from agentenv.assembly.serving.server_command import CPU_CACHE_GIB, SERVER_BYTES
 from agentenv.base.config import RUN, Resolve
 from agentenv.base.errors import AgentEnvError, ConfigError
-from agentenv.base.types import Limits
 from agentenv.contract.engine import EngineConfig, LocalModel
 from agentenv.contract.server_config import LaunchConfig, RoleConfig
 from agentenv.learners.keys import LearnerConfig, check_heads
@@ -92,9 +91,8 @@ class Plan(Struct):
 def check_memory(plan: Plan) -> None:
     """Add a problem for each GPU, or main memory, that is too small."""
     size = plan.machine.gpu_bytes
-    for gpu, needed in sorted(plan.gpu_bytes.items()):
-        if needed <= size:
-            continue
+    exceeded = [one for one in sorted(plan.gpu_bytes.items()) if one[1] > size]
+    for gpu, needed in exceeded[:1]:  # the others have the same problem
         names = [process.name for process in plan.processes if gpu in process.gpus]
         advice = "lower learner.max_tokens_per_microbatch, raise learner.num_ranks, "
         advice += "learner.zero_stage or learner.context_parallel, set "
@@ -103,7 +101,6 @@ def check_memory(plan: Plan) -> None:
             f"GPU {gpu} needs {needed / GIB:.1f} of {size / GIB:.0f} GiB ({' and '.join(names)})"
             + (f"; {advice}" if "learner rank" in names else "")
         )
-        break  # the others have the same problem
     needed = sum(process.main_bytes for process in plan.processes)
     if plan.machine.main_bytes and needed > plan.machine.main_bytes:
         plan.problems.append(
@@ -128,26 +125,23 @@ def make_plan(config: AnyRun, machine: PlannedMachine, resolve: Resolve, model: 
     """The plan of a configuration. `model`: the path of the policy if the configuration does not
     contain it; "" for an endpoint. Raises ConfigError for GPUs that are missing or claimed
     twice."""
-    planner = _Planner(config, machine, resolve, model)
-    planner.add_all()
-    check_memory(planner.plan)
-    return planner.plan
+    plan = _Planner(config, machine, resolve, model).planned()
+    check_memory(plan)
+    return plan
 
 
 def rollouts_of(config: AnyRun) -> tuple[int, int]:
     """Maximum number of tokens of a trajectory (prompt and response), and of in-flight
     trajectories; 0 for a command without rollouts."""
-    if isinstance(config, TrainConfig):
-        trees = config.queue.groups_per_step * (config.queue.max_staleness + 1)
-        return _longest([config.limits]), trees * config.algorithm.group_size
+    if not isinstance(config, TrainConfig | EvaluateConfig):
+        return 0, 0
+    own = config.sets.values() if isinstance(config, EvaluateConfig) else ()
+    limits = [one.limits for one in (config, *own)]
+    longest = max(one.max_prompt_tokens + one.max_response_tokens for one in limits)
     if isinstance(config, EvaluateConfig):
-        own = [one.limits for one in config.sets.values()]
-        return _longest([config.limits, *own]), config.concurrency
-    return 0, 0
-
-
-def _longest(limits: list[Limits]) -> int:
-    return max(one.max_prompt_tokens + one.max_response_tokens for one in limits)
+        return longest, config.concurrency
+    trees = config.queue.groups_per_step * (config.queue.max_staleness + 1)
+    return longest, min(trees, config.queue.max_rollouts or trees) * config.algorithm.group_size
 
 
 def files_of(config: TrainConfig | SupervisedRunConfig) -> tuple[int, dict[str, float]]:
@@ -182,8 +176,8 @@ class _Planner:
         self.num_tokens, self.num_paths = rollouts_of(config)
         self.shape = self._policy_shape() if self.path else None
 
-    def add_all(self) -> None:
-        """Add all processes, in the order in which a run assigns its GPUs."""
+    def planned(self) -> Plan:
+        """The plan of all processes, in the order in which a run assigns its GPUs."""
         if self.path or self.num_tokens:
             self._add_controller()
         if self.learner is not None:
@@ -193,7 +187,9 @@ class _Planner:
             self._add_learner(self.learner, ranks)
         for name, role in getattr(self.config, "roles", {}).items():
             self._add_role(name, role)
-        self._add_engine()
+        if self.engine is not None:
+            self._add_engine(self.engine)
+        return self.plan
 
     # models
 
@@ -280,11 +276,8 @@ class _Planner:
         serving = min(RESERVE_BYTES, memory.gpu_bytes) if self.colocated else memory.gpu_bytes
         self.plan.add(process, serving=serving, training=memory.gpu_bytes)
 
-    def _add_engine(self) -> None:
+    def _add_engine(self, engine: EngineConfig) -> None:
         """Add the processes of the engine."""
-        engine = self.engine
-        if engine is None:
-            return
         if engine.runs_elsewhere:
             self.plan.processes.append(Process("policy server", 0, note="already running"))
             return
@@ -353,32 +346,30 @@ class _Planner:
         on_each = min(number, config.per_gpu)  # servers per GPU, each with its budget
         serving = on_each * budget
         awake = on_each * (SERVER_BYTES if sleeps else budget)  # during training
-        if shape is None:
-            process = Process(name, number, gpus, path)
-            self.plan.add(process, serving=serving, training=awake)
-            return
-        memory, tokens = server_memory(shape, config, size)
-        weights = memory.gpu["weights"]
-        if sleeps:
-            assert self.engine is not None
-            drops = self.engine.kind == "vllm" and self.engine.new_weights != "adapter"
-            memory = Memory(memory.gpu, {} if drops else {"sleeping part": weights * each})
-        note = f"tensor parallel {config.tensor_parallel_size}, "
-        if config.data_parallel_size > 1:
-            note += f"data parallel {config.data_parallel_size}, "
-        note += f"{config.gpu_memory_share:g} of each GPU; keys and values of {tokens} tokens"
-        if tokens < context:
-            self.plan.problems.append(
-                f"{key}: {config.gpu_memory_share:g} of a GPU with {size / GIB:.0f} GiB are "
-                f"{budget / GIB:.1f} GiB; weights of {weights / GIB:.1f} GiB leave room for "
-                f"{tokens} tokens, one request may need {context}; raise gpu_memory_share or "
-                "tensor_parallel_size, or lower max_model_len"
-            )
+        memory, note = Memory(), ""
+        if shape is not None:
+            memory, tokens = server_memory(shape, config, size)
+            weights = memory.gpu["weights"]
+            if sleeps:
+                assert self.engine is not None
+                drops = self.engine.kind == "vllm" and self.engine.new_weights != "adapter"
+                memory = Memory(memory.gpu, {} if drops else {"sleeping part": weights * each})
+            note = f"tensor parallel {config.tensor_parallel_size}, "
+            if config.data_parallel_size > 1:
+                note += f"data parallel {config.data_parallel_size}, "
+            note += f"{config.gpu_memory_share:g} of each GPU; keys and values of {tokens} tokens"
+            if tokens < context:
+                self.plan.problems.append(
+                    f"{key}: {config.gpu_memory_share:g} of a GPU with {size / GIB:.0f} GiB are "
+                    f"{budget / GIB:.1f} GiB; weights of {weights / GIB:.1f} GiB leave room for "
+                    f"{tokens} tokens, one request may need {context}; raise gpu_memory_share or "
+                    "tensor_parallel_size, or lower max_model_len"
+                )
+            if policy:
+                room = tokens * number * config.data_parallel_size
+                self.plan.made.append(in_flight(self.num_paths, self.num_tokens, room))
         process = Process(name, number, gpus, path, memory, note)
         self.plan.add(process, serving=serving, training=awake)
-        if policy:
-            room = tokens * number * config.data_parallel_size
-            self.plan.made.append(in_flight(self.num_paths, self.num_tokens, room))
 
 
 SAVED_PER_S = 1e9  # bytes per second of an NVMe disk, or a cluster's network file system

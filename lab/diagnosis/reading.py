@@ -21,7 +21,7 @@ from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.supervised import SupervisedRunConfig
 from agentenv.assembly.parts.assembly import TRAINED, Assembly, RolloutAssembly, SetConfig
-from agentenv.assembly.parts.environments import EnvMaker
+from agentenv.assembly.parts.environments import EnvMaker, grader_of
 from agentenv.base.config import Reporter
 from agentenv.base.errors import ConfigError, MissingError
 from agentenv.base.offload import in_thread
@@ -142,11 +142,10 @@ async def _not_installed(assembly: RolloutAssembly[Any]) -> AsyncIterator[str]:
         if not assembly.makes(one.rows) or assembly.makes((one.env.tools, one.prompt)):
             continue
         try:
-            env = EnvMaker.of(one, assembly.resolve)(Task("none", one.env.id, "none", ("1",)))
-            try:
-                await start_grader(env.grader)  # type: ignore[attr-defined]
-            finally:
-                await env.close()
+            task = Task("none", one.env.id, "none", ("1",))
+            async with grader_of(EnvMaker(one, assembly.resolve), task) as grader:
+                if grader is not None:
+                    await start_grader(grader)
         except MissingError as error:
             yield str(error)
         except Exception:  # it may need the output of the set-up
@@ -157,12 +156,7 @@ def _local(one: SetConfig) -> SetConfig:
     """The set with a grader of rules, and without web, index or cache."""
     search, grader = one.search, one.grader
     if isinstance(search, SearchConfig):
-        search = replace(
-            search,
-            backend=BM25Config(),
-            cache="",
-            arpo_cache="",
-        )
+        search = replace(search, backend=BM25Config(), cache="", arpo_cache="")
     if isinstance(grader, GraderConfig):
         parts = {name: _by_rules(part) for name, part in grader.combined.items()}
         grader = replace(_by_rules(grader), combined=parts)
@@ -190,9 +184,7 @@ async def _prompt(assembly: RolloutAssembly[Any], name: str, model: Path | None)
 async def _gold(maker: EnvMaker, task: Task) -> str:
     """Grade the row's own gold with the environment's grader; returns the result as text. Raises
     ConfigError if a built-in grader grades it as wrong."""
-    env = maker(task)
-    try:
-        grader = getattr(env, "grader", None)
+    async with grader_of(maker, task) as grader:
         if grader is None:
             return "only the environment grades it"
         (grade,) = await check_grader(grader, [task])
@@ -206,8 +198,6 @@ async def _gold(maker: EnvMaker, task: Task) -> str:
             f"its gold answer is graded as {'correct' if grade.success else 'wrong'} "
             f"({type(matcher).__name__})"
         )
-    finally:
-        await env.close()
 
 
 # Dialogues.

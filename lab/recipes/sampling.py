@@ -6,14 +6,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.assembly.keys.evaluation import (
-    WITH_TOOLS,
     HintsConfig,
     SynthesisPlan,
     Way,
@@ -27,19 +26,19 @@ from agentenv.assembly.run.terminal import View
 from agentenv.base.config import Reporter
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.types import Info, Limit, Message, Task
-from agentenv.contract.engine import Engine
 from agentenv.contract.env import EnvWrapper, StepResult
 from agentenv.envs.grading.verdict import final_answer
-from agentenv.evaluation.run import Progress, row_of, sample_into, share_failures
+from agentenv.evaluation.run import sample_into, share_failures
 from agentenv.evaluation.store import Store
 from agentenv.evaluation.subject import EvaluationAssembly
 from agentenv.lab.recipes.sorting import (
     Dropped,
     Judged,
-    JudgedQuestion,
+    Sorted,
     chain_text,
     judge,
     parts_of,
+    sort_question,
 )
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.branch import Branch
@@ -99,7 +98,10 @@ class HintHooks(RolloutHooks):
 
 
 def hinted_row(row: EvalRow, answer: Answer) -> EvalRow:
-    """The row with the hinted text moved from the prompt to the beginning of the policy's text."""
+    """The row with the hinted text, if any, moved from the prompt to the beginning of the policy's
+    text."""
+    if MARK not in row.metadata:
+        return row
     root, renderer = answer.tree.root, answer.question.actor.renderer
     hint = {key: value for key, value in row.metadata[MARK].items() if key != "prefix"}
     row = replace(row, metadata={**row.metadata, MARK: hint})
@@ -135,15 +137,13 @@ class SynthesisSampling:
     tools: Mapping[str, Sequence[str]]
     view: View
     num_failed: int = field(default=0, init=False)
-    _engine: Engine | None = field(default=None, init=False)
-    _actors: dict[str, Actor] = field(default_factory=dict, init=False)
 
-    async def run(self, pairs: Sequence[TaskPair]) -> list[JudgedQuestion]:
+    async def run(self, pairs: Sequence[TaskPair]) -> list[Sorted]:
         """Sample the missing trajectories; returns every question with all of its trajectories."""
         direct = [wanted for pair in pairs for wanted in self._samples(pair, "direct")]
         await self._sample("language-only", direct)
         await self._sample("with tools", [one for pair in pairs for one in self._with_tools(pair)])
-        return [self._gather(pair) for pair in pairs]
+        return [self._sorted(pair) for pair in pairs]
 
     # Selection of samples.
 
@@ -155,17 +155,16 @@ class SynthesisSampling:
 
     def _with_tools(self, pair: TaskPair) -> Iterator[Wanted]:
         yield from self._samples(pair, "tools")
-        if self.plan.config.hints is not None and not self._is_easy(pair):
+        direct = self._judged(self._samples(pair, "direct"))
+        if self.plan.config.hints is not None and all(one.reason for one in direct):
             yield from self._hinted(pair)
-
-    def _is_easy(self, pair: TaskPair) -> bool:
-        return any(not one.reason for one in self._judged(self._samples(pair, "direct")))
 
     def _hinted(self, pair: TaskPair) -> Iterator[Wanted]:
         """The first chains of the question that have a place for a hint."""
         config, name = self.plan.config.hints, set_name(pair.name, "hints")
         assert config is not None
-        count = 0
+        one, count = self.sets[name], 0
+        room = MAX_HINTED_SHARE * one.config.limits.max_response_tokens
         for wanted in self._samples(pair, "direct"):
             row = self.store.rows.get(wanted.key)
             if row is None or row.end == FAILED or count == config.max_per_question:
@@ -173,15 +172,10 @@ class SynthesisSampling:
             text = chain_text(parts_of(row, self.tools[pair.tools.env_id]))
             rng = Random(f"{self.plan.config.seed}/{pair.name}/{pair.tools.id}/{row.sample}/hint")
             hint = make_hint(text, row.sample, config, rng)
-            if hint is not None and self._has_room(name, hint):
+            if hint is not None and len(one.renderer.encode(hint.prefix)) <= room:
                 count += 1
                 hinted = {**pair.tools.metadata, MARK: msgspec.to_builtins(hint)}
                 yield Wanted(name, replace(pair.tools, metadata=hinted), row.sample)
-
-    def _has_room(self, name: str, hint: Hint) -> bool:
-        one = self.sets[name]
-        room = MAX_HINTED_SHARE * one.config.limits.max_response_tokens
-        return len(one.renderer.encode(hint.prefix)) <= room
 
     # Sampling.
 
@@ -192,46 +186,40 @@ class SynthesisSampling:
             self.view.log(f"{stage}: {held} exist already")
         if not missing:
             return
-        if self._engine is None:
-            self._engine = await self.assembly.engine()
-        actors = {one.dataset: await self._actor(one.dataset, self._engine) for one in missing}
+        names = dict.fromkeys(one.dataset for one in missing)
+        actors = {name: await self._actor(name) for name in names}
         failures = share_failures(actors.values(), self.plan.evaluation)
         self.view.begin(stage, len(missing))
-        progress = Progress(self.view.advance, self._engine)
-
-        def make_row(name: str, answer: Answer) -> EvalRow:
-            row = row_of(name, answer, self.assembly.seed(name))
-            return hinted_row(row, answer) if MARK in row.metadata else row
-
-        many = self.plan.evaluation.concurrency
         try:
-            await sample_into(self.store, missing, actors, make_row, progress, concurrency=many)
+            self.num_failed += await sample_into(
+                self.store, missing, actors, self.assembly.seed, self.view.advance,
+                concurrency=self.plan.evaluation.concurrency, change=hinted_row,
+            )  # fmt: skip
         finally:
-            self.num_failed += progress.num_failed
             failures.report("failed attempts")
-            progress.close()
             self.view.end()
 
-    async def _actor(self, name: str, engine: Engine) -> Actor:
-        if name not in self._actors:
-            actor = await self.assembly.actor(name, engine)
-            if name.endswith(".direct"):
-                make_env = actor.make_env
-                actor.make_env = lambda task: LanguageOnly(make_env(task))
-            elif name.endswith(".hints"):
-                actor.make_hooks = HintHooks
-            self._actors[name] = actor
-        return self._actors[name]
+    async def _actor(self, name: str) -> Actor:
+        actor = await self.assembly.actor(name, await self.assembly.engine())
+        if name.endswith(".direct"):
+            make_env = actor.make_env
+            actor.make_env = lambda task: LanguageOnly(make_env(task))
+        elif name.endswith(".hints"):
+            actor.make_hooks = HintHooks
+        return actor
 
     # Stored samples.
 
-    def _gather(self, pair: TaskPair) -> JudgedQuestion:
+    def _sorted(self, pair: TaskPair) -> Sorted:
         direct = list(self._samples(pair, "direct"))
         expected = [*direct, *self._with_tools(pair)]
         kept = {one.key: one for one in (*expected, *self._samples(pair, "tools"))}
         judged = self._judged(kept.values())
         is_whole = all(one.key in self.store.rows for one in expected)
-        return JudgedQuestion(pair.name, pair.tools, judged, is_whole)
+        config = self.plan.config
+        return sort_question(
+            pair.name, pair.tools, judged, config.filter, config.seed, is_whole=is_whole
+        )
 
     def _judged(self, wanted: Iterable[Wanted]) -> list[Judged]:
         config = self.plan.config.filter
@@ -239,8 +227,7 @@ class SynthesisSampling:
         for one in wanted:
             row = self.store.rows.get(one.key)
             if row is not None:
-                ways = (way for way in WITH_TOOLS if one.dataset.endswith(f".{way}"))
-                way: Way = next(ways, "direct")
+                way = cast(Way, one.dataset.rpartition(".")[2])
                 judged.append(judge(row, way, self.tools[one.task.env_id], config))
         return judged
 
@@ -288,9 +275,7 @@ async def tool_names(
 ) -> dict[str, list[str]]:
     """The names of the tools of each environment of the questions. Raises ConfigError for an
     environment without tools."""
-    first: dict[str, TaskPair] = {}
-    for pair in pairs:
-        first.setdefault(pair.tools.env_id, pair)
+    first = {pair.tools.env_id: pair for pair in reversed(pairs)}
     found = {}
     for env_id, pair in first.items():
         make_env = sets[set_name(pair.name, "tools")].make_env

@@ -60,7 +60,7 @@ def parts_of(row: EvalRow, tools: Sequence[str]) -> list[Part]:
     parts = [
         (True, unify_tags(one["policy"], tools))
         if "policy" in one
-        else (False, _without_frame(one["env"]))
+        else (False, one["env"].strip().removeprefix("<result>").removesuffix("</result>").strip())
         for one in row.segments[1:]
     ]
     if parts and parts[0][0] and first.rstrip().endswith(THOUGHT_OPEN):
@@ -84,7 +84,7 @@ def unify_tags(text: str, tools: Sequence[str]) -> str:
 def check_chain(parts: Sequence[Part], tools: Sequence[str], *, require_box: bool) -> Problem:
     """The first problem with tags, checked in this order: unpaired_tag, wrong_order, no_thought,
     no_answer, no_box."""
-    opened, called, num_thoughts, num_answers = "", False, 0, 0
+    opened, called, seen = "", False, set[str]()
     for by_policy, tag in _tags(parts, tools):
         name = tag.strip("</>")
         if not by_policy:
@@ -103,19 +103,18 @@ def check_chain(parts: Sequence[Part], tools: Sequence[str], *, require_box: boo
             return "unpaired_tag", f"{tag} is within <{opened}>"
         elif called:
             return "wrong_order", f"{tag} is in place of a result"
-        elif num_answers:
+        elif "answer" in seen:
             return "wrong_order", f"{tag} follows the answer"
         else:
             opened = name
-            num_thoughts += name == "think"
-            num_answers += name == "answer"
+            seen.add(name)
     if opened:
         return "unpaired_tag", f"<{opened}> is not closed"
     if called:
         return "wrong_order", "a call without a result"
-    if not num_thoughts:
+    if "think" not in seen:
         return "no_thought", "no <think>"
-    if not num_answers:
+    if "answer" not in seen:
         return "no_answer", "no <answer>"
     last = parts[-1][1]
     if last.rpartition("</answer>")[2].strip():
@@ -141,7 +140,7 @@ def _plain(value: Any) -> Any:
 
 
 def _tags(parts: Sequence[Part], tools: Sequence[str]) -> Iterator[tuple[bool, str]]:
-    pattern = _protocol(tuple(tools))
+    pattern, _ = _spellings(tuple(tools))
     for by_policy, text in parts:
         if by_policy:
             yield from ((True, tag[0]) for tag in pattern.finditer(text))
@@ -155,15 +154,6 @@ def _spellings(tools: tuple[str, ...]) -> tuple[re.Pattern[str], dict[str, str]]
     names = {**ALIASES, **{name.casefold(): name for name in (*OURS, *tools)}}
     either = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
     return re.compile(rf"<\s*(/?)\s*({either})\s*>", re.IGNORECASE), names
-
-
-@cache
-def _protocol(tools: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile(rf"</?(?:{'|'.join(map(re.escape, (*OURS, *tools)))})>")
-
-
-def _without_frame(text: str) -> str:
-    return text.strip().removeprefix("<result>").removesuffix("</result>").strip()
 
 
 # The trajectories suitable for training, and the reasons against the others.
@@ -245,52 +235,44 @@ def _problem(
 Class = Literal["direct", "tools", "hard", "unfinished"]
 
 
-class JudgedQuestion(Struct, frozen=True):
-    """A question of a set with its trajectories. `is_whole`: none is missing."""
+class Sorted(Struct, frozen=True):
+    """A question of a set: its class, its trajectories for training, and the others with
+    reasons."""
 
     set_name: str
     task: Task
-    judged: list[Judged]
-    is_whole: bool = True
-
-
-class Sorted(Struct, frozen=True):
-    """A question's class, its trajectories for training, and the others with reasons."""
-
-    question: JudgedQuestion
     kind: Class
     chosen: list[Judged]
     rejected: list[Judged]
 
 
-def sort_question(question: JudgedQuestion, config: FilterConfig, seed: int) -> Sorted:
-    """Classify a question; each trajectory is either in `chosen` or in `rejected`."""
-    judged = without_duplicates(question.judged)
-    clean = [one for one in judged if not one.reason]
-    rejected = [one for one in judged if one.reason]
+def sort_question(
+    set_name: str,
+    task: Task,
+    judged: Iterable[Judged],
+    config: FilterConfig,
+    seed: int,
+    *,
+    is_whole: bool = True,
+) -> Sorted:
+    """Classify a question; each trajectory is either in `chosen` or in `rejected`. `is_whole`: none
+    is missing. The choice is random and not by length, so that the data has the policy's own
+    lengths."""
+    found = without_duplicates(judged)
+    clean = [one for one in found if not one.reason]
+    rejected = [one for one in found if one.reason]
     direct = [one for one in clean if one.way == "direct"]
-    tools = [one for one in clean if one.way != "direct"]
-    if clean:
-        chosen, over = _drawn(direct or tools, question, config, seed)
-        easy = _because("answered_directly", tools) if direct else []
-        rejected += [*_because("surplus", over), *easy]
-        return Sorted(question, "direct" if direct else "tools", chosen, rejected)
-    failed = not question.is_whole or any(one.reason == "failed" for one in judged)
-    return Sorted(question, "unfinished" if failed else "hard", [], rejected)
-
-
-def _drawn(
-    clean: Sequence[Judged], question: JudgedQuestion, config: FilterConfig, seed: int
-) -> tuple[list[Judged], list[Judged]]:
-    """The kept trajectories and the rest. The choice is random and not by length, so that the data
-    has the policy's own lengths."""
-    order = list(clean)
-    Random(f"{seed}/{question.set_name}/{question.task.id}").shuffle(order)
-    return order[: config.max_per_question], order[config.max_per_question :]
-
-
-def _because(reason: str, judged: Sequence[Judged]) -> list[Judged]:
-    return [replace(one, reason=reason) for one in judged]
+    if not clean:
+        failed = not is_whole or any(one.reason == "failed" for one in found)
+        return Sorted(set_name, task, "unfinished" if failed else "hard", [], rejected)
+    order = direct or list(clean)
+    Random(f"{seed}/{set_name}/{task.id}").shuffle(order)
+    chosen = order[: config.max_per_question]
+    rejected += [replace(one, reason="surplus") for one in order[config.max_per_question :]]
+    if direct:
+        easy = (one for one in clean if one.way != "direct")
+        rejected += [replace(one, reason="answered_directly") for one in easy]
+    return Sorted(set_name, task, "direct" if direct else "tools", chosen, rejected)
 
 
 # The directory of a synthesis. Each command writes all files anew from the trajectories.
@@ -387,11 +369,11 @@ def rejected_rows(found: Iterable[Sorted], dropped: Iterable[Dropped]) -> Iterab
     for one in dropped:
         yield _question_row(one.set_name, one.task, one.reason, one.detail)
     for one_sorted in found:
-        question = one_sorted.question
+        set_name, task = one_sorted.set_name, one_sorted.task
         if one_sorted.kind == "unfinished":
-            yield _question_row(question.set_name, question.task, "unfinished", "see trajectories")
+            yield _question_row(set_name, task, "unfinished", "see trajectories")
         for judged in one_sorted.rejected:
-            name = {"what": "trajectory", "set": question.set_name, "id": question.task.id}
+            name = {"what": "trajectory", "set": set_name, "id": task.id}
             sampled = {"way": judged.way, "sample": judged.row.sample}
             yield {**name, **sampled, "reason": judged.reason, "detail": judged.detail}
 
@@ -430,7 +412,7 @@ GOES_TO = {
 def summarize(plan: SynthesisPlan, found: Sequence[Sorted], dropped: Sequence[Dropped]) -> Row:
     """All counts. Questions sum over classes and reasons, trajectories over SFT and reasons."""
     classes = Counter(one.kind for one in found)
-    pairs = Counter((one.question.task.kind, one.kind) for one in found)
+    pairs = Counter((one.task.kind, one.kind) for one in found)
     by_kind = {
         kind: {name: pairs[kind, name] for name in CLASSES}
         for kind in sorted({k for k, _ in pairs})

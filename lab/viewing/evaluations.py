@@ -14,11 +14,11 @@ import msgspec
 from agentenv.assembly.reports.records import FAILED, EvalRow
 from agentenv.base.errors import DataError, ForeignError
 from agentenv.base.untrusted import decode, decode_loose
+from agentenv.evaluation.store import CONFIG_FILE, ROWS_FILE
+from agentenv.rollout.metrics import failure_kind_of
 
 if TYPE_CHECKING:  # slow to load, and not needed for the first page of a run
     from agentenv.evaluation.figures import QuestionRows
-
-CONFIG_FILE, ROWS_FILE = "config.json", "rows.jsonl"
 
 COLUMNS = (
     *("set", "task", "sample", "kind", "question", "prediction", "success", "reward", "end"),
@@ -107,12 +107,10 @@ class Evaluation:
         no row is newer; else without scores and votes, which only a report computes."""
         summary = self.folder / SUMMARY_FILE
         rows = self.folder / ROWS_FILE
-        try:
+        with suppress(OSError, ForeignError):
             if summary.stat().st_mtime >= rows.stat().st_mtime:
                 found: Figures = decode_loose(summary.read_bytes())
                 return found
-        except (OSError, ForeignError):
-            pass
         from agentenv.evaluation.figures import summary_of
 
         with self._computing:
@@ -177,15 +175,15 @@ def compare(first: Evaluation, second: Evaluation) -> Figures:
             "num_changed": len(pairs),
             "changed": [
                 {
-                    "set": pair.dataset,
-                    "task": pair.first.rows[0].task,
-                    "kind": pair.kind,
-                    "question": pair.first.rows[0].question[:MAX_CHARS],
+                    "set": row.dataset,
+                    "task": row.task,
+                    "kind": row.kind,
+                    "question": row.question[:MAX_CHARS],
                     "change": pair.change,
-                    "first": pair.first.rows[0].prediction[:MAX_CHARS],
+                    "first": row.prediction[:MAX_CHARS],
                     "second": pair.second.rows[0].prediction[:MAX_CHARS],
                 }
-                for pair in shown
+                for pair, row in ((one, one.first.rows[0]) for one in shown)
             ],
         }
     )
@@ -196,7 +194,7 @@ def _index_row(row: EvalRow) -> list[Any]:
     return [
         *(row.dataset, row.task, row.sample, row.kind),
         *(row.question[:MAX_CHARS], row.prediction[:MAX_CHARS], row.success, row.reward),
-        *(row.end, row.limit, row.failure_kind if row.end == FAILED else None),
+        *(row.end, row.limit, failure_kind_of(row.error) if row.end == FAILED else None),
         *(len(row.tool_calls), row.num_turns, row.action_tokens, round(row.seconds, 3)),
         row.parts.get("judge"),
     ]
@@ -246,15 +244,14 @@ class JsonLines:
         so that lines read before are invalid."""
         try:
             found = self.path.stat()
+            file, size = (found.st_dev, found.st_ino), found.st_size
         except FileNotFoundError:
-            is_void, self.place, self._file = self.place > 0, 0, None
-            return is_void, iter(())
-        file = found.st_dev, found.st_ino
-        is_void = self.place > 0 and (file != self._file or found.st_size < self.place)
+            file, size = None, 0
+        is_void = self.place > 0 and (file != self._file or size < self.place)
         if is_void:
             self.place = 0
         self._file = file
-        return is_void, self._read()
+        return is_void, iter(()) if file is None else self._read()
 
     def _read(self) -> Iterator[bytes]:
         with self.path.open("rb") as file:
@@ -268,7 +265,6 @@ class JsonLines:
 
 def size_of(path: Path) -> int:
     """The size of a file in bytes; 0 if it is missing."""
-    try:
+    with suppress(OSError):
         return path.stat().st_size
-    except OSError:
-        return 0
+    return 0

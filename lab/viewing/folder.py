@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,12 @@ from agentenv.assembly.run.rundir import CONFIG_FILE, LOG_FILE
 from agentenv.base.config import resolver
 from agentenv.base.errors import DataError, ForeignError
 from agentenv.base.untrusted import decode_loose
+from agentenv.evaluation.store import ROWS_FILE
 from agentenv.lab.viewing.evaluations import Evaluation, JsonLines, compare, size_of
 from agentenv.lab.viewing.trees import Trees
 from agentenv.processes.supervisor import log_tail
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
-ROWS = "rows.jsonl"
 EVALUATIONS = "eval"
 Figures = dict[str, Any]
 TAIL_BYTES = 64_000
@@ -50,11 +51,11 @@ class Folder:
     def __init__(self, path: Path, others: Sequence[Path] = ()) -> None:
         """`others`: evaluations to compare with. Raises DataError."""
         self.path = path
-        self.is_run = not (path / ROWS).is_file()
+        self.is_run = not (path / ROWS_FILE).is_file()
         if self.is_run:
             _check_run(path)
         for other in others:
-            if not (other / ROWS).is_file():
+            if not (other / ROWS_FILE).is_file():
                 raise DataError(f"{other} contains no evaluation")
         self.others = list(others)
         self.trees = Trees(path, partial(tokenizers_of, path))
@@ -164,7 +165,8 @@ class Folder:
     def evaluations(self) -> dict[str, Evaluation]:
         """All evaluations by a name for URLs: those of the run in order, then the others."""
         found: dict[str, Evaluation] = {}
-        for folder, name in self._evaluation_folders():
+        for folder in (*(_within(self.path) if self.is_run else [self.path]), *self.others):
+            name = folder.resolve().name
             with self._lock:
                 one = self._evaluations.setdefault(folder, Evaluation(folder, name))
             slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip(".") or "evaluation"
@@ -178,13 +180,6 @@ class Folder:
         if found is None:
             raise DataError(f"{self.path}: unknown evaluation {key!r}")
         return found
-
-    def _evaluation_folders(self) -> Iterator[tuple[Path, str]]:
-        if not self.is_run:
-            yield self.path, self.path.resolve().name
-        else:
-            yield from _within(self.path)
-        yield from ((other, other.resolve().name) for other in self.others)
 
 
 def tokenizers_of(run: Path) -> Iterator[Path]:
@@ -205,32 +200,31 @@ def _check_run(path: Path) -> None:
         return
     if not path.is_dir():
         raise DataError(f"{path}: no such folder; expected a run or an evaluation")
-    within = [*path.glob(f"*/{METRICS}"), *path.glob(f"*/{ROWS}")]
+    within = [*path.glob(f"*/{METRICS}"), *path.glob(f"*/{ROWS_FILE}")]
     within.sort(key=lambda one: one.stat().st_mtime)
     hint = f"; {within[-1].parent} contains one" if within else ""
     raise DataError(
-        f"{path}: contains neither a run ({CONFIG_FILE}) nor an evaluation ({ROWS}){hint}"
+        f"{path}: contains neither a run ({CONFIG_FILE}) nor an evaluation ({ROWS_FILE}){hint}"
     )
 
 
-def _within(run: Path) -> list[tuple[Path, str]]:
+def _within(run: Path) -> list[Path]:
     """The evaluations of a run, in the order of their start."""
-    folders = [path.parent for path in (run / EVALUATIONS).glob(f"*/{ROWS}")]
+    folders = [path.parent for path in (run / EVALUATIONS).glob(f"*/{ROWS_FILE}")]
     order = {"before_sft": 0, "after_sft": 1}
 
     def place(folder: Path) -> tuple[int, list[int], str]:
         numbers = [int(one) for one in re.findall(r"\d+", folder.name)]
         return order.get(folder.name, 3 if folder.name == "after_rl" else 2), numbers, folder.name
 
-    return [(folder, folder.name) for folder in sorted(folders, key=place)]
+    return sorted(folders, key=place)
 
 
 def _json(path: Path) -> Any:
     """The content of a JSON file; None if it cannot be read."""
-    try:
+    with suppress(OSError, ForeignError):
         return decode_loose(path.read_bytes())
-    except (OSError, ForeignError):
-        return None
+    return None
 
 
 def _number(text: str) -> int:

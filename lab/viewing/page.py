@@ -23,14 +23,14 @@ from contextlib import suppress
 from importlib import resources
 from itertools import permutations
 from pathlib import Path
-from typing import Any
 
-import msgspec
 from aiohttp import web
 
+from agentenv.base.deadline import uncancelled
 from agentenv.base.disk import write_whole
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.offload import in_thread
+from agentenv.endpoint.server import Listener, encode
 from agentenv.lab.viewing.evaluations import CHUNK
 from agentenv.lab.viewing.folder import Folder
 
@@ -58,40 +58,26 @@ def static(name: str) -> bytes:
     return resources.files("agentenv.lab.viewing").joinpath("static", name).read_bytes()
 
 
-class FolderServer:
+class FolderServer(Listener):
     """Serves the page of one run or evaluation. After `start`, it can be opened at `address`."""
 
-    def __init__(self, folder: Folder, port: int = 0) -> None:
+    def __init__(self, folder: Folder) -> None:
+        super().__init__()
         self.folder = folder
-        self.port = port
         self.token = secrets.token_urlsafe(24)
         self._slots = asyncio.Semaphore(NUM_AT_ONCE)
-        self._runner: web.AppRunner | None = None
 
     @property
     def address(self) -> str:
         return f"http://{HOST}:{self.port}/?token={self.token}"
 
-    def app(self) -> web.Application:
-        """The aiohttp application."""
+    async def start(self, port: int = 0) -> None:
+        """Listen, as in `listen`."""
         app = web.Application(middlewares=[self._guard])
         app.router.add_get("/", self._page)
         app.router.add_get("/static/{name}", self._static)
         app.router.add_get("/api/{path:.+}", self._answer)
-        return app
-
-    async def start(self) -> None:
-        """Listen. Raises OSError if the port is taken."""
-        self._runner = web.AppRunner(self.app(), access_log=None)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, HOST, self.port)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
-
-    async def close(self) -> None:
-        """Stop the server; idempotent."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self.listen(app, HOST, port)
 
     @property
     def cookie(self) -> str:
@@ -143,7 +129,7 @@ class FolderServer:
 
     async def _answer(self, request: web.Request) -> web.Response:
         async with self._slots:
-            status, body = await in_thread(self._encoded, request)
+            status, body = await uncancelled(in_thread(self._encoded, request))
         return web.Response(body=body, status=status, content_type="application/json")
 
     def _encoded(self, request: web.Request) -> tuple[int, bytes]:
@@ -156,22 +142,11 @@ class FolderServer:
             return 500, encode({"error": f"{error.filename}: {error.strerror}"})
 
 
-def encode(answer: Any) -> bytes:
-    """The answer as JSON; nan becomes null, and values of other types become texts."""
-    return msgspec.json.encode(answer, enc_hook=str)
-
-
-async def serve(server: FolderServer, report: Callable[[str], None]) -> None:
+async def serve(server: FolderServer, port: int, report: Callable[[str], None]) -> None:
     """Serve until cancelled. Raises ConfigError if the port is taken."""
     gc.freeze()  # there are many rows, without reference cycles: collect seldom
     gc.set_threshold(200_000, 20, 100)
-    try:
-        await server.start()
-    except OSError as error:
-        raise ConfigError(
-            f"port {server.port} of {HOST} is not available: {error.strerror}; --port 0 chooses a "
-            "free one"
-        ) from error
+    await server.start(port)
     try:
         report(f"{server.folder.path}: {server.address}")
         tunnel = f"ssh -L {server.port}:{HOST}:{server.port} THIS_HOST"

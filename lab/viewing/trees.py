@@ -25,6 +25,7 @@ COLUMNS = (
     *("roots", "forks", "tokens", "sampled", "version", "staleness", "changed"),
 )
 MAX_QUESTION_CHARS = 400
+EMPTY = np.zeros(0, np.float32)
 NUM_STEPS_KEPT = 32  # number of steps with cached details
 Texts = Callable[[Sequence[int]], list[str]]
 Figures = dict[str, Any]
@@ -174,25 +175,21 @@ def _details(entry: Entry, kept: KeptTree) -> Figures:
         "question": tree.task.question[:MAX_QUESTION_CHARS],
         "env": tree.task.env_id,
         "right": sum(bool(leaf.info.get("success")) for leaf in leaves if leaf.end != "failed"),
-        "failures": dict(Counter(map(failure_kind_of, tree.failures()))),
+        "failures": dict(Counter(failure_kind_of(leaf.error) for leaf in tree.failures())),
         "limits": dict(Counter(str(leaf.limit) for leaf in leaves if leaf.end == "truncated")),
         "calls": len(calls),
         "call_errors": sum(not call.get("ok", True) for call in calls),
         "tool_s": sum(float(call.get("duration_s") or 0.0) for call in calls),
-        "entropy": _mean(_joined(tree, "entropies")),
+        "entropy": _mean(np.concatenate([EMPTY, *(node.entropies for node in tree.nodes)])),
         "gap": _mean(np.abs(_gaps(tree))),
         "retaken": tree.num_retaken,
         "changed": changed_forks(tree),
     }
 
 
-def _joined(tree: TrajectoryTree, name: str) -> Any:
-    return np.concatenate([np.zeros(0, np.float32), *(getattr(n, name) for n in tree.nodes)])
-
-
 def _gaps(tree: TrajectoryTree) -> Any:
     """Log-probs of the learner minus the engine's, for sampled tokens with both."""
-    parts = [np.zeros(0, np.float32)]
+    parts = [EMPTY]
     for node, scored in zip(tree.nodes, tree.scored, strict=False):
         if len(scored.logprobs) and len(scored.logprobs) == len(node.logprobs):
             parts.append(np.asarray(scored.logprobs) - np.asarray(node.logprobs))

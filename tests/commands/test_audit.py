@@ -53,7 +53,7 @@ def steady(number: int, shift: float = 0.0) -> Step:
     ],
 )
 async def test_a_step_far_from_earlier_steps_is_a_jump(steps: list[Step], jumps: list[int]) -> None:
-    assert [one.step for one in find_jumps(steps)] == jumps
+    assert [one.step.header.step for one in find_jumps(steps)] == jumps
     check = Check("jumps", "measured", (), no_jumps)
     verdict = await CheckRunner().run(check, steps)
     expected = "failed" if jumps else "passed" if len(steps) > 2 else "skipped"

@@ -21,7 +21,7 @@ from agentenv.assembly.keys.benchmarks import (
     read_benchmarks,
 )
 from agentenv.assembly.keys.rl import EnvConfig
-from agentenv.assembly.parts.environments import EnvMaker
+from agentenv.assembly.parts.environments import EnvMaker, EnvSettings
 from agentenv.assembly.reports.records import EvalRow
 from agentenv.base.config import build_config
 from agentenv.base.errors import ConfigError
@@ -192,7 +192,7 @@ async def test_the_usual_keys_make_its_environment(name: str) -> None:
     limits = build_config(Limits, keys["limits"], name)
     prompt = build_config(PromptConfig, keys["prompt"], name)
     grader = build_config(GraderConfig, keys["grader"], name)
-    make = EnvMaker(env, {"grader": grader}, Path, limits, prompt)
+    make = EnvMaker(EnvSettings(env=env, limits=limits, prompt=prompt, grader=grader), Path)
     made = make(Task("t", env.id, "1 + 1?", ("2",)))
     assert isinstance(made, agentenv.ToolEnv)
     assert tuple(made.tools) == ("search", "python")

@@ -21,13 +21,9 @@ import pytest
 from agentenv.assembly.run import control
 from agentenv.assembly.run.control import (
     MAX_REQUEST,
-    GetStatus,
-    Pause,
+    ControlRequest,
     Reply,
-    Request,
     RequestDone,
-    Resume,
-    SaveCheckpoint,
     UnreachableError,
     listening,
     send,
@@ -47,7 +43,7 @@ with socket.socket(socket.AF_UNIX) as connection:
     connection.settimeout(10)
     connection.connect(sys.argv[1])
     try:
-        connection.sendall(b'{{"type":"status"}}\\n')
+        connection.sendall(b'{{"command":"status"}}\\n')
     except BrokenPipeError:  # it was refused before
         pass
     print(connection.recv(4096).decode())
@@ -62,12 +58,12 @@ def run() -> Iterator[Path]:
         yield Path(folder)
 
 
-async def answer(request: Request) -> Reply:
-    if isinstance(request, Pause):
+async def answer(request: ControlRequest) -> Reply:
+    if request.command == "pause":
         raise ConfigError("not now")
-    if isinstance(request, Resume):
+    if request.command == "resume":
         raise OSError(28, "full")
-    return RequestDone([type(request).__name__])
+    return RequestDone([request.command])
 
 
 def run_with_socket(run: Path, act: Callable[[], None], warned: list[str] | None = None) -> None:
@@ -99,16 +95,16 @@ def test_only_the_owner_can_open_the_socket_and_it_is_removed_with_the_run(run: 
         folder, path = run / "ctl", run / "ctl" / "socket"
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        assert send(run, GetStatus()) == RequestDone(["GetStatus"])
+        assert send(run, ControlRequest("status")) == RequestDone(["status"])
         with pytest.raises(ConfigError, match="not now"):
-            send(run, Pause())
+            send(run, ControlRequest("pause"))
         with pytest.raises(ConfigError, match="full"):  # of the disk
-            send(run, Resume())
+            send(run, ControlRequest("resume"))
 
     run_with_socket(run, look)
     assert not (run / "ctl").exists()
     with pytest.raises(UnreachableError, match="no process listens"):
-        send(run, GetStatus())
+        send(run, ControlRequest("status"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
@@ -133,7 +129,7 @@ def test_a_run_may_have_a_longer_path_than_a_socket(run: Path) -> None:
 
     def look() -> None:
         assert stat.S_IMODE((deep / "ctl" / "socket").stat().st_mode) == 0o600
-        assert send(deep, GetStatus()) == RequestDone(["GetStatus"])
+        assert send(deep, ControlRequest("status")) == RequestDone(["status"])
 
     run_with_socket(deep, look)
     assert not (deep / "ctl").exists()
@@ -144,8 +140,8 @@ def test_the_socket_of_a_killed_process_is_replaced(run: Path) -> None:
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(run / "ctl" / "socket"))
     with pytest.raises(UnreachableError, match="no process listens"):
-        send(run, GetStatus())
-    run_with_socket(run, lambda: send(run, GetStatus()))
+        send(run, ControlRequest("status"))
+    run_with_socket(run, lambda: send(run, ControlRequest("status")))
 
 
 @pytest.mark.parametrize(
@@ -153,9 +149,9 @@ def test_the_socket_of_a_killed_process_is_replaced(run: Path) -> None:
     [
         (b"\n", b"refused"),
         (b"rm -rf /\n", b"refused"),
-        (b'{"type":"status","more":1}\n', b"unknown field"),
-        (b'{"type":"cancel","trees":"all"}\n', b"refused"),
-        (b'{"type":"set","values":[]}\n', b"refused"),
+        (b'{"command":"status","more":1}\n', b"unknown field"),
+        (b'{"command":"cancel","trees":"all"}\n', b"refused"),
+        (b'{"command":"set","trees":[]}\n', b"refused"),
         (b"[" * 5000 + b"\n", b"refused"),
         (b"x" * (2 * MAX_REQUEST), b"refused"),
     ],
@@ -168,7 +164,7 @@ def test_an_invalid_request_is_refused_and_the_next_one_is_answered(
             assert expected in reply_to(run, data)
         except (ConnectionResetError, BrokenPipeError):  # it did not read to the end
             assert len(data) > MAX_REQUEST
-        assert send(run, GetStatus()) == RequestDone(["GetStatus"])
+        assert send(run, ControlRequest("status")) == RequestDone(["status"])
 
     run_with_socket(run, say)
 
@@ -182,7 +178,7 @@ def test_a_silent_client_blocks_no_other_client_and_is_disconnected(
         with socket.socket(socket.AF_UNIX) as silent:
             silent.settimeout(20)
             silent.connect(str(run / "ctl" / "socket"))
-            assert send(run, GetStatus()) == RequestDone(["GetStatus"])
+            assert send(run, ControlRequest("status")) == RequestDone(["status"])
             assert b"no request within 0.5 s" in silent.recv(4096)
 
     run_with_socket(run, say)
@@ -203,7 +199,7 @@ def test_a_run_that_does_not_answer_is_distinguished_from_an_ended_one(run: Path
         deaf.bind(str(run / "ctl" / "socket"))
         deaf.listen(1)
         with pytest.raises(UnreachableError, match="loop is blocked"):
-            send(run, SaveCheckpoint(), timeout_s=0.2)
+            send(run, ControlRequest("checkpoint"), timeout_s=0.2)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +258,7 @@ def test_a_reply_ends_with_the_next_command(run: Path, capsys: pytest.CaptureFix
     codes: list[int] = []
     run_with_socket(run, lambda: codes.append(ctl.main([str(run), "checkpoint"])))
     first, _, title, following = capsys.readouterr().out.splitlines()
-    assert (first, title) == ("SaveCheckpoint", "next:")
+    assert (first, title) == ("checkpoint", "next:")
     assert f"agentenv view {run}" in following
     run_with_socket(run, lambda: codes.append(ctl.main([str(run), "checkpoint", "--json"])))
     assert "next" not in capsys.readouterr().out
@@ -316,7 +312,7 @@ async def test_a_requested_save_goes_on_without_its_client(tmp_path: Path) -> No
         loop=SimpleNamespace(weights_at_rest=asyncio.Lock(), saver=Saver()),
         state=SimpleNamespace(step=1),
     )
-    asked = asyncio.ensure_future(Control(training).answer(SaveCheckpoint()))
+    asked = asyncio.ensure_future(Control(training).answer(ControlRequest("checkpoint")))
     await begun.wait()
     asked.cancel()
     with pytest.raises(asyncio.CancelledError):

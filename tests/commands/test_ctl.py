@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.assembly.run.control import GetStatus, UnreachableError, send
+from agentenv.assembly.run.control import ControlRequest, UnreachableError, send
 from agentenv.launchers import ctl
 from tests.support.forks import TRAIN, Command
 from tests.support.runs import rows_of
@@ -40,7 +40,7 @@ def slow(warehouse: Path) -> Path:
 def has_begun(run: Path) -> bool:
     """It trains, and has done a step."""
     try:
-        status = send(run, GetStatus()) if run.exists() else None
+        status = send(run, ControlRequest("status")) if run.exists() else None
     except UnreachableError:
         return False
     return status is not None and status.facts["phase"] == "RL" and status.facts["step"] > 0

@@ -461,7 +461,7 @@ def test_a_checkpoint_on_a_hanging_disk_is_not_awaited(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoints, "begin", hanging)
         patch.setattr(checkpoints, "LAST_S", 0.3)
-        patch.setattr(checkpoints.Saver, "_fail", lambda self, text: ended.set())
+        patch.setattr(checkpoints.Saver, "_fail", lambda self, *args: ended.set())
         given = arguments(warehouse, "disk", "checkpoint.every=1", "checkpoint.finish_s=0.3")
         assert train.main(given) == 1
     assert "hangs; is its" in capsys.readouterr().err.replace("\n", " ")

@@ -17,12 +17,11 @@ from agentenv.assembly.keys.rl import TABLES, TrainConfig
 from agentenv.assembly.parts.environments import EnvMaker, tables_of
 from agentenv.base.config import build_config
 from agentenv.base.errors import ConfigError
-from agentenv.base.types import Limits, Message, Task, ToolCall
+from agentenv.base.types import Message, Task, ToolCall
 from agentenv.contract.env import close_shared
 from agentenv.envs.code_interpreter import PythonTool
 from agentenv.envs.search.service import SearchPagesTool
 from agentenv.evaluation.subject import of_run
-from agentenv.text.prompt import PromptConfig
 
 INTERPRETER = {"timeout_s": 3.0, "preload": []}
 SEARCH = {"mode": "pages", "max_results": 2}
@@ -51,7 +50,7 @@ def maker(env: dict[str, Any], run: Path = Path("runs/x"), **tables: Any) -> Env
     def resolve(text: str) -> Path:
         return Path(text.replace("{run}", str(run)))
 
-    return EnvMaker(config.env, tables_of(config), resolve, Limits(), PromptConfig())
+    return EnvMaker(config, resolve)
 
 
 def test_every_registered_environment_has_a_test() -> None:
@@ -122,7 +121,7 @@ async def test_rows_choose_tools_and_grader_by_a_variant() -> None:
         ({"id": "agentenv/QAGrader-v0", "kwargs": {"grader": {}}}, {"grader": {}},
          "env.kwargs.grader and the table 'grader'"),
         ({"id": "agentenv/QAGrader-v0", "kwargs": {"search": {}}}, {},
-         "env.kwargs.search: unknown to agentenv/QAGrader-v0; it has grader, prompt"),
+         "env.kwargs.search: unknown to agentenv/QAGrader-v0; expected one of"),
         ({"id": "agentenv/QAGrader-v0",
           "variants": {"a": {"id": "agentenv/QAGrader-v0", "search": {}}}}, {},
          "env.variants.a.search: not used by agentenv/QAGrader-v0"),

@@ -158,7 +158,7 @@ env = {{ id = "%s" }}
             "[sets.a]\npath = 'x.jsonl'\nlimits = { max_turn = 1 }",
             "sets.a.limits.max_turn: unknown",
         ),
-        ("[sets.a]\nbenchmark = 'gsm9k'", "did you mean gsm8k"),
+        ("[sets.a]\nbenchmark = 'gsm9k'", "did you mean 'gsm8k'"),
         ("[sets.a]\nnum_samples = 2", "sets.a.path: no question file"),
         ("data = 'x'\n[sets.a]\npath = 'x'", "set only one of them"),
         ("data = 'x.jsonl'\n[sets.x]\npath = 'y'", "such as sets.x.columns.answer"),

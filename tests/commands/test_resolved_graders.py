@@ -11,10 +11,11 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.assembly.parts.environments import EnvMaker, tables_of
+from agentenv.assembly.parts.environments import EnvMaker, EnvSettings
 from agentenv.assembly.serving.servers import fill_roles
 from agentenv.base.config import load_config
 from agentenv.base.types import Message, Task
@@ -85,7 +86,7 @@ def graders_of(path: Path) -> Iterator[tuple[str, Grader]]:
         filled = {name: fill_roles(one, urls) for name, one in sets.items()}
         given = {name: (one, one.env) for name, one in filled.items()}
     for name, (one, env) in given.items():
-        make = EnvMaker(env, tables_of(one), _resolve, one.limits, PromptConfig())
+        make = EnvMaker(replace(EnvSettings.of(one), prompt=PromptConfig()), _resolve)
         made = make(Task("t", env.id, "?", ("2",)))
         assert isinstance(made, ToolEnv)
         yield f"{path.stem}: {name}", made.grader

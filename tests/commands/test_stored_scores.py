@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,6 @@ def test_regrading_recomputes_scores(folder: Path, scored_answers: list[str]) ->
 
 def test_scores_are_not_stored_while_another_command_writes(folder: Path) -> None:
     before = (folder / "rows.jsonl").read_bytes()
-    with lock(folder):
+    with closing(lock(folder)):
         assert evaluate.main(["report", str(folder)]) == 0
     assert (folder / "rows.jsonl").read_bytes() == before

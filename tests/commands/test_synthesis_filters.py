@@ -14,7 +14,6 @@ from agentenv.lab.recipes.sampling import plain_question
 from agentenv.lab.recipes.sorting import (
     REASONS,
     Judged,
-    JudgedQuestion,
     Sorted,
     chain_text,
     check_chain,
@@ -179,7 +178,9 @@ def judged(way: Way, why: str, sample: int) -> Judged:
     return Judged(way, row, f"{way} {sample}", why)
 
 
-def sort(direct: str, tools: str, hints: str = "", *, is_whole: bool = True, **keys: Any) -> Sorted:
+def sort(
+    direct: str, tools: str, hints: str = "", *, is_whole: bool = True, seed: int = 0, **keys: Any
+) -> Sorted:
     """Each letter a trajectory: r right and clean, w wrong, f failed."""
     why = {"r": "", "w": "wrong", "f": "failed"}
     ways: dict[Way, str] = {"direct": direct, "tools": tools, "hints": hints}
@@ -188,8 +189,8 @@ def sort(direct: str, tools: str, hints: str = "", *, is_whole: bool = True, **k
         for way, letters in ways.items()
         for sample, letter in enumerate(letters)
     ]
-    question = JudgedQuestion("q", Task("1", "e", "Who?", ("Lima",)), found, is_whole)
-    done = sort_question(question, FilterConfig(**keys), seed=0)
+    task = Task("1", "e", "Who?", ("Lima",))
+    done = sort_question("q", task, found, FilterConfig(**keys), seed, is_whole=is_whole)
     assert len(done.chosen) + len(done.rejected) == len(found), "each is in one of the two"
     assert all(one.reason in REASONS for one in done.rejected)
     assert not any(one.reason for one in done.chosen)
@@ -227,9 +228,6 @@ def test_rejected_trajectories_have_a_reason() -> None:
 
 
 def test_the_drawn_trajectory_depends_on_the_seed_alone() -> None:
-    drawn = {
-        sort_question(sort("w", "rrrr").question, FilterConfig(), seed).chosen[0].row.sample
-        for seed in range(20)
-    }
+    drawn = {sort("w", "rrrr", seed=seed).chosen[0].row.sample for seed in range(20)}
     assert drawn == {0, 1, 2, 3}
     assert sort("w", "rrrr").chosen == sort("w", "rrrr").chosen

@@ -118,7 +118,7 @@ def test_a_table_has_no_colors_in_the_log(tmp_path: Path) -> None:
 
 
 def test_no_legend_covers_a_curve() -> None:
-    figure, places = panels(1, 2, (11, 5))
+    figure, places = panels(2, (11, 5))
     for axes, label in zip(places, ("", "update"), strict=True):
         axes.set_xlabel(label)
         for name in ("one", "another"):

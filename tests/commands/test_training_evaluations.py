@@ -86,7 +86,7 @@ class Evaluator:
         self.tasks = load_tasks(keys["path"], config.env.id, max_samples=5)
         self.asked: list[str] = []
         self.breaks_at = ""
-        make_env = EnvMaker(config.env, {}, Path, config.limits, config.prompt)
+        make_env = EnvMaker(config, Path)
         engine = ScriptedEngine(ScriptedConfig(), tokenizer, script=warehouse_turn)
         renderer = make_renderer(TagsConfig(), PromptConfig(), tokenizer, model)
         params = config.sampling.eval.params()

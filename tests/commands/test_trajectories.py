@@ -39,7 +39,7 @@ async def test_a_separate_process_writes_the_same_rows(tokenizer: Any, tmp_path:
     finally:
         pool.close()
     assert there.read_text() == here.read_text()
-    assert (done["num_chars"], list(map(json.loads, done["shown"]))) == (size, shown)
+    assert (done["num_bytes"], list(map(json.loads, done["shown"]))) == (size, shown)
 
 
 def test_rows_mark_policy_text_and_trained_tokens(tokenizer: Any, tmp_path: Path) -> None:

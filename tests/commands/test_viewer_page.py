@@ -16,8 +16,8 @@ import msgspec
 import pytest
 from PIL import Image, ImageSequence
 
+from agentenv.endpoint.server import encode
 from agentenv.lab.viewing.folder import Folder
-from agentenv.lab.viewing.page import encode
 from tests.support.viewed_run import (
     HOSTILE,
     RESULT,

@@ -16,15 +16,9 @@ from typing import Any
 
 from agentenv.assembly.reports.records import FAILED
 from agentenv.assembly.run.control import (
-    CancelTrees,
-    GetStatus,
-    GetWhy,
-    Pause,
+    ControlRequest,
     Reply,
-    Request,
     RequestDone,
-    Resume,
-    SaveCheckpoint,
     listening,
 )
 from agentenv.assembly.run.waits import by_what, expected_s, oldest
@@ -59,22 +53,20 @@ class Control:
         self.training = training
         self._since = time.strftime("%Y-%m-%d %H:%M:%S")
 
-    async def answer(self, request: Request) -> Reply:
+    async def answer(self, request: ControlRequest) -> Reply:
         """The reply to a request. Raises AgentEnvError if it cannot be fulfilled."""
-        match request:
-            case GetStatus():
+        match request.command:
+            case "status":
                 return self._status()
-            case GetWhy(tree=int(index)):
-                return await self._why(index)
-            case GetWhy():
-                return await self._waits()
-            case CancelTrees():
+            case "why":
+                return await (self._why(request.trees[0]) if request.trees else self._waits())
+            case "cancel":
                 return self._cancel_all(request.trees)
-            case Pause():
+            case "pause":
                 return self._pause()
-            case Resume():
+            case "resume":
                 return self._resume()
-            case SaveCheckpoint():
+            case "checkpoint":
                 return await self._checkpoint()
 
     @property
@@ -203,7 +195,7 @@ class Control:
         if rollout is not None:
             for node in rollout.tree.nodes:
                 if node.end == FAILED:
-                    failures[failure_kind_of(node)] += 1
+                    failures[failure_kind_of(node.error)] += 1
                 elif node.end is not None:
                     ends[f"{node.end}{f' by {node.limit}' if node.limit else ''}"] += 1
             worked_s, allowed_s = rollout.clock(), rollout.limits.seconds_of_tree

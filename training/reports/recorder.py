@@ -174,10 +174,10 @@ class RunRecorder(Recorder):
             )
         if path is None and not wanted:
             return
-        num_chars, shown = await self._write_rows(trees, path, wanted)
+        size, shown = await self._write_rows(trees, path, wanted)
         if shown:
             monitors.trajectories(name, shown)
-        self._num_bytes += num_chars
+        self._num_bytes += size
 
     async def _write_rows(
         self, trees: Sequence[TrajectoryTree], path: Path | None, wanted: int
@@ -196,7 +196,7 @@ class RunRecorder(Recorder):
             job = {"trees": frames, "path": str(path or ""), "wanted": wanted}
             try:
                 done = await self._writer.run(job, WRITE_S)
-                return done["num_chars"], [json.loads(row) for row in done["shown"]]
+                return done["num_bytes"], [json.loads(row) for row in done["shown"]]
             except (JobError, InfraError, ConfigError) as error:
                 logger.warning("trajectories are written in the run's own process: %s", error)
         return await in_thread(write_rows, trees, decoder(self.tokenizer), path, wanted)

@@ -48,7 +48,7 @@ def plot_losses(run: Path, name: str, keys: tuple[str, ...]) -> None:
     """Plot loss.png, with a panel per key: each step, their running mean, and the held-out rows."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     rows = [json.loads(line) for line in lines if line.endswith("\n")]  # no truncated line
-    figure, places = panels(1, len(keys), (5.5 * len(keys), 4.2), run.name)
+    figure, places = panels(len(keys), (5.5 * len(keys), 4.2), run.name)
     for axes, key in zip(places, keys, strict=True):
         trained, held_out = (
             np.array([(row["step"], row[full]) for row in rows if full in row]).reshape(-1, 2).T

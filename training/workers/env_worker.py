@@ -8,9 +8,9 @@ import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from agentenv.assembly.parts.env_processes import env_settings, read_env_setup
-from agentenv.assembly.parts.environments import EnvMaker
-from agentenv.base.config import Reporter, resolver
+from agentenv.assembly.parts.env_processes import read_env_setup
+from agentenv.assembly.parts.environments import EnvMaker, EnvSettings
+from agentenv.base.config import Reporter, build_config, resolver
 from agentenv.cluster.envs import EnvHost
 from agentenv.contract.env import close_shared
 from agentenv.processes.link import Link
@@ -22,9 +22,9 @@ async def build(
 ) -> EnvHost:
     """The server of this process's environments."""
     setup = read_env_setup(frame)
-    settings = env_settings(setup)
+    settings = build_config(EnvSettings, setup.settings, "the host")
     stack.push_async_callback(close_shared)
-    make = EnvMaker.of(settings, resolver(Path(setup.folder)))
+    make = EnvMaker(settings, resolver(Path(setup.folder)))
     return EnvHost(make, link, settings.limits.env_timeout_s)
 
 

@@ -126,7 +126,7 @@ async def start_workers(
     spec = spec._replace(sees_gpus=encodes_on_gpu(config))
     placement: Placement | None = None
     if isinstance(cluster, ExternalCluster):
-        placement, token = ExternalPlacement(cluster.where()), cluster.token()
+        placement, token = ExternalPlacement(cluster.host or "0.0.0.0"), cluster.token()
     elif isinstance(cluster, RayCluster):
         assert isinstance(parts.ray, RayPlacement)
         parts.ray.follow(spec.name, workers.leave)
