@@ -141,6 +141,13 @@ class ProgramConfig(ProgramSpec, frozen=True, kw_only=True, forbid_unknown_field
             "and answered with the error, for a program with a fallback"
         ),
     ] = "fail"
+    trial_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="limit of the episode that a dry run plays with a scripted policy; 0: none",
+        ),
+    ] = 60.0
     normalise: Annotated[
         dict[str, str],
         Meta(description="patterns by name of parts that differ between equal calls; empty: none"),

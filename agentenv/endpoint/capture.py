@@ -331,7 +331,7 @@ class CaptureSession:
         key = _PLACE.sub("", error.param or "")
         kind = f"refused/{ERRORS[error.name][2]}" + (f"/{key}" if key else "")
         self.counts[kind] += 1
-        where = f"{error.param}: " if error.param else ""
+        where = f"{error.param}: " if error.param and error.param not in str(error) else ""
         text = f"a call of the program was refused: {where}{error}"
         if self._is_new(kind):
             remedy = (
