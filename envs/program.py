@@ -44,13 +44,13 @@ from agentenv.base.deadline import admitted
 from agentenv.base.errors import SHOWN, ConfigError, CrashError, EnvError
 from agentenv.base.offload import in_thread
 from agentenv.base.registry import loaded
-from agentenv.base.types import UNKNOWN_TOOL, Info, Limit, Message, Task, Turn
+from agentenv.base.types import UNKNOWN_TOOL, Info, Limit, Message, NextTurn, Task, Turn
 from agentenv.contract.env import ForkMode, Grade, Grader, StepResult, graded, shared, start_grader
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import make_grader
 from agentenv.envs.sandbox.program import Ended, Program, check_namespaces
 from agentenv.envs.sandbox.program_launch import ProgramSpec
-from agentenv.text.call_syntax import call_marks, split_thoughts
+from agentenv.text.spoken import spoken
 
 if TYPE_CHECKING:
     from agentenv.endpoint.capture import CaptureSession, Endpoint, ProgramCall
@@ -68,18 +68,26 @@ Json = dict[str, Any]
 _COLUMN = re.compile(r"\{(\w+)\}")
 
 # Random differences between runs of a program, in the JSON of its calls.
+_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\w*"
+_DAY = r"\d{1,2}(?:st|nd|rd|th)?"
+_WEEKDAY = r"(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
 NORMALIZERS: dict[str, str] = {
     "uuid": r"\b[0-9a-f]{8}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{12}\b",
-    "time": r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?:Z|[+-]\d\d:?\d\d)?)?",
-    "date": r"\b(?:(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)\w*,? +)?(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|"
-    r"Oct|Nov|Dec)\w* +\d{1,2}(?:,? +\d{4})?\b",
-    "clock": r"\b\d{1,2}:\d\d:\d\d(?:[.,]\d+)?\b",
-    "epoch": r"\b1[6-9]\d{8}(?:\.\d+|\d{3}|\d{6})?\b",
+    "time": r"\b\d{4}[-/]\d\d[-/]\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?:Z|[+-]\d\d:?\d\d)?)?",
+    "compact time": r"\b20\d\d[01]\d[0-3]\d(?:[T_-]?[0-2]\d[0-5]\d(?:[0-5]\d)?Z?)?\b",
+    "date": rf"\b(?:{_WEEKDAY},? +)?(?:{_MONTH} +{_DAY}(?: +\d\d:\d\d:\d\d)?(?:,? +\d{{4}})?"
+    rf"|{_DAY} +{_MONTH}(?:,? +\d{{4}})?|\d{{1,2}}[/.]\d{{1,2}}[/.](?:20)?\d\d)\b",
+    "weekday": rf"\b{_WEEKDAY}\b",
+    "port": r"\b(?:localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1?\]):\d{2,5}\b",
+    "clock": r"\b\d{1,2}:\d\d(?::\d\d(?:[.,]\d+)?)?(?: ?[APap]\.?[Mm]\b\.?)?",
+    "epoch": r"\b1[6-9]\d{8}(?:\.\d+|\d{3}|\d{6}|\d{9})?\b",
     "duration": r"\b\d+(?:\.\d+)? ?(?:ms|milliseconds|s|sec|seconds)\b",
     "address": r"\b0x[0-9a-f]{6,16}\b",
     "temporary path": r"/(?:tmp|var/tmp|var/folders)/[\w.+/-]+",
-    "port": r"\b(?:localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1?\]):\d{2,5}\b",
     "process": r"\b(?:pid|PID|process)[ =:]+\d+\b",
+    # of digits and letters: hexadecimal, ULID, nanoid, base64
+    "identifier": r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{8,}\b"
+    r"|(?<![\w-])(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{20,}(?![\w-])",
 }
 
 
@@ -126,6 +134,20 @@ class ProgramConfig(ProgramSpec, frozen=True, kw_only=True, forbid_unknown_field
             "or in the text, for a program that would not send it back"
         ),
     ] = "apart"
+    refused: Annotated[
+        Literal["fail", "count"],
+        Meta(
+            description="a call that the endpoint refuses fails the trajectory, or is only counted "
+            "and answered with the error, for a program with a fallback"
+        ),
+    ] = "fail"
+    trial_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="limit of the episode that a dry run plays with a scripted policy; 0: none",
+        ),
+    ] = 60.0
     normalise: Annotated[
         dict[str, str],
         Meta(description="patterns by name of parts that differ between equal calls; empty: none"),
@@ -168,8 +190,11 @@ class Replays:
         """Whether enough replays were exact, or there were too few to judge."""
         return self.num_tried < NUM_MEASURED or self.num_exact >= self.least * self.num_tried
 
-    def add(self, cause: str) -> None:
-        """Count a replay; an empty `cause` means that it was exact."""
+    def add(self, cause: str, text: str = "") -> None:
+        """Count a replay; an empty `cause` means that it was exact. The first of each other cause
+        is reported with its text."""
+        if cause and cause not in self.causes:
+            logger.warning("a fork of the program is replaced: %s", text or cause, extra=SHOWN)
         was_allowed = self.allowed
         self.num_tried += 1
         self.num_exact += not cause
@@ -239,7 +264,9 @@ class ProgramEnv:
         self._seed = seed or 0
         self._written, self._worked_s, self._ended = [], 0.0, None
         self._endpoint = await shared_endpoint()
-        self._session = self._endpoint.open(thoughts=self.config.thoughts)
+        self._session = self._endpoint.open(
+            thoughts=self.config.thoughts, refused=self.config.refused
+        )
         async with admitted(starts(), "a program to start"):
             await self._start()
             call = await self._next(self._session.next)
@@ -288,8 +315,8 @@ class ProgramEnv:
             raise EnvError(f"task {self.task.id}: fork before reset or after the end")
         other = copy.copy(self)
         other._written, other._program = list(self._written), None
-        other._session = self._endpoint.open(after=self._session, same=self._same)
-        cause = "cancelled"
+        other._session = self._endpoint.open(after=self._session, normal=self._normal)
+        cause, text = "cancelled", ""
         try:
             async with admitted(starts(), "a program to start"):
                 await other._start()
@@ -299,11 +326,11 @@ class ProgramEnv:
                 raise DivergedError(f"the replayed program {_described(call)}", cause)
             cause = ""
         except DivergedError as error:
-            cause = error.cause
+            cause, text = error.cause, str(error)
             raise
         finally:
             if cause != "cancelled":
-                self._replays.add(cause)
+                self._replays.add(cause, text)
             if cause:
                 await other.close()
         return other
@@ -324,9 +351,9 @@ class ProgramEnv:
         protocol."""
         if action.turn is not None:
             return action
-        marks = call_marks("tags", [{"name": name} for name in self._tools])
-        thoughts, text = split_thoughts(action.content, "tags", marks if action.tool_calls else ())
-        return replace(action, turn=Turn(thoughts.strip(), text.strip(), "stop", 0, 0))
+        own = spoken(action, "tags", [{"name": name} for name in self._tools])
+        turn = Turn(own.thoughts, own.text, "stop", 0, 0, kept=own.kept)
+        return replace(action, tool_calls=own.calls, turn=turn)
 
     def _called(self, action: Message) -> list[Info]:
         """Records of the calls of a turn; whether the program executed them is unknown."""
@@ -414,6 +441,7 @@ class ProgramEnv:
             "parts": dict(grade.parts),
             "reason": grade.reason,
             "program": program,
+            "turn": NextTurn(discards=self._session.take_lost()),
             "endpoint": dict(self._session.counts),
         }
 
@@ -447,9 +475,10 @@ class ProgramEnv:
             return Grade(float(found), found > 0)
         raise CrashError(f"{who} returned {found!r:.200}; expected a Grade or a number")
 
-    def _same(self, recorded: Json, now: Json) -> bool:
-        rules = _rules(tuple(self.config.normalise.items()))
-        return recorded == now or _normal(recorded, rules) == _normal(now, rules)
+    def _normal(self, call: Json) -> Json:
+        """A call without its random parts."""
+        found: Json = _normal(call, _rules(tuple(self.config.normalise.items())))
+        return found
 
 
 def program_config(values: Mapping[str, Any] | ProgramConfig) -> ProgramConfig:

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import urllib.request
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -23,6 +26,7 @@ from agentenv.base.types import Limits, Message, NextTurn, PastTurn, SamplingPar
 from agentenv.contract.env import Env, StepResult, close_shared
 from agentenv.contract.plan import Independent, RolloutPlan
 from agentenv.endpoint.capture import Endpoint
+from agentenv.endpoint.messages import Given, alteration
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
@@ -37,7 +41,7 @@ from agentenv.rollout.program_conversation import ProgramConversation
 from agentenv.text.native import NativeRenderer
 from agentenv.text.renderer import TagRenderer
 from tests.support.chat_models import QWEN3, make_tokenizer
-from tests.support.programs import Client, Json, Program, ProgramEnv
+from tests.support.programs import TOOLS, Client, Json, Program, ProgramEnv
 from tests.support.toy import CharTokenizer, CountingEnv
 from tests.test_endpoint import FINE, KEY, PATHS, damaged, name_of, request
 
@@ -71,12 +75,14 @@ def grown(
     stop: tuple[str, ...] = (),
     tokenizer: Any = None,
     renderer: Any = None,
+    tokens_per_s: float = 0.0,
     **limits: Any,
 ) -> TrajectoryTree:
     tokenizer = tokenizer or (CharTokenizer() if model is None else load_tokenizer(model))
 
     async def grow() -> TrajectoryTree:
-        engine: Any = ScriptedEngine(ScriptedConfig(max_model_len=90_000), tokenizer, script=script)
+        config = ScriptedConfig(max_model_len=90_000, tokens_per_s=tokens_per_s)
+        engine: Any = ScriptedEngine(config, tokenizer, script=script)
         if model is not None:
             engine = EmbeddedEngine(EmbeddedConfig(), model, 0, tokenizer)
         actor = Actor(
@@ -92,8 +98,19 @@ def grown(
     return asyncio.run(grow())
 
 
-def captured(program: Program, script: Script = searches, **more: Any) -> TrajectoryTree:
-    return grown(lambda task: ProgramEnv(task, program), script, **more)
+class Counting(ProgramEnv):
+    """Its refused calls are counted."""
+
+    refused = "count"
+
+
+def captured(
+    program: Program,
+    script: Script = searches,
+    kind: type[ProgramEnv] = ProgramEnv,
+    **more: Any,
+) -> TrajectoryTree:
+    return grown(lambda task: kind(task, program), script, **more)
 
 
 def places(tree: TrajectoryTree) -> dict[Any, Any]:
@@ -233,8 +250,14 @@ def system(text: str) -> Json:
 
 
 async def retry(client: Client) -> float:
+    await client.abandon([user("one")], ProgramEnv.last)
     await client.ask([user("one")])
-    await client.ask([user("one")])
+    return 1.0
+
+
+async def votes(client: Client) -> float:
+    for _ in range(3):
+        await client.ask([user("one")])
     return 1.0
 
 
@@ -387,6 +410,7 @@ def contains(whole: Any, part: Any) -> bool:
 
 KINDS: dict[str, tuple[Program, list[str]]] = {
     "retry": (retry, ["retry"]),
+    "votes": (votes, ["repeated", "repeated"]),
     "parallel": (parallel, ["parallel"]),
     "sub_agent": (sub_agent, ["sub_agent", "resumed"]),
     "compaction": (compaction, ["compaction"]),
@@ -398,7 +422,7 @@ KINDS: dict[str, tuple[Program, list[str]]] = {
 @pytest.mark.parametrize("name", KINDS)
 def test_contexts_have_their_kinds_and_one_leaf(name: str) -> None:
     program, kinds = KINDS[name]
-    tree = captured(program, said)
+    tree = captured(program, said, tokens_per_s=100.0 if name == "retry" else 0.0)
     assert [node.info["context"] for node in tree.nodes if "context" in node.info] == kinds
     (leaf,) = tree.leaves()
     history = tree.history(leaf)
@@ -407,7 +431,7 @@ def test_contexts_have_their_kinds_and_one_leaf(name: str) -> None:
     lost = sampled - {node.index for node in history}
     discards = {one for node in tree.nodes for one in node.info.get("discards", ())}
     assert lost == discards
-    assert len(lost) == (name in ("retry", "edited", "not used")), "what the program threw away"
+    assert len(lost) == (name == "retry"), "the answer that did not arrive"
     credit = tree_credit(tree, group_size=1, estimator=lambda returns: returns)
     assert credit is not None
     for index in sampled:
@@ -458,11 +482,11 @@ def test_a_fork_in_one_context_is_a_fork_of_the_leaf() -> None:
     encoded_right(tree, credit)
 
 
-def test_a_replay_that_differs_refuses_the_fork_and_names_the_cause() -> None:
+def test_a_replay_that_differs_refuses_the_fork_and_names_the_difference() -> None:
     times = iter(range(100))
 
     async def program(client: Client) -> float:
-        messages = [user("one"), user(f"at {next(times)}")]
+        messages = [user("one"), user(f"Ticket {next(times)} of it")]
         messages.append(await client.ask(messages))
         messages.append({"role": "tool", "tool_call_id": "x", "content": "ok"})
         await client.ask(messages)
@@ -471,7 +495,118 @@ def test_a_replay_that_differs_refuses_the_fork_and_names_the_cause() -> None:
     tree = captured(program, said, plan=ForkOnce(8), max_failures=0)
     errors = [leaf.error or "" for leaf in tree.failures()]
     assert len(errors) == 2
-    assert all("call 0 differs" in error for error in errors)
+    for error in errors:
+        pattern, texts = error.rpartition("own = '")[2][:-3], re.findall(r"'(Ticket \d+)", error)
+        assert len({*texts}) == 2
+        assert len({re.sub(pattern, "", text) for text in texts}) == 1, "the remedy"
+
+
+@pytest.mark.parametrize("cause", ["trimmed", "text", "thoughts_dropped", "thoughts_changed"])
+def test_messages_without_calls_are_altered_by_their_own_causes(cause: str) -> None:
+    then = Given("assistant", "I say it.", "I think.")
+    now = {
+        "trimmed": then._replace(text="I say it. "),
+        "text": then._replace(text="I say nothing."),
+        "thoughts_dropped": then._replace(thoughts=""),
+        "thoughts_changed": then._replace(thoughts="No."),
+    }
+    assert alteration(now[cause], then) == cause
+
+
+QUESTIONS = [[user("vote")]] * 3 + [[user("vote"), user(f"critic {n}")] for n in range(2)]
+
+
+async def in_turn(client: Client) -> float:
+    for messages in QUESTIONS:
+        await client.ask(messages)
+    return 1.0
+
+
+async def at_once(client: Client) -> float:
+    await asyncio.gather(*map(client.ask, QUESTIONS))
+    return 1.0
+
+
+async def in_threads(client: Client) -> float:
+    def ask(messages: list[Json]) -> None:
+        body = {"model": "policy", "messages": messages, "tools": TOOLS}
+        headers = {**client.headers, "Content-Type": "application/json"}
+        asked = urllib.request.Request(client.url, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(asked) as reply:
+            json.load(reply)
+
+    with ThreadPoolExecutor(5) as threads:
+        loop = asyncio.get_running_loop()
+        await asyncio.gather(*(loop.run_in_executor(threads, ask, one) for one in QUESTIONS))
+    return 1.0
+
+
+@pytest.mark.parametrize("program", [in_turn, at_once, in_threads])
+def test_all_delivered_answers_are_trained_however_the_program_waits(program: Program) -> None:
+    for _ in range(20):
+        tree = captured(program, said)
+        (leaf,) = tree.leaves()
+        trained = Counter(
+            bytes(tree.path(node)[0].observation_ids)
+            for node in tree.history(leaf)
+            if node.action_ids
+        )
+        assert sorted(trained.values()) == [1, 1, 3]
+
+
+def test_a_repeated_key_of_idempotency_gets_the_stored_answer() -> None:
+    async def program(client: Client) -> float:
+        client.headers["Idempotency-Key"] = "one"
+        await client.abandon([user("one")], ProgramEnv.last)
+        first = await client.ask([user("one")])
+        assert await client.ask([user("one")]) == first
+        return 1.0
+
+    tree = captured(program, said, tokens_per_s=100.0)
+    (leaf,) = tree.leaves()
+    assert [node is leaf for node in tree.history(leaf) if node.action_ids] == [True]
+    assert "context" not in leaf.info
+
+
+def test_a_lost_last_answer_is_not_trained() -> None:
+    async def program(client: Client) -> float:
+        await client.ask([user("one")])
+        await client.abandon([user("two")], ProgramEnv.last)
+        while len(ProgramEnv.last.handed) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        return 1.0
+
+    tree = captured(program, said, tokens_per_s=100.0)
+    (leaf,) = tree.leaves()
+    assert leaf.info["discards"] == [leaf.index]
+    assert leaf.info["endpoint"]["discarded"] == 1
+
+
+def test_replies_of_another_form_are_counted_and_keys_without_an_effect() -> None:
+    async def program(client: Client) -> float:
+        form = {"type": "json_object"}
+        await client.ask([user("one")], response_format=form, temperature=0.2, user="me")
+        return 1.0
+
+    for text, invalid in (("{}", 0), ("no", 1)):
+        (leaf,) = captured(program, lambda prompt, rng: text).leaves()  # noqa: B023
+        counts = leaf.info["endpoint"]
+        assert counts.get("invalid_output", 0) == invalid
+        assert counts["ignored/temperature"] == counts["ignored/user"] == 1
+
+
+def test_tokens_of_a_branch_are_counted() -> None:
+    async def program(client: Client) -> float:
+        url = client.url.replace("chat/completions", "messages/count_tokens")
+        message = await client.ask([user("one " * 100)])
+        for messages, low in (([user("x" * 400)], 90), ([user("one " * 100), message], 300)):
+            body = {"model": "policy", "messages": [*messages, user("go on")]}
+            async with client.http.post(url, json=body, headers=client.headers) as response:
+                counted = (await response.json())["input_tokens"]
+            assert low < counted < 1000
+        return 1.0
+
+    assert captured(program, said).leaves()[0].end == "terminated"
 
 
 def test_concurrent_calls_are_replayed_in_any_order() -> None:
@@ -614,25 +749,61 @@ def test_a_schema_that_no_renderer_could_read_is_refused() -> None:
         await client.ask([user("one")])
         return 1.0
 
-    assert captured(program, said).leaves()[0].end == "terminated"
+    (leaf,) = captured(program, said, Counting).leaves()
+    assert leaf.end == "terminated"
+    kind = "refused/invalid_value/tools[].function.parameters".replace("[]", "")
+    assert leaf.info["endpoint"][kind] == len(ODD_TOOLS)
+    (leaf,) = captured(program, said, max_failures=0).leaves()
+    assert (leaf.error or "").startswith("CallRefusedError: ")
 
 
-@pytest.mark.parametrize("protocol", ["tags", "native"])
-def test_a_call_that_cannot_be_rendered_fails_its_own_trajectory(protocol: str) -> None:
+def test_a_call_that_cannot_be_rendered_fails_its_own_trajectory() -> None:
     """The run continues after any request of the program."""
-    tokenizer = make_tokenizer(QWEN3)
-    renderer = NativeRenderer(tokenizer) if protocol == "native" else None
 
     async def program(client: Client) -> float:
-        message = await client.ask([user("one")])
-        tool = {"role": "tool", "tool_call_id": "x", "content": "ok"}
-        await client.ask([user("one"), message, system("in the middle"), tool])
+        function = {"name": "search", "arguments": '{"query": "x"}'}
+        calls = [{"id": f"{n}", "type": "function", "function": function} for n in range(2)]
+        invented = {"role": "assistant", "content": "", "tool_calls": calls}
+        await client.ask([user("one"), invented, user("two")])
         return 1.0
 
-    tree = captured(program, said, tokenizer=tokenizer, renderer=renderer, max_failures=0)
+    tree = captured(program, said, tokenizer=make_tokenizer(QWEN3), max_failures=0)
     (leaf,) = tree.leaves()
     assert leaf.end == "failed"
     assert (leaf.error or "").startswith("EnvError: cannot render")
+
+
+ORDERS = ("su", "us", "sus", "uss", "ssu", "susus")
+AFTER = ("s", "ts", "tus", "su", "sts", "d")
+
+
+@pytest.mark.parametrize("protocol", ["tags", "native"])
+@pytest.mark.parametrize("order", [*ORDERS, *(f"u a{after}" for after in AFTER)])
+def test_a_message_of_the_system_may_stand_anywhere(protocol: str, order: str) -> None:
+    """Its text is in the prompt, once, as it stands or as a message of the user."""
+    tokenizer = make_tokenizer(QWEN3)
+    renderer = NativeRenderer(tokenizer) if protocol == "native" else TagRenderer(tokenizer)
+    roles = {"s": "system", "d": "developer", "u": "user", "t": "tool"}
+    prompts: list[str] = []
+
+    def keeping(prompt: str, rng: Random) -> str:
+        prompts.append(prompt)
+        return "fine"
+
+    async def program(client: Client) -> float:
+        messages: list[Json] = []
+        for group in order.split(" a"):
+            for sign in group:
+                text = f"text-{len(messages)}-"
+                messages.append({"role": roles[sign], "tool_call_id": "x", "content": text})
+            messages.append(await client.ask(messages))
+        return 1.0
+
+    tree = captured(program, keeping, tokenizer=tokenizer, renderer=renderer)
+    assert not tree.failures(), tree.failures()[0].error
+    for place, sign in enumerate(order.replace(" ", "")):
+        assert prompts[-1].count(f"text-{place}-") == (sign != "a")
+    assert not tree.is_captured
 
 
 @pytest.mark.parametrize("protocol", ["tags", "native"])
@@ -663,7 +834,9 @@ def test_damaged_calls_of_programs_raise_the_right_error(protocol: str) -> None:
         return 1.0
 
     for _ in range(100):
-        tree = captured(program, said, tokenizer=tokenizer, renderer=renderer, max_failures=0)
+        tree = captured(
+            program, said, Counting, tokenizer=tokenizer, renderer=renderer, max_failures=0
+        )
         for leaf in tree.leaves():
             assert leaf.end == "terminated" or "cannot be rendered" in (leaf.error or ""), leaf
     assert seen[FINE] > 100

@@ -338,8 +338,7 @@ def damaged(api: str, rng: Random, whole: Json) -> tuple[str, bytes, str, set[st
         for one in above:
             place = place[one]
         place[last] = rng.choice(WRONG)
-        unread = {"malformed"} if place[last] == "\ud800" else set()  # half of a character
-        return path, json.dumps(body).encode(), key, unread or BY_VALUE
+        return path, json.dumps(body).encode(), key, BY_VALUE
     if kind == "drop":
         body.pop(rng.choice(list(body)))
         return path, json.dumps(body).encode(), key, {FINE, "invalid", "no_model"}

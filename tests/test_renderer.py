@@ -6,7 +6,8 @@ import pytest
 
 from agentenv.base.errors import EnvError
 from agentenv.base.types import Completion, Message, Role
-from agentenv.text.renderer import TagRenderer
+from agentenv.text.renderer import SYSTEM_MARK, TagRenderer
+from tests.support.chat_models import make_tokenizer
 from tests.support.toy import TOOL, CharTokenizer
 
 RENDERER = TagRenderer(CharTokenizer())
@@ -57,7 +58,41 @@ def test_the_tokenized_part_of_a_result_is_bounded(monkeypatch: pytest.MonkeyPat
     assert max(sizes) < 500
 
 
-@pytest.mark.parametrize("messages", [["system"], ["tool", "assistant"], ["user", "tool"]])
+@pytest.mark.parametrize("messages", [["assistant"], ["tool", "assistant"], ["user", "tool"]])
 def test_only_results_and_then_users_can_be_rendered(messages: list[Role]) -> None:
     with pytest.raises(EnvError, match="an observation"):
         RENDERER.observation([Message(role, "hi") for role in messages], [TOOL], 100)
+
+
+# Chat templates that do not write a system message everywhere.
+WRITTEN = "<{{ m.role }}>{{ m.content }}<|im_end|>"
+ALTERNATING = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' or (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('no') }}{% endif %}" + WRITTEN + "{% endfor %}<assistant>"
+)
+FIRST_ONLY = (
+    "{% for m in messages %}{% if m.role != 'system' or loop.first %}"
+    + WRITTEN
+    + "{% endif %}{% endfor %}<assistant>"
+)
+
+
+@pytest.mark.parametrize("template", [ALTERNATING, FIRST_ONLY])
+@pytest.mark.parametrize("order", ["su", "us", "sus", "ssu", "uus"])
+@pytest.mark.parametrize("after_turn", [False, True])
+def test_no_system_message_is_rejected_or_lost(template: str, order: str, after_turn: bool) -> None:
+    tokenizer = make_tokenizer(template)
+    renderer = TagRenderer(tokenizer)
+    roles: dict[str, Role] = {"s": "system", "u": "user"}
+    messages = [Message(roles[sign], f"text {n}") for n, sign in enumerate(order)]
+    found = renderer.placed(messages, after_turn=after_turn)
+    if after_turn:
+        written = renderer.decode(renderer.observation(found, [], 100))
+    else:
+        written = renderer.decode(renderer.prompt(found, []))
+    places = [written.find(f"text {n}") for n in range(len(order))]
+    assert min(places) >= 0
+    assert places == sorted(places)
+    num_first = int(template is FIRST_ONLY and order[0] == "s" and not after_turn)
+    assert written.count(SYSTEM_MARK) == order.count("s") - num_first

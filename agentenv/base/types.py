@@ -130,7 +130,8 @@ class ToolCall(Struct, frozen=True):
 
 class Turn(Struct, frozen=True, omit_defaults=True):
     """A sampled turn, for an environment that passes it to an agent program: its reasoning, its
-    text without reasoning and calls, its finish reason, and its token counts.
+    text without reasoning and calls, its finish reason, and its token counts. `kept`: why calls
+    remain in the text.
     """
 
     thoughts: str
@@ -139,6 +140,7 @@ class Turn(Struct, frozen=True, omit_defaults=True):
     num_prompt_tokens: int
     num_tokens: int
     stop: str | None = None
+    kept: tuple[str, ...] = ()
 
 
 class Message(Struct, frozen=True, omit_defaults=True):
@@ -156,7 +158,7 @@ class Message(Struct, frozen=True, omit_defaults=True):
     turn: Turn | None = None
 
 
-Kind = Literal["retry", "parallel", "compaction", "sub_agent", "altered", "edited"]
+Kind = Literal["retry", "repeated", "parallel", "compaction", "sub_agent", "altered", "edited"]
 
 
 # In a prompt: the tokens of one of the branch's turns, which are numbered from 0.
@@ -170,7 +172,7 @@ class NextTurn(Struct, frozen=True, omit_defaults=True):
     By default it continues the previous turn, after the messages of the step. Otherwise `prompt`
     is its whole context, messages and turns as they were sampled. If these tokens extend those of
     an earlier unanswered turn, it continues there; otherwise they open a context of the `kind`, for
-    the `cause`. `discards` lists turns that the program discards: they are stored, but not trained.
+    the `cause`. `discards` lists turns whose answers were lost: they are stored, but not trained.
     `tools`: those of the call, if they changed. `stop` and `max_tokens` (0: no own limit) are the
     program's requirements for the turn.
     """

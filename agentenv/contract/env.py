@@ -21,7 +21,7 @@ from msgspec import Struct
 from agentenv.base.crashes import guarded
 from agentenv.base.deadline import doing, uncancelled
 from agentenv.base.errors import CrashError, GraderError, OutageError
-from agentenv.base.types import Info, Limit, Message, Task
+from agentenv.base.types import Info, Limit, Message, Role, Task
 
 ForkMode = Literal["pure", "replay", "snapshot", "none"]
 StepResult = tuple[list[Message], float, bool, bool, Info]  # see Env.step
@@ -204,16 +204,16 @@ def check_step(result: StepResult) -> StepResult:
     raise _wrong("step", "(messages, reward, terminated, truncated, info)", result)
 
 
-def check_observation(messages: Sequence[Message]) -> None:
+def check_observation(messages: Sequence[Message], others: Sequence[Role] = ("user",)) -> None:
     """Reject messages of a step that no renderer can render in a continuing episode: an observation
-    consists of tool results, then user messages.
+    consists of tool results, then messages of `others`.
     """
     for place, message in enumerate(messages):
-        if message.role not in ("tool", "user"):
+        if message.role not in ("tool", *others):
             raise CrashError(
                 f"an observation consists of tool results or user messages, not {message.role!r}"
             )
-        if message.role == "tool" and place and messages[place - 1].role == "user":
+        if message.role == "tool" and place and messages[place - 1].role != "tool":
             raise CrashError("an observation must list its tool results before its user messages")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from agentenv.base.untrusted import decode
-from agentenv.endpoint.chat import common, read_tools
+from agentenv.endpoint.chat import common
 from agentenv.endpoint.messages import (
     ERRORS,
     MAX_CALLS,
@@ -14,20 +14,26 @@ from agentenv.endpoint.messages import (
     ApiError,
     Event,
     Given,
+    Handed,
     Json,
     Request,
     ServedCall,
     ServedTurn,
+    check_keys,
     checked,
+    earlier,
     get,
+    instructed,
     number,
     objects,
     read_call,
     stops,
     text_of,
 )
+from agentenv.endpoint.structured import schema_of, with_form
 
 SIGNATURE = "agentenv"  # of thoughts; clients return it with them
+BLOCKS = ("text", "tool_result", "tool_use", "thinking", "redacted_thinking")
 
 
 class Anthropic:
@@ -36,26 +42,40 @@ class Anthropic:
     path = "/v1/messages"
     done = b""
 
-    def read(self, body: Json) -> Request:
+    def read(self, body: Json, handed: Handed) -> Request:
         """Raises ApiError."""
+        ignored: set[str] = set()
+        shared = common(body, "messages", ignored)
+        form = get(get(body, "output_config", dict, {}), "format", dict, {}, "output_config.")
+        schema = schema_of(form, "output_config.format")
         messages: list[Given] = []
-        if system := text_of(body.get("system"), "system", ("text",)):
-            messages.append(Given("system", system))
+        thread = get(body, "thread", dict, {})
+        if thread.get("type") == "continue":
+            id = get(thread, "previous_message_id", str, "", "thread.")
+            turn = earlier(id, "msg_", handed, "thread.previous_message_id")
+            messages += turn.context
+            if body.get("tools") is None:
+                own = ("tools", "custom", "namespaces")
+                shared |= {key: getattr(turn.request, key) for key in own}
+        system = text_of(body.get("system"), "system", ("text",), ignored)
+        messages = instructed(messages, system, again=bool(messages))
         for place, one in enumerate(objects(body.get("messages"), "messages", MAX_MESSAGES)):
-            messages += _messages(one, f"messages[{place}]")
+            messages += _messages(one, f"messages[{place}]", ignored)
         max_tokens = number(body, "max_tokens", int, 1, 1 << 24)
         if max_tokens is None:
             raise ApiError(
                 "invalid", "expected the maximum number of tokens to sample", "max_tokens"
             )
         metadata = get(body, "metadata", dict, {})
+        shared["session"] = get(metadata, "user_id", str, "", "metadata.")
         return checked(
             Request(
-                **common(body) | {"session": get(metadata, "user_id", str, "", "metadata.")},
-                messages=tuple(messages),
-                tools=read_tools(body, kind="custom", schema="input_schema"),
+                messages=tuple(with_form(messages, schema)),
+                schema=schema,
                 max_tokens=max_tokens,
                 stop=stops(body, "stop_sequences"),
+                ignored=frozenset(ignored),
+                **shared,
             )
         )
 
@@ -159,9 +179,10 @@ def _usage(answer: ServedTurn) -> Json:
     }  # fmt: skip
 
 
-def _messages(raw: Json, where: str) -> Iterator[Given]:
+def _messages(raw: Json, where: str, ignored: set[str]) -> Iterator[Given]:
     """The messages in a raw one: a user message may contain tool results, which are separate
     messages, in order."""
+    check_keys(raw, "message", where + ".", ignored)
     role, content = raw.get("role"), raw.get("content")
     if role not in ("user", "assistant", "system"):
         what = f"expected user or assistant, got {role!r:.60}"
@@ -175,13 +196,15 @@ def _messages(raw: Json, where: str) -> Iterator[Given]:
     place = f"{where}.content"
     for number_, block in enumerate(objects(content, place, MAX_CALLS)):
         spot, kind = f"{place}[{number_}]", block.get("type")
+        if kind in BLOCKS:
+            check_keys(block, "part", spot + ".", ignored)
         if kind == "text":
             texts.append(get(block, "text", str, "", spot + "."))
         elif kind == "tool_result" and role == "user":
             if texts:
-                yield Given("user", "".join(texts))
+                yield Given("user", "\n".join(texts))
                 texts = []
-            text = text_of(block.get("content"), f"{spot}.content", ("text",))
+            text = text_of(block.get("content"), f"{spot}.content", ("text",), ignored)
             yield Given("tool", text, answers=get(block, "tool_use_id", str, "", spot + "."))
         elif kind == "tool_use" and role == "assistant":
             calls.append(read_call(block.get("id"), block.get("name"), block.get("input"), spot))
@@ -193,6 +216,6 @@ def _messages(raw: Json, where: str) -> Iterator[Given]:
             what = f"blocks of type {kind!r:.60} are not supported in a message of role {role}"
             raise ApiError("unsupported", what, spot)
     if role == "assistant":
-        yield Given("assistant", "".join(texts), "".join(thoughts), tuple(calls))
+        yield Given("assistant", "\n".join(texts), "\n".join(thoughts), tuple(calls))
     elif texts:
-        yield Given(role, "".join(texts))
+        yield Given(role, "\n".join(texts))

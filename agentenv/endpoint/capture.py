@@ -7,7 +7,8 @@
 The rollout renders and compares token ids. This module decides which messages are equal, and the
 `Kind` of a context with its cause:
 
-    retry        a repeated call whose answer was never returned: that answer is discarded
+    retry        the same call again, after its answer was lost
+    repeated     the same call again, after its answer: a vote
     parallel     it arrived while another call of the session was pending
     altered      a message of the policy was returned changed: trimmed, json_rewritten, arguments,
                  thoughts_dropped, thoughts_changed, call_ids, calls, text
@@ -16,18 +17,22 @@ The rollout renders and compares token ids. This module decides which messages a
                  assistant (inserted, though it was not served)
     sub_agent    a separate conversation
 
-If the program continues a turn again, or continues after a compaction, without quoting the earlier
-continuation, those turns are discarded: they stay on the tree, but are not trained.
+An answer is lost if its connection ended before the reply was written: its turn stays on the tree,
+but is not trained. All others are trained, whatever the program makes of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import os
+import re
 import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from itertools import count
 from math import isfinite
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -35,14 +40,17 @@ from typing import Literal, NamedTuple
 from msgspec.structs import replace
 
 from agentenv.base.disk import own_folder
-from agentenv.base.errors import AgentEnvError, EnvError, OutageError
+from agentenv.base.errors import SHOWN, AgentEnvError, EnvError, OutageError
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Kind, Message, NextTurn, PastTurn
 from agentenv.contract.env import shared
+from agentenv.endpoint.difference import compared, difference
 from agentenv.endpoint.messages import (
+    ERRORS,
     ApiError,
     Finish,
     Given,
+    HandedTurn,
     Json,
     Request,
     ServedTurn,
@@ -52,6 +60,7 @@ from agentenv.endpoint.messages import (
     with_thoughts,
 )
 from agentenv.endpoint.server import ApiServer, Delta
+from agentenv.endpoint.structured import fits
 from agentenv.text.contexts import num_common
 
 ENDED = "the branch of this key has ended"
@@ -60,8 +69,19 @@ PREFIX = "agentenv-endpoint-"
 OUT_OF_ORDER_S = 20.0  # for the next expected call of a replayed program with threads
 MIN_QUOTED = 8  # minimum characters of a quoted text
 
-Same = Callable[[Json, Json], bool]
+BYTES_A_TOKEN = 4  # an estimate
+NO_REFUSALS = ("no_key", "ended", "engine", "engine_dead", "bug")  # their cause is no call
+_PLACE = re.compile(r"\[\d+\]")
+
+Normal = Callable[[Json], Json]
 Thoughts = Literal["apart", "text"]
+Refused = Literal["fail", "count"]
+
+logger = logging.getLogger(__name__)
+
+
+class CallRefusedError(EnvError):
+    """A call of the program was refused."""
 
 
 class DivergedError(OutageError):
@@ -83,11 +103,23 @@ class ProgramCall(NamedTuple):
 
 
 class _Pending:
-    """A pending call. `is_parallel`: it arrived while another one was pending."""
+    """A pending call. `is_parallel`: it arrived while another one was pending. `num_waiting`: the
+    connections that wait for its answer."""
 
     def __init__(self, request: Request, *, is_parallel: bool) -> None:
         self.request, self.is_parallel = request, is_parallel
         self.answer: asyncio.Future[ServedTurn] = asyncio.get_running_loop().create_future()
+        self.num_waiting = 0
+
+    async def answered(self) -> ServedTurn:
+        """Its answer. A call for which no connection waits any more is not answered."""
+        self.num_waiting += 1
+        try:
+            return await asyncio.shield(self.answer)
+        finally:
+            self.num_waiting -= 1
+            if not (self.num_waiting or self.request.repeats or self.answer.done()):
+                self.answer.cancel()
 
 
 class _Turn(NamedTuple):
@@ -110,22 +142,31 @@ def _turn(
 
 
 class CaptureSession:
-    """The calls of one branch, one at a time in order of arrival. `port` is the server's. `after`
-    and `same`: see `Endpoint.open`."""
+    """The calls of one branch, one at a time in order of arrival. `port` is the server's. `is_new`:
+    whether a note of a kind is the first one of the process. The rest: see `Endpoint.open`."""
 
     def __init__(
         self,
         key: str,
         port: int,
+        is_new: Callable[[str], bool],
         after: CaptureSession | None = None,
-        same: Same | None = None,
+        normal: Normal | None = None,
         thoughts: Thoughts = "apart",
+        refused: Refused = "fail",
     ) -> None:
-        self.key, self.port = key, port
+        self.key, self.port, self._is_new = key, port, is_new
+        self.refusals: Refused = refused if after is None else after.refusals
         self.thoughts: Thoughts = thoughts if after is None else after.thoughts
         self.counts: Counter[str] = Counter()
         self._turns: list[_Turn] = []
-        self._discarded: set[int] = set()
+        self.handed: dict[str, HandedTurn] = {}
+        self._ids = count()
+        self._numbers: dict[str, int] = {}  # of the turns, by the id of their reply
+        self._lost: set[int] = set()  # turns whose reply was not written
+        self._gone: set[str] = set()  # ids of replies that cannot be written any more
+        self._reported: set[int] = set()  # lost turns that the rollout knows
+        self._keyed: dict[str, _Pending] = {}  # by the key of idempotency
         self._waiting: deque[_Pending] = deque()
         self._current: _Pending | None = None
         self._opened: Kind | None = None  # by the current call
@@ -137,8 +178,8 @@ class CaptureSession:
         self._is_parallel = False  # its calls arrived while others were pending
         if after is not None:
             self._follow(after)
-        self._same: Same = same or (lambda recorded, now: recorded == now)
-        self._diverged: DivergedError | None = None
+        self._normal: Normal = normal or (lambda call: call)
+        self._problem: AgentEnvError | None = None
         self.posted: Json | None = None  # the reward that the program gave itself
         self._rewarded = asyncio.Event()
 
@@ -186,8 +227,8 @@ class CaptureSession:
         self._current, self._expected = found, []
 
     def _check_open(self) -> None:
-        if self._diverged is not None:
-            raise self._diverged
+        if self._problem is not None:
+            raise self._problem
         if self._closed:
             raise EnvError(self._closed)
 
@@ -199,8 +240,11 @@ class CaptureSession:
         number, thoughts, text = len(self._turns), turn.thoughts, turn.text
         if self.thoughts == "text" and thoughts:
             thoughts, text = "", with_thoughts(thoughts, text)
-        compact = call.request.compact
-        message = served(thoughts, text, action.tool_calls, str(number), compact=compact)
+        message = served(thoughts, text, action.tool_calls, str(number), call.request)
+        self.counts.update(f"calls_in_text/{why}" for why in turn.kept)
+        schema = call.request.schema
+        if schema is not None and not message.calls and not fits(message.text, schema):
+            self.counts["invalid_output"] += 1
         finish: Finish = "tool_calls" if message.calls else turn.finish_reason
         found = ServedTurn(
             message=message,
@@ -230,27 +274,85 @@ class CaptureSession:
     # for the server, as its `Handler`
 
     def new_id(self) -> str:
-        return f"{len(self._turns)}_{self.counts['calls']}"
+        return f"{len(self._turns)}_{next(self._ids)}"
 
     async def count(self, request: Request) -> int:
-        raise ApiError("no_route", "tokens are not counted for a branch")
+        """The tokens of the longest known beginning, and an estimate of the rest."""
+        best, rest = 0, request.messages
+        for turn in self._turns:
+            known, answer = turn.context, turn.answer
+            if request.messages[: len(known)] == known and answer.num_prompt_tokens > best:
+                best, rest = answer.num_prompt_tokens + answer.num_tokens, rest[len(known) :]
+        shown = sum(len(one.text.encode()) + 20 for one in rest)
+        tools = 0 if best else len(json.dumps(request.tools))
+        return best + (shown + tools) // BYTES_A_TOKEN + 1
 
     async def answer(self, request: Request, delta: Delta | None) -> Sequence[ServedTurn]:
         """Wait for the rollout's answer to a call. Raises ApiError."""
         if request.n > 1 or request.logprobs or request.raw:
-            raise ApiError("unsupported", "n above 1, logprobs and raw are not supported in a run")
+            key = "n" if request.n > 1 else "logprobs" if request.logprobs else "raw"
+            raise ApiError("unsupported", f"{key} is not supported in a run; omit it", key)
         if self._closed:
             raise ApiError(self._error, self._closed)
         self.counts["calls"] += 1
+        self._note_ignored(request)
+        call = self._keyed.get(request.repeats) if request.repeats else None
+        if call is not None:
+            request.id = call.request.id
+            return [await call.answered()]
         is_led = bool(self._recorded or self._expected)
         if is_led and (replayed := self._replayed(request)) is not None:
             return [replayed]
-        others = self._current is not None or bool(self._waiting) or bool(self._expected)
+        held = (*self._waiting, *filter(None, (self._current,)))
+        others = bool(self._expected) or any(one.num_waiting for one in held)
         call = _Pending(request, is_parallel=others)
+        if request.repeats:
+            self._keyed[request.repeats] = call
         self._is_parallel |= others
         self._waiting.append(call)
         self._came.set()
-        return [await call.answer]
+        return [await call.answered()]
+
+    def written(self, request: Request) -> None:
+        """Its turn is trained."""
+        self._gone.discard(request.id)
+        self._lost.discard(self._numbers.get(request.id, -1))
+
+    def lost(self, request: Request) -> None:
+        """Its turn, also one that is still sampled, is not trained."""
+        self._gone.add(request.id)
+        if request.id in self._numbers:
+            self._lost.add(self._numbers[request.id])
+
+    def refused(self, error: ApiError) -> None:
+        """Count an error of a call. With `refusals` "fail" it ends the branch."""
+        if error.name in NO_REFUSALS:
+            return
+        key = _PLACE.sub("", error.param or "")
+        kind = f"refused/{ERRORS[error.name][2]}" + (f"/{key}" if key else "")
+        self.counts[kind] += 1
+        where = f"{error.param}: " if error.param and error.param not in str(error) else ""
+        text = f"a call of the program was refused: {where}{error}"
+        if self._is_new(kind):
+            remedy = (
+                "" if self.refusals == "fail" else "; the program goes on, and its answer is graded"
+            )
+            logger.warning("%s%s", text, remedy, extra=SHOWN)
+        if self.refusals == "fail" and self._problem is None:
+            self._problem = CallRefusedError(
+                f'{text}; to go on after refusals, set env.kwargs.program.refused = "count"'
+            )
+            self._came.set()
+
+    def _note_ignored(self, request: Request) -> None:
+        """Count the keys of a call that have no effect."""
+        found = request.ignored | request.own_sampling
+        self.counts.update(f"ignored/{key}" for key in found)
+        new = sorted(key for key in found if self._is_new(f"ignored/{key}"))
+        if new:
+            text = "calls of the program have keys without an effect in a run: %s"
+            own = request.own_sampling and "; its sampling is that of the configuration"
+            logger.warning(text + (own or ""), ", ".join(new), extra=SHOWN)
 
     def rewarded(self, body: Json) -> None:
         """Store a reward that the program posts; the last one counts. Raises ApiError."""
@@ -268,8 +370,8 @@ class CaptureSession:
         """Take over the state of another session once the program has repeated its calls, in any
         order of its threads."""
         self._turns = list(after._turns)
-        self._recorded = dict(enumerate(after._turns))
-        self._discarded = set(after._discarded)
+        self._recorded = {n: one for n, one in enumerate(after._turns) if n not in after._lost}
+        self._lost, self._reported = set(after._lost), set(after._reported)
         self._opened, self._is_parallel = after._opened, after._is_parallel
         self.counts.update({name: n for name, n in after.counts.items() if "/" in name})
         current = (after._current,) if after._current else ()
@@ -286,7 +388,8 @@ class CaptureSession:
         """Whether two calls are equal except for random parts. Fast for different calls."""
         if len(recorded.messages) != len(now.messages) or len(recorded.tools) != len(now.tools):
             return False
-        return self._same(_shown(recorded), _shown(now))
+        one, other = compared(recorded), compared(now)
+        return one == other or self._normal(one) == self._normal(other)
 
     def _replayed(self, request: Request) -> ServedTurn | None:
         """The answer to the equal call of the recorded session; None for a call that must wait."""
@@ -295,15 +398,16 @@ class CaptureSession:
                 del self._recorded[number]
                 self.counts["replayed"] += 1
                 self._turns[number] = _turn(turn.context, request, turn.kind, turn.answer)
+                self._hand(request, number)
                 self._came.set()
                 return turn.answer
         if any(self._is(expected, request) for expected in self._expected):
             return None
-        number = len(self._turns) - len(self._recorded)
-        stray = (
-            "other" if self._recorded else "last",
-            f"call {number} differs from the recorded one",
-        )
+        number = min(self._recorded, default=len(self._turns))
+        then = self._recorded[number].request if self._recorded else self._expected[0]
+        differs = difference(self._normal(compared(then)), self._normal(compared(request)))
+        text = f"call {number} differs from the recorded one: {differs}"
+        stray = "other" if self._recorded else "last", text
         if not self._is_parallel:
             raise ApiError("ended", str(self._diverge(*stray)))
         self._stray = self._stray or stray  # unless it is a thread that is ahead of others
@@ -311,15 +415,29 @@ class CaptureSession:
 
     def _diverge(self, cause: str, text: str) -> DivergedError:
         self.counts[f"diverged/{cause}"] += 1
-        self._diverged = DivergedError(f"the replay failed: {text}", cause)
-        self.close(str(self._diverged))
-        return self._diverged
+        diverged = self._problem = DivergedError(f"the replay failed: {text}", cause)
+        self.close(str(diverged))
+        return diverged
 
     def _add(self, call: _Pending, answer: ServedTurn, kind: Kind | None) -> None:
         before = self._turns[-1].context if self._turns else ()
         self._turns.append(_turn(before, call.request, kind, answer))
+        self._hand(call.request, len(self._turns) - 1)
         if not call.answer.done():
             call.answer.set_result(answer)
+
+    def _hand(self, request: Request, number: int) -> None:
+        self._numbers[request.id] = number
+        self.handed[request.id] = HandedTurn(request, self._turns[number].answer.message)
+        if request.id in self._gone:
+            self._lost.add(number)
+
+    def take_lost(self) -> tuple[int, ...]:
+        """The turns whose answers were lost, each once."""
+        new = sorted(self._lost - self._reported)
+        self._reported |= self._lost
+        self.counts["discarded"] += len(new)
+        return tuple(new)
 
     # the place where a call continues
 
@@ -338,20 +456,17 @@ class CaptureSession:
             messages = [as_message(given[at], given[:at]) for at in range(start, len(given))]
             self.counts["context/extends"] += 1
             return ProgramCall(messages, request.tools, next_turn, request.body)
-        kind, cause, discards = self._explained(call, base)
+        kind, cause = self._explained(call, base)
         self._opened = kind
         self.counts[f"context/{kind or 'resumed'}"] += 1
         if cause:
             self.counts[f"{kind}/{cause}"] += 1
-        new = [turn for turn in discards if turn not in self._discarded]
-        self._discarded.update(new)
-        self.counts["discarded"] += len(new)
         turn = replace(
             next_turn,
             prompt=tuple(self._references(given)),
             kind=kind,
             cause=cause,
-            discards=tuple(new),
+            discards=self.take_lost(),
             tools=request.tools,
         )
         return ProgramCall([], request.tools, turn, request.body)
@@ -379,38 +494,24 @@ class CaptureSession:
             else:
                 yield as_message(one, given[:place])
 
-    def _explained(self, call: _Pending, base: int | None) -> tuple[Kind | None, str, list[int]]:
-        """Kind and cause of a context, and the turns that the program discards with it."""
-        given = call.request.messages
-        later = range((-1 if base is None else base) + 1, len(self._turns))
+    def _explained(self, call: _Pending, base: int | None) -> tuple[Kind | None, str]:
+        """Kind and cause of a context."""
+        given, tools = call.request.messages, call.request.tools
         if base is not None:
-            size = len(self._turns[base].context)
-            extended = [t for t in later if self._turns[t].context[:size] == given[:size]]
-            tried = [t for t in later if self._turns[t].kind == "compaction"]
-            left = [t for t in {*extended, *tried} if not _quotes(given, self._turns[t])]
-            if not extended:
-                return None, "", sorted(left)
-            if call.is_parallel:
-                return "parallel", "", []
-            again = [t for t in extended if self._turns[t].context[:-1] == given]
-            if again:
-                return "retry", "", [t for t in again if not self._is_continued(t)]
-            return "edited", "rewound", sorted(left)
+            context = self._turns[base].context
+            later = self._turns[base + 1 :]
+            if all(turn.context[: len(context)] != context for turn in later):
+                return None, ""
         if call.is_parallel:
-            return "parallel", "", []
-        again = [
+            return "parallel", ""
+        same = {
             number
             for number, turn in enumerate(self._turns)
-            if turn.context[:-1] == given and turn.request.tools == call.request.tools
-        ]
-        if again:
-            return "retry", "", [t for t in again if not self._is_continued(t)]
-        return *self._difference(call.request), []
-
-    def _is_continued(self, number: int) -> bool:
-        context = self._turns[number].context
-        others = (turn.context for turn in self._turns[number + 1 :])
-        return any(other[: len(context)] == context for other in others)
+            if turn.context[:-1] == given and turn.request.tools == tools
+        }
+        if same:
+            return "retry" if same <= self._lost else "repeated", ""
+        return ("edited", "rewound") if base is not None else self._difference(call.request)
 
     def _difference(self, request: Request) -> tuple[Kind, str]:
         """Differences of the messages from the context with the longest shared prefix."""
@@ -439,15 +540,6 @@ class CaptureSession:
         return "edited", now.role
 
 
-def _shown(request: Request) -> Json:
-    """The compared values of a replay: {"messages": [..], "tools": [..]}, for any API."""
-    messages = [
-        {**given._asdict(), "calls": [call._asdict() for call in given.calls]}
-        for given in request.messages
-    ]
-    return {"messages": messages, "tools": list(request.tools)}
-
-
 def _quotes(given: Sequence[Given], turn: _Turn) -> bool:
     """Whether messages of others than the policy quote the text of a turn."""
     quoted = turn.context[-1].text.strip()
@@ -464,6 +556,7 @@ class Endpoint:
         self._server = ApiServer(self._find, lambda: [MODEL])
         self._starting = asyncio.Lock()
         self._counts: Counter[str] = Counter()
+        self._noted: set[str] = set()
         self._kept = ExitStack()
         self.socket = Path()  # the Unix socket of programs in sandboxes, after `start`
 
@@ -494,20 +587,29 @@ class Endpoint:
         key: str = "",
         *,
         after: CaptureSession | None = None,
-        same: Same | None = None,
+        normal: Normal | None = None,
         thoughts: Thoughts = "apart",
+        refused: Refused = "fail",
     ) -> CaptureSession:
         """A session for one branch; `key` is generated by default. `thoughts` are served separately
-        or, for programs that would drop them and so open a context each time, within the text.
-        With `after`, its first calls are answered from the record of that session, as long as
-        `same` holds for (recorded call, present call): each is {"messages": [..], "tools": [..]} in
-        JSON, a message {"role", "text", "thoughts", "calls", "answers", "name"}."""
+        or, for programs that would drop them and so open a context each time, within the text. A
+        call that is `refused` fails the branch, or is only counted. With `after`, its first calls
+        are answered from the record of that session, as long as `normal` gives the same for both:
+        a call is {"messages": [..], "tools": [..]} in JSON, a message {"role", "text", "thoughts",
+        "calls", "answers", "name"}."""
         if not key:
             key = f"branch-{secrets.token_urlsafe(NUM_KEY_BYTES)}"
         if key in self._sessions:
             raise AgentEnvError(f"the key {key} belongs to another branch")
-        session = self._sessions[key] = CaptureSession(key, self.port, after, same, thoughts)
+        session = CaptureSession(key, self.port, self._is_new, after, normal, thoughts, refused)
+        self._sessions[key] = session
         return session
+
+    def _is_new(self, note: str) -> bool:
+        """Whether a note is the first of its kind."""
+        is_new = note not in self._noted
+        self._noted.add(note)
+        return is_new
 
     def forget(self, session: CaptureSession) -> None:
         """Close a session; from now on its key is rejected."""

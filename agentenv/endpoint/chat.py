@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, Literal
 
 from agentenv.base.types import Role
+from agentenv.base.untrusted import decode
 from agentenv.endpoint.messages import (
     ERRORS,
+    INPUT,
     MAX_CALLS,
     MAX_CHOICES,
     MAX_MESSAGES,
@@ -15,20 +17,25 @@ from agentenv.endpoint.messages import (
     ApiError,
     Event,
     Given,
+    Handed,
     Json,
     Request,
+    ServedCall,
     ServedTurn,
     TokenLogprob,
+    check_keys,
     checked,
     get,
+    input_text,
+    keys,
     number,
     objects,
     read_call,
     read_tool,
-    refuse_set,
     stops,
     text_of,
 )
+from agentenv.endpoint.structured import schema_of, with_form
 
 ROLES: dict[str, Role] = {
     "system": "system", "developer": "system", "user": "user", "assistant": "assistant",
@@ -42,16 +49,18 @@ class Chat:
     path = "/v1/chat/completions"
     done = b"data: [DONE]\n\n"
 
-    def read(self, body: Json) -> Request:
+    def read(self, body: Json, handed: Handed) -> Request:
         """Raises ApiError."""
-        refuse_set(body, presence_penalty=0, frequency_penalty=0, logit_bias={},
-                   response_format={"type": "text"}, functions=[], top_logprobs=0)  # fmt: skip
+        ignored: set[str] = set()
+        shared = common(body, "chat", ignored)
         found = objects(body.get("messages"), "messages", MAX_MESSAGES)
+        messages = [_message(one, f"messages[{i}]", ignored) for i, one in enumerate(found)]
         options = get(body, "stream_options", dict, {})
+        schema = schema_of(get(body, "response_format", dict, {}), "response_format")
         return checked(
             Request(
-                messages=tuple(_message(one, f"messages[{i}]") for i, one in enumerate(found)),
-                tools=read_tools(body, nested="function"),
+                messages=tuple(with_form(messages, schema)),
+                schema=schema,
                 usage_in_stream=get(options, "include_usage", bool, False),
                 n=number(body, "n", int, 1, MAX_CHOICES) or 1,
                 max_tokens=number(body, "max_completion_tokens", int, 1, 1 << 24)
@@ -59,7 +68,8 @@ class Chat:
                 or 0,
                 stop=stops(body, "stop"),
                 logprobs=get(body, "logprobs", bool, False),
-                **common(body),
+                ignored=frozenset(ignored),
+                **shared,
             )
         )
 
@@ -74,7 +84,7 @@ class Chat:
             if given.thoughts:
                 message["reasoning_content"] = given.thoughts
             if given.calls:
-                message["tool_calls"] = [_call(one) for one in given.calls]
+                message["tool_calls"] = [_call(one, request) for one in given.calls]
             if answer.raw is not None:
                 message["raw"] = answer.raw
             choice = {"index": index, "message": message, "finish_reason": answer.finish}
@@ -98,7 +108,8 @@ class ChatWriter:
     """One choice of a stream."""
 
     def __init__(self, request: Request, index: int) -> None:
-        self._head, self._index = _head(request, ".chunk"), index
+        self._request, self._index = request, index
+        self._head = _head(request, ".chunk")
 
     def start(self) -> Iterable[Event]:
         yield self._event({"role": "assistant", "content": ""})
@@ -112,7 +123,7 @@ class ChatWriter:
     def finish(self, answer: ServedTurn) -> Iterable[Event]:
         """The calls, and the end of the turn."""
         for place, call in enumerate(answer.message.calls):
-            yield self._event({"tool_calls": [{"index": place, **_call(call)}]})
+            yield self._event({"tool_calls": [{"index": place, **_call(call, self._request)}]})
         more = {} if answer.raw is None else {"raw": answer.raw}
         last = {"stop_reason": answer.stop, "logprobs": logprobs_of(answer.logprobs)}
         yield self._event(more, answer.finish, last)
@@ -122,8 +133,13 @@ class ChatWriter:
         return "", {**self._head, "choices": [choice]}
 
 
-def common(body: Json) -> Json:
-    """The keys that the APIs share."""
+Api = Literal["chat", "responses", "messages"]
+
+
+def common(body: Json, api: Api, ignored: set[str]) -> Json:
+    """The fields that the APIs share. Raises ApiError for a key that is not supported."""
+    check_keys(body, api, ignored=ignored)
+    sampling = {key for key in keys()[api].sampling if body.get(key) is not None}
     return {
         "model": get(body, "model", str, ""),
         "stream": get(body, "stream", bool, False),
@@ -135,26 +151,73 @@ def common(body: Json) -> Json:
         "seed": number(body, "seed", int, -(2**63), 2**64 - 1),
         "session": get(body, "prompt_cache_key", str, ""),
         "raw": get(body, "raw", bool, False),
+        "own_sampling": frozenset(sampling),
         "body": body,
+        **read_tools(body, api, ignored),
     }
 
 
-def read_tools(
-    body: Json, *, kind: str = "function", nested: str = "", schema: str = "parameters"
-) -> tuple[Json, ...]:
-    """The tools, unless the choice of tools is none: of this type, in the key `nested` if any, with
-    their JSON schema in the key `schema`."""
-    found = []
-    for place, tool in enumerate(objects(body.get("tools") or [], "tools", MAX_TOOLS)):
-        where = f"tools[{place}]."
-        if (tool.get("type") or kind) != kind:
-            what = f"expected the type {kind}, got {tool.get('type')!r:.60}"
-            raise ApiError("unsupported", what, where + "type")
-        own = get(tool, nested, dict, {}, where) if nested else tool
-        found.append(read_tool(own, schema, where + (nested and nested + ".")))
-    choice = body.get("tool_choice")
-    choice = choice.get("type") if isinstance(choice, dict) else choice
-    return () if choice == "none" else tuple(found)
+def read_tools(body: Json, api: Api, ignored: set[str]) -> Json:
+    """The tools that the policy may call. Those of a type that a server would run are left out."""
+    found: list[Json] = []
+    custom: set[str] = set()
+    namespaces: dict[str, str] = {}
+    given = objects(body.get("tools") or [], "tools", MAX_TOOLS)
+    for tool, namespace, where in _flat(given, "tools"):
+        kind = str(tool.get("type") or ("custom" if api == "messages" else "function"))
+        if kind not in (("custom",) if api == "messages" else ("function", "custom")):
+            ignored.add(f"tools.{kind[:40]}")
+            continue
+        check_keys(tool, "tool", where, ignored)
+        own = get(tool, kind, dict, {}, where) if api == "chat" else tool
+        if kind == "custom" and api != "messages":
+            own = {**own, "parameters": ONE_TEXT}
+            custom.add(str(own.get("name")))
+        schema = "input_schema" if api == "messages" else "parameters"
+        found.append(read_tool(own, schema, f"{where}{kind}." if api == "chat" else where))
+        if namespace:
+            namespaces[found[-1]["name"]] = namespace
+    names = _choice(body.get("tool_choice"))
+    if given and not found and names != ():
+        what = "none of these tools is run by the program; add a function, or omit tools"
+        raise ApiError("unsupported", what, "tools")
+    chosen = [tool for tool in found if names is None or tool["name"] in names]
+    return {"tools": tuple(chosen), "custom": frozenset(custom), "namespaces": namespaces}
+
+
+ONE_TEXT = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
+
+
+def _flat(tools: Sequence[Json], where: str) -> Iterator[tuple[Json, str, str]]:
+    """Each tool with its namespace, if any, and its place."""
+    for place, tool in enumerate(tools):
+        spot = f"{where}[{place}]."
+        if tool.get("type") != "namespace":
+            yield tool, "", spot
+            continue
+        inner = objects(tool.get("tools") or [], f"{spot}tools", MAX_TOOLS)
+        for one, _, there in _flat(inner, f"{spot}tools"):
+            yield one, str(tool.get("name")), there
+
+
+def _choice(choice: Any) -> Collection[str] | None:
+    """The names of the tools that may be called; None for all."""
+    value = choice.get("type") if isinstance(choice, dict) else choice
+    if isinstance(choice, dict) and choice.get("disable_parallel_tool_use"):
+        what = "a turn may have several calls; omit it, and answer each of them"
+        raise ApiError("unsupported", what, "tool_choice.disable_parallel_tool_use")
+    if value in (None, "auto"):
+        return None
+    if value == "none":
+        return ()
+    if value == "allowed_tools":
+        allowed = get(choice, "allowed_tools", dict, choice, "tool_choice.")
+        where = "tool_choice.allowed_tools"
+        if allowed.get("mode", "auto") == "auto":
+            tools = objects(allowed.get("tools"), f"{where}.tools", MAX_TOOLS)
+            return {str((tool.get("function") or tool).get("name")) for tool in tools}
+    what = f"{value!r:.60} would force a call, which no engine of a policy does; use auto or none"
+    raise ApiError("unsupported", what, "tool_choice")
 
 
 def read_role(raw: Json, where: str) -> Role:
@@ -166,9 +229,10 @@ def read_role(raw: Json, where: str) -> Role:
     return ROLES[role]
 
 
-def _message(raw: Json, where: str) -> Given:
+def _message(raw: Json, where: str, ignored: set[str]) -> Given:
+    check_keys(raw, "message", where + ".", ignored)
     role = read_role(raw, where)
-    text = text_of(raw.get("content"), f"{where}.content", ("text", "refusal"))
+    text = text_of(raw.get("content"), f"{where}.content", ("text", "refusal"), ignored)
     if role == "tool":
         answers = get(raw, "tool_call_id", str, "", where + ".")
         return Given("tool", text, answers=answers, name=get(raw, "name", str, "") or None)
@@ -177,16 +241,19 @@ def _message(raw: Json, where: str) -> Given:
     thoughts = raw.get("reasoning_content") or raw.get("reasoning") or ""
     if not isinstance(thoughts, str):
         raise ApiError("invalid", "expected a text", f"{where}.reasoning_content")
-    calls = []
-    for place, one in enumerate(
-        objects(raw.get("tool_calls") or [], f"{where}.tool_calls", MAX_CALLS)
-    ):
-        spot = f"{where}.tool_calls[{place}]"
-        function = get(one, "function", dict, {}, spot + ".")
-        calls.append(
-            read_call(one.get("id"), function.get("name"), function.get("arguments"), spot)
-        )
+    found = objects(raw.get("tool_calls") or [], f"{where}.tool_calls", MAX_CALLS)
+    calls = [_read_call(one, f"{where}.tool_calls[{n}]") for n, one in enumerate(found)]
+    text = text or get(raw, "refusal", str, "", where + ".")
     return Given("assistant", text, thoughts, tuple(calls))
+
+
+def _read_call(raw: Json, where: str) -> ServedCall:
+    check_keys(raw, "call", where + ".")
+    custom = get(raw, "custom", dict, {}, where + ".")
+    if custom:
+        return read_call(raw.get("id"), custom.get("name"), {INPUT: custom.get("input")}, where)
+    function = get(raw, "function", dict, {}, where + ".")
+    return read_call(raw.get("id"), function.get("name"), function.get("arguments"), where)
 
 
 def _head(request: Request, part: str = "") -> Json:
@@ -194,7 +261,10 @@ def _head(request: Request, part: str = "") -> Json:
     return {"id": request.id, "object": kind, "created": request.created, "model": request.model}
 
 
-def _call(call: Any) -> Json:
+def _call(call: ServedCall, request: Request) -> Json:
+    if call.name in request.custom:
+        custom = {"name": call.name, "input": input_text(decode(call.arguments))}
+        return {"id": call.id, "type": "custom", "custom": custom}
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 

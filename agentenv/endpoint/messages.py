@@ -6,14 +6,19 @@ Only this module decodes client input; every fault is a named `ApiError`.
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from math import isfinite
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
+import msgspec
 from msgspec import Struct
 
 from agentenv.base.errors import ForeignError
-from agentenv.base.types import MALFORMED_CALL, Message, ToolCall
+from agentenv.base.types import Message, ToolCall
 from agentenv.base.untrusted import convert, decode, printable
 from agentenv.text.call_syntax import THOUGHT_CLOSE, THOUGHT_OPEN
 
@@ -75,14 +80,22 @@ class Given(NamedTuple):
 
 
 class Request(Struct, kw_only=True):
-    """A request. `tools` are (name, description, parameters) in JSON. `logprobs`: return those of
-    the sampled tokens. `raw`: return the turn as sampled, and malformed calls. `compact`: its
-    client writes JSON without blanks. `id` and `created` (seconds since 1970) are those of its
+    """A request. `tools` are (name, description, parameters) in JSON; of those, `custom` take one
+    text, and `namespaces` has the namespace of those that are in one. `schema`: the form of the
+    reply, which is in the messages. `ignored`: keys without an effect; `own_sampling`: those
+    without an effect in a run. `logprobs`: return those of the sampled tokens. `raw`: return the
+    turn as sampled, and malformed calls. `compact`: its client writes JSON without blanks.
+    `repeats` is its key of idempotency. `id` and `created` (seconds since 1970) are those of its
     reply."""
 
     model: str
     messages: tuple[Given, ...]
     tools: tuple[Json, ...] = ()
+    custom: frozenset[str] = frozenset()
+    namespaces: dict[str, str] = {}
+    schema: Json | None = None
+    ignored: frozenset[str] = frozenset()
+    own_sampling: frozenset[str] = frozenset()
     stream: bool = False
     usage_in_stream: bool = False
     n: int = 1
@@ -98,6 +111,7 @@ class Request(Struct, kw_only=True):
     session: str = ""
     raw: bool = False
     compact: bool = False
+    repeats: str = ""
     body: Json = {}
     id: str = ""
     created: int = 0
@@ -135,23 +149,85 @@ class Writer(Protocol):
     def finish(self, answer: ServedTurn) -> Iterable[Event]: ...
 
 
+class HandedTurn(NamedTuple):
+    """A reply that was handed out."""
+
+    request: Request
+    message: Given
+
+    @property
+    def context(self) -> tuple[Given, ...]:
+        return (*self.request.messages, self.message)
+
+
+Handed = Mapping[str, HandedTurn]  # by the id of the reply
+
+
 class Dialect(Protocol):
     """One of the APIs."""
 
     path: str
     done: bytes  # the end of a stream
 
-    def read(self, body: Json) -> Request: ...
+    def read(self, body: Json, handed: Handed) -> Request: ...
     def reply(self, request: Request, answers: Sequence[ServedTurn]) -> Json: ...
     def writer(self, request: Request, index: int) -> Writer: ...
     def error(self, error: ApiError) -> Json: ...
 
 
+# The keys of requests.
+
+
+class Keys(Struct, frozen=True, forbid_unknown_fields=True):
+    """The keys of one kind of object, see keys.toml."""
+
+    done: frozenset[str]
+    neutral: frozenset[str]
+    sampling: frozenset[str] = frozenset()
+    served: frozenset[str] = frozenset()
+    usual: Json = {}
+    refused: dict[str, str] = {}
+
+
+@cache
+def keys() -> dict[str, Keys]:
+    """The keys of all kinds of objects."""
+    text = Path(__file__).with_name("keys.toml").read_text(encoding="utf-8")
+    return msgspec.convert(tomllib.loads(text), dict[str, Keys])
+
+
+def check_keys(
+    body: Mapping[str, Any], kind: str, where: str = "", ignored: set[str] | None = None
+) -> None:
+    """Refuse each key of an object that is neither done nor neutral; add the neutral ones to
+    `ignored`, with their kind where that is not an API."""
+    known = keys()[kind]
+    for key, value in body.items():
+        if value is None or key in known.done:
+            continue
+        if key in known.sampling or key in known.served:
+            continue
+        if key in known.usual and value == known.usual[key]:
+            continue
+        if key not in known.neutral:
+            remedy = known.refused.get(key, "this key is unknown; omit it")
+            raise ApiError("unsupported", f"{key:.60} is not supported: {remedy}", where + key[:60])
+        if ignored is not None:
+            ignored.add(f"{kind}.{key}" if where else key)
+
+
 # Decoding client input.
+
+# half of a surrogate pair, which no text can hold; not after an escaped backslash
+_SURROGATES = re.compile(
+    rb"\\\\|\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}|(\\u[dD][89a-fA-F][\da-fA-F]{2})"
+)
 
 
 def read_body(data: bytes) -> Json:
-    """The JSON object of a request."""
+    """The JSON object of a request. Half of a surrogate pair becomes U+FFFD."""
+    if b"\\ud" in data.lower():
+        data = _SURROGATES.sub(lambda one: b"\\ufffd" if one[1] else one[0], data)
     try:
         body = decode(data)
     except ForeignError as error:
@@ -197,8 +273,9 @@ def objects(value: Any, where: str, most: int) -> list[Json]:
     return value
 
 
-def text_of(content: Any, where: str, kinds: Iterable[str]) -> str:
-    """The text of a content: a string, or a list of parts of these kinds."""
+def text_of(content: Any, where: str, kinds: Sequence[str], ignored: set[str] | None = None) -> str:
+    """The text of a content: a string, or a list of parts of these kinds, joined by line breaks as
+    by vLLM."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -207,17 +284,20 @@ def text_of(content: Any, where: str, kinds: Iterable[str]) -> str:
     for place, part in enumerate(objects(content, where, MAX_MESSAGES)):
         kind = part.get("type", "text")
         if kind not in kinds:
-            shown = f"expected {' or '.join(kinds)}, got a part of type {kind!r}"
+            shown = f"expected {' or '.join(kinds)}, got a part of type {kind!r:.60}"
             raise ApiError("unsupported", shown, f"{where}[{place}].type")
-        parts.append(get(part, "text", str, "", f"{where}[{place}]."))
-    return "".join(parts)
+        check_keys(part, "part", f"{where}[{place}].", ignored)
+        key = "refusal" if kind == "refusal" else "text"
+        parts.append(get(part, key, str, "", f"{where}[{place}]."))
+    return "\n".join(parts)
 
 
 def read_call(id: Any, name: Any, arguments: Any, where: str) -> ServedCall:
-    """A call that a client returns."""
+    """A call that a client returns; null are no arguments."""
     if not isinstance(id, str) or not isinstance(name, str) or not name:
         raise ApiError("invalid", "expected a call with an id and a name", where)
-    if isinstance(arguments, dict):
+    if arguments is None or isinstance(arguments, dict):
+        arguments = arguments or {}
         return ServedCall(id, name, arguments_text(arguments))
     if not isinstance(arguments, str):
         raise ApiError("invalid", f"expected JSON as a string, got {_kind(arguments)}", where)
@@ -260,11 +340,21 @@ def stops(body: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def refuse_set(body: Mapping[str, Any], **unset: Any) -> None:
-    """Reject keys that would affect sampling in ways that no engine supports."""
-    for key, neutral in unset.items():
-        if body.get(key) not in (None, neutral):
-            raise ApiError("unsupported", f"{key} is not supported; omit it", key)
+def earlier(id: str, prefix: str, handed: Handed, where: str) -> HandedTurn:
+    """The reply of this id."""
+    found = handed.get(id.removeprefix(prefix))
+    if found is None:
+        raise ApiError("invalid", f"no reply of this key has the id {id!r:.80}", where)
+    return found
+
+
+def instructed(messages: Sequence[Given], text: str, *, again: bool) -> list[Given]:
+    """The messages after a system message of this text, if any; where a call continues an earlier
+    one (`again`), it replaces that of the earlier one."""
+    if not text:
+        return [*messages]
+    is_replaced = again and messages[0].role == "system"
+    return [Given("system", text), *messages[is_replaced:]]
 
 
 def checked(request: Request) -> Request:
@@ -317,40 +407,44 @@ def _as_call(call: ServedCall) -> ToolCall:
     return ToolCall(call.name, arguments)
 
 
+INPUT = "input"  # the only argument of a tool that takes one text
+
+
+def input_text(arguments: Mapping[str, Any]) -> str:
+    """The text that a tool of the type custom gets."""
+    text = arguments.get(INPUT) if len(arguments) == 1 else None
+    return text if isinstance(text, str) else arguments_text(arguments)
+
+
 def served(
-    thoughts: str,
-    text: str,
-    calls: Sequence[ToolCall],
-    reply: str,
-    *,
-    raw: bool = False,
-    compact: bool = False,
+    thoughts: str, text: str, calls: Sequence[ToolCall], reply: str, request: Request
 ) -> Given:
-    """The served message of a turn; `reply` is the id of its reply. A malformed call stays in the
-    text, unless the client requests it (`raw`)."""
-    readable = [call for call in calls if raw or call.name != MALFORMED_CALL]
-    found = tuple(
-        ServedCall(
-            f"call_{reply}_{place}", call.name, arguments_text(call.arguments, compact=compact)
-        )
-        for place, call in enumerate(readable)
+    """The served message of a turn; `reply` is the id of its reply."""
+
+    def arguments(call: ToolCall) -> str:
+        if call.name in request.custom:
+            return arguments_text({INPUT: input_text(call.arguments)})
+        return arguments_text(call.arguments, compact=request.compact)
+
+    found = (
+        ServedCall(f"call_{reply}_{place}", call.name, arguments(call))
+        for place, call in enumerate(calls)
     )
-    return Given("assistant", text, thoughts, found)
+    return Given("assistant", text, thoughts, tuple(found))
 
 
 def alteration(now: Given, then: Given) -> str:
     """The cause by which a returned message (`now`) differs from the served one (`then`)."""
     if now.thoughts != then.thoughts and now._replace(thoughts="") == then._replace(thoughts=""):
         return "thoughts_changed" if now.thoughts else "thoughts_dropped"
-    if [call[1:] for call in now.calls] == [call[1:] for call in then.calls] != []:
-        if now.calls != then.calls:
-            return "call_ids"
-    elif [call.name for call in now.calls] == [call.name for call in then.calls]:
+    if now.calls == then.calls:
+        return "trimmed" if now.text.strip() == then.text.strip() else "text"
+    if [call[1:] for call in now.calls] == [call[1:] for call in then.calls]:
+        return "call_ids"
+    if [call.name for call in now.calls] == [call.name for call in then.calls]:
         same = [_value(call) for call in now.calls] == [_value(call) for call in then.calls]
         return "json_rewritten" if same else "arguments"
-    else:
-        return "calls"
-    return "trimmed" if now.text.strip() == then.text.strip() else "text"
+    return "calls"
 
 
 def _value(call: ServedCall) -> Any:

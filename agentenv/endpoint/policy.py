@@ -32,6 +32,7 @@ from agentenv.endpoint.messages import (
     ApiError,
     Finish,
     Given,
+    HandedTurn,
     Request,
     ServedTurn,
     TokenLogprob,
@@ -39,10 +40,11 @@ from agentenv.endpoint.messages import (
     served,
 )
 from agentenv.endpoint.server import Delta
-from agentenv.text.call_syntax import call_marks, said, split_thoughts
+from agentenv.text.call_syntax import call_marks, split_thoughts
 from agentenv.text.contexts import context_ids
 from agentenv.text.encoder import fast_tokenizer, token_texts
 from agentenv.text.renderer import ContextRenderer
+from agentenv.text.spoken import spoken
 
 STREAM_INTERVAL = 4  # tokens
 MAX_HELD = 4096  # cached conversations and turns
@@ -76,6 +78,7 @@ class PolicyHandler:
         self.sampling = replace(sampling, max_tokens=max_tokens)
         self.max_model_len, self.names = max_model_len, names
         self._prefix, self._ids = prefix, count(1)
+        self.handed: OrderedDict[str, HandedTurn] = OrderedDict()
         self._conversations: OrderedDict[Key, array[int]] = OrderedDict()
         self._turns: OrderedDict[Given, array[int]] = OrderedDict()
         tokenizer = fast_tokenizer(renderer.tokenizer)
@@ -109,7 +112,18 @@ class PolicyHandler:
             error = errors.exceptions[0]
             name = "engine_dead" if isinstance(error, EngineDeadError) else "engine"
             raise ApiError(name, str(error)) from error
-        return [one.result() for one in pending]
+        turns = [one.result() for one in pending]
+        self._keep(self.handed, request.id, HandedTurn(request, turns[0].message))
+        return turns
+
+    def written(self, request: Request) -> None:
+        """Nothing depends on it here."""
+
+    def lost(self, request: Request) -> None:
+        """Nothing depends on it here."""
+
+    def refused(self, error: ApiError) -> None:
+        """The client gets the error."""
 
     def _prompt(self, request: Request) -> Prompt:
         """The prompt's tokens, which extend those of the longest cached conversation."""
@@ -180,13 +194,8 @@ class PolicyHandler:
         renderer, tools = self.renderer, prompt.tools
         action = renderer.parse(done, tools, prompt.ids)
         stop = done.stop if done.stop in request.stop else None
-        message = served(
-            *said(action, renderer.style, tools, stop, request.raw),
-            action.tool_calls,
-            self.new_id(),
-            raw=request.raw,
-            compact=request.compact,
-        )
+        own = spoken(action, renderer.style, tools, stop, raw=request.raw)
+        message = served(own.thoughts, own.text, own.calls, self.new_id(), request)
         finish: Finish = "length" if done.finish_reason == "length" else "stop"
         sampled = array("i", done.token_ids)
         if done.finish_reason == "length" or stop is not None:
@@ -209,8 +218,8 @@ class PolicyHandler:
             raw=action.content if request.raw else None,
         )
 
-    def _keep(self, held: OrderedDict[Any, array[int]], key: Any, ids: array[int]) -> None:
-        held[key] = ids
+    def _keep(self, held: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+        held[key] = value
         held.move_to_end(key)
         if len(held) > MAX_HELD:
             held.popitem(last=False)
@@ -225,7 +234,7 @@ class TurnStream:
     ) -> None:
         self._renderer, self._index, self._delta = handler.renderer, index, delta
         self._prompt = prompt
-        self._marks = call_marks(self._renderer.style, prompt.tools)
+        self._marks = call_marks(self._renderer.style, prompt.tools) if prompt.tools else ()
         self._held = (*self._marks, *request.stop, "</think>", "<think>")
         self._ids: list[int] = []
         self._reported = ["", ""]

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, without its store: the client must send all items each time."""
+"""OpenAI's Responses API. Its store holds what this key was handed out."""
 
 from __future__ import annotations
 
@@ -6,24 +6,31 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
-from agentenv.endpoint.chat import common, openai_error, read_role, read_tools, token_logprobs
+from agentenv.base.untrusted import decode
+from agentenv.endpoint.chat import common, openai_error, read_role, token_logprobs
 from agentenv.endpoint.messages import (
+    INPUT,
     MAX_MESSAGES,
     ApiError,
     Event,
     Given,
+    Handed,
     Json,
     Request,
     ServedTurn,
+    check_keys,
     checked,
+    earlier,
     get,
+    input_text,
+    instructed,
     number,
     objects,
     read_call,
-    refuse_set,
     stops,
     text_of,
 )
+from agentenv.endpoint.structured import schema_of, with_form
 
 LOGPROBS = "message.output_text.logprobs"
 PARTS = ("input_text", "output_text", "text", "refusal")
@@ -35,24 +42,29 @@ class Responses:
     path = "/v1/responses"
     done = b""
 
-    def read(self, body: Json) -> Request:
+    def read(self, body: Json, handed: Handed) -> Request:
         """Raises ApiError."""
-        refuse_set(body, previous_response_id="", conversation="", prompt={}, background=False)
-        text_format = get(get(body, "text", dict, {}), "format", dict, {}, "text.")
-        if text_format.get("type", "text") != "text":
-            raise ApiError("unsupported", "only plain text output is supported", "text.format")
-        messages = _messages(body.get("input"))
-        if instructions := get(body, "instructions", str, ""):
-            messages.insert(0, Given("system", instructions))
+        ignored: set[str] = set()
+        shared = common(body, "responses", ignored)
+        form = get(get(body, "text", dict, {}), "format", dict, {}, "text.")
+        schema = schema_of(form, "text.format")
+        messages = _messages(body.get("input"), handed, ignored)
+        previous = get(body, "previous_response_id", str, "")
+        if previous:
+            turn = earlier(previous, "resp_", handed, "previous_response_id")
+            messages = [*turn.context, *messages]
+        text = get(body, "instructions", str, "")
+        messages = instructed(messages, text, again=bool(previous))
         include = get(body, "include", list, [])
         return checked(
             Request(
-                messages=tuple(messages),
-                tools=read_tools(body),
+                messages=tuple(with_form(messages, schema)),
+                schema=schema,
                 max_tokens=number(body, "max_output_tokens", int, 1, 1 << 24) or 0,
                 stop=stops(body, "stop"),
                 logprobs=LOGPROBS in include,
-                **common(body),
+                ignored=frozenset(ignored),
+                **shared,
             )
         )
 
@@ -87,15 +99,9 @@ class ResponsesWriter:
         yield from self._delta("message", delta)
 
     def finish(self, answer: ServedTurn) -> Iterable[Event]:
-        for item in _items(answer, self._id):
-            if item["type"] == "function_call":
-                self._place += 1
-                yield self._item("added", {**item, "arguments": "", "status": "in_progress"})
-                at = {"item_id": item["id"], "output_index": self._place}
-                kind, arguments = "response.function_call_arguments", item["arguments"]
-                yield self._event(f"{kind}.delta", delta=arguments, **at)
-                yield self._event(f"{kind}.done", arguments=arguments, name=item["name"], **at)
-                yield self._item("done", item)
+        for item in _items(answer, self._request):
+            if "call_id" in item:
+                yield from self._call(item)
                 continue
             if item["type"] != self._open and not self._text:  # an empty text
                 yield from self._delta(item["type"], "")
@@ -103,6 +109,16 @@ class ResponsesWriter:
                 yield from self._close(item)
         response = _response(self._request, answer)
         yield self._event(f"response.{response['status']}", response=response)
+
+    def _call(self, item: Json) -> Iterable[Event]:
+        self._place += 1
+        key = "arguments" if item["type"] == "function_call" else "input"
+        yield self._item("added", {**item, key: "", "status": "in_progress"})
+        at = {"item_id": item["id"], "output_index": self._place}
+        kind = f"response.{item['type']}_{key}"
+        yield self._event(f"{kind}.delta", delta=item[key], **at)
+        yield self._event(f"{kind}.done", **{key: item[key]}, name=item["name"], **at)
+        yield self._item("done", item)
 
     def _delta(self, kind: str, delta: str) -> Iterable[Event]:
         if self._open != kind:
@@ -143,17 +159,23 @@ _NAME = {"reasoning": "reasoning_text", "message": "output_text"}
 _ID = {"reasoning": "rs_", "message": "msg_"}
 
 
-def _items(answer: ServedTurn, id: str) -> Iterator[Json]:
+def _items(answer: ServedTurn, request: Request) -> Iterator[Json]:
     """The items of a turn."""
-    given = answer.message
+    given, id = answer.message, request.id
     if given.thoughts:
         yield _text_item("reasoning", id, given.thoughts, ())
     if given.text or not given.calls:
         yield _text_item("message", id, given.text, [*token_logprobs(answer.logprobs or ())])
     for call in given.calls:
-        yield {"type": "function_call", "id": f"fc_{call.id}", "call_id": call.id,
-               "name": call.name, "arguments": call.arguments,
-               "status": "completed"}  # fmt: skip
+        item: Json = {"call_id": call.id, "name": call.name, "status": "completed"}
+        if call.name in request.custom:
+            item |= {"type": "custom_tool_call", "id": f"ctc_{call.id}"}
+            item["input"] = input_text(decode(call.arguments))
+        else:
+            item |= {"type": "function_call", "id": f"fc_{call.id}", "arguments": call.arguments}
+        if call.name in request.namespaces:
+            item["namespace"] = request.namespaces[call.name]
+        yield item
 
 
 def _text_item(
@@ -180,13 +202,15 @@ def _response(request: Request, answer: ServedTurn | None) -> Json:
     found: Json = {
         "id": f"resp_{request.id}", "object": "response", "created_at": request.created,
         "model": request.model, "status": status, "error": None,
-        "output": [] if answer is None else [*_items(answer, request.id)],
+        "output": [] if answer is None else [*_items(answer, request)],
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "instructions": body.get("instructions"), "metadata": body.get("metadata") or {},
-        "parallel_tool_calls": True, "previous_response_id": None, "store": False,
+        "parallel_tool_calls": True, "store": True,
+        "previous_response_id": body.get("previous_response_id"),
         "temperature": request.temperature, "top_p": request.top_p,
         "tool_choice": body.get("tool_choice") or "auto", "tools": body.get("tools") or [],
-        "max_output_tokens": request.max_tokens or None, "text": {"format": {"type": "text"}},
+        "max_output_tokens": request.max_tokens or None,
+        "text": body.get("text") or {"format": {"type": "text"}},
         "usage": None,
     }  # fmt: skip
     if answer is not None:
@@ -201,14 +225,15 @@ def _response(request: Request, answer: ServedTurn | None) -> Json:
     return found
 
 
-def _messages(value: Any) -> list[Given]:
+def _messages(value: Any, handed: Handed, ignored: set[str]) -> list[Given]:
     """The items as messages; consecutive items of an assistant's turn form one message."""
     if isinstance(value, str):
-        return [Given("user", text_of(value, "input", ()))]
+        return [Given("user", value)]
     messages: list[Given] = []
-    for place, item in enumerate(objects(value, "input", MAX_MESSAGES)):
+    for place, item in enumerate(objects(value or [], "input", MAX_MESSAGES)):
         where = f"input[{place}]"
-        found = _message(item, where)
+        check_keys(item, "item", where + ".", ignored)
+        found = _message(item, where, handed, ignored)
         last = messages[-1] if messages else None
         if last is not None and last.role == found.role == "assistant":
             messages[-1] = last._replace(
@@ -221,20 +246,37 @@ def _messages(value: Any) -> list[Given]:
     return messages
 
 
-def _message(item: Json, where: str) -> Given:
-    kind = item.get("type", "message")
+def _message(item: Json, where: str, handed: Handed, ignored: set[str]) -> Given:
+    kind = item.get("type") or ("message" if "role" in item else "item_reference")
     if kind == "message":
-        return Given(
-            read_role(item, where), text_of(item.get("content"), f"{where}.content", PARTS)
-        )
-    if kind == "function_call":
-        call = read_call(item.get("call_id"), item.get("name"), item.get("arguments"), where)
+        text = text_of(item.get("content"), f"{where}.content", PARTS, ignored)
+        return Given(read_role(item, where), text)
+    if kind in ("function_call", "custom_tool_call"):
+        custom = kind == "custom_tool_call"
+        arguments = {INPUT: item.get("input")} if custom else item.get("arguments")
+        call = read_call(item.get("call_id"), item.get("name"), arguments, where)
         return Given("assistant", "", calls=(call,))
-    if kind == "function_call_output":
-        text = text_of(item.get("output"), f"{where}.output", PARTS)
+    if kind in ("function_call_output", "custom_tool_call_output"):
+        text = text_of(item.get("output"), f"{where}.output", PARTS, ignored)
         return Given("tool", text, answers=get(item, "call_id", str, "", where + "."))
     if kind == "reasoning":
-        text = text_of(item.get("content"), f"{where}.content", ("reasoning_text",))
+        text = text_of(item.get("content"), f"{where}.content", ("reasoning_text",), ignored)
         return Given("assistant", "", text)
-    what = f"items of type {kind!r:.60} are not supported"
+    if kind == "item_reference":
+        return _referenced(get(item, "id", str, "", where + "."), handed, f"{where}.id")
+    what = f"items of type {kind!r:.60} are not supported; leave them out"
     raise ApiError("unsupported", what, f"{where}.type")
+
+
+def _referenced(id: str, handed: Handed, where: str) -> Given:
+    """The part of a reply that an item was."""
+    prefix, _, rest = id.partition("_")
+    if prefix in ("fc", "ctc"):
+        calls = (call for turn in handed.values() for call in turn.message.calls)
+        found = next((call for call in calls if call.id == rest), None)
+        if found is not None:
+            return Given("assistant", "", calls=(found,))
+    message = earlier(id, f"{prefix}_", handed, where).message
+    if prefix == "rs":
+        return Given("assistant", "", message.thoughts)
+    return Given("assistant", message.text)

@@ -14,8 +14,8 @@ import asyncio
 import errno
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from hmac import compare_digest
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ from agentenv.endpoint.messages import (
     ApiError,
     Dialect,
     Event,
+    Handed,
     Json,
     Request,
     ServedTurn,
@@ -51,7 +52,10 @@ encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 class Handler(Protocol):
-    """Answers the calls of one key. Raises ApiError."""
+    """Answers the calls of one key. Raises ApiError. `handed`: its replies that a call may name."""
+
+    @property
+    def handed(self) -> Handed: ...
 
     def new_id(self) -> str:
         """The id of the next reply."""
@@ -63,6 +67,18 @@ class Handler(Protocol):
 
     async def count(self, request: Request) -> int:
         """Tokens of the prompt."""
+        ...
+
+    def written(self, request: Request) -> None:
+        """The whole reply was written to its connection."""
+        ...
+
+    def lost(self, request: Request) -> None:
+        """The connection ended before that."""
+        ...
+
+    def refused(self, error: ApiError) -> None:
+        """A call is answered with this error."""
         ...
 
 
@@ -144,18 +160,31 @@ class ApiServer(Listener):
 
     async def _call(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
         handler = self._handler(http)
-        request = dialect.read(await _body(http))
+        with _refusing(handler):
+            request = dialect.read(await _body(http), handler.handed)
         request.compact = not isinstance(dialect, Anthropic) and _writes_compact(http)
+        request.repeats = http.headers.get("Idempotency-Key", "")
         request.id, request.created = handler.new_id(), self._created
-        if request.stream:
-            return await self._stream(dialect, http, handler, request)
-        answers = await handler.answer(request, None)
-        return json_response(dialect.reply(request, answers))
+        is_written = False
+        try:
+            with _refusing(handler):
+                if request.stream:
+                    response = await self._stream(dialect, http, handler, request)
+                else:
+                    answers = await handler.answer(request, None)
+                    response = json_response(dialect.reply(request, answers))
+            await _end(response, http)
+            is_written = True
+        finally:
+            (handler.written if is_written else handler.lost)(request)
+        return response
 
     async def _count(self, http: web.Request) -> web.Response:
         handler = self._handler(http)
-        request = DIALECTS[-1].read({"max_tokens": 1, **await _body(http)})
-        return json_response({"input_tokens": await handler.count(request)})
+        with _refusing(handler):
+            body = {"max_tokens": 1, **await _body(http)}
+            request = DIALECTS[-1].read(body, handler.handed)
+            return json_response({"input_tokens": await handler.count(request)})
 
     async def _reward(self, http: web.Request) -> web.Response:
         """The reward of a program with captured calls."""
@@ -200,6 +229,7 @@ class ApiServer(Listener):
         except ApiError as error:
             if response is None:
                 raise
+            handler.refused(error)
             await _send(response, [_error_event(dialect, error)])
         finally:
             answering.cancel()
@@ -227,6 +257,23 @@ def only(key: str, handler: Handler) -> Callable[[str], Handler]:
 
 
 DIALECTS: tuple[Chat, Responses, Anthropic] = (Chat(), Responses(), Anthropic())
+
+
+@contextmanager
+def _refusing(handler: Handler) -> Iterator[None]:
+    """Within the block, the handler learns of each error."""
+    try:
+        yield
+    except ApiError as error:
+        handler.refused(error)
+        raise
+
+
+async def _end(response: web.StreamResponse, http: web.Request) -> None:
+    """Write all of a response, so that a lost connection raises here."""
+    async with asyncio.timeout(BODY_S):
+        await response.prepare(http)
+        await response.write_eof()
 
 
 def _writes_compact(http: web.Request) -> bool:

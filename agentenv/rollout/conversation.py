@@ -19,8 +19,8 @@ from typing import NamedTuple, Self
 from msgspec.structs import replace
 
 from agentenv.base.tree import Node, Prefix, packed_ids
-from agentenv.base.types import Completion, Info, Message, SamplingParams
-from agentenv.contract.env import StepResult
+from agentenv.base.types import Completion, Info, Message, Role, SamplingParams
+from agentenv.contract.env import StepResult, check_observation
 from agentenv.text.renderer import Renderer, ToolSchemas
 
 
@@ -47,6 +47,7 @@ class Conversation:
 
     max_tokens = 0
     opens_contexts = False
+    answering: Sequence[Role] = ("user",)  # beside tool results
 
     def __init__(self, renderer: Renderer, most: int) -> None:
         self.prompt: list[Message] = []
@@ -84,7 +85,12 @@ class Conversation:
         self._actions.append(action)
         return await self._answer(node, messages)
 
+    def end(self, node: Node) -> None:
+        """The episode ended with this node, whose info is that of the environment's last step, or
+        of its grade."""
+
     async def _answer(self, node: Node, messages: list[Message]) -> Sequence[int]:
+        check_observation(messages, self.answering)
         await self._renderer.prepare(messages, self.tools, self._most)
         return self._renderer.observation(messages, self.tools, self._most, node.action_ids)
 

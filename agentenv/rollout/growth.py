@@ -72,6 +72,7 @@ class Growth:
             if terminated or truncated:
                 node.end = "terminated" if terminated else "truncated"
                 node.limit = None if terminated else Limit.ENV
+                branch.conversation.end(node)
                 return None
             if num_users := sum(message.role == "user" for message in messages):
                 node.info["user_messages"] = num_users

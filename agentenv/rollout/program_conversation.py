@@ -13,15 +13,16 @@ from agentenv.base.tree import Ids, Node, Prefix, packed_ids
 from agentenv.base.types import Completion, Info, Message, NextTurn, SamplingParams, Turn
 from agentenv.base.untrusted import convert
 from agentenv.rollout.conversation import Context, Conversation
-from agentenv.text.call_syntax import said
 from agentenv.text.contexts import context_ids
 from agentenv.text.renderer import ContextRenderer
+from agentenv.text.spoken import spoken
 
 
 class ProgramConversation(Conversation):
     """The environment describes each next turn in its info (`NextTurn`)."""
 
     opens_contexts = True
+    answering = ("user", "system")
 
     def __init__(self, renderer: ContextRenderer, most: int) -> None:
         super().__init__(renderer, most)
@@ -58,9 +59,10 @@ class ProgramConversation(Conversation):
         if completion.finish_reason == "length":
             reason = "length"
         self._is_cut = reason == "length" or stop is not None
-        own = said(action, self._writer.style, self.tools, stop)
+        own = spoken(action, self._writer.style, self.tools, stop)
         sizes = len(prefix), len(completion.token_ids)
-        return replace(action, turn=Turn(*own, reason, *sizes, stop))
+        turn = Turn(own.thoughts, own.text, reason, *sizes, stop, own.kept)
+        return replace(action, tool_calls=own.calls, turn=turn)
 
     async def observe(
         self, action: Message, node: Node, prefix: Prefix, messages: list[Message]
@@ -75,8 +77,14 @@ class ProgramConversation(Conversation):
             return self._context(node, prefix)
         return await super().observe(action, node, prefix, messages)
 
+    def end(self, node: Node) -> None:
+        self._expect(node.info)
+        self._turns.append(node)
+        node.info |= self._discards()
+
     async def _answer(self, node: Node, messages: list[Message]) -> Sequence[int]:
         with _of_program():
+            messages = [*self._writer.placed(messages, after_turn=True)]
             if node.index not in self._cut:
                 return await super()._answer(node, messages)
             end = [self._writer.end_id]  # it comes first
@@ -110,10 +118,8 @@ class ProgramConversation(Conversation):
         sampled = [self._ids_of(one) if isinstance(one, int) else one for one in then.prompt]
         with _of_program():
             ids = context_ids(self._writer, sampled, self.tools, self._most)
-        discards = [self._turns[turn].index for turn in then.discards]
-        info: Info = {"context": then.kind or "resumed"}
+        info: Info = {"context": then.kind or "resumed", **self._discards()}
         info |= {"cause": then.cause} if then.cause else {}
-        info |= {"discards": discards} if discards else {}
         for index in sorted(self._tips, reverse=True):
             after, before = self._tips[index]
             if len(before) < len(ids) and before.joined() == ids[: len(before)]:
@@ -122,6 +128,11 @@ class ProgramConversation(Conversation):
         own = any(isinstance(one, int) or one.role == "assistant" for one in then.prompt)
         self.continues = own and then.kind != "retry"
         return Context(ids, info)
+
+    def _discards(self) -> Info:
+        """The nodes of the turns whose answers were lost."""
+        found = [self._turns[turn].index for turn in self._next.discards]
+        return {"discards": found} if found else {}
 
     def _ids_of(self, turn: int) -> Ids:
         """The tokens of one of the turns, end token included."""

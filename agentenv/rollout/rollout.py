@@ -333,6 +333,7 @@ class Rollout:
             reward, info = await self._recovery.finish(branch, finish)
             leaf.reward += reward
             leaf.info.update(info)
+            branch.conversation.end(leaf)
 
     def _fail(self, branch: Branch, error: AgentEnvError) -> None:
         """Record the failure, and replace the branch by a fresh root while retries remain."""

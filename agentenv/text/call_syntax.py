@@ -28,12 +28,12 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from agentenv.base.errors import ForeignError
-from agentenv.base.types import MALFORMED_CALL, Message, ToolCall
+from agentenv.base.types import MALFORMED_CALL, ToolCall
 from agentenv.base.untrusted import decode, decode_first, typed
 from agentenv.contract.function_tool import inlined
 
@@ -64,14 +64,26 @@ def after_thoughts(text: str) -> str:
     return "" if THOUGHT_OPEN in after else after
 
 
-def blocks(text: str, markers: Markers) -> Iterator[Any]:
-    """The texts between the markers, outside of thoughts; a MalformedCall for an unclosed one. A
-    turn may begin inside a thought, which the prompt opened."""
+class Found(NamedTuple):
+    """The calls that a part of a turn writes, and the offsets of the part."""
+
+    calls: tuple[ToolCall, ...]
+    start: int
+    end: int
+
+
+Written = tuple[Any, int, int]  # the text of calls, or a MalformedCall, and the offsets around it
+
+
+def blocks(text: str, markers: Markers) -> Iterator[Written]:
+    """The texts between the markers, outside of thoughts, with the offsets of their markers; a
+    MalformedCall for an unclosed one. A turn may begin inside a thought, which the prompt
+    opened."""
     opens, _ = markers.thought or (None, None)
     found = re.compile("|".join(map(re.escape, filter(None, (opens, markers.opening)))))
     place = max(0, thought_end(text, 0, markers))
     while (mark := found.search(text, place)) is not None:
-        place = mark.end()
+        begin, place = mark.span()
         if mark[0] == opens:
             place = thought_end(text, place, markers)
             if place < 0:
@@ -79,10 +91,11 @@ def blocks(text: str, markers: Markers) -> Iterator[Any]:
             continue
         end = text.find(markers.closing, max(place, markers.value_end(text, place)))
         if end < 0:
-            yield MalformedCall(f"{markers.opening} is not closed by {markers.closing}")
+            problem = MalformedCall(f"{markers.opening} is not closed by {markers.closing}")
+            yield problem, begin, len(text)
             return
-        yield text[place:end]
-        place = end + len(markers.closing)
+        body, place = text[place:end], end + len(markers.closing)
+        yield body, begin, place
 
 
 def thought_end(text: str, place: int, markers: Markers) -> int:
@@ -116,8 +129,9 @@ def call_marks(style: str, tools: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def split_thoughts(text: str, style: str, marks: Sequence[str]) -> tuple[str, str]:
-    """The leading thoughts of a turn, and its text before the first call, which begins with one of
-    `marks`. Incomplete turns are accepted."""
+    """The leading thoughts of a turn, whose opening marker is in the text also where the prompt
+    ends with it, and its text before the first call, which begins with one of `marks`. Incomplete
+    turns are accepted."""
     if style == "harmony":
         parts = [part.partition("<|message|>")[::2] for part in text.split("<|start|>assistant")]
         bodies = [(head, body.partition("<|end|>")[0]) for head, body in parts]
@@ -129,35 +143,22 @@ def split_thoughts(text: str, style: str, marks: Sequence[str]) -> tuple[str, st
     if body.startswith(opens):
         thoughts, _, text = body.removeprefix(opens).partition(closes)
         thoughts = thoughts.strip()
-    elif closes in text:  # the prompt opened the thought
-        thoughts, _, text = text.partition(closes)
-    if style == "llama" and text.lstrip().startswith("{"):
+    if style == "llama" and marks and text.lstrip().startswith("{"):
         return thoughts, ""
     places = [place for mark in marks if (place := text.find(mark)) >= 0]
     return thoughts, text[: min(places)] if places else text
 
 
-def said(
-    action: Message,
-    style: str,
-    tools: Sequence[dict[str, Any]],
-    stop: str | None,
-    raw: bool = False,
-) -> tuple[str, str]:
-    """Thoughts and text of a turn, which a stop string of the caller may have ended, without its
-    calls. Malformed calls stay in the text, unless the caller gets them (`raw`)."""
-    is_read = any(raw or "problem" not in call.arguments for call in action.tool_calls)
-    marks = call_marks(style, tools) if is_read else ()
-    thoughts, text = split_thoughts(action.content.removesuffix(stop or ""), style, marks)
-    return thoughts.strip(), text.strip()
-
-
 _BLANKS = re.compile(r"\s*")
+
+
+def _after_blanks(text: str, start: int) -> int:
+    return _BLANKS.match(text, start).end()  # type: ignore[union-attr]  # it always matches
 
 
 def json_end(text: str, start: int) -> int:
     """The offset after the JSON object or list at `start`, leading blanks skipped; -1 if none."""
-    start = _BLANKS.match(text, start).end()  # type: ignore[union-attr]  # it always matches
+    start = _after_blanks(text, start)
     if text[start : start + 1] not in ("{", "["):
         return -1
     try:
@@ -170,59 +171,65 @@ CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 EXPECTED = 'expected {"name": "...", "arguments": {...}}'
 
-Parser = Callable[[str, Sequence[dict[str, Any]]], tuple[ToolCall, ...]]
+Tools = Sequence[dict[str, Any]]
+Finder = Callable[[str, Tools], Sequence[Found]]
+Parser = Callable[[str, Tools], tuple[ToolCall, ...]]
 
 
 # JSON forms
 
 
-def llama_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
+def _llama_calls(text: str, tools: Tools) -> list[Found]:
     """The single call that follows the thoughts of a turn, or none."""
-    body = text.strip()
+    start, end = _after_blanks(text, 0), 0
     markers = Markers(PYTHON_TAG, "", json_end)
-    while not _is_llama_call(body) and (end := thought_end(body, 0, markers)) >= 0:
-        body = body[end:].strip()
-    if not _is_llama_call(body):
-        return ()
-    body = body.removeprefix(PYTHON_TAG).strip()
+    while end >= 0 and not _is_llama_call(text, start):
+        end = thought_end(text, start, markers)
+        start = _after_blanks(text, end) if end >= 0 else len(text)
+    if not _is_llama_call(text, start):
+        return []
+    body = text[start:].removeprefix(PYTHON_TAG).strip()
     if body.startswith("{"):
-        return _each([body], _json_call)
+        return _each([(body, start, len(text))], _json_call)
+    calls = (malformed(f"no tool runs code; {EXPECTED}"),)
     for tool in tools:
         if tool["name"] == "python":
-            argument = next(iter(tool["parameters"]["properties"]))
-            return (ToolCall("python", {argument: body}),)
-    return (malformed(f"no tool runs code; {EXPECTED}"),)
+            calls = (ToolCall("python", {next(iter(tool["parameters"]["properties"])): body}),)
+    return [Found(calls, start, len(text))]
 
 
-def _is_llama_call(body: str) -> bool:
-    return body.startswith(PYTHON_TAG) or (body.startswith("{") and '"name"' in body[:200])
+def _is_llama_call(text: str, start: int) -> bool:
+    if text.startswith(PYTHON_TAG, start):
+        return True
+    return text.startswith("{", start) and '"name"' in text[start : start + 200]
 
 
 _HARMONY_MARK = re.compile(r"<\|(?:start|message)\|>")
 _HARMONY_END = re.compile(r"<\|(?:start|end|call|return)\|>")
 
 
-def harmony_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
+def _harmony_calls(text: str, tools: Tools) -> list[Found]:
     """The messages of a turn that are addressed to a function; other channels have no calls."""
-    calls: list[ToolCall] = []
+    found: list[Found] = []
     place = 0
     while place < len(text):
-        mark = _HARMONY_MARK.search(text, place)
+        begin, mark = place, _HARMONY_MARK.search(text, place)
         header = text[place : mark.start() if mark else None]
         place = mark.end() if mark else len(text)
         if mark is None or mark[0] == "<|start|>":
             if re.match(r"\s*(?:assistant\s+)?to=", header):
-                calls.append(malformed(f"no <|message|> follows {header.strip()[:60]!r}"))
+                problem = malformed(f"no <|message|> follows {header.strip()[:60]!r}")
+                found.append(Found((problem,), begin, begin + len(header)))
             continue
         address = re.search(r"(?:^|\s)to=(\S+?)(?=\s|<\||$)", header)
         if address is not None:
             end = _HARMONY_END.search(text, max(place, json_end(text, place)))
             body = text[place : end.start() if end else None]
-            calls += _each([(address[1], body)], _harmony_call)
             place += len(body)
+            found += _each([((address[1], body), begin, place)], _harmony_call)
         following = text.find("<|start|>", place)
         place = len(text) if following < 0 else following + len("<|start|>")
-    return tuple(calls)
+    return found
 
 
 def _json_call(body: str) -> list[ToolCall]:
@@ -335,25 +342,29 @@ _ATEM = _Tags(
 )
 
 
-def atem_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
+def _atem_calls(text: str, tools: Tools) -> list[Found]:
     """The <atem:invoke> of the messages of a turn; a message to=self is a thought."""
-    messages = []
+    found: list[Found] = []
+    place = 0
     for part in text.split("<|start|>"):
         header, _, body = part.partition("<|message|>")
         if "<atem:invoke" in header or not body:
             header, body = "", part
         if "to=self" not in header:
-            messages.append(body)
-    return _tagged_calls("<|start|>".join(messages), tools, tags=_ATEM, thought=None)
+            start = place + len(part) - len(body)
+            for calls, begin, end in _tagged_calls(body, tools, tags=_ATEM, thought=None):
+                found.append(Found(calls, start + begin, start + end))
+        place += len(part) + len("<|start|>")
+    return found
 
 
 def _tagged_calls(
     text: str,
-    tools: Sequence[dict[str, Any]],
+    tools: Tools,
     *,
     tags: _Tags,
     thought: tuple[str, str] | None = (THOUGHT_OPEN, THOUGHT_CLOSE),
-) -> tuple[ToolCall, ...]:
+) -> list[Found]:
     opening, closing = tags.around
 
     def value_end(text: str, start: int) -> int:
@@ -365,11 +376,11 @@ def _tagged_calls(
             return -1
         return end
 
-    found = blocks(text, Markers(opening, closing, value_end, thought))
-    return _each(found, lambda body: _tagged_call(body, tags, tools))
+    written = blocks(text, Markers(opening, closing, value_end, thought))
+    return _each(written, lambda body: _tagged_call(body, tags, tools))
 
 
-def _tagged_call(body: str, tags: _Tags, tools: Sequence[dict[str, Any]]) -> list[ToolCall]:
+def _tagged_call(body: str, tags: _Tags, tools: Tools) -> list[ToolCall]:
     found = tags.call.fullmatch(body)
     if found is None:
         raise MalformedCall(f"no name; {tags.expected}")
@@ -470,17 +481,20 @@ def _literal(node: ast.expr) -> Any:
 # shared by the formats
 
 
-def _each(written: Any, read: Callable[[Any], list[ToolCall]]) -> tuple[ToolCall, ...]:
-    """The calls, each of `written` parsed independently."""
-    calls: list[ToolCall] = []
-    for one in written:
+def _each(written: Iterable[Written], read: Callable[[Any], list[ToolCall]]) -> list[Found]:
+    """The calls, each of `written` parsed independently. A call without a name is malformed."""
+    found: list[Found] = []
+    for one, start, end in written:
         try:
             if isinstance(one, MalformedCall):
                 raise one
-            calls += read(one.strip() if isinstance(one, str) else one)
+            calls = tuple(read(one.strip() if isinstance(one, str) else one))
+            if not all(call.name.strip() for call in calls):
+                raise MalformedCall("the name of a call is empty")
         except MalformedCall as error:
-            calls.append(malformed(str(error)))
-    return tuple(calls)
+            calls = (malformed(str(error)),)
+        found.append(Found(calls, start, end))
+    return found
 
 
 def _unique(pairs: Any) -> dict[str, Any]:
@@ -498,26 +512,27 @@ def malformed(problem: str) -> ToolCall:
 
 
 def _block_calls(
-    text: str,
-    tools: Sequence[dict[str, Any]],
-    *,
-    markers: Markers,
-    read: Callable[[str], list[ToolCall]],
-) -> tuple[ToolCall, ...]:
+    text: str, tools: Tools, *, markers: Markers, read: Callable[[str], list[ToolCall]]
+) -> list[Found]:
     """The calls between markers outside the thoughts of a turn."""
     return _each(blocks(text, markers), read)
+
+
+def _parsed(text: str, tools: Tools, *, find: Finder) -> tuple[ToolCall, ...]:
+    return tuple(call for one in find(text, tools) for call in one.calls)
 
 
 _HERMES = Markers(CALL_OPEN, CALL_CLOSE, json_end)
 _LFM = Markers("<|tool_call_start|>", LFM_CLOSE, _python_end)
 _GEMMA = Markers("<|tool_call>", "<tool_call|>", _gemma_end, ("<|channel>", "<channel|>"))
-PARSERS: dict[str, Parser] = {
+FINDERS: dict[str, Finder] = {
     "hermes": partial(_block_calls, markers=_HERMES, read=_json_call),
-    "llama": llama_calls,
+    "llama": _llama_calls,
     "qwen_xml": partial(_tagged_calls, tags=_QWEN_XML),
     "glm": partial(_tagged_calls, tags=_GLM),
-    "atem": atem_calls,
+    "atem": _atem_calls,
     "lfm": partial(_block_calls, markers=_LFM, read=_python_calls),
-    "harmony": harmony_calls,
+    "harmony": _harmony_calls,
     "gemma": partial(_block_calls, markers=_GEMMA, read=_gemma_call),
 }
+PARSERS: dict[str, Parser] = {name: partial(_parsed, find=one) for name, one in FINDERS.items()}

@@ -26,6 +26,7 @@ def context_ids(
     if not before:
         number = next((n for n, one in enumerate(rest) if _is_turn(one)), len(rest))
         prompt = [one for one in rest[:number] if isinstance(one, Message)]
+        prompt = [*renderer.placed(prompt, after_turn=False)]
         ids, rest = array("i", renderer.prompt(prompt, tools)), rest[number:]
     results: list[Message] = []
     for one in (*rest, None):
@@ -33,6 +34,7 @@ def context_ids(
             results.append(one)
             continue
         if results:
+            results = [*renderer.placed(results, after_turn=True)]
             ids += array("i", renderer.observation(results, tools, max_tokens, ids[-1:]))
             results = []
         if one is not None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from msgspec import Struct
 
 from agentenv.base.errors import ConfigError, DataError
-from agentenv.base.types import UNKNOWN_TOOL, Completion, Message, ToolCall
+from agentenv.base.types import UNKNOWN_TOOL, Completion, Message, Role, ToolCall
 from agentenv.contract.env import check_observation
 from agentenv.text.call_syntax import PARSERS, THOUGHT_CLOSE, Parser, after_thoughts
 from agentenv.text.contexts import num_common
@@ -29,6 +29,7 @@ from agentenv.text.renderer import TextCodec, ToolSchemas, template_errors
 
 Senders = tuple[tuple[str, str | None], ...]  # (role, tool) of each message of an observation
 
+ANSWERS: tuple[Role, ...] = ("user", "system")  # to a turn, after the tool results
 WAY_OUT = "use renderer.name = 'tags'"
 
 _CALLED_NAME = re.compile(r"[\w.:/-]+")
@@ -161,7 +162,7 @@ class NativeRenderer(TextCodec):
     ) -> array[int]:
         """The token ids from the end of the turn to the beginning of the next one; a longer text
         keeps its head and tail within max_tokens."""
-        check_observation(messages)
+        check_observation(messages, ANSWERS)
         frames, _ = self._frames_around(messages, tools)
         is_open = turn_ids and not self.is_ended(turn_ids)
         ids = array("i", [self.end_id] if is_open else [])
@@ -173,7 +174,7 @@ class NativeRenderer(TextCodec):
 
     def texts(self, messages: Sequence[Message], tools: ToolSchemas) -> list[str]:
         """The texts of an observation, as the template quotes them."""
-        check_observation(messages)
+        check_observation(messages, ANSWERS)
         texts = [message.content for message in messages]
         if not self._frames_around(messages, tools)[1]:
             return texts
@@ -185,6 +186,10 @@ class NativeRenderer(TextCodec):
         known = {None, *(tool["name"] for tool in tools)}
         names = (m.name if m.name in known else UNKNOWN_TOOL for m in messages)
         return self._frames_of(tuple((m.role, n) for m, n in zip(messages, names, strict=True)))
+
+    def _around(self, roles: Sequence[Role]) -> object:
+        named = ((role, "sample_tool" if role == "tool" else None) for role in roles)
+        return self._frames_of(tuple(named))
 
     def turn(self, message: Message, tools: ToolSchemas) -> list[int]:
         """Token ids of a turn that was not sampled. Raises ConfigError."""

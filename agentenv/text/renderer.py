@@ -14,6 +14,7 @@ cannot forge tags or special tokens. `agentenv/text/native.py` is the renderer o
 
 from __future__ import annotations
 
+import logging
 import re
 from array import array
 from collections import OrderedDict
@@ -24,14 +25,16 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 
 from msgspec import Meta, Struct
 
-from agentenv.base.errors import ConfigError
+from agentenv.base.errors import SHOWN, ConfigError
 from agentenv.base.model_files import template_end
-from agentenv.base.types import Completion, Message, ToolCall
+from agentenv.base.types import Completion, Message, Role, ToolCall
 from agentenv.base.untrusted import shortened
-from agentenv.contract.env import check_observation
+from agentenv.contract.env import check_observation, shared
 from agentenv.text.encoder import Encoder, EncoderLostError, decoder, fast_tokenizer
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.tags import TAGS, Shown, check_tags, tag_calls, with_tools, written_arguments
+
+logger = logging.getLogger(__name__)
 
 RESULT_OPEN = " <result>\n"
 RESULT_CLOSE = "\n</result>"
@@ -44,6 +47,7 @@ NUM_TAIL_IDS = 8  # of a prefix; enough for <think> and blanks in any vocabulary
 FEW_CHARS = 200  # a shorter text is encoded on the loop, which is faster than sending it
 MAX_KNOWN_CHARS = 4_000_000  # of cached texts, since branches of a tree read equal texts
 
+SYSTEM_MARK = "[system message]"
 NO_USER = "the chat template cannot write a user's message after an"
 
 ToolSchemas = Sequence[dict[str, Any]]
@@ -121,6 +125,10 @@ class ContextRenderer(Renderer, Protocol):
         """Token ids of a turn of the policy. Raises ConfigError."""
         ...
 
+    def placed(self, messages: Sequence[Message], *, after_turn: bool) -> Sequence[Message]:
+        """The messages of a prompt, or of an answer to a turn, as the template can write them."""
+        ...
+
 
 class TextCodec:
     """Text to ids and back, the base of the renderers. In untrusted text it breaks special tokens
@@ -141,6 +149,7 @@ class TextCodec:
         self._fast = fast if is_bare else None
         self.encoder: Encoder | None = None  # encodes long texts off the event loop
         self.num_cut = 0  # truncated texts; equal ones count once while cached
+        self._writable: dict[tuple[bool, tuple[Role, ...]], bool] = {}
         self._known: OrderedDict[Known, array[int]] = OrderedDict()  # least recently used first
         self._num_known_chars = 0
         self._opens = lru_cache(NUM_KNOWN_TAILS)(self._opens_thought)
@@ -253,6 +262,59 @@ class TextCodec:
     def _opens_thought(self, tail_ids: tuple[int, ...]) -> bool:
         return self.decode(tail_ids).rstrip().endswith(THOUGHT_OPEN)
 
+    def placed(self, messages: Sequence[Message], *, after_turn: bool) -> Sequence[Message]:
+        """A system message becomes a marked one of the user, and messages of one role in turn are
+        joined, if the chat template rejects or omits them where they stand. Tool results come
+        first."""
+        if after_turn:
+            messages = sorted(messages, key=lambda message: message.role != "tool")
+        users = _as_users(messages, from_place=int(not after_turn))
+        all_users = _as_users(messages)
+        for found in (messages, users, _joined(users), _joined(all_users)):
+            key = after_turn, tuple([message.role for message in found])
+            if key not in self._writable:
+                self._writable[key] = self._writes(key[1], after_turn=after_turn)
+            if self._writable[key]:
+                if found is not messages:
+                    shared("moved messages", MovedMessages).add(messages, found)
+                return found
+        return messages
+
+    def _writes(self, roles: Sequence[Role], *, after_turn: bool) -> bool:
+        """Whether the template writes the texts of messages of these roles, in their order."""
+        if after_turn:
+            try:
+                self._around(roles)
+            except ConfigError:
+                return False
+            return True
+        texts = [f"qZ{place}{role}Zq" for place, role in enumerate(roles)]
+        chat = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+        try:
+            rest = self._chat(chat)
+        except template_errors():
+            return False
+        for text in texts:
+            _, found, rest = rest.partition(text)
+            if not found:
+                return False
+        return True
+
+    def _around(self, roles: Sequence[Role]) -> object:
+        """The texts around messages that answer a turn. Raises ConfigError."""
+        raise NotImplementedError
+
+    def _chat(self, chat: list[dict[str, Any]]) -> str:
+        """The text of a prompt without tools. Raises template_errors()."""
+        config = self.prompt_config
+        if not config.apply_chat_template:
+            return "\n\n".join(message["content"] for message in chat)
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, tokenize=False, **config.chat_template_kwargs
+            )
+        )
+
     def single_bos(self, ids: list[int]) -> list[int]:
         """The ids without a duplicate leading begin-of-sequence token, which a template may add."""
         bos = getattr(self.tokenizer, "bos_token_id", None)
@@ -278,7 +340,7 @@ class TagRenderer(TextCodec):
         self.prompt_config = prompt or PromptConfig()
         self.tools_in_prompt = tools_in_prompt
         self._frame: tuple[array[int], array[int]] | None = None  # around results, encoded once
-        self._user_frames: dict[int, list[list[int]]] = {}  # by number of messages
+        self._frames: dict[tuple[Role, ...], list[list[int]]] = {}
         if (
             self.prompt_config.apply_chat_template
             and getattr(tokenizer, "chat_template", "") is None
@@ -344,7 +406,7 @@ class TagRenderer(TextCodec):
             opened, closed = self.encode(RESULT_OPEN), self.encode(RESULT_CLOSE)
             self._frame = array("i", opened), array("i", closed)
         ids = array("i")
-        check_observation(messages)
+        check_observation(messages, ("user", "system"))
         results = [message for message in messages if message.role == "tool"]
         for message in results:
             ids += self._frame[0]
@@ -354,40 +416,87 @@ class TagRenderer(TextCodec):
         if users:
             if results or (turn_ids and not self.is_ended(turn_ids)):
                 ids.append(self.end_id)
-            first, *frames = self._frames_of_users(len(users))
+            first, *frames = self._frames_of([message.role for message in users])
             ids.extend(first)
             for message, frame in zip(users, frames, strict=True):
                 ids += self.encode_foreign(message.content, tools, max_tokens)
                 ids.extend(frame)
         return ids
 
-    def _frames_of_users(self, number: int) -> list[list[int]]:
-        """Token ids of the template's texts around `number` user messages, from the end of the turn
-        that they answer to the beginning of the next one. Raises ConfigError."""
-        if number not in self._user_frames:
-            found = self._texts_around_users(number)
-            self._user_frames[number] = [self.encode(text) for text in found]
-        return self._user_frames[number]
+    def _frames_of(self, roles: Sequence[Role]) -> list[list[int]]:
+        """Token ids of the template's texts around messages of these roles, from the end of the
+        turn that they answer to the beginning of the next one. Raises ConfigError."""
+        key = tuple(roles)
+        if key not in self._frames:
+            self._frames[key] = [self.encode(text) for text in self._texts_around(key)]
+        return self._frames[key]
 
-    def _texts_around_users(self, number: int) -> list[str]:
-        config = self.prompt_config
-        if not config.apply_chat_template:
-            return ["\n\n"] * number + ["\n"]
-        marks = [f"qZ{place}userZq" for place in range(number)]
-        turns = [("user", "qQ"), ("assistant", "qTurnq"), *(("user", text) for text in marks)]
-        chat = [{"role": role, "content": content} for role, content in turns]
+    def _around(self, roles: Sequence[Role]) -> object:
+        return self._frames_of([role for role in roles if role != "tool"])
+
+    def _texts_around(self, roles: Sequence[Role]) -> list[str]:
+        if not self.prompt_config.apply_chat_template:
+            return ["\n\n"] * len(roles) + ["\n"]
+        marks = [f"qZ{place}userZq" for place in range(len(roles))]
+        turns = [("user", "qQ"), ("assistant", "qTurnq"), *zip(roles, marks, strict=True)]
         end = self.decode([self.end_id])
         try:
-            text = self.tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, tokenize=False, **config.chat_template_kwargs
-            )
+            text = self._chat([{"role": role, "content": content} for role, content in turns])
         except template_errors() as error:
-            raise ConfigError(f"{NO_USER} answer: it rejects {number} of them: {error}") from error
-        rest = str(text).rpartition("qTurnq")[2]
-        texts = re.split("|".join(marks), rest)
-        if len(texts) != number + 1 or not texts[0].startswith(end):
+            raise ConfigError(
+                f"{NO_USER} answer: it rejects {', '.join(roles)}: {error}"
+            ) from error
+        rest = text.rpartition("qTurnq")[2]
+        texts = re.split("|".join(marks), rest) if marks else [rest]
+        if len(texts) != len(roles) + 1 or not texts[0].startswith(end):
             raise ConfigError(f"{NO_USER} answer that ends with {end!r}; it writes {rest[:40]!r}")
         return [texts[0].removeprefix(end), *texts[1:]]
+
+
+class MovedMessages:
+    """Counts the system messages that became messages of the user."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def add(self, messages: Sequence[Message], found: Sequence[Message]) -> None:
+        """Count those of one prompt or answer; the first one is reported."""
+        before, after = (
+            sum(message.role == "system" for message in one) for one in (messages, found)
+        )
+        if before > after and not self.number:
+            text = (
+                "the chat template rejects or omits a system message where a program sent it; it "
+                "becomes a message of the user that begins with %s (env/program/system_as_user)"
+            )
+            logger.warning(text, SYSTEM_MARK, extra=SHOWN)
+        self.number += before - after
+
+    def stats(self) -> dict[str, float]:
+        """The number as a metric."""
+        return {"program/system_as_user": float(self.number)}
+
+
+def _as_users(messages: Sequence[Message], from_place: int = 0) -> list[Message]:
+    """The messages, with marked ones of the user for the system's, from a place on."""
+    return [
+        Message("user", f"{SYSTEM_MARK}\n{message.content}")
+        if message.role == "system" and place >= from_place
+        else message
+        for place, message in enumerate(messages)
+    ]
+
+
+def _joined(messages: Sequence[Message]) -> list[Message]:
+    """The messages, with one for those of the user, or of the system, in turn."""
+    found: list[Message] = []
+    for message in messages:
+        if found and message.role == found[-1].role != "tool":
+            text = f"{found[-1].content}\n\n{message.content}"
+            found[-1] = Message(message.role, text)
+        else:
+            found.append(message)
+    return found
 
 
 def template_errors() -> tuple[type[Exception], ...]:

@@ -49,11 +49,10 @@ def tagged_call(text: str, tool: ToolSchema) -> tuple[ToolCall, ...]:
     """The call at the end of a text; empty if its tag was never opened."""
     name = tool["name"]
     opened = f"<{name}>"
-    body = text[: text.rfind(f"</{name}>")]
-    start = body.find(opened, _text_start(body, opened))
+    start, end = call_start(text, name), text.rfind(f"</{name}>")
     if start < 0:
         return ()
-    written = body[start + len(opened) :].strip()
+    written = text[start + len(opened) : end].strip()
     alone = _alone(tool)
     is_text = not takes_object(tool) or (alone is not None and not written.startswith("{"))
     if is_text and opened in written:
@@ -63,6 +62,13 @@ def tagged_call(text: str, tool: ToolSchema) -> tuple[ToolCall, ...]:
     if alone is not None and is_text:
         return (ToolCall(name, {alone: written} if written else {}),)
     return (_object_call(name, written, tool),)
+
+
+def call_start(text: str, name: str) -> int:
+    """The offset of the call at the end of a text; -1 if its tag was never opened."""
+    opened = f"<{name}>"
+    body = text[: text.rfind(f"</{name}>")]
+    return body.find(opened, _text_start(body, opened))
 
 
 def _text_start(body: str, opened: str) -> int:

@@ -91,7 +91,8 @@ def bubblewrap(
         command += ["--ro-bind", str(HERE / name), f"{INSIDE}/{name}"]
     if forward is not None:
         command += ["--ro-bind", str(forward), f"{INSIDE}/endpoint"]
-    command += ["--dev", "/dev", "--size", str(TMP_BYTES), "--tmpfs", "/dev/shm"]
+    shared = ["--size", str(TMP_BYTES), "--perms", "1777", "--tmpfs", "/dev/shm"]
+    command += ["--dev", "/dev", *shared]
     command += ["--proc", "/proc"]
     command += ["--dir", "/home", "--bind", str(folder), FOLDER]
     return [*command, "--remount-ro", "/", "--chdir", "/", "--"]

@@ -33,6 +33,7 @@ from agentenv.envs.search.bm25 import BM25Config
 from agentenv.envs.search.keys import SearchConfig
 from agentenv.evaluation.subject import EvaluationAssembly, Subject
 from agentenv.lab.diagnosis.contract import OF_MODEL
+from agentenv.lab.diagnosis.program_trial import try_program
 from agentenv.training.supervised.data import RowLoader
 from agentenv.training.supervised.run import SupervisedAssembly
 
@@ -133,6 +134,10 @@ async def _read_sets(
             parts.append(await _prompt(assembly, name, model))
             parts.append(await _gold(makers[name], tasks[0]))
         report(f"{assembly.sets[name].key}: {'; '.join(parts)}")
+    if TRAINED in makers and model is not None and "machine" in here:
+        limits, task = assembly.sets[TRAINED].limits, (await assembly.tasks())[TRAINED][0]
+        renderer = (await assembly.renderers())[TRAINED]
+        await try_program(makers[TRAINED], task, renderer, limits, report)
 
 
 async def _not_installed(assembly: RolloutAssembly[Any]) -> AsyncIterator[str]:

@@ -185,6 +185,21 @@ def test_many_groups_without_a_signal_are_reported_with_a_remedy(
         assert not told or "algorithm.group_size" in caplog.text
 
 
+@pytest.mark.parametrize("num_forks", [None, 0])
+def test_an_algorithm_that_finds_no_fork_point_is_reported(
+    num_forks: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = Alarms(load_config(TrainConfig, CONFIG, ["algorithm.name=arpo"]))
+    tree = group(0, *[1.0, 0.0] * 8)
+    for node in tree.nodes[1:]:
+        node.end, node.num_forks = None, num_forks
+        tree.add(node, end="terminated", info={"success": True})
+    for number in range(2):
+        assert not caplog.messages, number
+        ours.check_fates([tree], Counter())
+    assert len(caplog.messages) == (num_forks is None)
+
+
 def test_credit_of_a_tree_is_computed_once_an_update() -> None:
     """Although refilling needs it before, accounting afterward, and the learner encodes it."""
     credit_calls.clear()
@@ -285,6 +300,7 @@ def test_a_run_that_trains_nothing_ends_with_the_reasons(caplog: pytest.LogCaptu
     ours = builder(ARPO(group_size=4))
     ours.config = replace(ours.config, train=replace(ours.config.train, max_untrained_steps=3))
     for step in (failing("EngineError: gone"), masked(), trees(), masked(), masked()):
+        step[0].root.num_forks = 0  # it may fork
         settled(ours, step)
     told = [record.getMessage() for record in caplog.records]
     assert [text.split()[0] for text in told] == ["2", "10", "2", "10"]

@@ -11,9 +11,15 @@ from typing import Any, Self
 import aiohttp
 
 from agentenv.base.errors import EnvError
-from agentenv.base.types import Info, Limit, Message, Task
+from agentenv.base.types import Info, Limit, Message, NextTurn, Task
 from agentenv.contract.env import ForkMode, StepResult
-from agentenv.endpoint.capture import CaptureSession, ProgramCall, Thoughts, shared_endpoint
+from agentenv.endpoint.capture import (
+    CaptureSession,
+    ProgramCall,
+    Refused,
+    Thoughts,
+    shared_endpoint,
+)
 from tests.support.toy import TOOL
 
 Json = dict[str, Any]
@@ -38,6 +44,14 @@ class Client:
             raise EnvError(reply["error"]["message"])
         return dict(reply["choices"][0]["message"])
 
+    async def abandon(self, messages: list[Json], session: CaptureSession) -> None:
+        """End the connection of a call while it is sampled, which must take longer than 0.1 s."""
+        asking = asyncio.ensure_future(self.ask(messages))
+        await asyncio.wait([asking], timeout=0.1)
+        assert session.counts["calls"]
+        asking.cancel()
+        await asyncio.wait([asking])
+
 
 Program = Callable[[Client], Awaitable[float]]
 
@@ -48,6 +62,7 @@ class ProgramEnv:
     fork_mode: ForkMode = "replay"
     last: CaptureSession
     thoughts: Thoughts = "apart"
+    refused: Refused = "fail"
 
     def __init__(self, task: Task, program: Program) -> None:
         self.task, self.program = task, program
@@ -55,7 +70,7 @@ class ProgramEnv:
 
     async def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         self.endpoint = await shared_endpoint()
-        self._begin(self.endpoint.open(thoughts=self.thoughts))
+        self._begin(self.endpoint.open(thoughts=self.thoughts, refused=self.refused))
         call = await self._next()
         assert call is not None
         return call.messages, {"tools": call.tools, "turn": call.turn}
@@ -65,7 +80,8 @@ class ProgramEnv:
         call = await self._next()
         if call is None:
             assert self.running is not None
-            info: Info = {"success": True, "endpoint": dict(self.session.counts)}
+            turn = NextTurn(discards=self.session.take_lost())
+            info: Info = {"success": True, "turn": turn, "endpoint": dict(self.session.counts)}
             return [], self.running.result(), True, False, info
         return call.messages, 0.0, False, False, {"turn": call.turn}
 

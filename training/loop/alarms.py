@@ -23,6 +23,8 @@ FAR_KL = 0.5  # nats per token; normal updates move the policy by a hundredth of
 MAX_LATE = 0.01  # share of trajectories cut by seconds above which there is a warning
 FEW_STEPS, FEW_TREES = 3, 24  # window of the check for signals: steps, and least trees in them
 MAX_EQUAL = 0.7  # share of trees with equal returns above which there is a warning
+NUM_WORDS = 2  # of any vocabulary: the plan is only asked whether it forks
+FEW_TRAJECTORIES = 32  # of several turns; after so many without a fork point there is a warning
 FIRST_STEPS = 10  # in these, a high success means that the questions are too easy
 
 
@@ -33,6 +35,7 @@ class Alarms:
         self.config = config
         self._active: set[str] = set()  # conditions that held at their last check
         self._num_steps = 0
+        self._num_without_forks: int | None = 0  # trajectories, until there is a fork point
         self._num_missed: Counter[str] = Counter()  # steps in a row without a prefix hit, by kind
         self._last_steps: deque[tuple[int, int, float]] = deque(maxlen=FEW_STEPS)
 
@@ -73,6 +76,7 @@ class Alarms:
         if not broken:  # neither a cold start nor easier questions fix a tool
             num_right = sum(one.success for one in everything)
             self._check_signal(fates[EQUAL], len(delivered), num_right / max(1, len(everything)))
+        self._check_forks(delivered)
         num_late = limits[Limit.SECONDS]
         self._warn(
             "late",
@@ -80,6 +84,27 @@ class Alarms:
             f"{num_late} of {len(everything)} trajectories ended at limits.max_seconds or "
             "max_tree_seconds; long trajectories are cut first, so that the rest is a biased "
             "sample: raise the limits, or find the slow part (tool/NAME/mean_s, engine/waiting)",
+        )
+
+    def _check_forks(self, delivered: Sequence[TrajectoryTree]) -> None:
+        """Warn when an algorithm that forks finds no place for one in the first trajectories."""
+        plan = self.config.algorithm.plan(NUM_WORDS)
+        if not plan.fork_window or self._num_without_forks is None:
+            return
+        for tree in delivered:
+            if any(node.num_forks is not None for node in tree.nodes):
+                self._num_without_forks = None
+                return
+            if plan.on_start(tree) < plan.group_size:
+                turns = [len(one.turns) for one in tree.trajectories()]
+                self._num_without_forks += sum(number > 1 for number in turns)
+        self._warn(
+            "forkless",
+            self._num_without_forks >= FEW_TRAJECTORIES,
+            f"the first {self._num_without_forks} trajectories have no fork point, so that the "
+            "algorithm has roots alone: forks begin after a tool result or a message of the "
+            "environment; of a program, only where a call continues its last turn "
+            "(env/endpoint/context/extends)",
         )
 
     def _check_signal(self, num_equal: int, num_trees: int, success: float) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from datetime import datetime
 from functools import cache
 from random import Random
 from typing import Any
@@ -344,31 +345,51 @@ def test_forks_are_off_when_too_few_replays_are_exact(caplog: pytest.LogCaptureF
     assert "2 of 8" in caplog.text
 
 
+def same(env: ProgramEnv, one: str, other: str) -> bool:
+    texts = ({"messages": [{"content": text}]} for text in (one, other))
+    return env._normal(next(texts)) == env._normal(next(texts))
+
+
 @pytest.mark.parametrize("name", NORMALIZERS)
 def test_each_normalizer_equates_two_values_of_its_kind(name: str) -> None:
     pairs = {
         "uuid": ("550e8400-e29b-41d4-a716-446655440000", "6fa459ea-ee8a-3ca4-894e-db77e160355e"),
         "time": ("2026-11-27T04:00:01.123Z", "2025-01-02 13:14:15"),
+        "compact time": ("20261127T040001Z", "20250102_131415"),
         "date": ("Fri Nov 27", "Monday, December 1, 2025"),
-        "clock": ("04:05:06", "23:59:59.12"),
+        "weekday": ("Tuesday", "Wed"),
+        "clock": ("04:05:06", "11:59 p.m."),
         "epoch": ("1764216000.25", "1764216001"),
         "duration": ("0.31 s", "12ms"),
         "address": ("0x7f1293fec720", "0x55aa00"),
         "temporary path": ("/tmp/tmpab12/x.txt", "/tmp/tmp_zz9"),
         "port": ("127.0.0.1:8080", "localhost:51123"),
         "process": ("pid 12", "pid=4321"),
+        "identifier": ("3f9ac01b", "call_V1StGXR8Z5jdHi6Bm"),
     }
     one, other = (f"a {text} b" for text in pairs[name])
     env = ProgramEnv(TASK, keys())
-    assert env._same({"messages": [{"content": one}]}, {"messages": [{"content": other}]})
-    off = ProgramEnv(TASK, keys(normalise=dict.fromkeys(NORMALIZERS, "")))
-    assert not off._same({"x": one}, {"x": other})
-    assert not env._same({"x": "a 12 b"}, {"x": "a 13 b"})
+    assert same(env, one, other)
+    assert not same(ProgramEnv(TASK, keys(normalise=dict.fromkeys(NORMALIZERS, ""))), one, other)
+    assert not same(env, "a 12 b", "a 13 b")
+
+
+CLOCKS = """%c|%x|%X|%D|%F %T|%FT%T%z|%FT%T.%fZ|%d %B %Y|%B %d, %Y|%A, %d %b %Y|%a, %d %b %Y %T GMT
+%I:%M %p|%H:%M|%H:%M:%S|%A|%d.%m.%Y|%m/%d/%y|%Y/%m/%d|%Y%m%d|%Y%m%d-%H%M%S|%s|%A %B %d|%b %d %H:%M
+%Y-%m-%d, %H:%M (%A)|run-%Y%m%dT%H%M%S""".replace("\n", "|").split("|")
+
+
+@pytest.mark.parametrize("form", CLOCKS)
+def test_a_clock_that_moves_between_starts_changes_no_call(form: str) -> None:
+    env, rng = ProgramEnv(TASK, keys()), Random(3)
+    for _ in range(30):
+        times = [datetime.fromtimestamp(rng.randrange(1_700_000_000, 1_900_000_000)) for _ in "ab"]
+        one, other = (f"Now: {time.strftime(form)}. Go on." for time in times)
+        assert same(env, one, other), (one, other)
 
 
 def test_configured_normalizers_extend_the_table() -> None:
-    env = ProgramEnv(TASK, keys(normalise={"ticket": r"T-\d+"}))
-    assert env._same({"x": "T-12"}, {"x": "T-13"})
+    assert same(ProgramEnv(TASK, keys(normalise={"ticket": r"T-\d+"})), "T-12", "T-13")
 
 
 def test_invalid_keys_are_refused() -> None:
@@ -459,3 +480,12 @@ def test_a_program_that_drops_thoughts_keeps_one_context_with_thoughts_in_the_te
     (leaf,) = tree.leaves()
     assert leaf.reward == 2.0, leaf.error
     assert sum(node.parent is None for node in tree.nodes) == num_contexts
+
+
+def test_locks_and_pools_of_processes_work() -> None:
+    """They use /dev/shm, whose user is the program's."""
+    code = "import multiprocessing as m\nwith m.Lock(), m.Pool(2) as pool: pool.map(abs, [1])\n"
+    leaf = one_leaf(
+        CLIENT + code + "ask([{'role': 'user', 'content': 'one'}])", said, reward="exit"
+    )
+    assert leaf.reward == 1.0

@@ -1,0 +1,594 @@
+"""The endpoint with the stock clients: each key of their types is in the table, and each turn that
+the policy may sample comes back as it was served, with the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import typing
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from anthropic.types import message_create_params
+from anthropic.types.beta import beta_content_block_param, beta_message_param, beta_tool_union_param
+from anthropic.types.beta import message_create_params as beta_create_params
+from openai.types.chat import chat_completion_message_param, completion_create_params
+from openai.types.responses import response_create_params, response_input_item_param, tool_param
+
+from agentenv.endpoint.messages import keys, read_body
+from agentenv.endpoint.structured import fits
+from agentenv.text.native import NativeRenderer
+from tests.support.chat_models import QWEN3, make_tokenizer
+from tests.support.sources import ROOT
+from tests.test_endpoint import KEY, PATHS, SCHEMA, Json, serving
+
+
+def members(kind: Any) -> Iterator[Any]:
+    """The members of a union, without annotations."""
+    origin = typing.get_origin(kind)
+    if origin is typing.Union or str(origin) == "<class 'types.UnionType'>":
+        for one in typing.get_args(kind):
+            yield from members(one)
+    elif origin is typing.Annotated:
+        yield from members(typing.get_args(kind)[0])
+    else:
+        yield kind
+
+
+def keys_of(kind: Any) -> set[str]:
+    return {key for one in kind.__mro__ for key in getattr(one, "__annotations__", ())}
+
+
+BODIES = {
+    "chat": [completion_create_params.CompletionCreateParamsBase],
+    "responses": [response_create_params.ResponseCreateParamsBase],
+    "messages": [
+        message_create_params.MessageCreateParamsBase,
+        beta_create_params.MessageCreateParamsBase,
+    ],
+}
+
+
+@pytest.mark.parametrize("api", BODIES)
+def test_each_key_of_a_stock_client_is_in_the_table(api: str) -> None:
+    table = keys()[api]
+    alone = table.sampling | table.served
+    listed = table.done | table.neutral | alone | table.refused.keys()
+    for kind in BODIES[api]:
+        assert keys_of(kind) - listed == set()
+    groups = [table.done, table.neutral, alone, table.refused.keys()]
+    assert sum(map(len, groups)) == len(listed), "each key is in one group"
+    assert table.usual.keys() <= table.refused.keys()
+
+
+APIS = {
+    "chat": "Chat completions",
+    "responses": "Responses",
+    "messages": "Messages",
+    "message": "A message",
+    "part": "A part of a content",
+    "call": "A call of a message",
+    "item": "An item of Responses",
+    "tool": "A tool",
+}
+
+
+def page() -> str:
+    """The table of the keys, for docs/endpoint-keys.md."""
+    lines = [
+        "# Keys of calls",
+        "",
+        "Made from `agentenv/endpoint/keys.toml` by `python -m tests.test_endpoint_clients`. A key "
+        "that is missing, null, or has its usual value makes no difference. Neutral keys have no "
+        "effect; their use is counted (`env/endpoint/ignored/KEY`). Every other key is refused.",
+    ]
+    for kind, table in keys().items():
+        lines += [
+            "",
+            f"## {APIS[kind]}",
+            "",
+            "| key | in a run | `agentenv serve` |",
+            "|---|---|---|",
+        ]
+        rows = [
+            (table.done, "done", "done"),
+            (table.sampling, "neutral", "done"),
+            (table.served, "refused", "done"),
+        ]
+        for group, *cells in (*rows, (table.neutral, "neutral", "neutral")):
+            shown = ", ".join(f"`{key}`" for key in sorted(group))
+            lines += [f"| {' | '.join((shown, *cells))} |"] if group else []
+        for key, remedy in sorted(table.refused.items()):
+            usual = f" unless {json.dumps(table.usual[key])}" if key in table.usual else ""
+            lines.append(f"| `{key}` | refused{usual}: {remedy} | the same |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_page_has_the_table() -> None:
+    assert (ROOT / "docs" / "endpoint-keys.md").read_text(encoding="utf-8") == page()
+
+
+def test_each_key_of_a_message_that_the_policy_can_read_is_in_the_table() -> None:
+    table = keys()
+    known = {name: one.done | one.neutral | one.refused.keys() for name, one in table.items()}
+    for kind in members(chat_completion_message_param.ChatCompletionMessageParam):
+        assert keys_of(kind) <= known["message"], kind
+    for kind in members(beta_message_param.BetaMessageParam):
+        assert keys_of(kind) <= known["message"], kind
+    read = {"BetaTextBlockParam", "BetaThinkingBlockParam", "BetaRedactedThinkingBlockParam",
+            "BetaToolUseBlockParam", "BetaToolResultBlockParam"}  # fmt: skip
+    for kind in members(beta_content_block_param.BetaContentBlockParam):
+        if kind.__name__ in read:
+            assert keys_of(kind) <= known["part"], kind
+    items = {"EasyInputMessageParam", "Message", "ResponseOutputMessageParam", "ItemReference",
+             "ResponseFunctionToolCallParam", "FunctionCallOutput", "ResponseReasoningItemParam",
+             "ResponseCustomToolCallOutputParam", "ResponseCustomToolCallParam"}  # fmt: skip
+    for kind in members(response_input_item_param.ResponseInputItemParam):
+        if kind.__name__ in items:
+            assert keys_of(kind) <= known["item"], kind
+    tools = {"FunctionToolParam", "CustomToolParam", "NamespaceToolParam", "BetaToolParam"}
+    every = (tool_param.ToolParam, beta_tool_union_param.BetaToolUnionParam)
+    for kind in (one for union in every for one in members(union)):
+        if kind.__name__ in tools:
+            assert keys_of(kind) <= known["tool"], kind
+
+
+# Turns of the policy, each returned by the stock clients, streamed and not.
+
+CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "lima"}}\n</tool_call>'
+TURNS = {
+    "text": "It is Lima.",
+    "empty": "",
+    "thought": "<think>\nI look.\n</think>\n\nIt is Lima.",
+    "call": f"<think>\nlook\n</think>\n\nI look.\n{CALL}",
+    "two calls": f"I look.\n{CALL}\n{CALL}",
+    "text after a call": f"Before.\n{CALL}\nAfter.",
+    "text between calls": f"{CALL}\nBetween.\n{CALL}",
+    "malformed": "Hm <tool_call>\n{bad}\n</tool_call>",
+    "malformed beside a good one": f"{CALL}\n<tool_call>\n{{bad}}\n</tool_call>",
+    "good after malformed": f"<tool_call>\n{{bad}}\n</tool_call>\n{CALL}",
+    "unclosed": 'I look. <tool_call>\n{"name": "search"',
+    "not offered": CALL.replace('"search"', '"order"'),
+    "not offered beside": CALL + "\n" + CALL.replace('"search"', '"order"'),
+    "no name": CALL.replace('"search"', '""'),
+    "blank name": CALL.replace('"search"', '" "'),
+    "name of a line": CALL.replace('"search"', '"a\\nb"'),
+    "null arguments": CALL.replace('{"query": "lima"}', "null"),
+    "no arguments": '<tool_call>\n{"name": "search"}\n</tool_call>',
+    "arguments as text": CALL.replace('{"query": "lima"}', '"{}"'),
+    "list of arguments": CALL.replace('{"query": "lima"}', "[1]"),
+    "a thought's end in an argument": CALL.replace("lima", "a</think>b"),
+    "a call's end in an argument": CALL.replace("lima", "a</tool_call>b"),
+    "half of a surrogate pair": CALL.replace("lima", "\\ud83d"),
+    "a surrogate pair": CALL.replace("lima", "\\ud83d\\ude00"),
+    "escapes": CALL.replace("lima", "\\u0000\\u2028\\n\\t\\\\"),
+    "numbers": CALL.replace('"lima"', "[1e3, 12345678901234567890123, -0.0, 1.0]"),
+    "nested": CALL.replace('"lima"', "[" * 40 + "]" * 40),
+    "accents": CALL.replace("lima", "é 漢字 \U0001f600"),
+    "equal keys": CALL.replace('"query": "lima"', '"query": 1, "query": 2'),
+    "blanks": "  \n It is. \n ",
+    "empty thought": "<think>\n\n</think>\n\nIt is.",
+    "open thought": "<think>\nI look",
+    "quoted mark": "It writes `<tool_call>` here.",
+}  # fmt: skip
+
+
+def random_turn(rng: Random) -> str:
+    parts = ["Fine. ", "\n", " ", CALL, "<think>", "</think>", "<tool_call>", "</tool_call>", "{",
+             '{"name": "search", "arguments": {}}', '"', "\\", "é", "[1]", "null", ":"]  # fmt: skip
+    return "".join(rng.choice(parts) for _ in range(rng.randrange(1, 9)))
+
+
+class Seen:
+    """The prompts of an engine, and its next turns."""
+
+    def __init__(self) -> None:
+        self.prompts: list[str] = []
+        self.turns: list[str] = []
+
+    def __call__(self, prompt: str, rng: Random) -> str:
+        self.prompts.append(prompt)
+        return self.turns.pop() if self.turns else "The end."
+
+
+Openai, Anthropic = openai.AsyncOpenAI, anthropic.AsyncAnthropic
+
+
+async def chat(client: Openai, *, streamed: bool, offered: bool) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "search", "parameters": SCHEMA}}]
+    messages: list[Any] = [{"role": "user", "content": "Where?"}]
+    more: Any = {"tools": tools} if offered else {}
+    for _ in range(2):
+        asked: Any = {"model": "policy", "messages": messages, "max_tokens": 150, **more}
+        if streamed:
+            async with client.chat.completions.stream(**asked) as stream:
+                found = await stream.get_final_completion()
+        else:
+            found = await client.chat.completions.create(**asked)
+        message = found.choices[0].message
+        messages.append(message.model_dump(exclude_unset=True, exclude={"parsed"}))
+        for call in messages[-1].get("tool_calls") or ():
+            call.pop("index", None)
+            call["function"].pop("parsed_arguments", None)
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": "ok"}
+            for call in message.tool_calls or ()
+        ]
+        messages += results or [{"role": "user", "content": "Go on."}]
+
+
+async def responses(client: Openai, *, streamed: bool, offered: bool) -> None:
+    tools: Any = [{"type": "function", "name": "search", "parameters": SCHEMA, "strict": False}]
+    items: list[Any] = [{"role": "user", "content": "Where?"}]
+    more: Any = {"tools": tools} if offered else {}
+    for _ in range(2):
+        asked: Any = {"model": "policy", "input": items, "max_output_tokens": 150, **more}
+        if streamed:
+            async with client.responses.stream(**asked) as stream:
+                found = await stream.get_final_response()
+        else:
+            found = await client.responses.create(**asked)
+        calls = [item for item in found.output if item.type == "function_call"]
+        items += [item.model_dump(exclude_unset=True) for item in found.output]
+        for item in items:
+            item.pop("parsed_arguments", None)
+            for part in item.get("content") or () if item.get("type") == "message" else ():
+                part.pop("parsed", None)
+        results = [
+            {"type": "function_call_output", "call_id": call.call_id, "output": "ok"}
+            for call in calls
+        ]
+        items += results or [{"role": "user", "content": "Go on."}]
+
+
+async def messages(client: Anthropic, *, streamed: bool, offered: bool) -> None:
+    tools: Any = [{"name": "search", "input_schema": SCHEMA}]
+    turns: list[Any] = [{"role": "user", "content": "Where?"}]
+    more: Any = {"tools": tools} if offered else {}
+    for _ in range(2):
+        asked: Any = {"model": "policy", "messages": turns, "max_tokens": 150, **more}
+        if streamed:
+            async with client.messages.stream(**asked) as stream:
+                found = await stream.get_final_message()
+        else:
+            found = await client.messages.create(**asked)
+        turns.append({"role": "assistant", "content": found.content})
+        results = [
+            {"type": "tool_result", "tool_use_id": block.id, "content": "ok"}
+            for block in found.content
+            if block.type == "tool_use"
+        ]
+        turns.append({"role": "user", "content": results or "Go on."})
+
+
+CLIENTS: dict[str, Any] = {"chat": chat, "responses": responses, "messages": messages}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("api", CLIENTS)
+def test_whatever_is_served_is_accepted_when_it_returns(api: str, streamed: bool) -> None:
+    seen, rng = Seen(), Random(11)
+    turns = [*TURNS.values(), *(random_turn(rng) for _ in range(20))]
+
+    async def work() -> None:
+        renderer = NativeRenderer(make_tokenizer(QWEN3))
+        async with serving(renderer, seen) as to, connected(api, to.url) as client:
+            for turn in turns:
+                for offered in (True, False):
+                    seen.turns, seen.prompts = [turn], []
+                    await CLIENTS[api](client, streamed=streamed, offered=offered)
+                    sampled = f"<|im_start|>assistant\n{turn}<|im_end|>"
+                    assert sampled in seen.prompts[1], (turn, seen.prompts[1])
+
+    asyncio.run(work())
+
+
+def connected(api: str, url: str) -> Any:
+    if api == "messages":
+        return Anthropic(base_url=url, api_key=KEY, max_retries=0)
+    return Openai(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_without_tools_a_call_is_a_text(streamed: bool) -> None:
+    seen = Seen()
+    turn = f"I look.\n{CALL}"
+
+    async def work() -> None:
+        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
+            for more in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+                seen.turns = [turn]
+                body = {"model": "policy", "messages": [{"role": "user", "content": "q"}], **more}
+                reply = await client.ask("/v1/chat/completions", body)
+                message = reply["choices"][0]["message"]
+                assert message["content"] == turn
+                assert "tool_calls" not in message
+
+    asyncio.run(work())
+
+
+TOOL: Json = {"type": "function", "function": {"name": "search", "parameters": SCHEMA}}
+
+
+def test_half_of_a_surrogate_pair_in_a_body_is_replaced() -> None:
+    body = read_body(rb'{"a": "\ud83d", "b": "\ud83d\ude00", "c": "\\ud83d", "d": "\udE00x"}')
+    assert body == {"a": "�", "b": "\U0001f600", "c": "\\ud83d", "d": "�x"}
+    assert json.dumps(body)
+
+
+# Tools of other types.
+
+ONE_TEXT = '<tool_call>\n{{"name": "{}", "arguments": {{"input": "ls"}}}}\n</tool_call>'
+NESTED = {
+    "type": "namespace",
+    "name": "agents",
+    "tools": [{"type": "function", "name": "spawn", "parameters": SCHEMA}],
+}
+OTHERS: dict[str, list[Json]] = {
+    "chat": [{"type": "custom", "custom": {"name": "shell", "format": {"type": "text"}}}],
+    "responses": [
+        {"type": "custom", "name": "shell", "format": {"type": "grammar", "syntax": "lark"}},
+        NESTED,
+        *({"type": kind} for kind in ("web_search", "local_shell", "mcp", "image_generation")),
+    ],
+    "anthropic": [
+        {"type": "web_search_20250305", "name": "web_search"},
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "custom", "name": "shell", "input_schema": SCHEMA},
+    ],
+}
+
+
+def asked(api: str, tools: list[Json], **more: Any) -> Json:
+    question = [{"role": "user", "content": "q"}]
+    key = "input" if api == "responses" else "messages"
+    size = {"max_tokens": 100} if api == "anthropic" else {}
+    return {"model": "policy", key: question, "tools": tools, **size, **more}
+
+
+@pytest.mark.parametrize("api", OTHERS)
+def test_tools_of_other_types_are_left_out_or_become_functions(api: str) -> None:
+    seen = Seen()
+
+    async def work() -> None:
+        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
+            seen.turns = [ONE_TEXT.format("shell")]
+            body = asked(api, OTHERS[api])
+            reply = await client.ask(PATHS[api], body)
+            assert '"shell"' in seen.prompts[0]
+            assert "web_search" not in seen.prompts[0]
+            if api == "anthropic":
+                assert reply["content"][-1]["name"] == "shell"
+            elif api == "chat":
+                (call,) = reply["choices"][0]["message"]["tool_calls"]
+                assert (call["type"], call["custom"]) == (
+                    "custom",
+                    {"name": "shell", "input": "ls"},
+                )
+                result = {"role": "tool", "tool_call_id": call["id"], "content": "a.txt"}
+                body["messages"] += [reply["choices"][0]["message"], result]
+            else:
+                (item,) = reply["output"]
+                assert (item["type"], item["input"]) == ("custom_tool_call", "ls")
+                result = {"type": "custom_tool_call_output", "call_id": item["call_id"]}
+                body["input"] += [item, {**result, "output": "a.txt"}]
+            if api != "anthropic":
+                await client.ask(PATHS[api], body)
+                assert ONE_TEXT.format("shell") + "<|im_end|>" in seen.prompts[1]
+            served = [tool for tool in OTHERS[api] if tool["type"] not in ("custom", "namespace")]
+            if served:
+                status, data = await client.post(PATHS[api], asked(api, served))
+                assert status == 400
+                assert b"unsupported_value" in data or b"invalid_request_error" in data
+
+    asyncio.run(work())
+
+
+def test_a_namespace_is_its_functions() -> None:
+    seen = Seen()
+
+    async def work() -> None:
+        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
+            seen.turns = [CALL.replace('"search"', '"spawn"')]
+            reply = await client.ask("/v1/responses", asked("responses", [NESTED]))
+            (item,) = reply["output"]
+            assert (item["name"], item["namespace"]) == ("spawn", "agents")
+
+    asyncio.run(work())
+
+
+# Keys.
+
+REFUSED: dict[str, list[tuple[str, Any]]] = {
+    "chat": [("tool_choice", "required"), ("tool_choice", 5), ("prediction", {"type": "content"}),
+             ("tool_choice", {"type": "function", "function": {"name": "search"}}),
+             ("parallel_tool_calls", False), ("web_search_options", {}), ("nothing_known", 1),
+             ("chat_template_kwargs", {"a": 1}), ("modalities", ["text", "audio"]),
+             ("response_format", {"type": "xml"}), ("logit_bias", {"5": 1})],
+    "responses": [("truncation", "auto"), ("tool_choice", {"type": "function", "name": "search"}),
+                  ("background", True), ("text", {"format": {"type": "xml"}}),
+                  ("previous_response_id", "resp_x"), ("nothing_known", [1])],
+    "anthropic": [("tool_choice", {"type": "any"}), ("mcp_servers", [{"name": "x"}]),
+                  ("tool_choice", {"type": "auto", "disable_parallel_tool_use": True}),
+                  ("container", "x"), ("context_management", {"edits": [{"type": "x"}]}),
+                  ("thread", {"type": "continue", "previous_message_id": "msg_x"}),
+                  ("output_config", {"format": {"type": "xml"}}), ("nothing_known", "x")],
+}  # fmt: skip
+USUAL: dict[str, Json] = {
+    "chat": {"presence_penalty": 0, "frequency_penalty": 0.0, "n": 1, "logit_bias": {},
+             "response_format": {"type": "text"}, "modalities": ["text"], "tool_choice": "auto",
+             "parallel_tool_calls": True, "audio": None, "user": "me", "store": False,
+             "reasoning_effort": "high", "metadata": {"a": "b"}, "service_tier": "auto"},
+    "responses": {"background": False, "truncation": "disabled", "parallel_tool_calls": True,
+                  "text": {"format": {"type": "text"}, "verbosity": "low"}, "store": False,
+                  "reasoning": {"effort": "low"}, "include": ["reasoning.encrypted_content"]},
+    "anthropic": {"tool_choice": {"type": "auto"}, "thinking": {"type": "adaptive"},
+                  "mcp_servers": [], "cache_control": {"type": "ephemeral"}, "thread": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("api", REFUSED)
+def test_a_key_is_done_or_neutral_or_refused_by_its_name(api: str) -> None:
+    tools: dict[str, list[Json]] = {
+        "chat": [TOOL],
+        "responses": [{"type": "function", "name": "search", "parameters": SCHEMA}],
+        "anthropic": [{"name": "search", "input_schema": SCHEMA}],
+    }
+
+    async def work() -> None:
+        async with serving(NativeRenderer(make_tokenizer(QWEN3)), Seen()) as client:
+            for key, value in REFUSED[api]:
+                body = asked(api, tools[api], **{key: value})
+                status, data = await client.post(PATHS[api], body)
+                assert (status, key in data.decode()) == (400, True), (key, data)
+            await client.ask(PATHS[api], asked(api, tools[api], **USUAL[api]))
+
+    asyncio.run(work())
+
+
+def test_allowed_tools_are_those_that_the_policy_sees() -> None:
+    seen = Seen()
+    other = {"type": "function", "function": {"name": "other", "parameters": SCHEMA}}
+    function = {"type": "function", "function": {"name": "search"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [function]}}
+
+    async def work() -> None:
+        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
+            await client.ask(PATHS["chat"], asked("chat", [TOOL, other], tool_choice=allowed))
+        assert '"search"' in seen.prompts[0]
+        assert '"other"' not in seen.prompts[0]
+
+    asyncio.run(work())
+
+
+PLACE = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
+FORMS: dict[str, Json] = {
+    "chat": {"response_format": {
+        "type": "json_schema", "json_schema": {"name": "place", "schema": PLACE, "strict": True}}},
+    "responses": {"text": {"format": {"type": "json_schema", "name": "place", "schema": PLACE}}},
+    "anthropic": {"output_config": {"format": {"type": "json_schema", "schema": PLACE}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("api", FORMS)
+def test_the_form_of_a_reply_is_in_the_prompt(api: str) -> None:
+    seen = Seen()
+
+    async def work() -> None:
+        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
+            await client.ask(PATHS[api], asked(api, [], **FORMS[api]))
+        assert json.dumps(PLACE) in seen.prompts[0]
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("text", "is_right"),
+    [('{"place": "Lima"}', True), ('{"place": 5}', False), ("{}", False), ("Lima", False)],
+)
+def test_a_reply_is_checked_against_its_form(text: str, is_right: bool) -> None:
+    assert fits(text, PLACE) == is_right
+
+
+@pytest.mark.parametrize("schema", [{"$ref": "http://x/y"}, {"$ref": "#"}, {"pattern": "(a+)+$"}])
+def test_a_check_of_a_form_ends(schema: Json) -> None:
+    fits(json.dumps("a" * 40 + "!"), schema)
+
+
+def test_what_was_handed_out_is_found_by_its_id() -> None:
+    """A later call names an earlier reply, or parts of it, instead of sending them."""
+    seen = Seen()
+    tools = [{"type": "function", "name": "search", "parameters": SCHEMA}]
+    turn = f"<think>\nlook\n</think>\n\nI look.\n{CALL}"
+
+    async def work() -> None:
+        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
+
+            async def second(path: str, first: Json, then: Any) -> str:
+                seen.turns, seen.prompts = [turn], []
+                reply = await client.ask(path, first)
+                await client.ask(path, then(reply))
+                return seen.prompts[1]
+
+            def result(reply: Json) -> Json:
+                (call,) = (item for item in reply["output"] if item["type"] == "function_call")
+                kind = "function_call_output"
+                return {"type": kind, "call_id": call["call_id"], "output": "ok"}
+
+            body: Json = asked("responses", tools, instructions="Be brief.")
+            question = body["input"]
+            prompts = {
+                await second(PATHS["responses"], body, then)
+                for then in (
+                    lambda r: {**body, "input": [*question, *r["output"], result(r)]},
+                    lambda r: {**body, "input": [
+                        *question, *({"type": "item_reference", "id": item["id"]}
+                                     for item in r["output"]), result(r)]},
+                    lambda r: {**body, "input": [result(r)], "previous_response_id": r["id"]},
+                )
+            }  # fmt: skip
+            assert len(prompts) == 1
+            schema = [{"name": "search", "input_schema": SCHEMA}]
+            asking = asked("anthropic", schema, system="Be brief.")
+
+            def results(reply: Json) -> Json:
+                block = {"type": "tool_result", "tool_use_id": reply["content"][-1]["id"]}
+                return {"role": "user", "content": [{**block, "content": "ok"}]}
+
+            whole = await second(
+                PATHS["anthropic"],
+                asking,
+                lambda r: {**asking, "messages": [
+                    *asking["messages"], {"role": "assistant", "content": r["content"]}, results(r)
+                ]},
+            )  # fmt: skip
+            short = await second(
+                PATHS["anthropic"],
+                {**asking, "thread": {"type": "create"}},
+                lambda r: {
+                    "model": "policy", "max_tokens": 100, "messages": [results(r)],
+                    "thread": {"type": "continue", "previous_message_id": r["id"]},
+                },
+            )  # fmt: skip
+            assert short == whole
+            assert turn in whole
+
+    asyncio.run(work())
+
+
+def test_the_sdk_runs_its_own_tools() -> None:
+    """Its second call is a thread's."""
+    seen = Seen()
+    seen.turns = [CALL]
+
+    @anthropic.beta_tool
+    def search(query: str) -> str:
+        """Look it up.
+
+        Args:
+            query: what
+        """
+        return f"found-{query}"
+
+    async def work() -> None:
+        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
+            with anthropic.Anthropic(base_url=client.url, api_key=KEY, max_retries=0) as sdk:
+                runner = sdk.beta.messages.tool_runner(
+                    model="policy",
+                    max_tokens=100,
+                    tools=[search],
+                    messages=[{"role": "user", "content": "the question"}],
+                )
+                await asyncio.to_thread(runner.until_done)
+        assert len(seen.prompts) == 2
+        assert all(text in seen.prompts[1] for text in ("question", "found-lima"))
+
+    asyncio.run(work())
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "endpoint-keys.md").write_text(page(), encoding="utf-8")
