@@ -26,6 +26,8 @@ from tests.support.chat_models import QWEN3, make_tokenizer
 from tests.support.sources import ROOT
 from tests.test_endpoint import KEY, PATHS, SCHEMA, Json, serving
 
+DATA: Json = json.loads((ROOT / "tests" / "fixtures" / "endpoint.json").read_text())
+
 
 def members(kind: Any) -> Iterator[Any]:
     """The members of a union, without annotations."""
@@ -140,41 +142,7 @@ def test_each_key_of_a_message_that_the_policy_can_read_is_in_the_table() -> Non
 # Turns of the policy, each returned by the stock clients, streamed and not.
 
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "lima"}}\n</tool_call>'
-TURNS = {
-    "text": "It is Lima.",
-    "empty": "",
-    "thought": "<think>\nI look.\n</think>\n\nIt is Lima.",
-    "call": f"<think>\nlook\n</think>\n\nI look.\n{CALL}",
-    "two calls": f"I look.\n{CALL}\n{CALL}",
-    "text after a call": f"Before.\n{CALL}\nAfter.",
-    "text between calls": f"{CALL}\nBetween.\n{CALL}",
-    "malformed": "Hm <tool_call>\n{bad}\n</tool_call>",
-    "malformed beside a good one": f"{CALL}\n<tool_call>\n{{bad}}\n</tool_call>",
-    "good after malformed": f"<tool_call>\n{{bad}}\n</tool_call>\n{CALL}",
-    "unclosed": 'I look. <tool_call>\n{"name": "search"',
-    "not offered": CALL.replace('"search"', '"order"'),
-    "not offered beside": CALL + "\n" + CALL.replace('"search"', '"order"'),
-    "no name": CALL.replace('"search"', '""'),
-    "blank name": CALL.replace('"search"', '" "'),
-    "name of a line": CALL.replace('"search"', '"a\\nb"'),
-    "null arguments": CALL.replace('{"query": "lima"}', "null"),
-    "no arguments": '<tool_call>\n{"name": "search"}\n</tool_call>',
-    "arguments as text": CALL.replace('{"query": "lima"}', '"{}"'),
-    "list of arguments": CALL.replace('{"query": "lima"}', "[1]"),
-    "a thought's end in an argument": CALL.replace("lima", "a</think>b"),
-    "a call's end in an argument": CALL.replace("lima", "a</tool_call>b"),
-    "half of a surrogate pair": CALL.replace("lima", "\\ud83d"),
-    "a surrogate pair": CALL.replace("lima", "\\ud83d\\ude00"),
-    "escapes": CALL.replace("lima", "\\u0000\\u2028\\n\\t\\\\"),
-    "numbers": CALL.replace('"lima"', "[1e3, 12345678901234567890123, -0.0, 1.0]"),
-    "nested": CALL.replace('"lima"', "[" * 40 + "]" * 40),
-    "accents": CALL.replace("lima", "é 漢字 \U0001f600"),
-    "equal keys": CALL.replace('"query": "lima"', '"query": 1, "query": 2'),
-    "blanks": "  \n It is. \n ",
-    "empty thought": "<think>\n\n</think>\n\nIt is.",
-    "open thought": "<think>\nI look",
-    "quoted mark": "It writes `<tool_call>` here.",
-}  # fmt: skip
+TURNS: dict[str, str] = DATA["turns"]
 
 
 def random_turn(rng: Random) -> str:
@@ -323,24 +291,8 @@ def test_half_of_a_surrogate_pair_in_a_body_is_replaced() -> None:
 # Tools of other types.
 
 ONE_TEXT = '<tool_call>\n{{"name": "{}", "arguments": {{"input": "ls"}}}}\n</tool_call>'
-NESTED = {
-    "type": "namespace",
-    "name": "agents",
-    "tools": [{"type": "function", "name": "spawn", "parameters": SCHEMA}],
-}
-OTHERS: dict[str, list[Json]] = {
-    "chat": [{"type": "custom", "custom": {"name": "shell", "format": {"type": "text"}}}],
-    "responses": [
-        {"type": "custom", "name": "shell", "format": {"type": "grammar", "syntax": "lark"}},
-        NESTED,
-        *({"type": kind} for kind in ("web_search", "local_shell", "mcp", "image_generation")),
-    ],
-    "anthropic": [
-        {"type": "web_search_20250305", "name": "web_search"},
-        {"type": "bash_20250124", "name": "bash"},
-        {"type": "custom", "name": "shell", "input_schema": SCHEMA},
-    ],
-}
+OTHERS: dict[str, list[Json]] = DATA["tools"]
+NESTED = OTHERS["responses"][1]
 
 
 def asked(api: str, tools: list[Json], **more: Any) -> Json:
@@ -403,32 +355,8 @@ def test_a_namespace_is_its_functions() -> None:
 
 # Keys.
 
-REFUSED: dict[str, list[tuple[str, Any]]] = {
-    "chat": [("tool_choice", "required"), ("tool_choice", 5), ("prediction", {"type": "content"}),
-             ("tool_choice", {"type": "function", "function": {"name": "search"}}),
-             ("parallel_tool_calls", False), ("web_search_options", {}), ("nothing_known", 1),
-             ("chat_template_kwargs", {"a": 1}), ("modalities", ["text", "audio"]),
-             ("response_format", {"type": "xml"}), ("logit_bias", {"5": 1})],
-    "responses": [("truncation", "auto"), ("tool_choice", {"type": "function", "name": "search"}),
-                  ("background", True), ("text", {"format": {"type": "xml"}}),
-                  ("previous_response_id", "resp_x"), ("nothing_known", [1])],
-    "anthropic": [("tool_choice", {"type": "any"}), ("mcp_servers", [{"name": "x"}]),
-                  ("tool_choice", {"type": "auto", "disable_parallel_tool_use": True}),
-                  ("container", "x"), ("context_management", {"edits": [{"type": "x"}]}),
-                  ("thread", {"type": "continue", "previous_message_id": "msg_x"}),
-                  ("output_config", {"format": {"type": "xml"}}), ("nothing_known", "x")],
-}  # fmt: skip
-USUAL: dict[str, Json] = {
-    "chat": {"presence_penalty": 0, "frequency_penalty": 0.0, "n": 1, "logit_bias": {},
-             "response_format": {"type": "text"}, "modalities": ["text"], "tool_choice": "auto",
-             "parallel_tool_calls": True, "audio": None, "user": "me", "store": False,
-             "reasoning_effort": "high", "metadata": {"a": "b"}, "service_tier": "auto"},
-    "responses": {"background": False, "truncation": "disabled", "parallel_tool_calls": True,
-                  "text": {"format": {"type": "text"}, "verbosity": "low"}, "store": False,
-                  "reasoning": {"effort": "low"}, "include": ["reasoning.encrypted_content"]},
-    "anthropic": {"tool_choice": {"type": "auto"}, "thinking": {"type": "adaptive"},
-                  "mcp_servers": [], "cache_control": {"type": "ephemeral"}, "thread": None},
-}  # fmt: skip
+REFUSED: dict[str, list[tuple[str, Any]]] = DATA["refused"]
+USUAL: dict[str, Json] = DATA["usual"]
 
 
 @pytest.mark.parametrize("api", REFUSED)
@@ -466,12 +394,7 @@ def test_allowed_tools_are_those_that_the_policy_sees() -> None:
 
 
 PLACE = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
-FORMS: dict[str, Json] = {
-    "chat": {"response_format": {
-        "type": "json_schema", "json_schema": {"name": "place", "schema": PLACE, "strict": True}}},
-    "responses": {"text": {"format": {"type": "json_schema", "name": "place", "schema": PLACE}}},
-    "anthropic": {"output_config": {"format": {"type": "json_schema", "schema": PLACE}}},
-}  # fmt: skip
+FORMS: dict[str, Json] = DATA["forms"]
 
 
 @pytest.mark.parametrize("api", FORMS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tomllib
-from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,37 +14,21 @@ import pytest
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.base.config import build_config
 from agentenv.base.errors import DataError
-from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.base.types import Message, Task
 from agentenv.envs.grading.reward import ToolReward
 from agentenv.envs.quickstart.world import PEOPLE
 from agentenv.evaluation.sets import Curve, calls_to
-from agentenv.learners.algorithms.aepo import AEPO
-from benchmarks.experiments import algorithms, chain, tables
-from benchmarks.experiments.algorithms import against_best, seeds_of
-from benchmarks.experiments.forks import fork_points
-from benchmarks.experiments.intervals import difference_at, gain, ratio_of_calls, success_at
+from benchmarks.experiments import algorithms, chain
+from benchmarks.experiments.algorithms import against_best
+from benchmarks.experiments.intervals import difference_at, ratio_of_calls, success_at
 from benchmarks.experiments.runs import (
     ARMS,
-    NO_PARTS,
     arm_config,
-    num_updates,
     quickstart,
     start_config,
     to_toml,
     train,
 )
-from benchmarks.experiments.signals import (
-    auc,
-    auc_within,
-    interval,
-    level,
-    lift,
-    rise,
-    spearman,
-    worth,
-)
-from benchmarks.experiments.tables import BEGIN, END, publish
 
 CALLS = np.array([0.0, 100.0, 300.0])
 
@@ -105,18 +88,6 @@ def test_the_baseline_is_the_grpo_that_needs_the_fewest_calls_to_the_level() -> 
     assert found["success at 250"]["value"] < 0
 
 
-def test_small_groups_make_as_many_trajectories() -> None:
-    assert [num_updates(arm, 12) for arm in ("grpo", "grpo-6", "grpo-5", "grpo-4", "arpo")] == [
-        *(12, 16, 20, 24, 12)
-    ]
-
-
-def test_gain_is_last_minus_first() -> None:
-    found = gain([curve([0, 9], [0.25, 0.75])])
-    assert found.value == pytest.approx(0.5)
-    assert found.low < 0.5 < found.high
-
-
 def test_every_arm_is_a_valid_configuration(tmp_path: Path) -> None:
     raw = quickstart()
     start = start_config(raw, 3, 16)
@@ -130,65 +101,8 @@ def test_every_arm_is_a_valid_configuration(tmp_path: Path) -> None:
         assert built.data.train == f"{tmp_path}/data/train.jsonl"
 
 
-def test_parts_of_aepo_are_switched_on_one_at_a_time() -> None:
-    off = AEPO(**NO_PARTS)  # type: ignore[arg-type]
-    for arm in (arm for arm in ARMS if arm.startswith("arpo+")):
-        changed = {name for name in NO_PARTS if ARMS[arm][name] != getattr(off, name)}
-        assert len(changed) == 1
-
-
-def test_seeds_are_read_as_ranges() -> None:
-    assert seeds_of("200-202,7") == [200, 201, 202, 7]
-
-
 def row(after: list[float], first: list[float] | None = None) -> dict[str, Any]:
     return {"after": after, "first": first or [0.1, 0.1]}
-
-
-def test_signals_by_hand() -> None:
-    assert rise(row([0.3, 0.5, 9.0]), 2) == pytest.approx(0.3)
-    assert level(row([0.3, 0.5, 9.0]), 2) == pytest.approx(0.4)
-
-
-def test_rank_statistics_by_hand() -> None:
-    signal, positive = np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.0, 0.0, 1.0, 1.0])
-    assert auc(signal, positive) == 1.0
-    assert auc(-signal, positive) == 0.0
-    assert auc(np.zeros(4), positive) == 0.5
-    assert spearman(signal, signal**3) == pytest.approx(1.0)
-    assert lift(signal, positive) == pytest.approx(2.0)
-    assert lift(np.zeros(4), positive) == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("shows", [False, True])
-def test_a_demonstration_looks_a_chain_up_link_by_link(shows: bool) -> None:
-    mistakes = 0
-    for seed in range(20):
-        demo = chain.demonstration(Random(seed), 3, "practice", chain.any_form(shows))
-        calls = [turn for turn in demo["turns"] if turn["result"]]
-        found = [turn for turn in calls if turn["result"] != chain.NOTHING]
-        mistakes += len(calls) - len(found)
-        assert len(found) == 3
-        assert len(calls) <= chain.LIMITS["max_turns"]
-        for before, after in pairwise(found):
-            value = before["result"].rpartition(" is ")[2].removesuffix(".")
-            assert value in after["action"]
-        assert (
-            found[-1]["result"]
-            .removesuffix(".")
-            .endswith(demo["turns"][-1]["action"].partition("{")[2].partition("}")[0])
-        )
-    assert (mistakes > 0) == shows
-
-
-@pytest.mark.parametrize("name", chain.HABITS)
-def test_at_least_half_of_the_habitual_look_ups_take_a_wrong_form(name: str) -> None:
-    habits, shows = chain.HABITS[name], name == "mend"
-    forms, rng = chain.World(Random(1), shows).forms, Random(2)
-    tries = [chain.poor_form(forms, habits, shows)(rng, "price")[0][0] for _ in range(1000)]
-    right = sum(form == forms["price"] for form in tries) / 1000
-    assert right == pytest.approx(habits.right, abs=0.05)
-    assert habits.right <= 0.5
 
 
 @pytest.mark.parametrize("shows", [False, True])
@@ -208,16 +122,6 @@ async def test_one_form_of_a_query_is_understood(tmp_path: Path, shows: bool) ->
     await env.close()
 
 
-def test_a_question_asks_for_the_last_value_of_its_chain() -> None:
-    world = chain.World(Random(5), True)
-    row = world.question(Random(6), PEOPLE, 3)
-    *relations, start = row["question"].removeprefix("What is the ").removesuffix("?").split(" of ")
-    person = start
-    for relation in reversed(relations):
-        person = world.values[relation.removeprefix("the "), person]
-    assert row["answer"] == person
-
-
 async def test_a_share_of_the_rewards_is_the_wrong_way_round_and_no_success_is() -> None:
     grader, task = chain.Noisy(ToolReward(), 0.1), Task("t", "e", "q", ("7",))
     flipped = 0
@@ -228,46 +132,6 @@ async def test_a_share_of_the_rewards_is_the_wrong_way_round_and_no_success_is()
         assert grade.success == right
         flipped += grade.reward != float(right)
     assert 20 <= flipped <= 65
-
-
-def test_an_interval_that_no_draw_moves_is_unknown() -> None:
-    rows = [{"run": "r", "question": str(i)} for i in range(3)]
-    assert np.isnan(interval(rows, lambda _: 1.0, 20)).all()
-
-
-def test_what_the_stratum_says_alone_is_no_information_within_it() -> None:
-    signal = np.array([1.0, 1.0, 5.0, 5.0])
-    positive = np.array([0.0, 1.0, 1.0, 1.0])
-    assert auc(signal, positive) > 0.5
-    assert auc_within(signal, positive, ["a", "a", "b", "b"]) == 0.5
-    assert auc_within(np.array([1.0, 2.0, 5.0, 5.0]), positive, ["a", "a", "b", "b"]) == 1.0
-
-
-def test_a_fork_point_is_worth_what_its_siblings_bring() -> None:
-    tree = TrajectoryTree(Task("t", "toy", "q", ("a",)))
-    prompt = tree.add(None, observation_ids=[1])
-
-    def turn(above: Node, branch: str, entropy: float, **fields: Any) -> Node:
-        ids = {"action_ids": [1], "entropies": [entropy]}
-        return tree.add(above, branch=branch, **ids, **fields)
-
-    call = {"tool_calls": [{"name": "search"}]}
-    first = turn(prompt, "0", 0.125, observation_ids=[2], info=call)
-    turn(first, "0", 0.75, end="terminated", reward=9.0)
-    for number, reward in enumerate([0.0, 1.0], 1):
-        right = {"success": reward > 0}
-        turn(first, f"0.1+{number}", 0.2, end="terminated", reward=reward, info=right)
-    turn(prompt, "1", 0.3, end="terminated", reward=2.0)
-    (row,) = fork_points(tree)
-    assert (row["first"], row["after"]) == ([0.125], [0.75])
-    assert row["returns"] == [0.0, 1.0]  # not that of the trajectory whose entropies are the signal
-    assert worth([row])[1].tolist() == [1.0]
-    assert (row["tool"], row["depth"], row["calls"]) == ("search", 1, 0.0)
-
-
-def test_a_report_of_nothing_says_so(tmp_path: Path, capsys: Any) -> None:
-    assert algorithms.main(["--out", str(tmp_path), "--report-only"]) == 1
-    assert "no finished arm" in capsys.readouterr().err
 
 
 def study(tmp_path: Path, arms: tuple[str, ...]) -> dict[str, Any]:
@@ -290,29 +154,6 @@ def study(tmp_path: Path, arms: tuple[str, ...]) -> dict[str, Any]:
             ]
             (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
     return algorithms.report(tmp_path / "study")
-
-
-def test_tables_take_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = study(tmp_path, ("grpo-4", "arpo"))
-    assert result["runs"]["arpo"][7]["points"][1] == {"step": 1, "calls": 80, "right": "1" * 8}
-    (tmp_path / "docs" / "img").mkdir(parents=True)
-    page = tmp_path / "docs" / "experiments.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    (tmp_path / "a.png").write_bytes(b"picture")
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
-    publish(result, tmp_path / "a.png")
-    assert "old" not in page.read_text()
-    assert "0.12 | 1.00" in page.read_text()
-    assert page.read_text().endswith("after\n")
-    assert (tmp_path / "docs" / "img" / "algorithms.png").read_bytes() == b"picture"
-    page.write_text("nothing\n")
-    with pytest.raises(DataError, match=r"experiments.md.*0"):
-        publish(result, tmp_path / "a.png")
-
-
-def test_tables_of_arpo_alone_are_not_published(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="needs the arm"):
-        publish(study(tmp_path, ("arpo",)), tmp_path / "a.png")
 
 
 def test_a_run_of_other_settings_is_not_taken_for_this_one(tmp_path: Path) -> None:

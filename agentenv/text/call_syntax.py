@@ -64,7 +64,7 @@ def after_thoughts(text: str) -> str:
     return "" if THOUGHT_OPEN in after else after
 
 
-class Found(NamedTuple):
+class FoundCalls(NamedTuple):
     """The calls that a part of a turn writes, and the offsets of the part."""
 
     calls: tuple[ToolCall, ...]
@@ -172,14 +172,14 @@ PYTHON_TAG = "<|python_tag|>"
 EXPECTED = 'expected {"name": "...", "arguments": {...}}'
 
 Tools = Sequence[dict[str, Any]]
-Finder = Callable[[str, Tools], Sequence[Found]]
+Finder = Callable[[str, Tools], Sequence[FoundCalls]]
 Parser = Callable[[str, Tools], tuple[ToolCall, ...]]
 
 
 # JSON forms
 
 
-def _llama_calls(text: str, tools: Tools) -> list[Found]:
+def _llama_calls(text: str, tools: Tools) -> list[FoundCalls]:
     """The single call that follows the thoughts of a turn, or none."""
     start, end = _after_blanks(text, 0), 0
     markers = Markers(PYTHON_TAG, "", json_end)
@@ -195,7 +195,7 @@ def _llama_calls(text: str, tools: Tools) -> list[Found]:
     for tool in tools:
         if tool["name"] == "python":
             calls = (ToolCall("python", {next(iter(tool["parameters"]["properties"])): body}),)
-    return [Found(calls, start, len(text))]
+    return [FoundCalls(calls, start, len(text))]
 
 
 def _is_llama_call(text: str, start: int) -> bool:
@@ -208,9 +208,9 @@ _HARMONY_MARK = re.compile(r"<\|(?:start|message)\|>")
 _HARMONY_END = re.compile(r"<\|(?:start|end|call|return)\|>")
 
 
-def _harmony_calls(text: str, tools: Tools) -> list[Found]:
+def _harmony_calls(text: str, tools: Tools) -> list[FoundCalls]:
     """The messages of a turn that are addressed to a function; other channels have no calls."""
-    found: list[Found] = []
+    found: list[FoundCalls] = []
     place = 0
     while place < len(text):
         begin, mark = place, _HARMONY_MARK.search(text, place)
@@ -219,7 +219,7 @@ def _harmony_calls(text: str, tools: Tools) -> list[Found]:
         if mark is None or mark[0] == "<|start|>":
             if re.match(r"\s*(?:assistant\s+)?to=", header):
                 problem = malformed(f"no <|message|> follows {header.strip()[:60]!r}")
-                found.append(Found((problem,), begin, begin + len(header)))
+                found.append(FoundCalls((problem,), begin, begin + len(header)))
             continue
         address = re.search(r"(?:^|\s)to=(\S+?)(?=\s|<\||$)", header)
         if address is not None:
@@ -342,9 +342,9 @@ _ATEM = _Tags(
 )
 
 
-def _atem_calls(text: str, tools: Tools) -> list[Found]:
+def _atem_calls(text: str, tools: Tools) -> list[FoundCalls]:
     """The <atem:invoke> of the messages of a turn; a message to=self is a thought."""
-    found: list[Found] = []
+    found: list[FoundCalls] = []
     place = 0
     for part in text.split("<|start|>"):
         header, _, body = part.partition("<|message|>")
@@ -353,7 +353,7 @@ def _atem_calls(text: str, tools: Tools) -> list[Found]:
         if "to=self" not in header:
             start = place + len(part) - len(body)
             for calls, begin, end in _tagged_calls(body, tools, tags=_ATEM, thought=None):
-                found.append(Found(calls, start + begin, start + end))
+                found.append(FoundCalls(calls, start + begin, start + end))
         place += len(part) + len("<|start|>")
     return found
 
@@ -364,7 +364,7 @@ def _tagged_calls(
     *,
     tags: _Tags,
     thought: tuple[str, str] | None = (THOUGHT_OPEN, THOUGHT_CLOSE),
-) -> list[Found]:
+) -> list[FoundCalls]:
     opening, closing = tags.around
 
     def value_end(text: str, start: int) -> int:
@@ -481,9 +481,9 @@ def _literal(node: ast.expr) -> Any:
 # shared by the formats
 
 
-def _each(written: Iterable[Written], read: Callable[[Any], list[ToolCall]]) -> list[Found]:
+def _each(written: Iterable[Written], read: Callable[[Any], list[ToolCall]]) -> list[FoundCalls]:
     """The calls, each of `written` parsed independently. A call without a name is malformed."""
-    found: list[Found] = []
+    found: list[FoundCalls] = []
     for one, start, end in written:
         try:
             if isinstance(one, MalformedCall):
@@ -493,7 +493,7 @@ def _each(written: Iterable[Written], read: Callable[[Any], list[ToolCall]]) -> 
                 raise MalformedCall("the name of a call is empty")
         except MalformedCall as error:
             calls = (malformed(str(error)),)
-        found.append(Found(calls, start, end))
+        found.append(FoundCalls(calls, start, end))
     return found
 
 
@@ -513,7 +513,7 @@ def malformed(problem: str) -> ToolCall:
 
 def _block_calls(
     text: str, tools: Tools, *, markers: Markers, read: Callable[[str], list[ToolCall]]
-) -> list[Found]:
+) -> list[FoundCalls]:
     """The calls between markers outside the thoughts of a turn."""
     return _each(blocks(text, markers), read)
 

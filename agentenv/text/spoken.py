@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from agentenv.base.types import MALFORMED_CALL, Message, ToolCall
-from agentenv.text.call_syntax import FINDERS, Found, split_thoughts
+from agentenv.text.call_syntax import FINDERS, FoundCalls, split_thoughts
 from agentenv.text.tags import call_start
 
 # why a call remains in the text
@@ -70,10 +70,10 @@ def _reason(call: ToolCall, names: set[str]) -> Kept | None:
 
 def _found(
     action: Message, text: str, style: str, tools: Sequence[dict[str, Any]]
-) -> Sequence[Found]:
+) -> Sequence[FoundCalls]:
     if style != "tags":
         return FINDERS[style](text, tools)
     ended = text.rstrip()
     names = (str(tool["name"]) for tool in tools)
     called = next((name for name in names if ended.endswith(f"</{name}>")), "")
-    return [Found(action.tool_calls, max(call_start(text, called), 0), len(text))]
+    return [FoundCalls(action.tool_calls, max(call_start(text, called), 0), len(text))]

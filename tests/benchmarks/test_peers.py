@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import subprocess
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentenv.base.disk import locked
 from agentenv.base.errors import AgentEnvError, ConfigError
 from benchmarks import bench
-from benchmarks.peers import contest, environments
+from benchmarks.peers import contest
 from benchmarks.peers.contest import PEERS, Peer, Sample
 from benchmarks.peers.environments import PeerError
 
@@ -194,157 +189,10 @@ def test_a_failing_contestant_does_not_end_the_contest(
         assert "\n" not in one.error, "a row of the table"
 
 
-def test_a_contestant_without_a_version_does_not_end_the_contest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def silent(*_: Any) -> str:
-        raise subprocess.TimeoutExpired("python", 60.0)
-
-    monkeypatch.setattr(contest, "installed", silent)
-    monkeypatch.setattr(contest, "write_task", lambda place, sizes: write_task(place))
-    peers = {"silent": Peer(driver=write_driver(tmp_path, DRIVER), package="silent")}
-    report = contest.run(["silent"], [100], 1, tmp_path, 1.0, lambda text: None, peers=peers)
-    assert "timed out" in report.peers["silent"].error
-    assert report.peers["silent"].rounds == {}
-
-
 # Environments, made by a Python whose venv is a copy of itself, and whose pip is scripted.
-
-PYTHON = """#!/bin/sh
-case "$2" in
-venv) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-pip) echo pip >> "$CALLS"; eval "$PIP" ;;
-esac
-"""
-Make = Callable[..., Path]
-
-
-@pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Makes the environment with a pip that does so."""
-    python = tmp_path / "bin" / "python0.1"
-    python.parent.mkdir()
-    python.write_text(PYTHON)
-    python.chmod(0o755)
-    requirements = tmp_path / "asked.txt"
-    requirements.write_text("nothing\n")
-    (tmp_path / "calls").touch()
-    monkeypatch.setenv("PATH", f"{python.parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
-
-    def made(pip: str, limit_s: float = 60.0) -> Path:
-        monkeypatch.setenv("PIP", pip)
-        return environments.interpreter("one", requirements, ["0.1"], tmp_path / "made", limit_s)
-
-    return made
-
-
-def calls_of_pip(tmp_path: Path) -> int:
-    return (tmp_path / "calls").read_text().count("pip")
 
 
 REFUSED = "echo 'ERROR: No matching distribution found for nothing'; exit 1"
-
-
-def test_a_failed_installation_is_not_repeated_until_its_folder_is_removed(
-    tmp_path: Path, make: Make
-) -> None:
-    messages = []
-    for _ in range(2):
-        with pytest.raises(PeerError) as refused:
-            make(REFUSED)
-        messages.append(str(refused.value))
-    assert messages[0] == messages[1]
-    assert calls_of_pip(tmp_path) == 1
-    found = re.fullmatch(
-        r"ERROR: No matching distribution found for nothing \(tried 20[-\d]+\); "
-        r"remove (\S+) to try again",
-        messages[0],
-    )
-    assert found is not None, messages[0]
-    subprocess.run(["rm", "-r", found[1]], check=True, timeout=60)
-    assert make("exit 0").is_file()
-
-
-@pytest.mark.parametrize(
-    ("pip", "message"),
-    [
-        ("echo Collecting nothing; exec sleep 600", "not installed within 0.1 s; last line: Coll"),
-        ("kill -9 $$", "no output"),
-        (f"echo \"WARNING: Retrying after connection broken by 'E'\"; {REFUSED}", "No matching"),
-        ("echo 'ERROR: HTTPSConnectionPool: Read timed out.'; exit 2", "Read timed out"),
-        ("echo 'ERROR: [Errno 28] No space left on device'; exit 1", "No space left"),
-    ],
-)
-def test_an_installation_that_failed_for_another_reason_is_repeated(
-    make: Make, pip: str, message: str
-) -> None:
-    with pytest.raises(PeerError, match=message):
-        make(pip, limit_s=0.1)
-    assert make("exit 0").is_file()
-
-
-def test_a_missing_python_is_searched_for_again(
-    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setenv("PATH", "/nowhere")
-        with pytest.raises(PeerError, match=r"needs Python 0\.1"):
-            make("exit 0")
-    assert make("exit 0").is_file()
-
-
-def test_an_environment_is_rebuilt_if_its_python_is_removed(tmp_path: Path, make: Make) -> None:
-    for _ in range(2):
-        python = make("exit 0")
-    assert calls_of_pip(tmp_path) == 1
-    python.unlink()
-    python.symlink_to("/nowhere/python")  # of a Python that was upgraded
-    assert make("exit 0") == python
-    assert calls_of_pip(tmp_path) == 2
-    assert python.is_file()
-
-
-def test_an_unresponsive_python_counts_as_missing(
-    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(environments, "PROBE_S", 0.1)
-    (tmp_path / "bin" / "python0.1").write_text("#!/bin/sh\nexec sleep 600\n")
-    with pytest.raises(PeerError, match="which is not"):
-        make("exit 0")
-
-
-def test_two_benches_do_not_build_an_environment_at_once(tmp_path: Path, make: Make) -> None:
-    with ThreadPoolExecutor(2) as threads:
-        both = [threads.submit(make, 'sleep 0.3; touch "$(dirname $0)/done"') for _ in range(2)]
-        first, second = [one.result() for one in both]
-    assert first == second
-    assert first.with_name("done").is_file()
-    assert calls_of_pip(tmp_path) == 1
-
-
-def test_the_wait_for_an_environment_of_another_bench_is_bounded(
-    tmp_path: Path, make: Make
-) -> None:
-    with pytest.raises(PeerError, match="no output"):
-        make("exit 1")
-    (lock,) = (tmp_path / "made").glob("*.lock")
-    with locked(lock), pytest.raises(PeerError, match=r"over 0\.1 s"):
-        make("exit 0", limit_s=0.1)
-
-
-@pytest.mark.parametrize(
-    ("log", "line"),
-    [
-        ("a\nERROR: no such version\nnote: see above\n", "ERROR: no such version"),
-        ("Traceback\nModuleNotFoundError: No module named 'x'\nend", "ModuleNotFoundError: "),
-        ("50%\r100%\rdone \x1b[0m\n", "done [0m"),
-        ("Collecting one\n  \u2501\u2501\u2501 5.7 MB eta 0:00:00\n", "Collecting one"),
-        ("", "no output"),
-    ],
-)
-def test_the_line_of_a_log_with_the_error_is_found(log: str, line: str) -> None:
-    assert environments.last_line(log).startswith(line)
 
 
 @pytest.mark.parametrize(
