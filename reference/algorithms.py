@@ -45,20 +45,22 @@ if TYPE_CHECKING:
     from agentenv.learners.algorithms.losses import LossBatch
 
 
-def group_advantages(rewards: Sequence[float] | Floats, *, norm_by_std: bool = True) -> Floats:
-    """(r - mean) / (std + EPSILON) over one group, with unbiased std; without norm_by_std, r -
+def group_advantages(
+    rewards: Sequence[float] | Floats, *, norm_by_std: bool = True, epsilon: float = EPSILON
+) -> Floats:
+    """(r - mean) / (std + epsilon) over one group, with unbiased std; without norm_by_std, r -
     mean.
 
-    A single reward keeps its value (divided by 1 + EPSILON); equal rewards leave rounding noise.
+    A single reward keeps its value (divided by 1 + epsilon); equal rewards leave rounding noise.
     """
     values = np.asarray(rewards, np.float64)
     if values.size == 1:
-        return values / (1.0 + EPSILON) if norm_by_std else values.copy()
+        return values / (1.0 + epsilon) if norm_by_std else values.copy()
     if values.size == 0:
         return np.zeros_like(values)
     centered: Floats = values - values.mean()
     if norm_by_std:
-        centered /= values.std(ddof=1) + EPSILON
+        centered /= values.std(ddof=1) + epsilon
     return centered
 
 

@@ -19,7 +19,7 @@ from anthropic.types.beta import message_create_params as beta_create_params
 from openai.types.chat import chat_completion_message_param, completion_create_params
 from openai.types.responses import response_create_params, response_input_item_param, tool_param
 
-from agentenv.endpoint.messages import keys, read_body
+from agentenv.endpoint.messages import KEYS, read_body
 from agentenv.endpoint.structured import fits
 from agentenv.text.native import NativeRenderer
 from tests.support.chat_models import QWEN3, make_tokenizer
@@ -57,7 +57,7 @@ BODIES = {
 
 @pytest.mark.parametrize("api", BODIES)
 def test_each_key_of_a_stock_client_is_in_the_table(api: str) -> None:
-    table = keys()[api]
+    table = KEYS[api]
     alone = table.sampling | table.served
     listed = table.done | table.neutral | alone | table.refused.keys()
     for kind in BODIES[api]:
@@ -88,7 +88,7 @@ def page() -> str:
         "that is missing, null, or has its usual value makes no difference. Neutral keys have no "
         "effect; their use is counted (`env/endpoint/ignored/KEY`). Every other key is refused.",
     ]
-    for kind, table in keys().items():
+    for kind, table in KEYS.items():
         lines += [
             "",
             f"## {APIS[kind]}",
@@ -115,7 +115,7 @@ def test_the_page_has_the_table() -> None:
 
 
 def test_each_key_of_a_message_that_the_policy_can_read_is_in_the_table() -> None:
-    table = keys()
+    table = KEYS
     known = {name: one.done | one.neutral | one.refused.keys() for name, one in table.items()}
     for kind in members(chat_completion_message_param.ChatCompletionMessageParam):
         assert keys_of(kind) <= known["message"], kind

@@ -67,11 +67,6 @@ def test_equal_arms_show_no_difference_and_how_far_that_is_known() -> None:
     assert ratio_of_calls([(same, curve([0, 90], [0.1, 0.5]))], 0.5).low is None  # of one seed
 
 
-def test_an_arm_that_misses_the_level_is_counted() -> None:
-    slow, fast = curve([0, 100], [0.1, 0.5]), curve([0, 100], [0.1, 0.9])
-    assert ratio_of_calls([(slow, fast), (fast, fast)], 0.8).num_missed == 1
-
-
 def test_the_baseline_is_the_grpo_that_needs_the_fewest_calls_to_the_level() -> None:
     """Small groups are ahead early and never come to 0.9, as a lucky few calls would have it."""
     curves = {

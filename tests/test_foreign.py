@@ -33,6 +33,7 @@ IMPORTS = re.compile(r"from (json|pickle|msgspec\.json)\b")
 # Files that decode data of this program, or the configuration, which has its own errors, or that
 # run without agentenv.
 OURS = {
+    "agentenv/endpoint/messages.py": "a table of ours",
     "agentenv/base/installation.py": "a file of pip",
     "agentenv/rollout/archive_reader.py": "a run directory",
     "agentenv/base/config.py": "configuration",
@@ -48,7 +49,6 @@ OURS = {
     "agentenv/base/untrusted.py": "the one place",
     "agentenv/base/tree.py": "a process of ours",
     "envs/grading/custom.py": "in a worker, a payload of ours",
-    "envs/grading/identifiers.py": "a literal of an answer; anything else is None",
     "envs/sandbox/cells.py": "in a session, a request of the host",
     "envs/sandbox/zygote.py": "in the zygote, a request of the host",
     "envs/bridges/verifiers_env.py": "what the host sends to a package's process; a row of ours",
@@ -58,7 +58,7 @@ OURS = {
     "assembly/parts/env_processes.py": "a process of ours",
     "assembly/parts/environments.py": "configuration",
     "evaluation/store.py": "a result directory of ours",
-    "training/evaluations.py": "what was encoded before",
+    "training/loop/evaluations.py": "what was encoded before",
     "training/reports/recorder.py": "a process of ours",
     "assembly/reports/pictures.py": "a run directory",
     "assembly/run/checkpoints.py": "a run directory",

@@ -71,7 +71,7 @@ class DeadlyCluster(Cluster):
 
     def add(self, name: str) -> None:
         super().add(name)
-        actor = self.served[name]._actor
+        actor = self.served[name].actor
         self.names.append(name)
         actor.make_env = partial(self._make_env, name, actor.make_env)
 

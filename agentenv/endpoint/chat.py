@@ -10,6 +10,7 @@ from agentenv.base.untrusted import decode
 from agentenv.endpoint.messages import (
     ERRORS,
     INPUT,
+    KEYS,
     MAX_CALLS,
     MAX_CHOICES,
     MAX_MESSAGES,
@@ -27,7 +28,6 @@ from agentenv.endpoint.messages import (
     checked,
     get,
     input_text,
-    keys,
     number,
     objects,
     read_call,
@@ -139,7 +139,7 @@ Api = Literal["chat", "responses", "messages"]
 def common(body: Json, api: Api, ignored: set[str]) -> Json:
     """The fields that the APIs share. Raises ApiError for a key that is not supported."""
     check_keys(body, api, ignored=ignored)
-    sampling = {key for key in keys()[api].sampling if body.get(key) is not None}
+    sampling = {key for key in KEYS[api].sampling if body.get(key) is not None}
     return {
         "model": get(body, "model", str, ""),
         "stream": get(body, "stream", bool, False),

@@ -9,7 +9,6 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
@@ -189,11 +188,8 @@ class Keys(Struct, frozen=True, forbid_unknown_fields=True):
     refused: dict[str, str] = {}
 
 
-@cache
-def keys() -> dict[str, Keys]:
-    """The keys of all kinds of objects."""
-    text = Path(__file__).with_name("keys.toml").read_text(encoding="utf-8")
-    return msgspec.convert(tomllib.loads(text), dict[str, Keys])
+_TABLE = Path(__file__).with_name("keys.toml").read_text(encoding="utf-8")
+KEYS = msgspec.convert(tomllib.loads(_TABLE), dict[str, Keys])  # by the kind of object
 
 
 def check_keys(
@@ -201,7 +197,7 @@ def check_keys(
 ) -> None:
     """Refuse each key of an object that is neither done nor neutral; add the neutral ones to
     `ignored`, with their kind where that is not an API."""
-    known = keys()[kind]
+    known = KEYS[kind]
     for key, value in body.items():
         if value is None or key in known.done:
             continue

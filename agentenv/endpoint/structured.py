@@ -62,7 +62,7 @@ def fits(text: str, schema: Json) -> bool:
 def _problem(schema: str) -> str:
     package = importlib.import_module("jsonschema")
     try:
-        package.Draft202012Validator.check_schema(json.loads(schema))
+        package.Draft202012Validator.check_schema(decode(schema))
     except package.SchemaError as error:
         return str(error.message)[:200]
     return ""
@@ -73,4 +73,4 @@ def _checker(schema: str) -> Any:
     package = importlib.import_module("jsonschema")  # slow to load
     ignored = dict.fromkeys(UNCHECKED, lambda *_: ())
     kind = package.validators.extend(package.Draft202012Validator, ignored)
-    return kind(json.loads(schema))
+    return kind(decode(schema))

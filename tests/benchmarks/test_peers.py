@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.base.errors import AgentEnvError, ConfigError
+from agentenv.base.errors import AgentEnvError
 from benchmarks import bench
 from benchmarks.peers import contest
 from benchmarks.peers.contest import PEERS, Peer, Sample
@@ -209,11 +209,6 @@ def test_bad_options_are_refused_before_anything_starts(
     assert bench.main(["peers", *options, "--folder", str(tmp_path / "none")]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "none").exists()
-
-
-def test_a_check_raises_a_configuration_error() -> None:
-    with pytest.raises(ConfigError):
-        contest.check(["x"], [100], 1, PEERS)
 
 
 def test_every_driver_and_requirement_exists() -> None:

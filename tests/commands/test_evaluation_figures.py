@@ -9,7 +9,7 @@ from agentenv.contract.env import close_shared
 from agentenv.evaluation.figures import default_ks, figures_of, questions_of, summarize
 from agentenv.evaluation.report import hints_of
 from agentenv.evaluation.scores import Scorer
-from agentenv.training.evaluations import brief_report
+from agentenv.training.loop.evaluations import brief_report
 from tests.support.stored_evaluation import failed, row
 
 

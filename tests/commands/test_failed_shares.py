@@ -13,8 +13,8 @@ from agentenv.assembly.reports.pictures import learning_curve
 from agentenv.assembly.reports.records import EvalRow
 from agentenv.assembly.run import terminal
 from agentenv.assembly.run.terminal import PLAIN_S, View
-from agentenv.training.evaluations import brief_report, consider_best
 from agentenv.training.loop.brief_reports import BriefReport
+from agentenv.training.loop.evaluations import brief_report, consider_best
 from agentenv.training.loop.state import RunSaver, RunState
 from agentenv.training.reports.texts import (
     final_table,

@@ -29,7 +29,7 @@ from agentenv.launchers import evaluate
 from agentenv.rollout.actor import Actor
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.renderer import TagsConfig
-from agentenv.training.evaluations import RunEvaluator
+from agentenv.training.loop.evaluations import RunEvaluator
 from agentenv.training.loop.state import Evaluating
 from tests.support.runs import rows_of
 from tests.support.warehouse import warehouse_turn

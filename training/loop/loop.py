@@ -26,9 +26,9 @@ from agentenv.learners.trees.partition import forget_entropies
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.archive import StepHeader
 from agentenv.rollout.frames import Leased, StepRefused, Trained
-from agentenv.training.evaluations import RunEvaluator
 from agentenv.training.loop.batching import StepBatch
 from agentenv.training.loop.clocks import PhaseClock, Stopwatch
+from agentenv.training.loop.evaluations import RunEvaluator
 from agentenv.training.loop.feeder import Feeder
 from agentenv.training.loop.publishing import ParityCheck
 from agentenv.training.loop.recorder import Recorder

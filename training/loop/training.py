@@ -38,9 +38,9 @@ from agentenv.rollout.journal import Journal
 from agentenv.rollout.metrics import LoopLag
 from agentenv.rollout.queue import ReplayQueue
 from agentenv.rollout.redactor import Redactor
-from agentenv.training.evaluations import RunEvaluator
 from agentenv.training.loop.batching import BatchBuilder
 from agentenv.training.loop.clocks import PhaseClock, Stopwatch
+from agentenv.training.loop.evaluations import RunEvaluator
 from agentenv.training.loop.feeder import Feeder, Workers
 from agentenv.training.loop.loop import Critic, Loop
 from agentenv.training.loop.parts import Build, Parts

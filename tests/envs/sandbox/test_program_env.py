@@ -321,9 +321,9 @@ def test_a_diverging_replay_refuses_the_fork_and_is_counted(
     seen: list[Replays] = []
     add = Replays.add
 
-    def added(self: Replays, found: str) -> None:
+    def added(self: Replays, *found: str) -> None:
         seen.append(self)
-        add(self, found)
+        add(self, *found)
 
     monkeypatch.setattr(Replays, "add", added)
     tree = grown(program(replaced(note)), plan=ForkOnce(8))
