@@ -152,10 +152,16 @@ def _money(currency: re.Match[str], text: str) -> Quantity | None:
     scale, rest = letter_scale(found[1])
     if sign.endswith("$"):
         rest = re.sub(r"^\s*(?:us\b\s*)?(?:dollars?$)?", "", rest, flags=re.IGNORECASE)
-    name = unit.dimension[0][0].removeprefix("money_")
-    rest = name if unit_of(rest) == unit else f"{name} {rest}".strip()  # $5 USD
-    amount = _with_unit(found[0] * scale, rest)
-    if amount is None or (amount.words and not _PER_OR_OF.match(amount.words)):
+    name, rest = unit.dimension[0][0].removeprefix("money_"), rest.strip()
+    again = unit_of(rest) if rest else unit  # $5 USD
+    if again is not None and again != unit:
+        return None
+    amount = _with_unit(found[0] * scale, name if again else f"{name} {rest}")
+    if (
+        amount is None
+        or not amount.dimension
+        or (amount.words and not _PER_OR_OF.match(amount.words))
+    ):
         return None
     return amount
 

@@ -33,8 +33,7 @@ from agentenv.rollout import journal
 from agentenv.rollout.archive import Archive, StepHeader, steps_of
 from agentenv.rollout.archive_reader import read_step
 from agentenv.rollout.frames import Leased
-from agentenv.training import evaluations
-from agentenv.training.loop import step_report
+from agentenv.training.loop import evaluations, step_report
 from agentenv.training.loop.alarms import Alarms
 from agentenv.training.loop.state import RunSaver
 from agentenv.training.reports.recorder import RunRecorder
