@@ -402,6 +402,7 @@ class ProgramEnv:
             )
             self._worked_s += loop.time() - begin
             if ending.done():
+                self._session.check()
                 return ending.result()  # type: ignore[no-any-return]
             if not pending.done():
                 return Ended(limit="wall" if self._worked_s >= limits.wall_s else "idle")

@@ -560,6 +560,9 @@ def test_a_repeated_key_of_idempotency_gets_the_stored_answer() -> None:
         await client.abandon([user("one")], ProgramEnv.last)
         first = await client.ask([user("one")])
         assert await client.ask([user("one")]) == first
+        session = ProgramEnv.last
+        session.lost(session.handed["0_0"].request)  # a connection that ends after another
+        assert not session.take_lost()
         return 1.0
 
     tree = captured(program, said, tokens_per_s=100.0)

@@ -166,17 +166,21 @@ class Seen:
 Openai, Anthropic = openai.AsyncOpenAI, anthropic.AsyncAnthropic
 
 
+async def answered(api: Any, asked: Json, streamed: bool, final: str) -> Any:
+    """The whole reply of a stock client."""
+    if not streamed:
+        return await api.create(**asked)
+    async with api.stream(**asked) as stream:
+        return await getattr(stream, final)()
+
+
 async def chat(client: Openai, *, streamed: bool, offered: bool) -> None:
     tools: Any = [{"type": "function", "function": {"name": "search", "parameters": SCHEMA}}]
     messages: list[Any] = [{"role": "user", "content": "Where?"}]
     more: Any = {"tools": tools} if offered else {}
     for _ in range(2):
         asked: Any = {"model": "policy", "messages": messages, "max_tokens": 150, **more}
-        if streamed:
-            async with client.chat.completions.stream(**asked) as stream:
-                found = await stream.get_final_completion()
-        else:
-            found = await client.chat.completions.create(**asked)
+        found = await answered(client.chat.completions, asked, streamed, "get_final_completion")
         message = found.choices[0].message
         messages.append(message.model_dump(exclude_unset=True, exclude={"parsed"}))
         for call in messages[-1].get("tool_calls") or ():
@@ -195,11 +199,7 @@ async def responses(client: Openai, *, streamed: bool, offered: bool) -> None:
     more: Any = {"tools": tools} if offered else {}
     for _ in range(2):
         asked: Any = {"model": "policy", "input": items, "max_output_tokens": 150, **more}
-        if streamed:
-            async with client.responses.stream(**asked) as stream:
-                found = await stream.get_final_response()
-        else:
-            found = await client.responses.create(**asked)
+        found = await answered(client.responses, asked, streamed, "get_final_response")
         calls = [item for item in found.output if item.type == "function_call"]
         items += [item.model_dump(exclude_unset=True) for item in found.output]
         for item in items:
@@ -219,11 +219,7 @@ async def messages(client: Anthropic, *, streamed: bool, offered: bool) -> None:
     more: Any = {"tools": tools} if offered else {}
     for _ in range(2):
         asked: Any = {"model": "policy", "messages": turns, "max_tokens": 150, **more}
-        if streamed:
-            async with client.messages.stream(**asked) as stream:
-                found = await stream.get_final_message()
-        else:
-            found = await client.messages.create(**asked)
+        found = await answered(client.messages, asked, streamed, "get_final_message")
         turns.append({"role": "assistant", "content": found.content})
         results = [
             {"type": "tool_result", "tool_use_id": block.id, "content": "ok"}

@@ -70,6 +70,7 @@ OUT_OF_ORDER_S = 20.0  # for the next expected call of a replayed program with t
 MIN_QUOTED = 8  # minimum characters of a quoted text
 
 BYTES_A_TOKEN = 4  # an estimate
+MAX_COUNTS = 500  # names of counters
 NO_REFUSALS = ("no_key", "ended", "engine", "engine_dead", "bug")  # their cause is no call
 _PLACE = re.compile(r"\[\d+\]")
 
@@ -165,6 +166,7 @@ class CaptureSession:
         self._numbers: dict[str, int] = {}  # of the turns, by the id of their reply
         self._lost: set[int] = set()  # turns whose reply was not written
         self._gone: set[str] = set()  # ids of replies that cannot be written any more
+        self._written: set[str] = set()  # ids of replies; of a repeated call one may be lost too
         self._reported: set[int] = set()  # lost turns that the rollout knows
         self._keyed: dict[str, _Pending] = {}  # by the key of idempotency
         self._waiting: deque[_Pending] = deque()
@@ -226,9 +228,13 @@ class CaptureSession:
         self._waiting.remove(found)
         self._current, self._expected = found, []
 
-    def _check_open(self) -> None:
+    def check(self) -> None:
+        """Raise the problem that ended the branch, if any: a refusal, or a replay that differs."""
         if self._problem is not None:
             raise self._problem
+
+    def _check_open(self) -> None:
+        self.check()
         if self._closed:
             raise EnvError(self._closed)
 
@@ -315,13 +321,14 @@ class CaptureSession:
 
     def written(self, request: Request) -> None:
         """Its turn is trained."""
-        self._gone.discard(request.id)
+        self._written.add(request.id)
         self._lost.discard(self._numbers.get(request.id, -1))
 
     def lost(self, request: Request) -> None:
-        """Its turn, also one that is still sampled, is not trained."""
+        """Its turn, also one that is still sampled, is not trained, unless it was written to
+        another connection."""
         self._gone.add(request.id)
-        if request.id in self._numbers:
+        if request.id in self._numbers and request.id not in self._written:
             self._lost.add(self._numbers[request.id])
 
     def refused(self, error: ApiError) -> None:
@@ -614,7 +621,9 @@ class Endpoint:
     def forget(self, session: CaptureSession) -> None:
         """Close a session; from now on its key is rejected."""
         session.close()
-        self._counts.update(session.counts)
+        for name, number in session.counts.items():  # a program may send any number of keys
+            known = name in self._counts or len(self._counts) < MAX_COUNTS
+            self._counts[name if known else f"{name.partition('/')[0]}/other"] += number
         self._sessions.pop(session.key, None)
 
     def stats(self) -> dict[str, float]:

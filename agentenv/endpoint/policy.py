@@ -113,7 +113,8 @@ class PolicyHandler:
             name = "engine_dead" if isinstance(error, EngineDeadError) else "engine"
             raise ApiError(name, str(error)) from error
         turns = [one.result() for one in pending]
-        self._keep(self.handed, request.id, HandedTurn(request, turns[0].message))
+        handed = HandedTurn(replace(request, body={}), turns[0].message)
+        self._keep(self.handed, request.id, handed)
         return turns
 
     def written(self, request: Request) -> None:

@@ -42,6 +42,7 @@ THOUGHT_OPEN = "<think>"
 CUT_MARKER = " ... "
 MAX_CHARS_A_TOKEN = 16  # upper bound of the average, in head and tail of a text
 NUM_KNOWN_TAILS = 1024  # cached tails of prefixes: most turns begin after the same few tokens
+NUM_KNOWN_ROLES = 1024  # cached answers whether the chat template writes messages of these roles
 NUM_TAIL_IDS = 8  # of a prefix; enough for <think> and blanks in any vocabulary
 
 FEW_CHARS = 200  # a shorter text is encoded on the loop, which is faster than sending it
@@ -149,7 +150,7 @@ class TextCodec:
         self._fast = fast if is_bare else None
         self.encoder: Encoder | None = None  # encodes long texts off the event loop
         self.num_cut = 0  # truncated texts; equal ones count once while cached
-        self._writable: dict[tuple[bool, tuple[Role, ...]], bool] = {}
+        self._is_written = lru_cache(NUM_KNOWN_ROLES)(self._writes)
         self._known: OrderedDict[Known, array[int]] = OrderedDict()  # least recently used first
         self._num_known_chars = 0
         self._opens = lru_cache(NUM_KNOWN_TAILS)(self._opens_thought)
@@ -268,19 +269,16 @@ class TextCodec:
         first."""
         if after_turn:
             messages = sorted(messages, key=lambda message: message.role != "tool")
+        if self._is_written(tuple([message.role for message in messages]), after_turn):
+            return messages
         users = _as_users(messages, from_place=int(not after_turn))
-        all_users = _as_users(messages)
-        for found in (messages, users, _joined(users), _joined(all_users)):
-            key = after_turn, tuple([message.role for message in found])
-            if key not in self._writable:
-                self._writable[key] = self._writes(key[1], after_turn=after_turn)
-            if self._writable[key]:
-                if found is not messages:
-                    shared("moved messages", MovedMessages).add(messages, found)
+        for found in (users, _joined(users), _joined(_as_users(messages))):
+            if self._is_written(tuple([message.role for message in found]), after_turn):
+                shared("moved messages", MovedMessages).add(messages, found)
                 return found
         return messages
 
-    def _writes(self, roles: Sequence[Role], *, after_turn: bool) -> bool:
+    def _writes(self, roles: Sequence[Role], after_turn: bool) -> bool:
         """Whether the template writes the texts of messages of these roles, in their order."""
         if after_turn:
             try:

@@ -95,6 +95,7 @@ async def try_program(
 ) -> None:
     """Play the episode of a task, if its environment is a program, and report on its calls."""
     env = make_env(task)
+    await env.close()  # it only has the keys
     if not isinstance(env, ProgramEnv) or not env.config.trial_s:
         return
     policy = TrialPolicy(renderer)
