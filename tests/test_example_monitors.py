@@ -20,6 +20,7 @@ from aiohttp import web
 from agentenv.assembly.reports.monitors import Axis, Monitors, RolloutMonitorConfig
 from agentenv.base.config import build_config
 from agentenv.base.errors import ConfigError
+from agentenv.endpoint.server import Listener
 from examples.monitors import otel
 from examples.monitors.otel import OtelConfig
 from examples.monitors.trackio_runs import TrackioConfig, TrackioMonitor
@@ -45,6 +46,7 @@ class Receiver:
         self.traces: list[ExportTraceServiceRequest] = []
         self.headers: list[dict[str, str]] = []
         self.refuse = 0
+        self._listener = Listener()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
@@ -57,11 +59,8 @@ class Receiver:
         app = web.Application()
         app.router.add_post("/v1/metrics", self._take)
         app.router.add_post("/v1/traces", self._take)
-        self._runner = web.AppRunner(app)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        await self._listener.listen(app, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self._listener.port}"
 
     async def _take(self, request: web.Request) -> web.Response:
         body = await request.read()
@@ -75,7 +74,7 @@ class Receiver:
         return web.Response(body=b"", content_type="application/x-protobuf")
 
     def close(self) -> None:
-        self._run(self._runner.cleanup())
+        self._run(self._listener.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(20)
         self._loop.close()

@@ -24,8 +24,8 @@ import yaml
 from packaging.requirements import Requirement
 
 from agentenv.base.installation import DISTRIBUTION
+from agentenv.base.ports import hold_port, port_of
 from agentenv.launchers.__main__ import COMMANDS
-from agentenv.processes.ports import hold_port, port_of
 from agentenv.processes.supervisor import ADDRESS_VARIABLE
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
 

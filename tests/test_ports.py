@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from agentenv.processes.ports import hold_port, port_of
+from agentenv.base.ports import hold_port, port_of, stop_listening
 from tests.support.ports import held_ports
 
 LOCAL_PORT_RANGE = 51  # IP_LOCAL_PORT_RANGE, from which ports are chosen
@@ -72,3 +72,26 @@ def test_a_port_of_all_addresses_is_held() -> None:
 def test_a_port_with_a_listener_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(OSError, match="in use"):
         hold_port(port=port_of(listener))
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_no_accepted_connection_is_lost_when_a_server_closes(turns: int) -> None:
+    arrived: list[asyncio.BaseTransport] = []
+
+    class Arriving(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            arrived.append(transport)
+
+    server = await asyncio.get_running_loop().create_server(Arriving, "127.0.0.1", 0)
+    with socket.create_connection(server.sockets[0].getsockname()) as client:
+        client.settimeout(10)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await stop_listening(server)
+        for transport in arrived:
+            transport.close()
+        await asyncio.sleep(0.01)
+        try:
+            assert client.recv(1) == b""
+        except ConnectionResetError:  # never accepted
+            assert not arrived

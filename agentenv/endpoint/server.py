@@ -24,6 +24,7 @@ import msgspec
 from aiohttp import web
 
 from agentenv.base.errors import ConfigError
+from agentenv.base.ports import port_of, stop_listening
 from agentenv.endpoint.anthropic import Anthropic
 from agentenv.endpoint.chat import Chat
 from agentenv.endpoint.messages import (
@@ -87,6 +88,7 @@ class Listener:
 
     def __init__(self) -> None:
         self._runner: web.AppRunner | None = None
+        self._servers: list[asyncio.Server] = []
         self.port = 0
 
     async def listen(
@@ -98,8 +100,10 @@ class Listener:
             app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
         )
         await self._runner.setup()
+        loop, answer = asyncio.get_running_loop(), self._runner.server
+        assert answer is not None
         try:
-            await web.TCPSite(self._runner, host, port, backlog=BACKLOG).start()
+            self._servers = [await loop.create_server(answer, host, port, backlog=BACKLOG)]
         except OSError as error:
             await self.close()
             if error.errno == errno.EADDRINUSE:
@@ -107,14 +111,16 @@ class Listener:
             else:
                 reason = error.strerror or str(error)
             raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
-        self.port = self._runner.addresses[0][1]
+        self.port = port_of(self._servers[0].sockets[0])
         if path is not None:
-            await web.UnixSite(self._runner, path, backlog=BACKLOG).start()
+            self._servers.append(await loop.create_unix_server(answer, path, backlog=BACKLOG))
 
     async def close(self) -> None:
         """Stop listening, and cancel running requests. Idempotent."""
         runner, self._runner = self._runner, None
         if runner is not None:
+            while self._servers:
+                await stop_listening(self._servers.pop())
             await runner.cleanup()
 
 

@@ -300,7 +300,7 @@ class Supervisor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._reception.close()
+        await self._reception.close()
         for link in self._links:
             link.abort()
         await asyncio.gather(*map(self._placement.stop, map(self.name_of, self._kept)))

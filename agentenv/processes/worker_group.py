@@ -26,6 +26,7 @@ from msgspec import Struct
 from agentenv.base import errors
 from agentenv.base.errors import AgentEnvError
 from agentenv.base.installation import package_folders
+from agentenv.base.ports import stop_listening
 from agentenv.processes.link import Link
 
 BEAT_S = 1.0  # between heartbeats
@@ -141,10 +142,10 @@ class Reception:
         )
         await self._server.start_serving()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Stop listening, and close connections that were not admitted. Idempotent."""
         if self._server is not None:
-            self._server.close()
+            await stop_listening(self._server)
         while self._waiting:  # including those whose task has not started
             self._waiting.pop().close()
 

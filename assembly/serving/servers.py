@@ -32,10 +32,10 @@ from agentenv.assembly.serving.server_command import (
 )
 from agentenv.base.errors import ConfigError, EngineError
 from agentenv.base.offload import in_thread
+from agentenv.base.ports import hold_port, port_of
 from agentenv.base.registry import decode_part
 from agentenv.base.retries import Restarts
 from agentenv.contract.server_config import ROLES, LaunchConfig, RoleConfig, Served
-from agentenv.processes.ports import hold_port, port_of
 from agentenv.processes.supervisor import LocalProcess, ProcessSpec, log_tail, open_log
 
 POLL_S = 0.5

@@ -187,7 +187,7 @@ class RankGroup:
                     arrivals.get_nowait().link.abort()
             raise
         finally:
-            reception.close()
+            await reception.close()
 
     async def _start(self, placement: Placement, rank: int, address: str, token: str) -> None:
         """Start a rank; on another machine it sees only its own GPUs."""

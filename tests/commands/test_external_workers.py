@@ -24,8 +24,8 @@ from agentenv.assembly.keys.cluster import SpreadCluster
 from agentenv.assembly.run.arguments import EXIT_BAD_INPUT
 from agentenv.assembly.run.terminal import first_reason
 from agentenv.base.errors import ConfigError, WorkerError
+from agentenv.base.ports import hold_port, port_of
 from agentenv.launchers import train
-from agentenv.processes.ports import hold_port, port_of
 from agentenv.processes.supervisor import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from agentenv.training.loop.training import Training
 from agentenv.training.reports.recorder import RunRecorder

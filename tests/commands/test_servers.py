@@ -18,8 +18,8 @@ import pytest
 
 from agentenv.assembly.serving.servers import ServerProcess, ServerSpec, root_cause
 from agentenv.base.errors import EngineError
+from agentenv.base.ports import hold_port, port_of
 from agentenv.processes.guard import GUARD, LIST
-from agentenv.processes.ports import hold_port, port_of
 from tests.support.small_server import SERVER, alive, assert_ended, processes, script, until
 from tests.support.snippets import ready_python
 

@@ -36,6 +36,7 @@ from tests.engines.reference import VOCAB
 from tests.engines.sglang_server import SGLangProcess
 from tests.engines.vllm_server import LOGPROBS, SCALE_OUT, VLLMProcess
 from tests.engines.world import World
+from tests.support.listening import listening
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 CLIENTS: dict[str, type[RemoteServer[Any]]] = {"vllm": VLLMServer, "sglang": SGLangServer}
@@ -214,15 +215,8 @@ class Stage:
     async def open(self) -> AsyncIterator[Stage]:
         app = web.Application(client_max_size=2**30)
         app.router.add_route("*", "/{path:.*}", self._handle)
-        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            host, port = runner.addresses[0][:2]
-            self.url = f"http://{host}:{port}"
+        async with listening(app) as self.url:
             yield self
-        finally:
-            await runner.cleanup()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         text = (await request.read()).decode()

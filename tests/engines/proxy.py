@@ -12,6 +12,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from tests.support.listening import listening
+
 Change = Callable[[Any], Any]  # takes decoded JSON or text, returns its replacement
 
 
@@ -74,16 +76,8 @@ async def proxy(
         made = Proxy(urls, session, requests or {}, answers or {})
         app = web.Application(client_max_size=2**30)
         app.router.add_route("*", "/{path:.*}", made.handle)
-        runner = web.AppRunner(app, shutdown_timeout=1)
-        await runner.setup()
-        try:
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            host, port = runner.addresses[0][:2]
-            made.url = f"http://{host}:{port}"
+        async with listening(app) as made.url:
             yield made
-        finally:
-            await runner.cleanup()
 
 
 def changed(*path: str | int, to: Any) -> Change:

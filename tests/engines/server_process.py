@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from agentenv.base.ports import hold_port, port_of
 from agentenv.processes.guard import GUARD
-from agentenv.processes.ports import hold_port, port_of
 from tests.support.forkserver import Forked, fork_server
 
 # PYTHONPATH of a server, so that its processes are forked

@@ -6,10 +6,10 @@ import asyncio
 import json
 from pathlib import Path
 
+from agentenv.base.ports import hold_port, port_of
 from agentenv.base.types import SamplingParams
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.vllm import VLLMServer
-from agentenv.processes.ports import hold_port, port_of
 from benchmarks.parts.mock_server import MockServer
 
 VOCABULARY = 64

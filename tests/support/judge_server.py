@@ -11,6 +11,7 @@ from aiohttp import web
 
 from agentenv.envs.grading.judge import Judge
 from agentenv.envs.grading.keys import JudgeConfig
+from tests.support.listening import listening
 
 
 class Cut:
@@ -56,15 +57,9 @@ async def judge_server() -> AsyncIterator[JudgeServer]:
     scripted = JudgeServer()
     app = web.Application()
     app.router.add_post("/v1/chat/completions", scripted.answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    scripted.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    try:
+    async with listening(app) as url:
+        scripted.url = f"{url}/v1"
         yield scripted
-    finally:
-        await runner.cleanup()
 
 
 def judge_of(server: JudgeServer, **keys: Any) -> Judge:

@@ -9,6 +9,8 @@ from typing import Any, Self
 
 from aiohttp import web
 
+from tests.support.listening import listening
+
 Json = dict[str, Any]
 # its answers: a reply, a status, raw bytes, or a number of seconds to be silent
 Answer = Json | int | bytes | float
@@ -45,13 +47,9 @@ class ScriptedEndpoint:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._answer)
         app.router.add_post("/v1/completions", self._answer)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        self._ready.set()
-        await self._stop.wait()
-        await runner.cleanup()
+        async with listening(app) as self.url:
+            self._ready.set()
+            await self._stop.wait()
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "m", "owned_by": self.owner}]})

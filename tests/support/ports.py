@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from agentenv.processes.ports import hold_port, port_of
+from agentenv.base.ports import hold_port, port_of
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from agentenv.data.data_files import generated_rows
 from agentenv.endpoint.openenv import EnvServer
 from agentenv.envs.bridges.openenv import OpenEnv
 from tests.support.fork_law import check_fork_law
+from tests.support.listening import listening
 
 TASKS = [Task(f"t{number}", "counter", f"Count to {number}.", (str(number),)) for number in (3, 4)]
 
@@ -227,13 +228,8 @@ async def answering(
     app.router.add_get("/schema", schema)
     app.router.add_post("/mcp", mcp)
     app.router.add_get("/ws", socket)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with listening(app) as url:
+        yield url
 
 
 def observed(text: str, reward: float | None = None, done: bool = False) -> Any:

@@ -1,8 +1,11 @@
-"""Reserved ports."""
+"""Reserved ports, and the end of listening."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
+
+ACCEPT_TURNS = 4
 
 
 def hold_port(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
@@ -19,6 +22,20 @@ def hold_port(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
         held.close()
         raise
     return held
+
+
+async def stop_listening(server: asyncio.Server) -> None:
+    """Close it. A connection that the event loop has accepted becomes known to its protocol some
+    turns of the loop later; if the server closed in between, asyncio would lose it while it is
+    open."""
+    loop = asyncio.get_running_loop()
+    for listening in server.sockets:
+        loop.remove_reader(listening.fileno())
+    try:
+        for _ in range(ACCEPT_TURNS):
+            await asyncio.sleep(0)
+    finally:
+        server.close()
 
 
 def port_of(held: socket.socket) -> int:
