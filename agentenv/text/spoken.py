@@ -51,7 +51,8 @@ def spoken(
     calls: list[ToolCall] = []
     kept: list[Kept] = []
     for one in found:
-        reasons: list[Kept] = [] if raw else [why for call in one.calls if (why := _reason(call, names))]
+        wrong = [why for call in one.calls if (why := _reason(call, names))]
+        reasons: list[Kept] = [] if raw else wrong
         fine = [call for call in one.calls if raw or _reason(call, names) is None]
         room = 1 - len(calls) if single else len(fine)
         reasons += ["second"] * (len(fine) - room)
