@@ -42,6 +42,7 @@ FORMS = {
     ),
     "glm": CallForm(CALL_OPEN, "{}\n", f"\n{CALL_CLOSE}", "glm_xml"),
 }
+OTHER_THOUGHTS = ("harmony", "atem", "gemma")  # styles without <think>; the prompt has the schema
 
 
 class Required(Protocol):
@@ -69,17 +70,20 @@ def guide_of(
     """The grammar of a turn after `prefix`; empty: any text. Raises EnvError for a format of calls
     without a grammar."""
     if turn.forced:
-        return forced_calls(renderer.style, tools, turn.forced, single=turn.single)
-    if turn.schema is not None:
-        return structured(turn.schema, is_thinking=renderer.opens_thought(prefix))
-    return ""
+        parts = forced_calls(renderer.style, tools, turn.forced, single=turn.single)
+    elif turn.schema is not None and renderer.style not in OTHER_THOUGHTS:
+        parts = [{"type": "json_schema", "json_schema": turn.schema}]
+    else:
+        return ""
+    whole = {"type": "sequence", "elements": [_thought(renderer.opens_thought(prefix)), *parts]}
+    return json.dumps({"type": "structural_tag", "format": whole})
 
 
 def forced_calls(
     style: str, tools: Sequence[Mapping[str, Any]], names: Collection[str], *, single: bool
-) -> str:
-    """The grammar of a turn that calls one of the named tools, only once if `single`; `style` is
-    that of the renderer. Raises EnvError for a style without a grammar."""
+) -> list[Json]:
+    """The parts of a turn that calls one of the named tools, only once if `single`; `style` is that
+    of the renderer. Raises EnvError for a style without a grammar."""
     form = FORMS.get(style)
     if form is None:
         known = ", ".join(FORMS)
@@ -88,33 +92,26 @@ def forced_calls(
             "auto or none"
         )
     schemas = [(str(one["name"]), one["parameters"]) for one in tools if one["name"] in names]
-    text = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": form.mark}
+    free = {"type": "any_text", "excludes": [THOUGHT_OPEN]}
+    text = {"type": "tag", "begin": "", "content": free, "end": form.mark}
     first = {"type": "or", "elements": [_call(form, *one) for one in schemas]}
     parts: list[Json] = [text, first]
     if not single:
         more = [_call(form, *one, mark=form.mark) for one in schemas]
         parts.append({"type": "triggered_tags", "triggers": [form.mark], "tags": more})
-    return _tag(parts)
+    return parts
 
 
-def structured(schema: Json, *, is_thinking: bool) -> str:
-    """The grammar of JSON that matches a schema, after thoughts, which the prompt has opened
-    already if the turn `is_thinking`."""
-    opening = "" if is_thinking else THOUGHT_OPEN
-    thought = {
-        "type": "tag", "begin": opening, "content": {"type": "any_text"}, "end": THOUGHT_CLOSE,
-    }  # fmt: skip
-    before = {"type": "sequence", "elements": [thought, {"type": "regex", "pattern": r"\s*"}]}
-    lead = before if is_thinking else {"type": "optional", "content": before}
-    return _tag([lead, {"type": "json_schema", "json_schema": schema}])
+def _thought(is_open: bool) -> Json:
+    """A thought before the rest; `is_open`: the prompt has begun it."""
+    text = {"type": "any_text", "excludes": [THOUGHT_CLOSE]}
+    opening = "" if is_open else THOUGHT_OPEN
+    thought = {"type": "tag", "begin": opening, "content": text, "end": THOUGHT_CLOSE}
+    whole = {"type": "sequence", "elements": [thought, {"type": "regex", "pattern": r"\s*"}]}
+    return whole if is_open else {"type": "optional", "content": whole}
 
 
 def _call(form: CallForm, name: str, schema: Json, mark: str = "") -> Json:
     content = {"type": "json_schema", "json_schema": schema, "style": form.style}
     begin = mark + form.head.format(name)
     return {"type": "tag", "begin": begin, "content": content, "end": form.end}
-
-
-def _tag(parts: list[Json]) -> str:
-    whole = {"type": "sequence", "elements": parts}
-    return json.dumps({"type": "structural_tag", "format": whole})

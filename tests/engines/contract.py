@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from agentenv.base.errors import EngineError
 from agentenv.base.types import Chunk, Completion, SamplingParams, VersionSpan
@@ -317,10 +318,14 @@ async def check_changed_logprobs(engine: Engine, world: World, version: int) -> 
     fixed = {"type": "const_string", "value": "lamp"}
     for content, ids in ((fixed, prompt(16, 20)), ({"type": "any_tokens"}, [*prompt(7, 8), END])):
         guide = json.dumps({"type": "structural_tag", "format": content})
-        done = await engine.generate(ids, SamplingParams(20, guide=guide), session="guided")
+        sampling = SamplingParams(20, guide=guide)
+        done = await engine.generate(ids, sampling, session="guided")
         if content is fixed:
             assert world.tokenizer.decode(done.token_ids[:-1]) == "lamp"
             assert all(map(isnan, done.logprobs))
+            stop = replace(sampling, stop=("m",))
+            done = await engine.generate(ids, stop, session="guided")
+            assert (done.stop, [*map(isnan, done.logprobs)]) == ("m", [True] * 3)
         else:
             assert done.token_ids == [EOS]
             check_sampled({version: world.models[version]}, ids, done)

@@ -114,8 +114,9 @@ class PooledTurn:
     ) -> ServerRequest:
         """The request for the rest of the turn, with its own random numbers. `interval`: tokens per
         event if no fork rule waits for them, as after a fork window. A server with
-        `has_free_entropies` gets no separate request for the window."""
-        whole = self._matcher.whole if self._matcher is not None else ()
+        `has_free_entropies` gets no separate request for the window. Under a grammar, engines take
+        stop tokens for its end."""
+        whole = self._matcher.whole if self._matcher is not None and not self.guide else ()
         stops = tuple(sorted({*whole, *self._eos_ids}))  # a server may know other ends of a turn
         sampling, done = self._sampling, len(self.token_ids)
         window = None if has_free_entropies else self._num_entropies
@@ -228,7 +229,7 @@ class PooledTurn:
     def _ends_by_itself(self, length: int) -> bool:
         """Whether the server also stops at the stop string that ends here."""
         if self._matcher is not None and self._has_tokens:
-            return self.token_ids[length - 1] in self._matcher.whole
+            return not self.guide and self.token_ids[length - 1] in self._matcher.whole
         return self._match(length, self._base) is not None
 
     def _match(self, length: int, start: int = 0) -> str | None:
@@ -333,7 +334,7 @@ class TurnEngine(Engine, Generic[S]):
             stream_interval,
             self._eos_ids,
             matcher,
-            num_entropies=window if self._entropies == "window" else None,
+            num_entropies=window if self._entropies == "window" and not sampling.guide else None,
             entropy_kind=self._entropy_kind,
         )
         self.counts["requests"] += 1
@@ -374,8 +375,11 @@ class TurnEngine(Engine, Generic[S]):
             while (ended := await self._request(slot, turn, session)) is None:
                 pass  # the fork window was whole, the rest of the turn follows
             outcome = ended
-            if turn.completion is not None and turn.guide:
-                await self._mark_changed(slot, turn.completion, turn.prompt_ids)
+            if turn.guide:
+                if turn.is_stopped:
+                    turn.end_part(None)
+                if turn.completion is not None:
+                    await self._mark_changed(slot, turn.completion, turn.prompt_ids)
         finally:
             outcome = self.release(slot, outcome)
         if isinstance(outcome, Lost) or (isinstance(outcome, Aborted) and outcome.problem):
