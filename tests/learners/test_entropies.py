@@ -42,6 +42,9 @@ def test_each_entropy_is_assigned_to_its_token(num_ranks: int) -> None:
     """The ranks return the number of each token in place of its entropy. Trees with entropies of
     the engine keep them."""
     groups = without_entropies(ALGORITHM)
+    for node in (node for tree, _ in groups for node in tree.nodes):
+        for place in range(1, len(node.logprobs), 3):
+            node.logprobs[place] = math.nan  # changed by a grammar
     kept = groups[1][0]
     for node in kept.nodes:
         node.entropies = array("f", [0.25]) * len(node.action_ids)
@@ -59,9 +62,11 @@ def test_each_entropy_is_assigned_to_its_token(num_ranks: int) -> None:
             count = one.num_action_tokens
             assert sorted(reported) == [1000.0 * number + i for i in range(count)]
             path = next(tree.trajectories()).path
-            assert [h for node in path for h in node.entropies] == sorted(
-                h for node in path for h in node.entropies
-            ), "in the order of the tokens"
+            pairs = ((node.entropies, node.logprobs) for node in path)
+            given = [one for pair in pairs for one in zip(*pair, strict=True)]
+            assert all(math.isnan(h) == math.isnan(p) for h, p in given)
+            order = [h for h, _ in given if not math.isnan(h)]
+            assert order == sorted(order)
 
 
 def _marked(tree: EncodedTree, first: int) -> EncodedTree:
