@@ -57,8 +57,9 @@ class Required(Protocol):
 
 
 def single_ends(style: str, turn: Required) -> tuple[str, ...]:
-    """The text that ends a turn of at most one call."""
-    return (CALL_ENDS[style],) if turn.single and style in CALL_ENDS else ()
+    """The text that ends a turn of at most one call, if no grammar does."""
+    ends = turn.single and not turn.forced and style in CALL_ENDS
+    return (CALL_ENDS[style],) if ends else ()
 
 
 def guide_of(
