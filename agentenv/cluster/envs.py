@@ -169,7 +169,7 @@ class EnvWorkers(WorkerGroup[_Process]):
         super().__init__(report)
         self.silence_s = held_s
         self._counted: Counter[str] = Counter()  # by processes that are gone
-        self._numbers = count()
+        self.number = count().__next__  # a new number for an environment or a call
 
     def make(self, task: Task) -> WorkerEnv:
         """An env of the task; its reset creates it in a process."""
@@ -187,10 +187,6 @@ class EnvWorkers(WorkerGroup[_Process]):
             with waiting(PLACE):
                 await self.changed.wait()
         return min(self.workers.values(), key=lambda one: one.num_envs)
-
-    def number(self) -> int:
-        """A new number for an environment or a call."""
-        return next(self._numbers)
 
     async def request(self, process: _Process, call: EnvCall, task_id: str) -> Gave:
         """The result of a call. Raises the environment's error, and EnvError if the process is

@@ -13,11 +13,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, field
 
-from agentenv.base.errors import ConfigError, EngineDeadError, EngineError
+from agentenv.base.errors import EngineDeadError, EngineError
 from agentenv.base.types import Chunk, Completion, SamplingParams, VersionSpan
 from agentenv.contract.engine import Engine, EngineCapabilities, EngineConfig
+from agentenv.contract.http import checked_url
 from agentenv.contract.http_client import FailedError, RefusedError, SilentServerError
 from agentenv.contract.request import ServerLostError
+from agentenv.contract.server_config import ChatModelConfig
 from agentenv.text.endpoint import ModelEndpoint
 
 
@@ -69,11 +71,11 @@ class OpenAIConfig(EngineConfig, frozen=True, kw_only=True, tag="openai", tag_fi
     capabilities: ClassVar = EngineCapabilities(has_weights=False)
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"engine.url: expected http(s)://HOST, got {self.url!r}")
+        checked_url(self.url, "engine.url")
 
 
 HOPELESS = (401, 403, 404)  # after these, no request can succeed
+SHARED_KEYS = ("url", "model", "api_key_env", "timeout_s", "num_retries", "max_concurrency")
 
 
 class EndpointEngine(Engine):
@@ -85,7 +87,8 @@ class EndpointEngine(Engine):
 
     def __init__(self, config: OpenAIConfig) -> None:
         self.config = config
-        self.endpoint = ModelEndpoint(config, "engine")
+        keys = {name: getattr(config, name) for name in SHARED_KEYS}
+        self.endpoint = ModelEndpoint(ChatModelConfig(**keys), "engine")
         self._dead = ""  # the reason
 
     @property

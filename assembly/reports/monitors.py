@@ -40,15 +40,12 @@ class Monitor(Protocol):
 
     def log(self, metrics: dict[str, float], axis: Axis) -> None:
         """Log the numbers of one row of metrics.jsonl."""
-        ...
 
     def trajectories(self, name: str, rows: Sequence[Row], axis: Axis) -> None:
         """Log a sample of trajectories, as rows of training or of an evaluation."""
-        ...
 
     def finish(self, exit_code: int) -> None:
         """Flush; called once, even if nothing was logged."""
-        ...
 
 
 def figures(row: Row) -> dict[str, float]:
