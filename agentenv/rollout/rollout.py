@@ -28,6 +28,7 @@ from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from random import Random
+from typing import Any
 
 from agentenv.base.deadline import Alarm, Deadline, WorkClock, working
 from agentenv.base.errors import (
@@ -39,18 +40,14 @@ from agentenv.base.errors import (
     EnvError,
     WorkerError,
 )
-from agentenv.base.tree import Node, TrajectoryTree, packed_ids
-from agentenv.base.types import Limit, Limits, Message
-from agentenv.contract.plan import RolloutPlan
-from agentenv.rollout.actor_parts import ActorParts
+from agentenv.base.tree import Node, packed_ids
+from agentenv.base.types import Limit, Message
 from agentenv.rollout.branch import Branch, BranchNow
 from agentenv.rollout.conversation import Context
 from agentenv.rollout.failure_log import failure_of, kind_of
 from agentenv.rollout.frames import Recorded
 from agentenv.rollout.growth import Growth
-from agentenv.rollout.hooks import RolloutHooks
 from agentenv.rollout.journal import TreeRecord
-from agentenv.rollout.recovery import Recovery
 
 Opening = Callable[[], Awaitable[None]]  # sets the env and the tokens of a branch
 
@@ -71,25 +68,12 @@ async def _raise(error: Exception) -> None:
     raise error
 
 
-class Rollout:
+class Rollout(Growth):
     """Grows one tree: one coroutine per branch, all in one task group."""
 
-    def __init__(
-        self,
-        actor: ActorParts,
-        tree: TrajectoryTree,
-        plan: RolloutPlan,
-        limits: Limits,
-        session: str,
-        hooks: RolloutHooks,
-        record: TreeRecord | None = None,
-        again: bool = False,
-    ) -> None:
-        self.actor = actor
-        self.tree = tree
-        self.plan = plan
-        self.limits = limits
-        self.hooks = hooks
+    def __init__(self, *parts: Any, record: TreeRecord | None = None, again: bool = False) -> None:
+        """`parts`: those of `Growth`."""
+        super().__init__(*parts)
         self._record = record
         self._again = again
         self.clock = WorkClock()  # runs while any branch's clock runs
@@ -102,9 +86,6 @@ class Rollout:
         self._next_root = 0
         self._probes_since: float | None = None  # loop time, while a single root grows
         self._stops: dict[int, str] = {}  # by node, the stop string that ended its turn
-        self._recovery = Recovery(actor, tree, limits)
-        mine = session, hooks, self._recovery, self._fork, self._complete
-        self._growth = Growth(actor, tree, plan, limits, *mine)
 
     async def run(
         self, first_root: int, recorded: Recorded | None = None, cancelled: str = ""
@@ -131,7 +112,6 @@ class Rollout:
                 await self._record.finished()
         finally:
             alarm.cancel()
-            del self._growth  # it refers back, which would keep the tree until a garbage collection
 
     def clocks(self) -> list[WorkClock]:
         """The clocks of the live branches, or of the tree when all have ended."""
@@ -312,7 +292,7 @@ class Rollout:
                     raise _OutOfTimeError
                 await opening()
                 is_open = True
-                return await self._growth.take_turns(branch)
+                return await self.take_turns(branch)
         except _OutOfTimeError:
             if self._cancelled:
                 raise CancelledRolloutError(self._cancelled) from None
