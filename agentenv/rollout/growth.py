@@ -8,6 +8,7 @@ The tree around it belongs to the rollout, which starts forks and keeps the reco
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from msgspec.structs import replace
@@ -23,21 +24,19 @@ from agentenv.rollout.hooks import RolloutHooks
 from agentenv.rollout.recovery import Recovery
 
 
+@dataclass(eq=False)
 class Growth:
     """Takes the turns of a tree's branches; the base of `Rollout`."""
 
-    def __init__(
-        self,
-        actor: ActorParts,
-        tree: TrajectoryTree,
-        plan: RolloutPlan,
-        limits: Limits,
-        session: str,
-        hooks: RolloutHooks,
-    ) -> None:
-        self.actor, self.tree, self.plan, self.limits = actor, tree, plan, limits
-        self._session, self.hooks = session, hooks
-        self._recovery = Recovery(actor, tree, limits)
+    actor: ActorParts
+    tree: TrajectoryTree
+    plan: RolloutPlan
+    limits: Limits
+    session: str
+    hooks: RolloutHooks
+
+    def __post_init__(self) -> None:
+        self._recovery = Recovery(self.actor, self.tree, self.limits)
 
     def _fork(self, branch: Branch, seconds: float, entropies: list[float]) -> None:
         """Called once per turn that may fork, with the seconds of the branch before the turn and
@@ -117,7 +116,7 @@ class Growth:
         completion = await actor.engine.generate(
             branch.prefix_ids,
             self._sampling(branch),
-            session=self._session,
+            session=self.session,
             on_tokens=on_tokens if reads else None,
             stream_interval=max(1, window),
             order=(int(is_first), self.tree.index),

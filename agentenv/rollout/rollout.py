@@ -26,9 +26,9 @@ from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
+from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import Any
 
 from agentenv.base.deadline import Alarm, Deadline, WorkClock, working
 from agentenv.base.errors import (
@@ -68,14 +68,15 @@ async def _raise(error: Exception) -> None:
     raise error
 
 
+@dataclass(eq=False)
 class Rollout(Growth):
     """Grows one tree: one coroutine per branch, all in one task group."""
 
-    def __init__(self, *parts: Any, record: TreeRecord | None = None, again: bool = False) -> None:
-        """`parts`: those of `Growth`."""
-        super().__init__(*parts)
-        self._record = record
-        self._again = again
+    record: TreeRecord | None = None
+    again: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.clock = WorkClock()  # runs while any branch's clock runs
         self.branches: set[Branch] = set()  # live ones
         self._is_over = False  # the tree is out of time: no branch begins anymore
@@ -107,9 +108,9 @@ class Rollout(Growth):
                     self._resume(recorded)
                 if cancelled:  # no branch has run yet
                     self.cancel(cancelled)
-            if self._record is not None:
+            if self.record is not None:
                 self.clock.now("the journal")
-                await self._record.finished()
+                await self.record.finished()
         finally:
             alarm.cancel()
 
@@ -170,8 +171,8 @@ class Rollout(Growth):
         """Start siblings after an earlier tool result, unless the tree is out of time."""
         for _ in range(0 if self._is_over else number):
             node.num_forks = (node.num_forks or 0) + 1
-            if self._record is not None:
-                self._record.decided(node)
+            if self.record is not None:
+                self.record.decided(node)
             num_turns = len(self.tree.path(node)) - 1
             name = f"{node.branch}.{num_turns}+{node.num_forks}"
             branch = Branch(name, node, WorkClock(outer=self.clock))
@@ -188,8 +189,8 @@ class Rollout(Growth):
             raise _ClosedError from error
         self.tree.num_started += 1
         self.tree.num_live += 1
-        if self._record is not None:
-            self._record.opened(branch.name, branch.cursor, branch.clock())
+        if self.record is not None:
+            self.record.opened(branch.name, branch.cursor, branch.clock())
         return task
 
     async def _open_root(self, branch: Branch) -> None:
@@ -221,8 +222,8 @@ class Rollout(Growth):
         for node in nodes:
             if stop is not None:
                 self._stops[node.index] = stop
-            if self._record is not None:
-                self._record.turned(node, branch.clock(), stop)
+            if self.record is not None:
+                self.record.turned(node, branch.clock(), stop)
             stop = None
 
     # forking
@@ -236,8 +237,8 @@ class Rollout(Growth):
             first = array("f", entropies)  # in the precision of nodes, so that equal values match
             wanted = self.plan.on_fork_point(self.tree, place, first, rng)
             place.num_forks = 0 if self._is_over else wanted
-            if self._record is not None:
-                self._record.decided(place)
+            if self.record is not None:
+                self.record.decided(place)
             for number in range(1, place.num_forks + 1):
                 name = f"{branch.name}.{branch.num_turns}+{number}"
                 sibling = branch.sibling(name, WorkClock(seconds, self.clock))
@@ -321,7 +322,7 @@ class Rollout(Growth):
         leaf.error = f"{kind_of(error)}: {error}"
         self._complete(branch, [leaf])
         failure = failure_of(error, self.tree.task, branch.action)
-        self.actor.failures.add(failure, error, again=self._again)
+        self.actor.failures.add(failure, error, again=self.again)
         if self._is_over or self.tree.num_retries >= self.limits.max_failures:
             self._end(leaf, branch)
             return
