@@ -18,7 +18,6 @@ from agentenv.base.disk_errors import SHARED_MEMORY, WEIGHTS_PREFIX
 from agentenv.base.offload import in_thread
 from agentenv.training.loop.parts import Parts
 from agentenv.training.loop.training import Training
-from agentenv.training.reports.recorder import RunRecorder
 from agentenv.training.supervised.assembly import TrainingAssembly
 from agentenv.training.supervised.cold_start import cold_start
 from agentenv.training.supervised.self_critic import SelfCritic
@@ -53,7 +52,6 @@ async def build_parts(
 
 ADDED: dict[str, Any] = {  # arguments of Training
     "build": build_parts,
-    "make_recorder": RunRecorder,
     "start_workers": start_workers,
     "cold_start": cold_start,
     "make_critic": SelfCritic,

@@ -405,7 +405,7 @@ class EnvHost:
         self._link.send(pack(Begun(request.call)))
         self._link.flush()  # user code may now block the loop
         answer: Gave | EnvFailed
-        clock = _LabeledClock(partial(self._awaits, request.call))
+        clock = _LabeledClock(lambda *waits: self._link.send(pack(Awaits(request.call, *waits))))
         try:
             with working(clock):
                 try:
@@ -465,9 +465,6 @@ class EnvHost:
             with Deadline.after(self._timeout_s, "env.close", EnvError):
                 await guarded(env.close(), "the environment's close")
         return Gave(request.call)
-
-    def _awaits(self, call: int, what: str, is_paused: bool, lost_s: float) -> None:
-        self._link.send(pack(Awaits(call, what, is_paused, lost_s)))
 
     def _beat(self) -> bytes:
         return pack(Alive(WorkerFigures(num_open_envs=len(self._envs), env=shared_stats())))

@@ -195,9 +195,10 @@ class RolloutWorkers(WorkerGroup[_Worker]):
 
     def _place(self, growing: _Growing) -> None:
         """Give the tree to the worker with the fewest, unless it is cancelled."""
-        if self._poison.is_found(growing.index) and not growing.cancelled:
+        most = NUM_LOSSES + NUM_TRIALS
+        if self._poison.num_lost(growing.index) >= most and not growing.cancelled:
             self._num_poison += 1
-            growing.cancelled = f"{NUM_LOSSES + NUM_TRIALS} workers died while growing it"
+            growing.cancelled = f"{most} workers died while growing it"
             self.report(
                 f"tree {growing.index} (task {growing.task.id}) is abandoned: "
                 f"{NUM_LOSSES + NUM_TRIALS} workers in a row died while it made no progress; check "

@@ -329,7 +329,7 @@ class Rollout(Growth):
         self.tree.num_live -= 1
         self.tree.num_retries += 1
         self.tree.num_started -= 1
-        self.tree.num_roots -= branch.is_root
+        self.tree.num_roots -= "+" not in branch.name  # it is no fork
         self._start_roots(1)
 
     def _end(self, leaf: Node, branch: Branch) -> None:

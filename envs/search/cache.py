@@ -52,7 +52,12 @@ class CachedBackend:
             text = self.cache.get(imported, decode_text)
             if text is not None:
                 return hits_of_arpo(text)[: query.max_results]
-        return await self.cache.through(key, lambda: self._fetch(query), _hits, lasts=self.lasts)
+
+        async def fetch() -> bytes:
+            return msgspec.json.encode(await self.backend.search(query))
+
+        through, kind = self.cache.through, list[Hit]
+        return await through(key, fetch, lambda data: decode(data, kind), lasts=self.lasts)
 
     async def document(self, url: str) -> Hit | None:
         """The backend's own document."""
@@ -68,13 +73,6 @@ class CachedBackend:
 
     def _key(self, query: Query) -> str:
         return msgspec.json.encode([self.name, query]).decode()
-
-    async def _fetch(self, query: Query) -> bytes:
-        return msgspec.json.encode(await self.backend.search(query))
-
-
-def _hits(data: bytes) -> list[Hit]:
-    return decode(data, list[Hit])
 
 
 def read_arpo_cache(path: Path) -> dict[str, str]:

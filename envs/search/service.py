@@ -56,10 +56,6 @@ class Episode(Struct):
     written: list[str] = field(default_factory=list)
     queries: set[str] = field(default_factory=set)
 
-    def copy(self) -> Episode:
-        """An independent copy."""
-        return Episode(self.question, list(self.written), set(self.queries))
-
 
 class SearchService:
     """Search and pages, as configured; see `shared_service` for one per process and
@@ -97,13 +93,14 @@ class SearchService:
         config, sizes = self.config, self.config.sizes
         market = market_of(text, config.market)
         query, info = Query(text, config.max_results, market), Info()
-        hits = _distinct(await self.backend.search(query))
+        found = {hit.text: hit for hit in reversed(await self.backend.search(query))}
+        hits = [*reversed(found.values())]  # of equal texts, the first
         info["ids"] = [hit.id or hit.url for hit in hits]
         if not hits:
             return ToolResult(NO_RESULTS, info)
         if sizes.mode == "snippets" and sizes.form == "passages":
-            found = [joined_contents(hit.title, hit.text) for hit in hits]
-            return ToolResult("\n\n".join(text.strip() for text in found), info)
+            texts = [joined_contents(hit.title, hit.text).strip() for hit in hits]
+            return ToolResult("\n\n".join(texts), info)
         if sizes.mode == "snippets":
             parts = [hit.text[: config.max_chars_per_result] for hit in hits]
             return ToolResult(_pages(hits, parts, links), info)
@@ -179,10 +176,6 @@ def shared_service(config: SearchConfig) -> SearchService:
     return shared(key, lambda: SearchService(config))
 
 
-def _distinct(hits: list[Hit]) -> list[Hit]:
-    return list({hit.text: hit for hit in reversed(hits)}.values())[::-1]
-
-
 # The tools of web search: `search` and `open_page`.
 
 
@@ -222,7 +215,7 @@ class _EpisodeTool(StatelessTool):
 
     async def fork(self, state: Episode) -> Episode:
         """An independent copy."""
-        return state.copy()
+        return Episode(state.question, [*state.written], {*state.queries})
 
 
 class SearchPagesTool(_EpisodeTool):

@@ -21,7 +21,7 @@ from agentenv.rollout.metrics import (
 from agentenv.training.loop.batching import StepBatch
 from agentenv.training.loop.clocks import Stopwatch
 from agentenv.training.loop.feeder import Feeder
-from agentenv.training.loop.recorder import Recorder
+from agentenv.training.loop.recorder import RunRecorder
 from agentenv.training.loop.score import step_score
 
 
@@ -30,7 +30,7 @@ class StepReport:
     """Measures and records the steps of a run."""
 
     feeder: Feeder
-    recorder: Recorder
+    recorder: RunRecorder
     watch: Stopwatch
     lag: LoopLag
 
