@@ -64,7 +64,7 @@ OURS = {
     "assembly/run/checkpoints.py": "a run directory",
     "assembly/run/rundir.py": "a run directory",
     "assembly/run/lock.py": "the holder of a run directory",
-    "assembly/run/resuming.py": "a run directory",
+    "assembly/run/kept.py": "a run directory",
     "assembly/serving/servers.py": "configuration",
     "training/supervised/run.py": "a run directory",
     "lab/recipes/sorting.py": "a result directory of ours",

@@ -17,10 +17,9 @@ from agentenv.base.deadline import waiting
 from agentenv.base.tree import LED, Node, TrajectoryTree
 from agentenv.base.types import Chunk, Completion, Limit, Limits, Message, SamplingParams
 from agentenv.contract.plan import RolloutPlan
-from agentenv.rollout.actor_parts import ActorParts
+from agentenv.rollout.actor_parts import ActorParts, RolloutHooks
 from agentenv.rollout.branch import Branch, TurnState
 from agentenv.rollout.conversation import Context
-from agentenv.rollout.hooks import RolloutHooks
 from agentenv.rollout.recovery import Recovery
 
 

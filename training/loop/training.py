@@ -25,7 +25,7 @@ from typing import Any
 from agentenv.assembly.keys.cluster import WHERE
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.run.checkpoints import load_state
-from agentenv.assembly.run.resuming import check_optimizer, checkpoint_to_resume, resume_from
+from agentenv.assembly.run.kept import check_optimizer, checkpoint_to_resume, resume_from
 from agentenv.assembly.run.rundir import JOURNAL, RunDirectory
 from agentenv.assembly.run.terminal import View
 from agentenv.assembly.run.waits import watched

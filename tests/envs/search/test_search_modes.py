@@ -12,8 +12,13 @@ import pytest
 from agentenv.base.config import to_plain
 from agentenv.base.errors import ConfigError
 from agentenv.envs.search.keys import PRESETS, SearchConfig
-from agentenv.envs.search.service import REPEATED, Episode, SearchPagesTool, SearchService
-from agentenv.envs.search.summarizer import truncated_reasoning
+from agentenv.envs.search.service import (
+    REPEATED,
+    Episode,
+    SearchPagesTool,
+    SearchService,
+    truncated_reasoning,
+)
 from agentenv.envs.web_search import search_config
 from tests.envs.search_site import SNIPPET, Web, search
 
