@@ -53,16 +53,16 @@ from agentenv.envs.grading.words import has_cjk, is_wordy, tokens
 # plain words, which name nothing. A kind of decoration is kept if it contains the gold, so that an
 # answer is never right for removed text: "page 12" keeps its number for the gold 12.
 
-_TABLES = Tables("decoration")
+_DECORATION = Tables("decoration")
 _KINDS = {
-    name: _TABLES.rewrites(name)
+    name: _DECORATION.rewrites(name)
     for name in ("wrapper", "table", "confidence", "step", "reference", "lead")
 }
-_THING = re.compile(rf"\b{_TABLES.text('thing')}(?!\w)", re.IGNORECASE)
-_NAMING = _TABLES.pattern("naming", re.IGNORECASE)
-_AMOUNT = _TABLES.pattern("amount", re.IGNORECASE)
-_PLAIN = _TABLES.pattern("plain")
-_OPENING = _TABLES.pattern("opening")
+_THING = re.compile(rf"\b{_DECORATION.text('thing')}(?!\w)", re.IGNORECASE)
+_NAMING = _DECORATION.pattern("naming", re.IGNORECASE)
+_AMOUNT = _DECORATION.pattern("amount", re.IGNORECASE)
+_PLAIN = _DECORATION.pattern("plain")
+_OPENING = _DECORATION.pattern("opening")
 _SINGLE = re.compile(r"\b(?![aiI]\b)[A-Za-z]\b(?<!'[stdm])")
 _PIECE = re.compile(r"((?:[.!?;:,\n]+[\"'\u201d\u2019)]*(?=\s|$)|\n)\s*|$)")
 _TAG = re.compile(r"<([A-Za-z][A-Za-z0-9]*)>")
@@ -71,7 +71,7 @@ _ATTRIBUTE = re.compile(r"([\w-]+)\s*=\s*(?:\"([^\"]*)\"|'([^']*)')")
 _STYLE = {"class", "style", "id", "href", "color", "type", "lang", "align", "size", "face", "src"}
 _VOID = {"br", "hr", "p", "li", "td", "tr", "th", "item"}
 _MARK = re.compile(r"(?m)(?:^|;)\s*(\[\d{1,2}\]|[\u00b9\u00b2\u00b3\u2070-\u2079]|\u2020)\s*(.+)$")
-_CITATION = _TABLES.pattern("citation", re.IGNORECASE)
+_CITATION = _DECORATION.pattern("citation", re.IGNORECASE)
 _RUN = re.compile(r"(\s)\1{3,}")
 MIN_WORDS = 3  # of a clause; fewer may be a name
 

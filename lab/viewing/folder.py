@@ -296,7 +296,6 @@ def _rounded(values: Any) -> list[float]:
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 EVALUATIONS = "eval"
-Figures = dict[str, Any]
 TAIL_BYTES = 64_000
 
 
