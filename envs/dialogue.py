@@ -57,7 +57,6 @@ class User(Protocol):
         call is retried. A user may have a method `async def start(self)`, awaited before each
         episode, that raises ConfigError if the user cannot work.
         """
-        ...
 
 
 class ScriptedUser:

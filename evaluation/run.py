@@ -35,7 +35,7 @@ from agentenv.base.types import Limits, Task
 from agentenv.contract.engine import Engine
 from agentenv.contract.env import shared_stats
 from agentenv.engines.chat import ChatEngine, ChatRenderer
-from agentenv.engines.token_routes import TokensEngine
+from agentenv.engines.openai import TokensEngine
 from agentenv.envs.grading.verdict import final_answer
 from agentenv.evaluation.figures import Summary
 from agentenv.evaluation.report import report_of

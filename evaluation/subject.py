@@ -42,8 +42,7 @@ from agentenv.base.types import Task
 from agentenv.contract.engine import Engine, EngineStart
 from agentenv.data.rows import RowsConfig
 from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces
-from agentenv.engines.openai import OpenAIConfig
-from agentenv.engines.token_routes import TokensEngine
+from agentenv.engines.openai import OpenAIConfig, TokensEngine
 from agentenv.evaluation.store import load_run_config
 from agentenv.reference.helpers import Assist, assist_actor
 from agentenv.rollout.actor import Actor

@@ -19,8 +19,7 @@ from agentenv.assembly.run.terminal import View
 from agentenv.base.errors import ConfigError
 from agentenv.launchers.command import make_parser, parse, run_command
 from agentenv.launchers.sft import next_commands
-from agentenv.training.supervised.objectives import PreferenceTraining
-from agentenv.training.supervised.run import train_supervised
+from agentenv.training.supervised.run import PreferenceTraining, train_supervised
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,6 +59,6 @@ def self_critic(
 ) -> Coroutine[Any, Any, None]:
     """The work of --self-critic."""
     from agentenv.training.start import make_training  # slow to load
-    from agentenv.training.supervised.rounds import run_rounds
+    from agentenv.training.supervised.self_critic import run_rounds
 
     return run_rounds(make_training(config, run, view, resume=resume), num_rounds)

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from agentenv.assembly.keys.supervised import SFTRunConfig
 from agentenv.launchers.command import make_parser, parse, run_command
-from agentenv.training.supervised.objectives import ImitationTraining
-from agentenv.training.supervised.run import train_supervised
+from agentenv.training.supervised.run import ImitationTraining, train_supervised
 
 
 def main(argv: Sequence[str]) -> int:

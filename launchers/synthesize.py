@@ -26,7 +26,7 @@ from agentenv.assembly.run.rundir import LOG_FILE
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 from agentenv.base.errors import ConfigError
 from agentenv.engines.chat import ChatEngine
-from agentenv.engines.token_routes import TokensEngine
+from agentenv.engines.openai import TokensEngine
 from agentenv.evaluation.run import chosen_sets, saved_of
 from agentenv.evaluation.store import Store
 from agentenv.evaluation.subject import (

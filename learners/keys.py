@@ -257,7 +257,7 @@ SAVED_FILE = "learner.json"
 
 class SavedLearner(Struct, kw_only=True):
     """Metadata of a checkpoint. `base_model`: directory of the frozen weights, with `lora`.
-    `reference_updates`: see `agentenv.learners.ranks.reference_policy`."""
+    `reference_updates`: see `agentenv.learners.ranks.saved_checkpoint`."""
 
     num_ranks: int
     zero_stage: int

@@ -14,7 +14,7 @@ from agentenv.contract.env import close_shared
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import StatelessTool
 from agentenv.envs.code_interpreter import CodeInterpreterEnv
-from agentenv.reference.debugger import DebuggerConfig, HelperModel, corrected_code, debugged
+from agentenv.reference.helpers import DebuggerConfig, HelperModel, corrected_code, debugged
 from tests.support.openai_endpoint import Answer, Json, ScriptedEndpoint, reply
 
 TASK = Task("t", "toy", "What is the secret of the question?", ("the secret answer",))

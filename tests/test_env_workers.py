@@ -25,7 +25,7 @@ from agentenv.contract.env import Env, EnvWrapper, StepResult, forget_shared, sh
 from agentenv.processes.link import Link
 from agentenv.processes.worker_group import BEAT_S, Left
 from agentenv.rollout.actor import Actor
-from agentenv.rollout.open_envs import OpenEnvs
+from agentenv.rollout.actor_parts import OpenEnvs
 from agentenv.text.prompt import PromptConfig
 from agentenv.training.workers import env_worker
 from tests.support.counting_tools import ANSWER, call

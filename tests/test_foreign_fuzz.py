@@ -63,7 +63,7 @@ from agentenv.envs.search.providers import (
     provider_hits,
     retrieved_hits,
 )
-from agentenv.envs.search.summarizer import Summarizer
+from agentenv.envs.search.service import Summarizer
 from agentenv.envs.search.upstream import Reply
 from agentenv.launchers.retriever import Retriever, RetrieverConfig
 from agentenv.processes.link import Link, frame_of

@@ -13,9 +13,9 @@ from agentenv.base.tree import Trajectory
 from agentenv.base.types import Info, Limit, Limits, Message, SamplingParams
 from agentenv.contract.env import StepResult
 from agentenv.contract.plan import Independent
+from agentenv.rollout.actor_parts import RolloutHooks
 from agentenv.rollout.branch import Branch, Continuation, Retake
 from agentenv.rollout.conversation import Context
-from agentenv.rollout.hooks import RolloutHooks
 from tests.support.toy import CharTokenizer, CountingEnv
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import TASK, make_actor, rollout

@@ -131,10 +131,11 @@ async def test_a_403_is_an_observation_until_every_request_gets_it(
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("127.0.0.1:8098", "the url is 127.0.0.1:8098; expected http"),
-        ("me:secret@host/v1?key=secret", "the url is host/v1; expected http"),
-        ("", "the url is empty; expected http"),
-        (None, "the url is None; expected http"),
+        ("127.0.0.1:8098", "'127.0.0.1:8098'"),
+        ("me:secret@host/v1?key=secret", "'host/v1'"),
+        ("", "''"),
+        (None, "'None'"),
+        ("http://[", r"'http://\['"),
     ],
 )
 def test_a_url_without_a_scheme_is_refused_at_construction(url: Any, said: str) -> None:

@@ -267,7 +267,7 @@ def test_a_tree_without_a_worker_ends_when_a_user_cancels_it(
             await cluster.kill("a")
             await asyncio.sleep(1.0)
         before = 0 if begins_s is None else cluster.engine.stats()["requests"]
-        assert cluster.workers.places()[0].worker == ""
+        assert cluster.workers.places()[0] == ""
         assert cluster.workers.cancel(0, "enough")
         assert not cluster.workers.places()
         tree = await asyncio.wait_for(growing, 1.0)

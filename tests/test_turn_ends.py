@@ -17,10 +17,9 @@ from agentenv.base.types import Limits, Message, SamplingParams
 from agentenv.contract.engine import EngineStart
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.weights import read_architecture
-from agentenv.engines.openai import OpenAIConfig
+from agentenv.engines.openai import OpenAIConfig, TokensEngine, _sglang_body
 from agentenv.engines.pool.turn import PooledTurn
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.engines.token_routes import TokensEngine, _sglang_body
 from agentenv.envs.quickstart.setup import build_model
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.renderer import TagRenderer

@@ -90,9 +90,6 @@ async def _demonstrate(
                 partial(_demonstration, make, task, turn, stage, seed),
                 *(f"the demonstration of task {task.id}", task.id),
                 outage_s=0.0,
-                failed=lambda attempt, error: None,
-                first_s=0.1,
-                max_s=10.0,
                 num_retries=MAX_FAILURES,
             )
 

@@ -167,14 +167,33 @@ def working(clock: WorkClock) -> Iterator[WorkClock]:
         _current.reset(token)
 
 
-class waiting:  # a context manager, in lower case like those of contextlib
+class doing:  # a context manager, in lower case like those of contextlib
+    """Within the block, the current rollout waits for `what`."""
+
+    __slots__ = ("_before", "_clock", "_what")
+
+    def __init__(self, what: str) -> None:
+        self._clock, self._what = _current.get(), what
+
+    def __enter__(self) -> Self:
+        if self._clock is not None:
+            self._before = self._clock.doing
+            self._clock.now(self._what)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._clock is not None:
+            self._clock.now(self._before)
+
+
+class waiting(doing):
     """Within the block, or from `begin` to `end`, which are idempotent, the current rollout waits,
     in the block for `what`, and its time does not count as work."""
 
-    __slots__ = ("_before", "_clock", "_waits", "_what")
+    __slots__ = ("_waits",)
 
     def __init__(self, what: str = "") -> None:
-        self._clock, self._what = _current.get(), what
+        super().__init__(what)
         self._waits = False
 
     def begin(self) -> None:
@@ -189,14 +208,10 @@ class waiting:  # a context manager, in lower case like those of contextlib
 
     def __enter__(self) -> Self:
         self.begin()
-        if self._clock is not None:
-            self._before = self._clock.doing
-            self._clock.now(self._what)
-        return self
+        return super().__enter__()
 
     def __exit__(self, *_: object) -> None:
-        if self._clock is not None:
-            self._clock.now(self._before)
+        super().__exit__()
         self.end()
 
 
@@ -218,25 +233,6 @@ class Work:
         if self._clock is not None:
             self._clock.discard(self._marks)
             self.begin()
-
-
-class doing:
-    """Within the block, the current rollout waits for `what`."""
-
-    __slots__ = ("_before", "_clock", "_what")
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._clock = _current.get()
-
-    def __enter__(self) -> None:
-        if self._clock is not None:
-            self._before = self._clock.doing
-            self._clock.now(self._what)
-
-    def __exit__(self, *_: object) -> None:
-        if self._clock is not None:
-            self._clock.now(self._before)
 
 
 class deferring:

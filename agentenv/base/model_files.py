@@ -39,8 +39,11 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
 
 
 def read_model_config(model: Path) -> dict[str, Any]:
-    """config.json of a Hugging Face directory."""
-    return read_object(model / "config.json", "model configuration")
+    """config.json of a Hugging Face directory; the table of its text model, which multimodal models
+    nest, is merged into it."""
+    found = read_object(model / "config.json", "model configuration")
+    inner = found.get("text_config")
+    return found | inner if isinstance(inner, dict) else found
 
 
 def vocab_size(model: Path) -> int:
@@ -58,9 +61,8 @@ def num_positions(model_config: dict[str, Any]) -> int:
 
 def num_experts(model_config: dict[str, Any]) -> int:
     """Experts of a layer; 0 for a dense model."""
-    text = model_config.get("text_config", model_config)
     names = ("num_experts", "n_routed_experts", "num_local_experts")
-    return max(int(text.get(name) or 0) for name in names)
+    return max(int(model_config.get(name) or 0) for name in names)
 
 
 def num_stretched_positions(model_config: dict[str, Any]) -> int:

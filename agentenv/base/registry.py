@@ -74,9 +74,7 @@ def _near_module(module: str, missing: str) -> str:
     return f"; did you mean '{parent and f'{parent}.'}{near[0]}'?" if near else ""
 
 
-@cache
-def _entry_points() -> Any:
-    return metadata.entry_points()  # reads a file of each installed package
+_entry_points: Any = cache(metadata.entry_points)  # reads a file of each installed package
 
 
 def installed(group: str) -> Iterable[metadata.EntryPoint]:

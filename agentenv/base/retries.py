@@ -43,9 +43,9 @@ async def through_outage(
     key: str,
     *,
     outage_s: float,
-    failed: Callable[[int, InfraError], None],
-    first_s: float,
-    max_s: float,
+    failed: Callable[[int, InfraError], None] = lambda attempt, error: None,
+    first_s: float = 0.1,
+    max_s: float = 10.0,
     num_retries: int = 0,
 ) -> T:
     """The result of `call`. Infrastructure failures, which `failed` gets with the number of their

@@ -126,8 +126,9 @@ def printable(text: str) -> str:
 
 def shortened(text: str, max_chars: int, gap: str = "\n...\n") -> str:
     """The text, or the head and tail of a text longer than `max_chars`."""
-    half = max_chars // 2
-    return text if len(text) <= max_chars else text[:half] + gap + text[len(text) - half :]
+    tail = max_chars // 2
+    head = max_chars - tail
+    return text if len(text) <= max_chars else text[:head] + gap + text[len(text) - tail :]
 
 
 @cache

@@ -169,7 +169,7 @@ class EnvWorkers(WorkerGroup[_Process]):
         super().__init__(report)
         self.silence_s = held_s
         self._counted: Counter[str] = Counter()  # by processes that are gone
-        self._numbers = count()
+        self.number = count().__next__  # a new number for an environment or a call
 
     def make(self, task: Task) -> WorkerEnv:
         """An env of the task; its reset creates it in a process."""
@@ -187,10 +187,6 @@ class EnvWorkers(WorkerGroup[_Process]):
             with waiting(PLACE):
                 await self.changed.wait()
         return min(self.workers.values(), key=lambda one: one.num_envs)
-
-    def number(self) -> int:
-        """A new number for an environment or a call."""
-        return next(self._numbers)
 
     async def request(self, process: _Process, call: EnvCall, task_id: str) -> Gave:
         """The result of a call. Raises the environment's error, and EnvError if the process is
@@ -409,7 +405,7 @@ class EnvHost:
         self._link.send(pack(Begun(request.call)))
         self._link.flush()  # user code may now block the loop
         answer: Gave | EnvFailed
-        clock = _LabeledClock(partial(self._awaits, request.call))
+        clock = _LabeledClock(lambda *waits: self._link.send(pack(Awaits(request.call, *waits))))
         try:
             with working(clock):
                 try:
@@ -469,9 +465,6 @@ class EnvHost:
             with Deadline.after(self._timeout_s, "env.close", EnvError):
                 await guarded(env.close(), "the environment's close")
         return Gave(request.call)
-
-    def _awaits(self, call: int, what: str, is_paused: bool, lost_s: float) -> None:
-        self._link.send(pack(Awaits(call, what, is_paused, lost_s)))
 
     def _beat(self) -> bytes:
         return pack(Alive(WorkerFigures(num_open_envs=len(self._envs), env=shared_stats())))

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 from agentenv.base.errors import TooManyFailuresError, WorkerError
 from agentenv.base.tree import TrajectoryTree
@@ -69,11 +69,9 @@ class _Growing:
 
     def __post_init__(self) -> None:
         self.frames = TreeFrames()  # since it has the worker
-        loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[None] = loop.create_future()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.reply: asyncio.Future[list[BranchNow]] | None = None  # of a pending Look
         self.cancelled = ""  # the reason; empty: not cancelled
-        self.since = loop.time()
         self.number = -1
         self.worker: _Worker | None = None
 
@@ -100,13 +98,6 @@ class _Worker(Worker):
         self.has_come_further = False  # one of its trees made progress
         self.idle = asyncio.Event()  # it has no trees
         self.draining: asyncio.Task[None] | None = None
-
-
-class Placed(NamedTuple):
-    """The worker of a tree (empty: it waits for one), and the loop time of the tree's request."""
-
-    worker: str
-    since: float
 
 
 def _destination(worker: _Worker) -> str:
@@ -204,9 +195,10 @@ class RolloutWorkers(WorkerGroup[_Worker]):
 
     def _place(self, growing: _Growing) -> None:
         """Give the tree to the worker with the fewest, unless it is cancelled."""
-        if self._poison.is_found(growing.index) and not growing.cancelled:
+        most = NUM_LOSSES + NUM_TRIALS
+        if self._poison.num_lost(growing.index) >= most and not growing.cancelled:
             self._num_poison += 1
-            growing.cancelled = f"{NUM_LOSSES + NUM_TRIALS} workers died while growing it"
+            growing.cancelled = f"{most} workers died while growing it"
             self.report(
                 f"tree {growing.index} (task {growing.task.id}) is abandoned: "
                 f"{NUM_LOSSES + NUM_TRIALS} workers in a row died while it made no progress; check "
@@ -470,12 +462,9 @@ class RolloutWorkers(WorkerGroup[_Worker]):
     def _growing(self, index: int) -> _Growing | None:
         return next((one for one in self._wanted() if one.index == index), None)
 
-    def places(self) -> dict[int, Placed]:
-        """The worker of each tree, by index."""
-        return {
-            one.index: Placed("" if one.worker is None else one.worker.name, one.since)
-            for one in self._wanted()
-        }
+    def places(self) -> dict[int, str]:
+        """The worker of each tree, by index; empty: it waits for one."""
+        return {one.index: one.worker.name if one.worker else "" for one in self._wanted()}
 
     # Figures
 

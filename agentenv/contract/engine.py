@@ -29,7 +29,6 @@ class Engine(Protocol):
     @property
     def policy_version(self) -> int:
         """Version of the weights that sample the next token."""
-        ...
 
     async def generate(
         self,
@@ -55,7 +54,6 @@ class Engine(Protocol):
         outside the vocabulary, max_tokens < 1), and EngineDeadError when the engine is permanently
         lost.
         """
-        ...
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
         """Replace the weights by those of a Hugging Face directory while requests are running.
@@ -116,11 +114,9 @@ class ServerStarter(Protocol):
     async def start(self, served: Served, config: LaunchConfig, key: str) -> list[str]:
         """URLs of the ready servers. `key` is the setting for error messages. Raises
         ConfigError and EngineError."""
-        ...
 
     def follow(self, added: Callable[[str], None], removed: Callable[[str], None]) -> None:
         """Call back with added and removed URLs of servers that may move."""
-        ...
 
 
 class EngineStart(Struct, frozen=True, kw_only=True):

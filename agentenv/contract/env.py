@@ -42,12 +42,10 @@ class Env(Protocol):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[list[Message], Info]:
         """Start the episode; the messages are the prompt. Equal seeds give equal prompts."""
-        ...
 
     async def step(self, action: Message) -> StepResult:
         """Observation messages, reward, terminated, truncated, info. Raises EnvError, also before
         `reset`, after the end of the episode and after `close`."""
-        ...
 
     async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
         """Grade the policy's text so far: reward and info. Called when a limit of the actor ends a
@@ -55,15 +53,12 @@ class Env(Protocol):
 
         `action` is a last, possibly unfinished action that `step` never saw.
         """
-        ...
 
     async def fork(self) -> Self:
         """An independent copy of the state: acting in one never changes the other."""
-        ...
 
     async def close(self) -> None:
         """Free all resources; called once for each env and each fork; idempotent."""
-        ...
 
 
 class EnvWrapper:
@@ -255,7 +250,6 @@ class Grader(Protocol):
         """`written` has only the policy's own messages; `calls` counts the successful calls by
         tool. Raises GraderError, and InfraError if its service is down: the grader is then retried.
         """
-        ...
 
 
 async def start_grader(grader: Grader) -> None:

@@ -117,6 +117,17 @@ def _lost(error: BaseException) -> str:
     return f"Cannot connect to {host}:{getattr(error, 'port', '')}: {reason or cause}"
 
 
+def checked_url(url: Any, key: str) -> str:
+    """The URL without slashes at its end. Raises ConfigError, which names its `key`, for another
+    scheme than http and https, and without a host."""
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(str(url))
+        if parts.scheme in ("http", "https") and parts.hostname:
+            return str(url).rstrip("/")
+    shown = str(url).rpartition("@")[2].partition("?")[0]
+    raise ConfigError(f"{key}: expected http://HOST:PORT or https://HOST, got {shown!r}")
+
+
 def public_url(url: str) -> str:
     """A URL without user, password and query, which may contain a key."""
     parts = urlsplit(url)
@@ -282,12 +293,7 @@ class HttpClient:
         timeout_s: float = 30.0,
         max_connections: int = 100,
     ) -> None:
-        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
-            shown = public_url(f"//{url}")[2:] if isinstance(url, str) else repr(url)
-            raise ConfigError(
-                f"HttpClient: the url is {shown or 'empty'}; expected http://... or https://..."
-            )
-        self.url = url.rstrip("/")
+        self.url = checked_url(url, "HttpClient")
         self.headers = dict(headers or {})
         self.login = login
         self.timeout_s = timeout_s

@@ -29,7 +29,13 @@ from yarl import URL
 
 from agentenv.base.errors import SHOWN, ConfigError, EngineError, ForeignError
 from agentenv.base.untrusted import decode
-from agentenv.contract.http import HttpSession, is_temporary, reason_of, retry_after_s
+from agentenv.contract.http import (
+    HttpSession,
+    checked_url,
+    is_temporary,
+    reason_of,
+    retry_after_s,
+)
 from agentenv.contract.request import (
     BrokenConnectionError,
     BusyError,
@@ -88,18 +94,10 @@ class MalformedReplyError(EngineError):
     """A reply with status 200 of an unexpected form."""
 
 
-def base_url(url: str, key: str = "engine URL") -> URL:
-    """The parsed URL of a server. Raises ConfigError, naming its `key`."""
-    base = URL(url.rstrip("/"))
-    if base.scheme not in ("http", "https") or not base.host:
-        raise ConfigError(f"{key}: {url!r}: expected http://HOST:PORT or https://HOST")
-    return base
-
-
 async def why_unreachable(url: str, key: str) -> str:
     """The reason why no connection to this URL of `key` is possible; empty if one is. Raises
     ConfigError for an invalid URL."""
-    base = base_url(url, key)
+    base = URL(checked_url(url, key))
     try:
         async with asyncio.timeout(CONNECT_S):
             _, writer = await asyncio.open_connection(base.host, base.port)
@@ -130,7 +128,7 @@ class ServerClient:
         wait_s: float = 600.0,
         fresh_posts: bool = False,
     ) -> None:
-        self._base = base_url(url)
+        self._base = URL(checked_url(url, "engine URL"))
         self.name = str(self._base.with_user(None).with_query(None)).rstrip("/")
         self.wait_s, self._call_s = wait_s, call_s
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}

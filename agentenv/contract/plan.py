@@ -40,13 +40,11 @@ class RolloutPlan(Protocol):
         self, tree: TrajectoryTree, node: Node, entropies: Sequence[float], rng: Random
     ) -> int:
         """`node` holds the tool result; `entropies` (nats) are those of the first tokens after."""
-        ...
 
     def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int | Sequence[Place]:
         """Called after `leaf` ended, or failed and is not replaced; `tree.num_live` no longer
         counts it. A number of from-scratch trajectories, or pairs of a node that holds a tool
         result (or the root) and the number of siblings that continue from there."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -75,8 +75,6 @@ from agentenv.contract.tools import (
     has_close,
 )
 
-FIRST_DELAY_S = 0.1  # before the first retry of a call; doubles with each, up to MAX_DELAY_S
-MAX_DELAY_S = 10.0
 CLOSE_TIMEOUT_S = 10.0
 PIECE_CHARS = 1 << 16  # characters of a result that are processed at once, in half a millisecond
 MAX_ERROR_CHARS = 4000  # of each text in the record of a failed call
@@ -354,9 +352,8 @@ class ToolEnv:
                 _report_outage(who, str(error), outage_s)
 
         key = f"{self._seed}/{self.task.id}/{self._budget.num_calls}"
-        delays = {"first_s": FIRST_DELAY_S, "max_s": MAX_DELAY_S}
         return await through_outage(
-            call, who, key, outage_s=outage_s, num_retries=num_retries, failed=failed, **delays
+            call, who, key, outage_s=outage_s, num_retries=num_retries, failed=failed
         )
 
     async def _close_states(self, states: Mapping[str, Any]) -> None:

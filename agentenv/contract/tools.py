@@ -9,6 +9,8 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal, Protocol, cast, runtime_checkable
 
 from msgspec import Meta, Struct
@@ -50,19 +52,15 @@ class Tool(Protocol):
 
     def start(self, seed: int | None) -> Any:
         """The state of a new episode; must be cheap, since many episodes do not call the tool."""
-        ...
 
     async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
         """Run one call. Raises ToolError (the policy reads it) or InfraError (retried)."""
-        ...
 
     async def fork(self, state: Any) -> Any:
         """An independent copy of the state."""
-        ...
 
     async def close(self, state: Any) -> None:
         """Free the state; idempotent."""
-        ...
 
 
 @runtime_checkable
@@ -71,7 +69,6 @@ class ToolSource(Protocol):
 
     async def load(self) -> Sequence[Tool]:
         """The tools; each call returns the same objects. Raises ConfigError if loading fails."""
-        ...
 
 
 class StatelessTool:
@@ -123,27 +120,21 @@ async def prepare_tool(tool: Tool) -> None:
         raise named(f"the tool {tool.name!r} cannot be prepared", error) from error
     finally:  # registered after the resources of `prepare`, and so closed before them
         if release is not None:
-            shared(("release", id(tool)), lambda: _Release(tool.name, release))
+            # `release` keeps the tool alive, since its id is the key
+            closing = SimpleNamespace(close=partial(_released, tool.name, release))
+            shared(("release", id(tool)), lambda: closing)
 
 
-class _Release:
-    """Releases a tool when shared resources are closed. Keeps the tool alive, since its id is the
-    key."""
-
-    def __init__(self, name: str, release: Callable[[], Awaitable[None]]) -> None:
-        self._name = name
-        self._release = release
-
-    async def close(self) -> None:
-        """Errors and hangs of the release do not prevent other resources from being closed."""
-        who = f"the release of the tool {self._name!r}"
-        try:
-            async with asyncio.timeout(RELEASE_TIMEOUT_S):
-                await guarded(self._release(), who)
-        except TimeoutError:
-            logger.warning("%s did not end within %g s", who, RELEASE_TIMEOUT_S)
-        except AgentEnvError as error:
-            logger.warning("%s: %s", who, error)
+async def _released(name: str, release: Callable[[], Awaitable[None]]) -> None:
+    """Release a tool. Errors and hangs do not prevent other resources from being closed."""
+    who = f"the release of the tool {name!r}"
+    try:
+        async with asyncio.timeout(RELEASE_TIMEOUT_S):
+            await guarded(release(), who)
+    except TimeoutError:
+        logger.warning("%s did not end within %g s", who, RELEASE_TIMEOUT_S)
+    except AgentEnvError as error:
+        logger.warning("%s: %s", who, error)
 
 
 class ToolLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -103,12 +103,10 @@ class SharedSender(Protocol):
     async def release(self) -> None:
         """Release the memory after the last read. Idempotent. Raises LearnerError if the learner
         is lost."""
-        ...
 
     async def write(self) -> Path:
         """The same weights as a Hugging Face directory, written once. Raises EngineError if that
         fails."""
-        ...
 
 
 class Sender(Protocol):
@@ -117,32 +115,25 @@ class Sender(Protocol):
 
     async def manifest(self) -> Manifest:
         """Metadata of the next `send`."""
-        ...
 
     async def open(self, kind: Wire) -> Address:
         """Open a store or create an id for the rendezvous; leaves the previous group."""
-        ...
 
     async def join(self, group: Group) -> None:
         """Join; returns when all ranks have joined."""
-        ...
 
     async def send(self) -> None:
         """Broadcast the weights of the latest published version."""
-        ...
 
     async def leave(self) -> None:
         """End the group. Idempotent."""
-        ...
 
     async def abort(self) -> None:
         """Abort the running operation, so that no receiver keeps waiting. Returns at once."""
-        ...
 
     async def write(self) -> Path:
         """The same weights as a Hugging Face directory, written once. Raises EngineError if the
         learner has newer weights."""
-        ...
 
 
 # The check that a Hugging Face directory fits a server's model, before the server loads it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from math import gcd, lcm
@@ -119,6 +120,7 @@ class TaskMix(Sequence[Task]):
         return self._tasks[index]
 
 
+@dataclass(eq=False)
 class TaskStream:
     """Endless epochs over `tasks`; the seed determines a separate order for each epoch.
 
@@ -127,20 +129,15 @@ class TaskStream:
     position of another one continues it exactly.
     """
 
-    def __init__(
-        self,
-        tasks: Sequence[Task],
-        seed: int,
-        position: int = 0,
-        curriculum: Curriculum | None = None,
-    ) -> None:
-        self.tasks = tasks
-        self.seed = seed
-        self.position = position
-        self.curriculum = curriculum
-        self._pattern = tasks.pattern if isinstance(tasks, TaskMix) else [0]
-        self._parts = parts_of(tasks)
-        periods, place = divmod(position, len(self._pattern))
+    tasks: Sequence[Task]
+    seed: int
+    position: int = 0
+    curriculum: Curriculum | None = None
+
+    def __post_init__(self) -> None:
+        self._pattern = self.tasks.pattern if isinstance(self.tasks, TaskMix) else [0]
+        self._parts = parts_of(self.tasks)
+        periods, place = divmod(self.position, len(self._pattern))
         self._drawn = [  # tasks of each part
             periods * self._pattern.count(number) + self._pattern[:place].count(number)
             for number in range(len(self._parts))

@@ -179,15 +179,12 @@ class Placement(Protocol):
 
     async def start(self, spec: ProcessSpec) -> None:
         """Return when the process runs, or is expected. Raises WorkerError if it cannot run."""
-        ...
 
     async def ended(self, name: str) -> str:
         """Wait for the end of the process; returns a description of the end."""
-        ...
 
     async def stop(self, name: str) -> None:
         """End the process, if there is one."""
-        ...
 
 
 class LocalPlacement:

@@ -365,10 +365,6 @@ class PoisonTasks:
             self._tried = index
         return self._tried == index
 
-    def is_found(self, index: int) -> bool:
-        """Whether the tree is a poison task."""
-        return self.num_lost(index) >= NUM_LOSSES + NUM_TRIALS
-
     def clears(self, index: int) -> bool:
         """The tree made progress, or was cancelled; returns whether another suspicious tree may be
         tried."""

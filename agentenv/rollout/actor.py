@@ -16,10 +16,9 @@ from msgspec.structs import replace
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task
 from agentenv.contract.plan import RolloutPlan
-from agentenv.rollout.actor_parts import ActorParts
+from agentenv.rollout.actor_parts import ActorParts, RolloutHooks
 from agentenv.rollout.branch import BranchNow
 from agentenv.rollout.frames import Recorded
-from agentenv.rollout.hooks import RolloutHooks
 from agentenv.rollout.journal import TreeRecord
 from agentenv.rollout.recovery import OtherPromptError
 from agentenv.rollout.rollout import Rollout

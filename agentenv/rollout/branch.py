@@ -88,11 +88,6 @@ class Branch:
         return other
 
     @property
-    def is_root(self) -> bool:
-        """Whether the branch began from scratch; False for forks."""
-        return "+" not in self.name
-
-    @property
     def num_response_tokens(self) -> int:
         """Tokens after the prompt, sampled and observed; max_response_tokens limits them."""
         return len(self.prefix_ids) - self.num_prompt_tokens

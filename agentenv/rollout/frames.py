@@ -286,11 +286,9 @@ class Sink(Protocol):
 
     def append(self, frame: Frame) -> None:
         """See Journal.append."""
-        ...
 
     async def commit(self) -> None:
         """See Journal.commit."""
-        ...
 
 
 class Place(NamedTuple):

@@ -14,7 +14,7 @@ from itertools import count
 from random import Random
 from typing import TypeVar
 
-from agentenv.base.deadline import WaitKind, waiting, working
+from agentenv.base.deadline import WaitKind, working
 from agentenv.base.errors import (
     AgentEnvError,
     ConfigError,
@@ -27,7 +27,7 @@ from agentenv.base.errors import (
     InfraError,
     OutageError,
 )
-from agentenv.base.retries import backoff_s, through_outage
+from agentenv.base.retries import pause_before_retry, through_outage
 from agentenv.base.tree import Prefix, TrajectoryTree
 from agentenv.base.types import Completion, Info, Limits, Message
 from agentenv.contract.env import StepResult
@@ -133,9 +133,8 @@ class Recovery:
     async def _rest(self, branch: Branch, use: str, attempt: int) -> None:
         """Wait before a retry of a turn or a step."""
         self._tree.num_retaken += 1
-        key = self.key(branch, use)
-        with waiting(f"a pause before the {use} is retried"):
-            await asyncio.sleep(backoff_s(attempt, key, first_s=FIRST_RETRY_S, max_s=MAX_RETRY_S))
+        key, delays = self.key(branch, use), {"first_s": FIRST_RETRY_S, "max_s": MAX_RETRY_S}
+        await pause_before_retry(f"the {use}", attempt, key, **delays)
 
     # environments
 

@@ -26,6 +26,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 
@@ -39,18 +40,14 @@ from agentenv.base.errors import (
     EnvError,
     WorkerError,
 )
-from agentenv.base.tree import Node, TrajectoryTree, packed_ids
-from agentenv.base.types import Limit, Limits, Message
-from agentenv.contract.plan import RolloutPlan
-from agentenv.rollout.actor_parts import ActorParts
+from agentenv.base.tree import Node, packed_ids
+from agentenv.base.types import Limit, Message
 from agentenv.rollout.branch import Branch, BranchNow
 from agentenv.rollout.conversation import Context
 from agentenv.rollout.failure_log import failure_of, kind_of
 from agentenv.rollout.frames import Recorded
 from agentenv.rollout.growth import Growth
-from agentenv.rollout.hooks import RolloutHooks
 from agentenv.rollout.journal import TreeRecord
-from agentenv.rollout.recovery import Recovery
 
 Opening = Callable[[], Awaitable[None]]  # sets the env and the tokens of a branch
 
@@ -71,27 +68,15 @@ async def _raise(error: Exception) -> None:
     raise error
 
 
-class Rollout:
+@dataclass(eq=False)
+class Rollout(Growth):
     """Grows one tree: one coroutine per branch, all in one task group."""
 
-    def __init__(
-        self,
-        actor: ActorParts,
-        tree: TrajectoryTree,
-        plan: RolloutPlan,
-        limits: Limits,
-        session: str,
-        hooks: RolloutHooks,
-        record: TreeRecord | None = None,
-        again: bool = False,
-    ) -> None:
-        self.actor = actor
-        self.tree = tree
-        self.plan = plan
-        self.limits = limits
-        self.hooks = hooks
-        self._record = record
-        self._again = again
+    record: TreeRecord | None = None
+    again: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.clock = WorkClock()  # runs while any branch's clock runs
         self.branches: set[Branch] = set()  # live ones
         self._is_over = False  # the tree is out of time: no branch begins anymore
@@ -102,9 +87,6 @@ class Rollout:
         self._next_root = 0
         self._probes_since: float | None = None  # loop time, while a single root grows
         self._stops: dict[int, str] = {}  # by node, the stop string that ended its turn
-        self._recovery = Recovery(actor, tree, limits)
-        mine = session, hooks, self._recovery, self._fork, self._complete
-        self._growth = Growth(actor, tree, plan, limits, *mine)
 
     async def run(
         self, first_root: int, recorded: Recorded | None = None, cancelled: str = ""
@@ -126,12 +108,11 @@ class Rollout:
                     self._resume(recorded)
                 if cancelled:  # no branch has run yet
                     self.cancel(cancelled)
-            if self._record is not None:
+            if self.record is not None:
                 self.clock.now("the journal")
-                await self._record.finished()
+                await self.record.finished()
         finally:
             alarm.cancel()
-            del self._growth  # it refers back, which would keep the tree until a garbage collection
 
     def clocks(self) -> list[WorkClock]:
         """The clocks of the live branches, or of the tree when all have ended."""
@@ -190,8 +171,8 @@ class Rollout:
         """Start siblings after an earlier tool result, unless the tree is out of time."""
         for _ in range(0 if self._is_over else number):
             node.num_forks = (node.num_forks or 0) + 1
-            if self._record is not None:
-                self._record.decided(node)
+            if self.record is not None:
+                self.record.decided(node)
             num_turns = len(self.tree.path(node)) - 1
             name = f"{node.branch}.{num_turns}+{node.num_forks}"
             branch = Branch(name, node, WorkClock(outer=self.clock))
@@ -208,8 +189,8 @@ class Rollout:
             raise _ClosedError from error
         self.tree.num_started += 1
         self.tree.num_live += 1
-        if self._record is not None:
-            self._record.opened(branch.name, branch.cursor, branch.clock())
+        if self.record is not None:
+            self.record.opened(branch.name, branch.cursor, branch.clock())
         return task
 
     async def _open_root(self, branch: Branch) -> None:
@@ -241,8 +222,8 @@ class Rollout:
         for node in nodes:
             if stop is not None:
                 self._stops[node.index] = stop
-            if self._record is not None:
-                self._record.turned(node, branch.clock(), stop)
+            if self.record is not None:
+                self.record.turned(node, branch.clock(), stop)
             stop = None
 
     # forking
@@ -256,8 +237,8 @@ class Rollout:
             first = array("f", entropies)  # in the precision of nodes, so that equal values match
             wanted = self.plan.on_fork_point(self.tree, place, first, rng)
             place.num_forks = 0 if self._is_over else wanted
-            if self._record is not None:
-                self._record.decided(place)
+            if self.record is not None:
+                self.record.decided(place)
             for number in range(1, place.num_forks + 1):
                 name = f"{branch.name}.{branch.num_turns}+{number}"
                 sibling = branch.sibling(name, WorkClock(seconds, self.clock))
@@ -312,7 +293,7 @@ class Rollout:
                     raise _OutOfTimeError
                 await opening()
                 is_open = True
-                return await self._growth.take_turns(branch)
+                return await self.take_turns(branch)
         except _OutOfTimeError:
             if self._cancelled:
                 raise CancelledRolloutError(self._cancelled) from None
@@ -341,14 +322,14 @@ class Rollout:
         leaf.error = f"{kind_of(error)}: {error}"
         self._complete(branch, [leaf])
         failure = failure_of(error, self.tree.task, branch.action)
-        self.actor.failures.add(failure, error, again=self._again)
+        self.actor.failures.add(failure, error, again=self.again)
         if self._is_over or self.tree.num_retries >= self.limits.max_failures:
             self._end(leaf, branch)
             return
         self.tree.num_live -= 1
         self.tree.num_retries += 1
         self.tree.num_started -= 1
-        self.tree.num_roots -= branch.is_root
+        self.tree.num_roots -= "+" not in branch.name  # it is no fork
         self._start_roots(1)
 
     def _end(self, leaf: Node, branch: Branch) -> None:

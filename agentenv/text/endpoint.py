@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from itertools import count
+from typing import Any, TypeVar
 
 from msgspec import Struct
 from yarl import URL
@@ -16,9 +17,10 @@ from yarl import URL
 from agentenv.base.deadline import admitted
 from agentenv.base.errors import ConfigError, EngineDeadError, EngineError
 from agentenv.base.retries import pause_before_retry
+from agentenv.contract.http import checked_url
 from agentenv.contract.http_client import RefusedError, ServerClient
 from agentenv.contract.request import BusyError
-from agentenv.contract.server_config import read_key
+from agentenv.contract.server_config import ChatModelConfig, read_key
 
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 60.0  # even if a server requests more
@@ -28,38 +30,14 @@ T = TypeVar("T")
 Json = dict[str, Any]
 
 
-class ModelEndpointConfig(Protocol):
-    """The keys of an endpoint; an empty `api_key_env` means no key, `timeout_s` applies to one
-    request."""
-
-    @property
-    def url(self) -> str: ...
-    @property
-    def model(self) -> str: ...
-    @property
-    def api_key_env(self) -> str: ...
-    @property
-    def timeout_s(self) -> float: ...
-    @property
-    def num_retries(self) -> int: ...
-    @property
-    def max_concurrency(self) -> int: ...
-
-
 class ModelEndpoint:
     """An endpoint; `send` makes requests. `start` finds the model if none is named, and its
     reported properties: `owner` is its server, `served_from` its directory or hub name,
     `max_model_len` in tokens; empty or 0 if not reported. `table` is the configuration table in
     error messages."""
 
-    def __init__(self, config: ModelEndpointConfig, table: str) -> None:
-        url = config.url
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"{table}.url: expected http(s)://HOST of an OpenAI-compatible endpoint, got "
-                f"{url!r}"
-            )
-        base = URL(url.rstrip("/"))
+    def __init__(self, config: ChatModelConfig, table: str) -> None:
+        base = URL(checked_url(config.url, f"{table}.url"))
         api = base if base.path.strip("/") else base / "v1"
         key = read_key(config.api_key_env, f"{table}.api_key_env")
         timeout_s = config.timeout_s
@@ -119,42 +97,35 @@ class ModelEndpoint:
 
         Raises RefusedError, or the error of the last attempt.
         """
-        problem: EngineError | None = None
-        for attempt in range(self.num_retries + 1):
-            if attempt:
-                self.counts["retries"] += 1
-                wanted_s = problem.retry_after_s if isinstance(problem, BusyError) else 0.0
-                await pause_before_retry(
-                    *(self.api.name, attempt - 1, key),
-                    first_s=FIRST_DELAY_S,
-                    max_s=MAX_DELAY_S,
-                    at_least_s=wanted_s,
-                )
-            self._check_open()
+        client = self.api if path.startswith(("/chat", "/completions")) else self.root
+        for attempt in count():
+            if self._closed:
+                raise EngineDeadError(f"the connection to {self.api.name} is closed")
             try:
                 async with admitted(self._slots, self._slot):
                     self.counts["requests"] += 1
-                    return read(await self._client(path).call_json("POST", path, body))
+                    return read(await client.call_json("POST", path, body))
             except RefusedError:
                 raise
             except EngineError as error:  # lost, 5xx, 429, malformed
-                problem = error
-        assert problem is not None
-        problem.is_final = True
-        raise problem
+                if attempt == self.num_retries:
+                    error.is_final = True
+                    raise
+                wanted_s = error.retry_after_s if isinstance(error, BusyError) else 0.0
+            self.counts["retries"] += 1
+            await pause_before_retry(
+                *(self.api.name, attempt, key),
+                first_s=FIRST_DELAY_S,
+                max_s=MAX_DELAY_S,
+                at_least_s=wanted_s,
+            )
+        raise AssertionError
 
     async def close(self) -> None:
         """Close the connections; later requests raise EngineDeadError. Idempotent."""
         self._closed = True
         await self.api.close()
         await self.root.close()
-
-    def _client(self, path: str) -> ServerClient:
-        return self.api if path.startswith(("/chat", "/completions")) else self.root
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineDeadError(f"the connection to {self.api.name} is closed")
 
 
 class _Model(Struct):

@@ -21,6 +21,7 @@ from agentenv.base.errors import (
 )
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Limits, Message, Task
+from agentenv.base.untrusted import shortened
 from agentenv.contract.env import Env
 from agentenv.data.rows import Overlong
 from agentenv.text.renderer import CUT_MARKER, Renderer, ToolSchemas
@@ -187,7 +188,6 @@ class PromptFitter:
 
 def _shortened(task: Task, num_chars: int) -> Task:
     """The task with `num_chars` characters of its question, half of them from the end."""
-    text, tail = task.question, num_chars // 2
-    question = text[: num_chars - tail] + CUT_MARKER + text[len(text) - tail :]
-    metadata = {**task.metadata, CUT_KEY: len(text) - num_chars}
+    question = shortened(task.question, num_chars, CUT_MARKER)
+    metadata = {**task.metadata, CUT_KEY: len(task.question) - num_chars}
     return replace(task, question=question, metadata=metadata)

@@ -82,7 +82,6 @@ class Renderer(Protocol):
     ) -> Message:
         """The action as a message. If the prompt in `prefix_ids` ends with an open <think>, the
         content starts with it, so that a format check sees it."""
-        ...
 
     def observation(
         self,
@@ -94,13 +93,11 @@ class Renderer(Protocol):
         """The token ids between two turns: tool results and user messages. `turn_ids` are those of
         the turn that they answer; if its end-of-sequence token is missing but required, it comes
         first. Raises CrashError for messages of other roles."""
-        ...
 
     async def prepare(
         self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
     ) -> None:
         """Do the slow part of `observation` with the same arguments off the event loop."""
-        ...
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, token_ids: Sequence[int]) -> str: ...
@@ -110,7 +107,6 @@ class Renderer(Protocol):
 
     def neutralise(self, text: str, tools: ToolSchemas) -> str:
         """Untrusted text, changed so that it cannot forge the protocol's tags and tokens."""
-        ...
 
 
 @runtime_checkable
@@ -125,11 +121,9 @@ class ContextRenderer(Renderer, Protocol):
     def opens_thought(self, prefix_ids: Sequence[int]) -> bool: ...
     def turn(self, message: Message, tools: ToolSchemas) -> Sequence[int]:
         """Token ids of a turn of the policy. Raises ConfigError."""
-        ...
 
     def placed(self, messages: Sequence[Message], *, after_turn: bool) -> Sequence[Message]:
         """The messages of a prompt, or of an answer to a turn, as the template can write them."""
-        ...
 
 
 class TextCodec:

@@ -7,12 +7,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from glob import glob
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
-from msgspec import to_builtins
+from msgspec import Struct, to_builtins
+from msgspec import inspect as mi
 
-from agentenv.assembly.checks.paths import absent_paths, hub_keys
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.parts.assembly import Assembly, RolloutAssembly, load_function, prefixed
@@ -23,28 +25,104 @@ from agentenv.assembly.parts.environments import (
     tables_of,
     try_env,
 )
+from agentenv.assembly.run.arguments import ModelConfig
 from agentenv.assembly.run.rundir import check_writable
 from agentenv.assembly.serving.server_command import find_python
 from agentenv.assembly.serving.servers import check_roles
 from agentenv.base.errors import ConfigError, CrashError, DataError
 from agentenv.base.model_files import (
+    HubKind,
     check_turn_end,
     fetch_from_hub,
     num_positions,
     read_model_config,
 )
 from agentenv.base.offload import in_thread
+from agentenv.base.registry import joined, marks_of, type_info
 from agentenv.base.types import Message, Task
 from agentenv.contract.engine import EngineConfig, check_context
 from agentenv.contract.env import Env, check_observation, check_step
 from agentenv.contract.server_config import LaunchConfig
 from agentenv.contract.tool_env import ToolEnv
+from agentenv.data.data_files import is_generated
 from agentenv.envs.grading.keys import grader_config
 from agentenv.envs.grading.reward import NUM_CHECKED_ROWS, check_grader
 from agentenv.learners.algorithms.credit import advantages_of
 from agentenv.learners.keys import LearnerConfig
 from agentenv.text.native import NativeConfig, NativeRenderer
 from agentenv.text.renderer import TagRenderer
+
+# The paths in a configuration: files, rows, and names on the hub.
+
+
+class PathKey(NamedTuple):
+    """A key with a file, folder or pattern as its value; `rows`: it contains rows of data."""
+
+    key: str
+    text: str
+    rows: bool = False
+
+
+def paths_of(config: Any, path: str = "") -> Iterator[PathKey]:
+    """Every path in a configuration, in the order of the keys; the paths of a list one by one."""
+    if isinstance(config, list):
+        for number, value in enumerate(config):
+            yield from paths_of(value, f"{path}[{number}]")
+    elif isinstance(config, dict):
+        for name, value in config.items():
+            yield from paths_of(value, joined(path, str(name)))
+    elif isinstance(config, Struct):
+        info = type_info(type(config))
+        assert isinstance(info, mi.StructType)
+        for field in info.fields:
+            name = field.encode_name
+            key, value = joined(path, name), getattr(config, field.name)
+            marks = marks_of(field.type)
+            if not marks.get("path"):
+                yield from paths_of(value, key)
+                continue
+            for text in [value] if isinstance(value, str) else value or ():
+                if text:
+                    yield PathKey(key, text, bool(marks.get("rows")))
+
+
+def hub_keys(config: Any) -> Iterator[tuple[str, str, HubKind]]:
+    """(key, value, kind) of each key that may name a model or dataset on the hub."""
+    model = getattr(config, "model", None)
+    if isinstance(model, ModelConfig):
+        yield "model.path", model.path, "model"
+    for name, role in getattr(config, "roles", {}).items():
+        yield f"roles.{name}.model", role.model, "model"
+    if not dataset_registry(config):
+        for key, path, is_rows in paths_of(config):
+            if is_rows or key in ("data.train", "data.eval"):
+                yield key, path, "dataset"
+
+
+def dataset_registry(config: Any) -> str:
+    """The file that maps dataset names in data.train to files; "" if data.train has paths."""
+    return getattr(getattr(config, "data", None), "dataset_info", "")
+
+
+def absent_paths(assembly: Assembly[Any]) -> Iterator[PathKey]:
+    """The missing paths of the configuration, except those that the set-up creates, names in a
+    registry of datasets, and the cold start's data in a resumed run."""
+    config = assembly.config
+    has_names = dataset_registry(config)
+    for one in paths_of(config):
+        key, path = one.key, one.text
+        if assembly.makes(path) or (key.startswith("sft.") and assembly.checkpoint is not None):
+            continue
+        if has_names and key.startswith("data.") and key != "data.dataset_info":
+            continue
+        if not is_here(assembly.resolve(path).expanduser()):
+            yield one
+
+
+def is_here(path: Path) -> bool:
+    """Whether the file or folder exists, the pattern matches, or the rows are generated."""
+    return path.exists() or is_generated(path) or bool(glob(str(path), recursive=True))
+
 
 logger = logging.getLogger(__name__)
 

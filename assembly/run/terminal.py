@@ -108,20 +108,17 @@ class LogFile(logging.Handler):
         super().close()
 
 
-class _Errors(logging.Handler):
-    """Shows on the terminal the first line of each error, and of each warning marked SHOWN, that
-    another logger emits; tracebacks are in the log file."""
+class ErrorLines(logging.Handler):
+    """Passes to `show` the first line of each error, and of each warning marked SHOWN, that another
+    logger emits, and whether it is an error; tracebacks are in the log file."""
 
-    def __init__(self, show: Callable[[str], None]) -> None:
+    def __init__(self, show: Callable[[str, bool], None]) -> None:
         super().__init__(logging.WARNING)
         self._show = show
 
     def emit(self, record: logging.LogRecord) -> None:
         if is_shown(record):
-            line = record.getMessage().partition("\n")[0]
-            is_error = record.levelno >= logging.ERROR
-            word = "[bold red]error:[/]" if is_error else "[bold yellow]warning:[/]"
-            self._show(f"{word} {escape(line)}")
+            self._show(record.getMessage().partition("\n")[0], record.levelno >= logging.ERROR)
 
 
 def is_shown(record: logging.LogRecord) -> bool:
@@ -238,7 +235,7 @@ class View:
 
     def log_to(self, path: Path) -> None:
         """Also write messages, and the log records of all loggers, to the file `path`."""
-        self._handlers = [LogFile(path), _Errors(self._print_error)]
+        self._handlers = [LogFile(path), ErrorLines(self._print_problem)]
         self.folder = path.parent
         for stream in self._streams:
             stream.may_be_lost = True
@@ -256,7 +253,7 @@ class View:
     def warn(self, text: str) -> None:
         """Print and log a warning."""
         self._logger.warning(text)
-        self._print_error(f"[bold yellow]warning:[/] {escape(text)}")
+        self._print_problem(text, False)
 
     def warn_at_once(self, text: str) -> None:
         """As `warn`, and flush the log file, if its disk responds."""
@@ -267,12 +264,13 @@ class View:
     def fail(self, text: str) -> None:
         self._logger.error(text)
         self.end()
-        self._print_error(f"[bold red]error:[/] {escape(text)}")
+        self._print_problem(text, True)
 
-    def _print_error(self, text: str) -> None:
+    def _print_problem(self, text: str, is_error: bool) -> None:
         """Print on standard error; above the progress bar, if there is one."""
+        word = "[bold red]error:[/]" if is_error else "[bold yellow]warning:[/]"
         above = self.is_live and self._errors.is_terminal
-        (self.console if above else self._errors).print(text, soft_wrap=True)
+        (self.console if above else self._errors).print(f"{word} {escape(text)}", soft_wrap=True)
 
     def suggest(self, commands: Mapping[str, str]) -> None:
         """Print the commands to run next, each with its use."""

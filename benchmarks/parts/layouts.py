@@ -1,6 +1,6 @@
 """Gain of the tree layouts over flat layouts of the same trajectories.
 
-    tree, segments   the layouts of `agentenv.learners.trees.layouts`
+    tree, segments   the layouts of `agentenv.learners.ranks.trainer`
     varlen           every trajectory as a separate sequence, packed without padding
     dense            trees with one dense attention mask (--dense)
 

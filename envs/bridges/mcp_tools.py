@@ -22,14 +22,13 @@ import tempfile
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TextIO, cast
-from urllib.parse import urlsplit
 
 from agentenv.base.errors import ConfigError, ForeignError, InfraError, MissingError, ToolError
 from agentenv.base.installation import install_hint
 from agentenv.base.types import ToolResult
 from agentenv.base.untrusted import decode
 from agentenv.contract.env import ForkMode, shared
-from agentenv.contract.http import public_url
+from agentenv.contract.http import checked_url, public_url
 from agentenv.contract.tools import StatelessTool
 from agentenv.processes.guard import guarded
 
@@ -71,8 +70,8 @@ class MCPTools:
             raise ConfigError(
                 "MCPTools: set either command = ['program', 'argument', ...] or url = 'http..'"
             )
-        if url and urlsplit(url).scheme not in ("http", "https"):
-            raise ConfigError("MCPTools: url: expected http://HOST/.. or https://HOST/..")
+        if url:
+            checked_url(url, "MCPTools: url")
         if (headers and not url) or (env and url):
             raise ConfigError("MCPTools: headers require url, and env requires command")
         if isinstance(only, str):

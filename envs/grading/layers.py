@@ -26,10 +26,13 @@ from agentenv.envs.grading.candidates import (
 from agentenv.envs.grading.equality import LIMIT_S, shared_math
 from agentenv.envs.grading.forms import same_answers, special, truth, truth_of, without_name
 from agentenv.envs.grading.formulas import formulas
-from agentenv.envs.grading.gold import Gold, Same, gold_of, kind_of
-from agentenv.envs.grading.identifiers import (
+from agentenv.envs.grading.gold import (
+    Gold,
+    Same,
+    gold_of,
     identifier,
     is_written,
+    kind_of,
     literal,
     same_marks,
     unfenced,

@@ -9,14 +9,15 @@ from msgspec import Struct
 
 from agentenv.envs.grading import dates
 from agentenv.envs.grading.forms import truth, without_name
-from agentenv.envs.grading.frame import FRAME, MASK, masked
 from agentenv.envs.grading.gold import Gold, meets
 from agentenv.envs.grading.names import without_class
 from agentenv.envs.grading.parts import (
     ASIDES,
     EDGE,
+    FRAME,
     FUNCTION_WORDS,
     LABELS,
+    MASK,
     OPENING,
     Part,
     amount_of,
@@ -26,6 +27,7 @@ from agentenv.envs.grading.parts import (
     is_number,
     is_of_place,
     is_role,
+    masked,
 )
 from agentenv.envs.grading.quantities import Quantity, quantity, same_quantity, unit_of
 from agentenv.envs.grading.sentences import has_verb

@@ -148,12 +148,10 @@ class Matcher(Protocol):
 
     async def start(self) -> None:
         """Get ready; a ConfigError names a missing requirement."""
-        ...
 
     async def verdict(self, question: str, answer: str, golds: Sequence[str]) -> Verdict:
         """Right if any gold is met. Raises GraderError when there is no verdict, and
         GraderDownError when there is none for now."""
-        ...
 
 
 def shown(text: str) -> str:

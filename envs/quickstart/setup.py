@@ -184,17 +184,13 @@ def _pairs(rng: Random, count: int, reserved: set[str]) -> Iterator[dict[str, An
             state = rng.getstate()
             good = demonstration(rng, kind, reserved, "clean")
             rng.setstate(state)
-            bad = demonstration(rng, kind, reserved, _poor_habit(good.question.question))
+            habit = Random(good.question.question).choice(POOR)  # always that of the question
+            bad = demonstration(rng, kind, reserved, habit)
             yield {
                 "conversations": [{"from": "human", "value": good.question.question}],
                 "chosen": {"from": "gpt", "value": _chain(good.turns)},
                 "rejected": {"from": "gpt", "value": _chain(bad.turns)},
             }
-
-
-def _poor_habit(question: str) -> str:
-    """A poor habit, the same for the same question."""
-    return Random(question).choice(POOR)
 
 
 def _chain(turns: Any) -> str:

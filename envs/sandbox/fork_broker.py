@@ -157,7 +157,7 @@ class ForkBroker:
             self._answer_clone(call)
         elif call.number == self._prctl:
             self._answer_prctl(call)
-        elif _same_process(call.pid, call.arguments[0]):
+        elif os.path.exists(f"/proc/{call.pid}/task/{call.arguments[0]}"):  # of the same process
             self._answer(call)
         else:
             self._answer(call, errno.EPERM)
@@ -232,7 +232,7 @@ class ForkBroker:
             return
         self._fork = None
         if not born:
-            for pid in _children() - set(self._pids.values()):
+            for pid in set(filter(table.is_child, table.processes())) - set(self._pids.values()):
                 if self._initializer is None or pid != self._initializer.pid:
                     table.end(pid)
         if self._waiting:
@@ -253,14 +253,6 @@ class ForkBroker:
         except OSError:
             return False
         return True
-
-
-def _same_process(one: int, other: int) -> bool:
-    return os.path.exists(f"/proc/{one}/task/{other}")
-
-
-def _children() -> set[int]:
-    return set(filter(table.is_child, table.processes()))
 
 
 def _device_of_files(pid: int) -> int:

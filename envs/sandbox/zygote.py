@@ -331,7 +331,7 @@ def preload(names: Sequence[str], optional: bool) -> list[str]:
         except ImportError as error:
             missing.append(f"{name} ({error})")
         else:
-            _WARM_UPS.get(name, _nothing)()
+            _WARM_UPS.get(name, int)()
     return missing
 
 
@@ -375,10 +375,6 @@ def _access_by_opening(
     except OSError:
         return False
     return True
-
-
-def _nothing() -> None:
-    return None
 
 
 def _warm_numpy() -> None:

@@ -62,22 +62,18 @@ class Backend(Protocol):
 
         Raises DataError or ConfigError.
         """
-        ...
 
     async def search(self, query: Query) -> list[Hit]:
         """At most `query.max_results` hits, best first; an empty list means "no results".
 
         After an infrastructure failure it raises InfraError and never returns an empty list.
         """
-        ...
 
     async def document(self, url: str) -> Hit | None:
         """The whole document of a "corpus:ID" address, or None if there is none."""
-        ...
 
     async def close(self) -> None:
         """Free everything; idempotent."""
-        ...
 
 
 Index = TypeVar("Index")

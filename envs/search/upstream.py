@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -100,24 +101,19 @@ class HttpRequest(Struct, frozen=True):
         return f"HttpRequest({self.key})"
 
 
+@dataclass(eq=False)
 class Upstream:
     """The client of one service; shared by all episodes."""
 
-    def __init__(
-        self,
-        name: str,
-        config: TrafficConfig,
-        *,
-        refused_hint: str = "check the key in the environment and the address",
-    ) -> None:
-        self.name = name
-        self._refused_hint = refused_hint
-        self.config = config
-        self.num_requests = 0
-        self.num_retries = 0
-        self._bucket = TokenBucket(config.rate_per_s, BURST)
+    name: str
+    config: TrafficConfig
+    refused_hint: str = "check the key in the environment and the address"
+
+    def __post_init__(self) -> None:
+        self.num_requests = self.num_retries = 0
+        self._bucket = TokenBucket(self.config.rate_per_s, BURST)
         self._num_failures = 0  # consecutive calls
-        self._slots = asyncio.Semaphore(config.max_concurrency)
+        self._slots = asyncio.Semaphore(self.config.max_concurrency)
         self._session = HttpSession()
 
     async def send(self, request: HttpRequest) -> Reply:
@@ -197,7 +193,7 @@ class Upstream:
 
     def _refusal(self, status: int) -> ConfigError:
         return ConfigError(
-            f"{self.name} rejected the request with status {status}; {self._refused_hint}"
+            f"{self.name} rejected the request with status {status}; {self.refused_hint}"
         )
 
 

@@ -11,8 +11,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from agentenv.assembly.reports.monitors import Axis, MonitorPart
-from agentenv.assembly.reports.trackers import COLUMNS, sample_cells
+from agentenv.assembly.reports.monitors import COLUMNS, Axis, MonitorPart, sample_cells
 from agentenv.base.disk import write_whole
 from agentenv.base.errors import ForeignError, MissingError
 from agentenv.base.untrusted import decode

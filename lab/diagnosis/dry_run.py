@@ -22,15 +22,15 @@ from typing import Any
 import jinja2
 
 from agentenv.assembly.checks.checks import refuse
-from agentenv.assembly.checks.paths import (
+from agentenv.assembly.checks.start_checks import (
     PathKey,
     absent_paths,
     dataset_registry,
     hub_keys,
     is_here,
+    launched_servers,
     paths_of,
 )
-from agentenv.assembly.checks.start_checks import launched_servers
 from agentenv.assembly.keys.benchmarks import benchmark
 from agentenv.assembly.keys.cluster import (
     KubernetesCluster,

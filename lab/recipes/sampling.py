@@ -41,8 +41,8 @@ from agentenv.lab.recipes.sorting import (
     sort_question,
 )
 from agentenv.rollout.actor import Actor
+from agentenv.rollout.actor_parts import RolloutHooks
 from agentenv.rollout.branch import Branch
-from agentenv.rollout.hooks import RolloutHooks
 from agentenv.rollout.questions import Answer
 from agentenv.text.renderer import NUM_TAIL_IDS, THOUGHT_OPEN
 

@@ -13,7 +13,7 @@ TCP, so that a rank may run on another machine.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, Generic, Literal, TypeVar, Union
 
@@ -289,10 +289,6 @@ def with_trees(trees: Iterable[EncodedTree], command: RankCommand[R]) -> RankCom
 Reply = RankDone | RankMetrics | RankUpdated | RankScores | RankManifest | RankTransfer | RankFailed
 unpack_reply = msgspec.msgpack.Decoder(Reply).decode
 _SENT: Any = Union[(*RankCommand.__subclasses__(), *RankNotice.__subclasses__())]
-_of_controller: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_SENT)
-
-
-def unpack_command(body: bytes) -> RankCommand[Any] | RankNotice:
-    """The message of the controller in the body of a frame."""
-    found: RankCommand[Any] | RankNotice = _of_controller.decode(body)
-    return found
+unpack_command: Callable[[bytes], RankCommand[Any] | RankNotice] = msgspec.msgpack.Decoder(
+    _SENT
+).decode

@@ -29,7 +29,7 @@ from agentenv.learners.algorithms.credit import Floats, TreeCredit
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
-Layout = Literal["tree", "segments"]  # see `agentenv.learners.trees.layouts`
+Layout = Literal["tree", "segments"]  # see `agentenv.learners.ranks.trainer`
 LAYOUTS: tuple[Layout, ...] = ("tree", "segments")
 
 LINKS = ("pred", "depth", "end")

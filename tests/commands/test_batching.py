@@ -24,10 +24,9 @@ from agentenv.learners.algorithms.baselines import DAPO, ReinforcePP
 from agentenv.learners.algorithms.credit import TreeCredit
 from agentenv.learners.trees.batch import encode
 from agentenv.training.loop.alarms import Alarms
-from agentenv.training.loop.batching import BatchBuilder, StepBatch
+from agentenv.training.loop.batching import BatchBuilder, RefusedStepError, StepBatch
 from agentenv.training.loop.evaluations import refuse_failed
 from agentenv.training.loop.publishing import is_exact
-from agentenv.training.loop.refusals import RefusedStepError
 from agentenv.training.loop.state import RunState
 from tests.learners.trees import credited, random_tree
 

@@ -15,7 +15,7 @@ from agentenv.assembly.reports import pictures
 from agentenv.assembly.reports.records import write_rows
 from agentenv.assembly.run.terminal import reason_of
 from agentenv.base.disk_errors import explain
-from agentenv.training.reports import texts
+from agentenv.training.loop.recorder import write_samples
 from agentenv.training.supervised import run as supervised
 from tests.learners.trees import random_tree
 
@@ -44,7 +44,7 @@ def entropy(folder: Path) -> None:
     ("name", "write"),
     [
         ("rows.jsonl", lambda path: write_rows([random_tree(Random(0))], str, path, 0)),
-        ("samples.txt", lambda path: texts.write_samples(path, "title", [], append=False)),
+        ("samples.txt", lambda path: write_samples(path, "title", [], append=False)),
         ("entropy.csv", lambda path: entropy(path.parent)),
         ("entropy.png", lambda path: entropy(path.parent)),
         ("curve.png", lambda path: plots(path.parent)),

@@ -21,8 +21,6 @@ from agentenv.assembly.reports.monitors import (
     Monitors,
     RolloutMonitorConfig,
     Row,
-)
-from agentenv.assembly.reports.trackers import (
     WandbConfig,
     wandb_mode,
 )

@@ -8,7 +8,7 @@ import pytest
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task, VersionSpan
 from agentenv.learners.algorithms.credit import CreditedTree, TreeCredit
-from agentenv.training.loop.score import step_score
+from agentenv.training.loop.step_report import step_score
 
 TASK = Task("t", "toy", "q", ("a",))
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from agentenv.assembly.run.checkpoints import Checkpoints
-from agentenv.assembly.run.kept import keep_best
-from agentenv.assembly.run.resuming import checkpoint_to_resume, set_aside_after
+from agentenv.assembly.run.kept import checkpoint_to_resume, keep_best, set_aside_after
 from agentenv.base.disk import finished_folder
 from agentenv.base.errors import ConfigError, DataError, LearnerError
 from agentenv.learners.keys import SAVED_FILE, SavedLearner

@@ -181,7 +181,7 @@ class Control:
         if self._feeder.workers is not None and not one.has_ended:
             place = self._feeder.workers.places().get(index)
             if place is not None:
-                row |= {"worker": place.worker or "none yet", "state": "grows"}
+                row |= {"worker": place or "none yet", "state": "grows"}
             found = await self._feeder.workers.wait_info(index)
             if found is None:
                 lines.append("its worker has not reported its waits")
@@ -235,8 +235,8 @@ class Control:
         if self._feeder.workers is not None:
             place = self._feeder.workers.places().get(index)
             if self._feeder.workers.cancel(index, CANCEL_REASON):
-                if place is not None and place.worker:
-                    return f"tree {index} is being cancelled by {place.worker}"
+                if place:
+                    return f"tree {index} is being cancelled by {place}"
                 return f"tree {index} is cancelled; it had no worker"
         rollout = training.loop.parts.actor.growing(index)
         if rollout is None:

@@ -26,13 +26,12 @@ from agentenv.learners.trees.partition import forget_entropies
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.archive import StepHeader
 from agentenv.rollout.frames import Leased, StepRefused, Trained
-from agentenv.training.loop.batching import StepBatch
+from agentenv.training.loop.batching import RefusedStepError, StepBatch
 from agentenv.training.loop.clocks import PhaseClock, Stopwatch
 from agentenv.training.loop.evaluations import RunEvaluator
 from agentenv.training.loop.feeder import Feeder
 from agentenv.training.loop.publishing import ParityCheck
-from agentenv.training.loop.recorder import Recorder
-from agentenv.training.loop.refusals import RefusedStepError
+from agentenv.training.loop.recorder import RunRecorder
 from agentenv.training.loop.state import RunSaver
 from agentenv.training.loop.step_report import StepReport
 
@@ -58,7 +57,7 @@ class Loop:
     feeder: Feeder
     parity: ParityCheck
     saver: RunSaver
-    recorder: Recorder
+    recorder: RunRecorder
     evaluator: RunEvaluator
     report: StepReport
     critic: Critic | None

@@ -22,7 +22,7 @@ from agentenv.base.deadline import uncancelled
 from agentenv.learners.optimizer import optimizer_of
 from agentenv.learners.trees.batch import EncodedTree
 from agentenv.training.loop.parts import Parts
-from agentenv.training.loop.recorder import Recorder
+from agentenv.training.loop.recorder import RunRecorder
 from agentenv.training.loop.state import Imitating
 
 REPORT_EVERY_S = 30.0  # between lines with the loss, unless the gate is measured meanwhile
@@ -40,9 +40,6 @@ class DemonstrationSampler:
         self._by_kind = by_kind
         self._rng = rng
         self._left: dict[str, list[EncodedTree]] = {kind: [] for kind in self.kinds}
-
-    def reweigh(self, exact_match: dict[str, float], boost: float) -> None:
-        self.weights = [1 + boost * (1 - exact_match.get(kind, 0.0)) for kind in self.kinds]
 
     def draw(self, count: int) -> list[EncodedTree]:
         return [self._next(kind) for kind in self._rng.choices(self.kinds, self.weights, k=count)]
@@ -66,7 +63,7 @@ def why_lower(stages: Sequence[SFTStage]) -> str:
     )
 
 
-async def cold_start(parts: Parts, recorder: Recorder, checkpoint: Path | None) -> None:
+async def cold_start(parts: Parts, recorder: RunRecorder, checkpoint: Path | None) -> None:
     """Run or resume the cold start, and publish the weights; an early end saves a checkpoint.
     `checkpoint`: one during it."""
     running = ColdStart(parts, recorder, checkpoint)
@@ -84,7 +81,7 @@ class ColdStart:
     """The cold start as a phase of a training run. It has a separate optimizer; afterwards the
     optimizer of reinforcement learning starts fresh, and the weights are published."""
 
-    def __init__(self, parts: Parts, recorder: Recorder, checkpoint: Path | None) -> None:
+    def __init__(self, parts: Parts, recorder: RunRecorder, checkpoint: Path | None) -> None:
         """`checkpoint`: one during the cold start, to resume from."""
         config, state = recorder.config, recorder.state
         assert config.sft is not None
@@ -162,7 +159,8 @@ class ColdStart:
                     self._report(f"loss {self._losses[-1]:.3f}")
             if stage.until_gate and self.step % self.config.gate_every == 0:
                 exact = await self._measure()
-                sampler.reweigh(exact, KIND_BOOST)
+                weights = [1 + KIND_BOOST * (1 - exact.get(kind, 0.0)) for kind in sampler.kinds]
+                sampler.weights = weights
                 if min(exact.values()) >= self.config.gate_threshold:
                     return True
         return not stage.until_gate

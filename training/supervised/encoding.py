@@ -18,17 +18,18 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import ArrayLike, NDArray
 
 from agentenv.base.errors import ConfigError, CrashError, DataError
 from agentenv.base.model_files import GENERATION
 from agentenv.base.types import SYSTEM_KEY, Completion, Message, Task
 from agentenv.contract.instruction import Instruction
-from agentenv.data.rows import BROKEN_BOXED
+from agentenv.data.rows import repaired
 from agentenv.learners.trees.batch import EncodedTree, encode_sequence
 from agentenv.text.native import NativeRenderer
 from agentenv.text.renderer import NUM_TAIL_IDS, THOUGHT_OPEN, Renderer, TagRenderer
-from agentenv.text.tags import tag_calls, written_arguments
+from agentenv.text.tags import tag_calls
 from agentenv.training.supervised.dialogues import Dialogue
 
 # An encoded dialogue: token ids, and the mask of trained ones.
@@ -118,19 +119,15 @@ class ChatEncoder:
 
     def _split(self, conversation: Dialogue) -> tuple[list[Message], list[Message]]:
         """Messages of the prompt, with the effective system prompt, and the turns after it."""
-        messages = [self._repaired(message) for message in conversation.messages]
+        messages = [*conversation.messages]
+        if not self.compat:
+            messages = [replace(one, content=repaired(one.content)) for one in messages]
         size = next((i for i, m in enumerate(messages) if m.role == "assistant"), len(messages))
         prompt = messages[:size]
         row = {SYSTEM_KEY: prompt[0].content} if prompt and prompt[0].role == "system" else {}
         question = next((m.content for m in reversed(prompt) if m.role == "user"), "")
         task = Task("", "", question, (), metadata=row)
         return self.instruction.apply(prompt, task), messages[size:]
-
-    def _repaired(self, message: Message) -> Message:
-        if self.compat or BROKEN_BOXED not in message.content:
-            return message
-        content = message.content.replace(BROKEN_BOXED, "\\boxed")
-        return Message(message.role, content, message.tool_calls, message.name)
 
     def _answer(
         self, answer: Message, tools: Sequence[dict[str, Any]], follower: str
@@ -186,14 +183,9 @@ class ChatEncoder:
 
     def _with_calls(self, text: str, answer: Message, tools: Sequence[dict[str, Any]]) -> str:
         calls = answer.tool_calls
-        if not self.is_native:
-            if len(calls) > 1:
-                raise DataError("the tag protocol has one call per turn, a message has several")
-            (call,) = calls
-            tool = next((one for one in tools if one.get("name") == call.name), None)
-            return f"{text}<{call.name}>{written_arguments(call.arguments, tool)}</{call.name}>"
-        assert isinstance(self.renderer, NativeRenderer)
         try:
+            if isinstance(self.renderer, TagRenderer):
+                return self.renderer.calling(text, calls, tools)
             whole = self.renderer.calling(text, calls)
         except ConfigError as error:
             raise DataError(f"the call {calls[0].name} cannot be rendered: {error}") from error

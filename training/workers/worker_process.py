@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from agentenv.assembly.run.terminal import View, exit_code_of, is_shown, run_until_done
+from agentenv.assembly.run.terminal import ErrorLines, View, exit_code_of, run_until_done
 from agentenv.assembly.run.watchdog import rolling_out
 from agentenv.base.config import Reporter
 from agentenv.base.errors import AgentEnvError, ConfigError, WorkerError
@@ -31,7 +31,6 @@ class WorkerTask(Protocol):
 
     async def serve(self) -> bool | None:
         """Work until the connection ends. False: the run is not over."""
-        ...
 
 
 # Variables for externally started workers, in seconds: how long to try to reach the controller, and
@@ -43,19 +42,6 @@ RETRY_S = 2.0
 
 # (setup frame, link, stack that closes the parts, report, number of the worker) -> worker
 Build = Callable[[bytes, Link, AsyncExitStack, Reporter, int], Coroutine[Any, Any, WorkerTask]]
-
-
-class Errors(logging.Handler):
-    """Reports to the controller the first line of each error, such as the first crash of an
-    environment, and of each warning marked SHOWN."""
-
-    def __init__(self, view: WorkerView) -> None:
-        super().__init__(logging.WARNING)
-        self._view = view
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if is_shown(record):
-            self._view.report(record.getMessage().partition("\n")[0])
 
 
 class WorkerView(View):
@@ -146,7 +132,7 @@ def main(build: Build) -> int:
     """Run a worker; returns the exit code."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     view = WorkerView()
-    logging.getLogger().addHandler(Errors(view))
+    logging.getLogger().addHandler(ErrorLines(lambda line, is_error: view.report(line)))
 
     def begin() -> Coroutine[Any, Any, None]:
         missing = {ADDRESS_VARIABLE, TOKEN_VARIABLE} - set(os.environ)

@@ -56,13 +56,11 @@ class EngineCall:
         error."""
         if self.over or self._on_tokens is None:
             return
-        failed = True
         try:
             self._on_tokens(chunk)
-            failed = False
-        finally:
-            if failed:
-                settle(self.future, EngineError("on_tokens raised; the request is aborted"))
+        except BaseException:
+            settle(self.future, EngineError("on_tokens raised; the request is aborted"))
+            raise
 
 
 def settle(future: asyncio.Future[Any], outcome: object) -> None:

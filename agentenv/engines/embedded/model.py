@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -339,23 +340,21 @@ class Prefill:
             self.mask = seen.tril_(past)
 
 
+@dataclass(eq=False)
 class ModelBatch:
     """One step. token_ids, positions: int64 [T]; sampled: packed indices that get logits."""
 
-    def __init__(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        decodes: list[DecodeGroup],
-        prefills: list[Prefill],
-    ) -> None:
-        self.token_ids, self.positions = token_ids, positions
-        self.decodes, self.prefills = decodes, prefills
+    token_ids: Tensor
+    positions: Tensor
+    decodes: list[DecodeGroup]
+    prefills: list[Prefill]
+
+    def __post_init__(self) -> None:
         self.sampled: Tensor | None = None
-        ends = [index for group in decodes for index in range(group.start, group.stop)]
-        ends += [new.stop - 1 for new in prefills]
-        if len(ends) < len(token_ids):
-            self.sampled = torch.tensor(ends, device=token_ids.device)
+        ends = [index for group in self.decodes for index in range(group.start, group.stop)]
+        ends += [new.stop - 1 for new in self.prefills]
+        if len(ends) < len(self.token_ids):
+            self.sampled = torch.tensor(ends, device=self.token_ids.device)
 
     def advance(self, token_ids: Tensor) -> None:
         """Continue with the tokens just sampled; only for a batch without prefills."""

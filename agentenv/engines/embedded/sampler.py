@@ -61,7 +61,8 @@ class TokenSampler:
         counts as seen in the next call.
         """
         if self._seen is not None and self._penalty is not None:
-            logits = penalize(logits, self._seen, self._penalty)
+            penalized = torch.where(logits > 0, logits / self._penalty, logits * self._penalty)
+            logits = torch.where(self._seen, penalized, logits)  # CTRL, Keskar et al. 2019
         scores = logits if self._temperature is None else logits / self._temperature
         if self._min_p is not None:
             floor = scores.amax(-1, keepdim=True) + self._min_p.log()
@@ -84,12 +85,6 @@ class TokenSampler:
             self._seen.scatter_(1, tokens, True)
         entropies = log_total.squeeze(1) - (probs * scores).sum(-1)
         return tokens.squeeze(1), logprobs.squeeze(1), entropies.clamp_(min=0.0)
-
-
-def penalize(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
-    """Divide the positive logits of seen tokens by the penalty and multiply the negative ones
-    (CTRL, Keskar et al. 2019)."""
-    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def truncate(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

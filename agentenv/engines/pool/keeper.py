@@ -71,14 +71,11 @@ async def try_out(server: Server, within_s: float) -> None:
                     PROBE_IDS,
                     SamplingParams(max_tokens=1, temperature=0.0),
                 )
-                wanted_s = 0.0
                 try:
                     await sampled(server, request)
                     return
-                except BusyError as error:
-                    wanted_s = error.retry_after_s
-                except NoDescriptorError:
-                    pass
+                except (BusyError, NoDescriptorError) as error:
+                    wanted_s = getattr(error, "retry_after_s", 0.0)
                 pause_s = backoff_s(
                     attempt, server.name, first_s=FIRST_CLOSED_S, max_s=MAX_PROBE_PAUSE_S
                 )

@@ -14,7 +14,8 @@ from agentenv.base.errors import ConfigError
 from agentenv.base.model_files import num_stretched_positions, read_eos_ids, vocab_size
 from agentenv.base.offload import in_thread
 from agentenv.contract.engine import EngineConfig, EngineStart, check_context
-from agentenv.contract.http_client import base_url, why_unreachable
+from agentenv.contract.http import checked_url
+from agentenv.contract.http_client import why_unreachable
 from agentenv.contract.server_config import MAX_SHARE, PoolConfig, Served, ServersConfig, read_key
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.remote.weight_sync import Server
@@ -83,7 +84,7 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         if self.urls and self.servers is not None:
             raise ConfigError("engine: give only one of urls and servers, not both")
         for url in self.urls:
-            base_url(url, "engine.urls")
+            checked_url(url, "engine.urls")
         able = self.capabilities
         for key, text, is_able, remedy in (
             ("weights", "ipc", able.can_map, "directory"),

@@ -11,7 +11,7 @@ import pytest
 from agentenv.base.types import Limits
 from agentenv.contract.env import close_shared
 from agentenv.envs.program import ProgramEnv
-from agentenv.lab.diagnosis.program_trial import try_program
+from agentenv.lab.diagnosis.reading import try_program
 from agentenv.text.native import NativeRenderer
 from agentenv.text.renderer import TagRenderer
 from tests.envs.sandbox.test_program_env import CLIENT, LOOP, TASK, keys

@@ -12,9 +12,9 @@ import pytest
 
 from agentenv.base.errors import ConfigError, DataError, InfraError
 from agentenv.base.result_cache import ResultCache
-from agentenv.envs.search.cache import CachedBackend, read_arpo_cache
 from agentenv.envs.search.corpus import Hit, Query
 from agentenv.envs.search.providers import HttpBackend
+from agentenv.envs.search.service import CachedBackend, read_arpo_cache
 from agentenv.envs.web_search import search_config
 
 # cache

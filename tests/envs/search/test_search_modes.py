@@ -12,8 +12,7 @@ import pytest
 from agentenv.base.config import to_plain
 from agentenv.base.errors import ConfigError
 from agentenv.envs.search.keys import PRESETS, SearchConfig
-from agentenv.envs.search.service import REPEATED, Episode, SearchService
-from agentenv.envs.search.summarizer import truncated_reasoning
+from agentenv.envs.search.service import REPEATED, Episode, SearchService, truncated_reasoning
 from agentenv.envs.web_search import search_config
 from tests.envs.search_site import SNIPPET, Web, search
 
@@ -42,7 +41,7 @@ async def test_a_repeated_query_is_reported_as_in_the_evaluation_of_arpo(site: W
     service = SearchService(site.config(preset="arpo_eval", mode="snippets"))
     episode = Episode()
     await service.search("lima", episode)
-    child = episode.copy()
+    child = Episode(queries={*episode.queries})
     for one in (episode, child):
         assert (await service.search(" lima", one)).text == REPEATED
     assert (await service.search("lima", Episode())).text.startswith("Page 1: ")

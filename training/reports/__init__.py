@@ -1,1 +1,0 @@
-"""What a training run writes about itself: rows, texts, plots."""
