@@ -50,6 +50,7 @@ from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import make_grader
 from agentenv.envs.sandbox.program import Ended, Program, check_namespaces
 from agentenv.envs.sandbox.program_launch import ProgramSpec
+from agentenv.text.call_syntax import without_thoughts
 from agentenv.text.spoken import spoken
 
 if TYPE_CHECKING:
@@ -174,7 +175,8 @@ class ProgramResult(Struct, frozen=True):
 
     @property
     def last_message(self) -> str:
-        return self.messages[-1].content if self.messages else ""
+        """Its text without thoughts."""
+        return without_thoughts(self.messages[-1].content) if self.messages else ""
 
 
 class Replays:
