@@ -554,6 +554,82 @@ def test_all_delivered_answers_are_trained_however_the_program_waits(program: Pr
         assert sorted(trained.values()) == [1, 1, 3]
 
 
+class Discarding(ProgramEnv):
+    """Its abandoned answers are not trained."""
+
+    discards = True
+
+
+VOTE = [user("vote")]
+
+
+def result(text: str) -> Json:
+    return {"role": "tool", "tool_call_id": "x", "content": text}
+
+
+async def goes_on_in_turn(client: Client) -> float:
+    votes = [await client.ask(VOTE) for _ in range(3)]
+    messages = [*VOTE, votes[1], result("ok")]
+    return float(len((await client.ask(messages))["content"]))
+
+
+async def goes_on_at_once(client: Client) -> float:
+    votes = await asyncio.gather(*(client.ask(VOTE) for _ in range(3)))
+    messages = [*VOTE, votes[1], result("ok")]
+    return float(len((await client.ask(messages))["content"]))
+
+
+async def takes_back(client: Client) -> float:
+    before = [*VOTE, await client.ask(VOTE)]
+    await client.ask([*before, result("bad")])
+    messages = [*before, result("good"), await client.ask([*before, result("good")]), result("go on")]
+    await client.ask(messages)
+    return 1.0
+
+
+async def drops_thoughts(client: Client) -> float:
+    """Some of its turns have none."""
+    messages = [*VOTE]
+    for number in range(4):
+        message = await client.ask(messages)
+        messages += [{"role": "assistant", "content": message["content"]}, result(f"{number}")]
+    return 1.0
+
+
+async def asks_others(client: Client) -> float:
+    """Whose answers are quoted, or used outside of calls."""
+    shown = [user("example"), {"role": "assistant", "content": "an answer"}]
+    one, two = [*shown, result("one")], [*shown, result("two")]
+    answers = await asyncio.gather(client.ask(one), client.ask(two))
+    await client.ask([*two, answers[1], result("go on")])
+    await client.ask([*VOTE, user(answers[0]["content"])])
+    return 1.0
+
+
+def half_thought(prompt: str, rng: Random) -> str:
+    number = rng.randrange(10**6)
+    return f"<think>hm</think>turn {number}" if number % 2 else f"turn {number}"
+
+
+ABANDONED = {
+    goes_on_in_turn: 2, goes_on_at_once: 2, takes_back: 1, in_turn: 0, at_once: 0,
+    drops_thoughts: 0, asks_others: 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", ABANDONED)
+def test_an_answer_is_abandoned_where_another_one_takes_its_place(program: Program) -> None:
+    script = half_thought if program is drops_thoughts else said
+    for kind, number in ((Discarding, ABANDONED[program]), (ProgramEnv, 0)):
+        tree = captured(program, script, kind, plan=Forks(2))
+        assert not tree.failures(), tree.failures()[0].error
+        for leaf in tree.leaves():
+            gone = leaf.info.get("discards", [])
+            assert (len(gone), leaf.info["endpoint"].get("abandoned", 0)) == (number, number)
+            assert len(tree.history(leaf)) + number == len([*tree._taken(leaf.branch)])
+            assert not {*gone} & {node.index for node in tree.history(leaf)}
+
+
 def test_a_repeated_key_of_idempotency_gets_the_stored_answer() -> None:
     async def program(client: Client) -> float:
         client.headers["Idempotency-Key"] = "one"

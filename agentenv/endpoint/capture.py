@@ -18,7 +18,8 @@ The rollout renders and compares token ids. This module decides which messages a
     sub_agent    a separate conversation
 
 An answer is lost if its connection ended before the reply was written: its turn stays on the tree,
-but is not trained. All others are trained, whatever the program makes of them.
+but is not trained. All others are trained, unless those that were abandoned are left out too
+(`take_abandoned`).
 """
 
 from __future__ import annotations
@@ -446,6 +447,25 @@ class CaptureSession:
         self.counts["discarded"] += len(new)
         return tuple(new)
 
+    def take_abandoned(self) -> tuple[int, ...]:
+        """At the end of the branch, the turns in whose place the program went on with another one:
+        no call has their answer as it was served, and each call that goes on after the same served
+        answer (without one, after the same messages) has another served answer next."""
+        calls = [turn.request.messages for turn in self._turns]
+        pending = filter(None, (self._current, *self._waiting))
+        calls += [call.request.messages for call in pending]
+        said = {turn.answer.message for turn in self._turns}
+        used = {one for call in calls for one in call}
+        found = []
+        for number, turn in enumerate(self._turns[:-1]):
+            if turn.answer.message in used or number in self._lost:
+                continue
+            then = _next_answers(_point(turn.request.messages, said), calls)
+            if then and then <= said:
+                found.append(number)
+        self.counts["abandoned"] += len(found)
+        return tuple(found)
+
     # the place where a call continues
 
     def _placed(self, call: _Pending) -> ProgramCall:
@@ -545,6 +565,19 @@ class CaptureSession:
                 return "compaction", ""
             return "sub_agent", ""
         return "edited", now.role
+
+
+def _point(messages: tuple[Given, ...], said: set[Given]) -> tuple[Given, ...]:
+    """The messages up to the last one that was served; all, if there is none."""
+    sizes = (size for size in range(len(messages), 0, -1) if messages[size - 1] in said)
+    return messages[: next(sizes, len(messages))]
+
+
+def _next_answers(point: tuple[Given, ...], calls: Iterable[tuple[Given, ...]]) -> set[Given]:
+    """The first messages of the policy after the same beginning."""
+    rests = (call[len(point) :] for call in calls if call[: len(point)] == point)
+    answers = (next((one for one in rest if one.role == "assistant"), None) for rest in rests)
+    return set(filter(None, answers))
 
 
 def _quotes(given: Sequence[Given], turn: _Turn) -> bool:
