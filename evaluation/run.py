@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from agentenv.assembly.checks.checks import refuse
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.parts.assembly import Questions
-from agentenv.assembly.reports.records import FAILED, EvalRow, Wanted, observed
+from agentenv.assembly.reports.records import FAILED, EvalRow, Wanted, observed, prediction, written
 from agentenv.assembly.run.rundir import LOG_FILE
 from agentenv.assembly.run.terminal import View, first_reason
 from agentenv.assembly.run.waits import watched

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from agentenv.assembly.reports.records import trajectory_rows
 from agentenv.base.errors import EnvError
 from agentenv.base.model_files import load_tokenizer
 from agentenv.base.tree import Node, TrajectoryTree
@@ -37,6 +38,7 @@ from agentenv.learners.trees.batch import encode
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.frames import JournalConfig
 from agentenv.rollout.journal import Journal
+from agentenv.rollout.metrics import rollout_metrics
 from agentenv.rollout.program_conversation import ProgramConversation
 from agentenv.text.native import NativeRenderer
 from agentenv.text.renderer import TagRenderer
@@ -582,8 +584,8 @@ async def goes_on_at_once(client: Client) -> float:
 async def takes_back(client: Client) -> float:
     before = [*VOTE, await client.ask(VOTE)]
     await client.ask([*before, result("bad")])
-    messages = [*before, result("good"), await client.ask([*before, result("good")]), result("go on")]
-    await client.ask(messages)
+    before.append(result("good"))
+    await client.ask([*before, await client.ask(before), result("go on")])
     return 1.0
 
 
@@ -672,6 +674,24 @@ def test_replies_of_another_form_are_counted_and_keys_without_an_effect() -> Non
         counts = leaf.info["endpoint"]
         assert counts.get("invalid_output", 0) == invalid
         assert counts["ignored/temperature"] == counts["ignored/user"] == 1
+
+
+def test_each_trajectory_shows_its_refused_and_ignored_keys_once() -> None:
+    """Also a fork, whose program repeats its calls."""
+
+    async def program(client: Client) -> float:
+        messages = [user("one")]
+        for _ in range(3):
+            with pytest.raises(EnvError, match="n is not supported"):
+                await client.ask(messages, n=2)
+            messages += [await client.ask(messages, user="me"), result("ok")]
+        return 1.0
+
+    tree = captured(program, said, Counting, plan=Forks(2))
+    rows = [*trajectory_rows(tree, lambda ids: "")]
+    shown = {"ignored/user": 3, "refused/unsupported_value/n": 3}
+    assert [row["endpoint"] for row in rows] == [shown, shown]
+    assert rollout_metrics([tree], 0)["rollout/refused"] == 2
 
 
 def test_tokens_of_a_branch_are_counted() -> None:

@@ -381,7 +381,9 @@ class CaptureSession:
         self._recorded = {n: one for n, one in enumerate(after._turns) if n not in after._lost}
         self._lost, self._reported = set(after._lost), set(after._reported)
         self._opened, self._is_parallel = after._opened, after._is_parallel
-        self.counts.update({name: n for name, n in after.counts.items() if "/" in name})
+        repeated = ("refused/", "ignored/")  # counted again during the replay
+        kept = {name for name in after.counts if "/" in name and not name.startswith(repeated)}
+        self.counts.update({name: after.counts[name] for name in kept})
         current = (after._current,) if after._current else ()
         self._expected = [call.request for call in (*current, *after._waiting)]
 
@@ -448,7 +450,7 @@ class CaptureSession:
         return tuple(new)
 
     def take_abandoned(self) -> tuple[int, ...]:
-        """At the end of the branch, the turns in whose place the program went on with another one:
+        """At the end of the branch, the turns in whose place the program continued with another one:
         no call has their answer as it was served, and each call that goes on after the same served
         answer (without one, after the same messages) has another served answer next."""
         calls = [turn.request.messages for turn in self._turns]

@@ -17,6 +17,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from agentenv.assembly.reports.records import NOTED
 from agentenv.base.config import Reporter
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.base.types import Limits, SamplingParams, Task, ToolCall
@@ -33,7 +34,7 @@ from agentenv.text.renderer import TagRenderer
 
 MARK = "trial step"  # one in each turn with a call
 NUM_CALLS = 2
-SHOWN = ("ignored/", "refused/", "calls_in_text/", "diverged/", "invalid_output", "discarded")
+SHOWN = (*NOTED, "diverged/")
 SAMPLES = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}
 
 

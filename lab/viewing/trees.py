@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from agentenv.assembly.reports.records import noted
 from agentenv.base.errors import DataError
 from agentenv.base.tree import Node, Scored, TrajectoryTree
 from agentenv.lab.viewing.evaluations import search
@@ -244,6 +245,7 @@ def _node(kept: KeptTree, node: Node, texts: Texts | None) -> Figures:
         **{name: getattr(node, name) for name in _NODE},
         "info": {key: value for key, value in node.info.items() if key != "tool_calls"},
         "calls": list(node.info.get("tool_calls", ())),
+        "noted": noted(node),
         "ids": list(node.action_ids),
         "texts": _texts(node.action_ids, texts),
         "logprobs": _rounded(node.logprobs),

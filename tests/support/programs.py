@@ -82,7 +82,8 @@ class ProgramEnv:
         if call is None:
             assert self.running is not None
             gone = self.session.take_lost()
-            turn = NextTurn(discards=gone + self.session.take_abandoned() if self.discards else gone)
+            gone += self.session.take_abandoned() if self.discards else ()
+            turn = NextTurn(discards=gone)
             info: Info = {"success": True, "turn": turn, "endpoint": dict(self.session.counts)}
             return [], self.running.result(), True, False, info
         return call.messages, 0.0, False, False, {"turn": call.turn}

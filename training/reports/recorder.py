@@ -127,12 +127,7 @@ class RunRecorder(Recorder):
             self.view.log(line)
         for line in figures["engine"].get("told", ()):
             self.view.log(line)
-        totals = summary["rollouts"]
-        self.view.log(
-            f"rollouts: {totals['trajectories']} ended, {totals['failed']} failed "
-            f"({totals['failed_share']:.1%}); {summary['tokens']['sampled_per_s']:.0f} sampled "
-            "tokens a second over the RL phase"
-        )
+        self.view.log(texts.rollouts_line(summary))
         for clock, seconds in (("wall", summary["wall_s"]), ("CPU", summary["cpu_s"])):
             times = "  ".join(f"{name} {value:.0f}" for name, value in seconds.items())
             self.view.log(f"{clock} seconds: {times}")
