@@ -145,8 +145,8 @@ class ProgramConfig(ProgramSpec, frozen=True, kw_only=True, forbid_unknown_field
     abandoned: Annotated[
         Literal["train", "discard"],
         Meta(
-            description="an answer in whose place the program continued with another one, such as a "
-            "vote that was not chosen or a turn that was taken back, is trained, or only stored"
+            description="an answer in whose place the program continued with another one, such as "
+            "a vote that was not chosen or a turn that was taken back, is trained, or only stored"
         ),
     ] = "train"
     trial_s: Annotated[

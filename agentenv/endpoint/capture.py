@@ -305,16 +305,21 @@ class CaptureSession:
         self._note_ignored(request)
         call = self._keyed.get(request.repeats) if request.repeats else None
         if call is not None:
+            if not self._is(call.request, request):
+                what = "its Idempotency-Key belongs to another call; send a new one with each"
+                raise ApiError("invalid", what, "Idempotency-Key")
             request.id = call.request.id
             return [await call.answered()]
         is_led = bool(self._recorded or self._expected)
-        if is_led and (replayed := self._replayed(request)) is not None:
-            return [replayed]
+        replayed = self._replayed(request) if is_led else None
         held = (*self._waiting, *filter(None, (self._current,)))
         others = bool(self._expected) or any(one.num_waiting for one in held)
         call = _Pending(request, is_parallel=others)
         if request.repeats:
             self._keyed[request.repeats] = call
+        if replayed is not None:
+            call.answer.set_result(replayed)
+            return [replayed]
         self._is_parallel |= others
         self._waiting.append(call)
         self._came.set()
@@ -450,21 +455,18 @@ class CaptureSession:
         return tuple(new)
 
     def take_abandoned(self) -> tuple[int, ...]:
-        """At the end of the branch, the turns in whose place the program continued with another one:
+        """At the end of the branch, the turns in whose place the program continued with another:
         no call has their answer as it was served, and each call that goes on after the same served
         answer (without one, after the same messages) has another served answer next."""
         calls = [turn.request.messages for turn in self._turns]
-        pending = filter(None, (self._current, *self._waiting))
-        calls += [call.request.messages for call in pending]
+        calls += [call.request.messages for call in (self._current, *self._waiting) if call]
         said = {turn.answer.message for turn in self._turns}
-        used = {one for call in calls for one in call}
+        unused = said - {one for call in calls for one in call}
         found = []
         for number, turn in enumerate(self._turns[:-1]):
-            if turn.answer.message in used or number in self._lost:
-                continue
-            then = _next_answers(_point(turn.request.messages, said), calls)
-            if then and then <= said:
-                found.append(number)
+            if turn.answer.message in unused and number not in self._lost:
+                then = _next_answers(_point(turn.request.messages, said), calls)
+                found += [number] if set() < then <= said else []
         self.counts["abandoned"] += len(found)
         return tuple(found)
 
@@ -577,9 +579,9 @@ def _point(messages: tuple[Given, ...], said: set[Given]) -> tuple[Given, ...]:
 
 def _next_answers(point: tuple[Given, ...], calls: Iterable[tuple[Given, ...]]) -> set[Given]:
     """The first messages of the policy after the same beginning."""
-    rests = (call[len(point) :] for call in calls if call[: len(point)] == point)
-    answers = (next((one for one in rest if one.role == "assistant"), None) for rest in rests)
-    return set(filter(None, answers))
+    size = len(point)
+    rests = [call[size:] for call in calls if call[:size] == point]
+    return {one for rest in rests for one in [o for o in rest if o.role == "assistant"][:1]}
 
 
 def _quotes(given: Sequence[Given], turn: _Turn) -> bool:
