@@ -4,6 +4,7 @@ their kinds, credit on the tokens of all of them."""
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 import urllib.request
@@ -11,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -27,7 +29,7 @@ from agentenv.base.types import Limits, Message, NextTurn, PastTurn, SamplingPar
 from agentenv.contract.env import Env, StepResult, close_shared
 from agentenv.contract.plan import Independent, RolloutPlan
 from agentenv.endpoint.capture import Endpoint
-from agentenv.endpoint.messages import Given, alteration
+from agentenv.endpoint.messages import Given, ServedCall, alteration, in_order
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
@@ -556,12 +558,7 @@ def test_all_delivered_answers_are_trained_however_the_program_waits(program: Pr
         assert sorted(trained.values()) == [1, 1, 3]
 
 
-class Discarding(ProgramEnv):
-    """Its abandoned answers are not trained."""
-
-    discards = True
-
-
+Discarding = type("Discarding", (ProgramEnv,), {"discards": True})  # abandoned answers
 VOTE = [user("vote")]
 
 
@@ -569,16 +566,11 @@ def result(text: str) -> Json:
     return {"role": "tool", "tool_call_id": "x", "content": text}
 
 
-async def goes_on_in_turn(client: Client) -> float:
-    votes = [await client.ask(VOTE) for _ in range(3)]
-    messages = [*VOTE, votes[1], result("ok")]
-    return float(len((await client.ask(messages))["content"]))
-
-
-async def goes_on_at_once(client: Client) -> float:
-    votes = await asyncio.gather(*(client.ask(VOTE) for _ in range(3)))
-    messages = [*VOTE, votes[1], result("ok")]
-    return float(len((await client.ask(messages))["content"]))
+async def goes_on(client: Client, *, at_once: bool = False) -> float:
+    asked = [client.ask(VOTE) for _ in range(3)]
+    votes = await asyncio.gather(*asked) if at_once else [await one for one in asked]
+    await client.ask([*VOTE, votes[1], result("ok")])
+    return 1.0
 
 
 async def takes_back(client: Client) -> float:
@@ -614,22 +606,19 @@ def half_thought(prompt: str, rng: Random) -> str:
 
 
 ABANDONED = {
-    goes_on_in_turn: 2, goes_on_at_once: 2, takes_back: 1, in_turn: 0, at_once: 0,
+    goes_on: 2, partial(goes_on, at_once=True): 2, takes_back: 1, in_turn: 0, at_once: 0,
     drops_thoughts: 0, asks_others: 0,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("program", ABANDONED)
 def test_an_answer_is_abandoned_where_another_one_takes_its_place(program: Program) -> None:
-    script = half_thought if program is drops_thoughts else said
     for kind, number in ((Discarding, ABANDONED[program]), (ProgramEnv, 0)):
-        tree = captured(program, script, kind, plan=Forks(2))
+        tree = captured(program, half_thought, kind, plan=Forks(2))
         assert not tree.failures(), tree.failures()[0].error
         for leaf in tree.leaves():
-            gone = leaf.info.get("discards", [])
-            assert (len(gone), leaf.info["endpoint"].get("abandoned", 0)) == (number, number)
-            assert len(tree.history(leaf)) + number == len([*tree._taken(leaf.branch)])
-            assert not {*gone} & {node.index for node in tree.history(leaf)}
+            assert leaf.info["endpoint"].get("abandoned", 0) == number
+            assert len(tree.history(leaf)) + number == len(tree._taken(leaf.branch))
 
 
 def test_a_repeated_key_of_idempotency_gets_the_stored_answer() -> None:
@@ -641,9 +630,11 @@ def test_a_repeated_key_of_idempotency_gets_the_stored_answer() -> None:
         session = ProgramEnv.last
         session.lost(session.handed["0_0"].request)  # a connection that ends after another
         assert not session.take_lost()
+        with pytest.raises(EnvError, match="belongs to another call"):
+            await client.ask([user("two")])
         return 1.0
 
-    tree = captured(program, said, tokens_per_s=100.0)
+    tree = captured(program, said, Counting, tokens_per_s=100.0)
     (leaf,) = tree.leaves()
     assert [node is leaf for node in tree.history(leaf) if node.action_ids] == [True]
     assert "context" not in leaf.info
@@ -688,9 +679,8 @@ def test_each_trajectory_shows_its_refused_and_ignored_keys_once() -> None:
         return 1.0
 
     tree = captured(program, said, Counting, plan=Forks(2))
-    rows = [*trajectory_rows(tree, lambda ids: "")]
     shown = {"ignored/user": 3, "refused/unsupported_value/n": 3}
-    assert [row["endpoint"] for row in rows] == [shown, shown]
+    assert [row["endpoint"] for row in trajectory_rows(tree, lambda ids: "")] == [shown] * 2
     assert rollout_metrics([tree], 0)["rollout/refused"] == 2
 
 
@@ -698,8 +688,9 @@ def test_tokens_of_a_branch_are_counted() -> None:
     async def program(client: Client) -> float:
         url = client.url.replace("chat/completions", "messages/count_tokens")
         message = await client.ask([user("one " * 100)])
-        for messages, low in (([user("x" * 400)], 90), ([user("one " * 100), message], 300)):
-            body = {"model": "policy", "messages": [*messages, user("go on")]}
+        known = [user("one " * 100), message]
+        for messages, low in (([user("x" * 400)], 90), (known, 300), ([*known, user("?")], 300)):
+            body = {"model": "policy", "messages": messages}
             async with client.http.post(url, json=body, headers=client.headers) as response:
                 counted = (await response.json())["input_tokens"]
             assert low < counted < 1000
@@ -854,6 +845,26 @@ def test_a_schema_that_no_renderer_could_read_is_refused() -> None:
     assert leaf.info["endpoint"][kind] == len(ODD_TOOLS)
     (leaf,) = captured(program, said, max_failures=0).leaves()
     assert (leaf.error or "").startswith("CallRefusedError: ")
+
+
+def test_a_damaged_or_too_large_body_is_a_refused_call() -> None:
+    async def program(client: Client) -> float:
+        headers = {**client.headers, "Content-Encoding": "gzip", "Connection": "close"}
+        for body in (gzip.compress(b" " * 10**8), b"damaged"):
+            await client.http.post(client.url, data=body, headers=headers)
+        await client.ask([user("one")])
+        return 1.0
+
+    counts = captured(program, said, Counting).leaves()[0].info["endpoint"]
+    assert counts["refused/request_too_large"] == counts["refused/malformed"] == 1
+
+
+def test_results_stand_in_the_order_of_their_calls() -> None:
+    """Templates write no ids, and programs that run calls at once return them as they end."""
+    turn = Given("assistant", "", calls=tuple(ServedCall(id, "search", "{}") for id in "abc"))
+    results = [Given("tool", id, answers=id) for id in "axcb"]
+    found = [*in_order([turn, *results, Given("user", "b"), turn, *results[:1]])]
+    assert [one.text for one in found] == ["", "a", "b", "c", "x", "b", "", "a"]
 
 
 def test_a_call_that_cannot_be_rendered_fails_its_own_trajectory() -> None:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import pytest
 
 from agentenv.assembly.reports.records import EvalRow, prediction, written
-from agentenv.base.types import Message, Task, ToolCall
-from agentenv.contract.env import Grade
+from agentenv.base.types import Message, Task
+from agentenv.contract.env import Grader, graded
 from agentenv.envs.dialogue import DialogueEnv
 from agentenv.envs.grading.reward import ToolReward, make_grader
 from agentenv.envs.program import ProgramResult
 from agentenv.envs.sandbox.program import Ended
 from agentenv.text.call_syntax import PARSERS
 from agentenv.text.spoken import spoken
-from tests.test_call_syntax import TOOLS, WELL
+from tests.test_call_syntax import CALL, TOOLS, WELL
 
 FORMS = {  # thoughts, and the text after them
     **dict.fromkeys(("tags", *PARSERS), "<think>{}</think>{}"),
@@ -34,69 +34,49 @@ ANSWERS = (r"<answer>\boxed{2}</answer>", "<answer>2</answer>", "<answer>2", r"\
 TASK = Task("t", "toy", "how many?", ("2",))
 
 
-def by(**keys: Any) -> Callable[[str], Awaitable[float]]:
-    async def read(text: str) -> float:
-        return (await make_grader(keys).grade(TASK, [Message("assistant", text)], {})).reward
-
-    return read
+def message(text: str) -> Message:
+    return Message("assistant", text)
 
 
-async def by_tools(text: str) -> float:
-    grade: Grade = await ToolReward().grade(TASK, [Message("assistant", text)], {})
-    return max(grade.reward, 0.0)
+def row(before: str, text: str) -> EvalRow:
+    return EvalRow(dataset="d", task="t", sample=0, segments=[{"env": before}, {"policy": text}])
 
 
-async def of_row(text: str) -> float:
-    row = EvalRow(dataset="d", task="t", sample=0, segments=[{"env": "?"}, {"policy": text}])
-    return float(prediction(written(row)) == "2")
+def by(grader: Grader) -> Callable[[str], bool]:
+    return lambda text: asyncio.run(graded(grader, TASK, [message(text)], {})).reward > 0
 
 
-async def of_program(text: str) -> float:
-    messages = (Message("assistant", text),)
-    return float("2" in ProgramResult(messages, Ended(exit=0), None, str).last_message)
-
-
-async def of_dialogue(text: str) -> float:
-    env = DialogueEnv(TASK, [], make_grader(), user=[])
-    return float("<answer>" in text and env.is_answer(Message("assistant", text)))
-
-
-READERS = {
-    "exact": by(kind="exact"), "f1": by(kind="f1"), "layered": by(kind="layered", math=False),
-    "tools": by_tools, "row": of_row, "program": of_program, "dialogue": of_dialogue,
-}  # fmt: skip
+DIALOGUE = DialogueEnv(TASK, [], make_grader(), user=[])
+READERS: dict[str, Callable[[str], bool]] = {
+    **{kind: by(make_grader({"kind": kind})) for kind in ("exact", "f1", "layered")},
+    "tools": by(ToolReward()),
+    "row": lambda text: prediction(written(row("?", text))) == "2",
+    "program": lambda text: (
+        "2" in ProgramResult((message(text),), Ended(exit=0), None, str).last_message
+    ),
+    "dialogue": lambda text: "<answer>" in text and DIALOGUE.is_answer(message(text)),
+}
 
 
 @pytest.mark.parametrize("reader", READERS)
-async def test_an_answer_within_the_thoughts_is_not_read(reader: str) -> None:
-    closed = [form.format("It is {}.", "{}") for form in FORMS.values()]
-    for form, rest in product(closed, ("", "I do not know.")):
-        for answer in ANSWERS:
-            text = form.replace("{}", answer, 1).replace("{}", rest)
-            assert await READERS[reader](text) == 0, text
+def test_an_answer_is_read_after_the_thoughts_and_never_within(reader: str) -> None:
+    reads = READERS[reader]
+    for form, rest, answer in product(FORMS.values(), ("", "I do not know."), ANSWERS):
+        assert not reads(form.format(f"It is {answer}.", rest)), form
+        if "</answer>" in answer and reader != "tools":
+            assert reads(form.format("Perhaps <answer>3</answer>", answer)), form
     for form, answer in product(OPEN, ANSWERS):
-        assert await READERS[reader](form.format(f"So {answer}")) == 0, form
-
-
-@pytest.mark.parametrize("reader", [name for name in READERS if name != "tools"])
-async def test_an_answer_after_the_thoughts_is_read(reader: str) -> None:
-    for form, answer in product(FORMS.values(), ANSWERS[:2]):
-        text = form.format("Perhaps <answer>3</answer>", answer)
-        assert await READERS[reader](text) == 1, text
+        assert not reads(form.format(f"So {answer}")), form
 
 
 def test_an_unfinished_thought_that_the_prompt_opened_has_no_answer() -> None:
-    row = EvalRow(dataset="d", task="t", sample=0)
-    row.segments = [{"env": "user\n<think>\n"}, {"policy": "So <answer>2</answer>"}]
-    assert prediction(written(row)) == ""
+    assert prediction(written(row("user\n<think>\n", "So <answer>2</answer>"))) == ""
 
 
 @pytest.mark.parametrize("style", ["harmony", "atem"])
 def test_a_program_gets_thoughts_and_text_of_a_turn_of_messages_apart(style: str) -> None:
-    form = FORMS[style]
-    assert spoken(Message("assistant", form.format("Hm.", "2")), style, TOOLS)[:2] == ("Hm.", "2")
-    assert spoken(Message("assistant", "Plain 2"), style, TOOLS)[:2] == ("", "Plain 2")
-    text = form.format("Hm.", "").rpartition("assistant")[0] + "assistant" + WELL[style][0]
-    calls = PARSERS[style](text, TOOLS)
-    own = spoken(Message("assistant", text, calls), style, TOOLS)
-    assert own[:3] == ("Hm.", "", (ToolCall("search", {"query": "Lima"}),))
+    text = FORMS[style].format("Hm.", "")
+    assert spoken(message(text + "2"), style, TOOLS)[:2] == ("Hm.", "2")
+    text = text.rpartition("assistant")[0] + "assistant" + WELL[style][0]
+    own = spoken(Message("assistant", text, (CALL,)), style, TOOLS)
+    assert own[:3] == ("Hm.", "", (CALL,))

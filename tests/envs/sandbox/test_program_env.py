@@ -145,14 +145,6 @@ def test_the_reward_of_a_program_is_read_as_configured(name: str) -> None:
     assert leaf.info["endpoint"]["calls"] == 3
 
 
-def test_the_last_message_is_graded_by_the_grader() -> None:
-    def right(prompt: str, rng: Random) -> str:
-        return "<answer>2</answer>"
-
-    assert one_leaf(script=right, reward="message").reward == 1.0
-    assert one_leaf(script=right, reward="post").reward == 0.0
-
-
 SAY = """
 votes = [ask([{"role": "user", "content": "x"}]) for _ in range(2)]
 votes.append(ask([{"role": "user", "content": "x"},
