@@ -205,7 +205,7 @@ class NativeRenderer(TextCodec):
             if self.style == "llama":  # its calls cannot have other text
                 text = "".join(text.rpartition(THOUGHT_CLOSE)[:2])
         if THOUGHT_CLOSE in text:  # the text has a thought
-            before = THOUGHTS.sub("", before)
+            before = THOUGHTS.sub("", before).rpartition(THOUGHT_CLOSE)[2]
             after = _EMPTY_THOUGHT.sub("", after)
         return _EMPTY_THOUGHT.sub("", before + text + after)
 
