@@ -226,7 +226,8 @@ class Replays:
 
 class ProgramEnv:
     """One episode of a program. `program` has the keys of ProgramConfig, `grader` those of
-    GraderConfig, by default the layered grader."""
+    GraderConfig, by default the layered grader. `constraints`: what the engine can force, calls or
+    also the form of replies."""
 
     starts_processes = True
 
@@ -235,8 +236,9 @@ class ProgramEnv:
         task: Task,
         program: Mapping[str, Any] | ProgramConfig,
         grader: GraderConfig | Mapping[str, Any] | None = None,
+        constraints: Literal["none", "calls", "all"] = "none",
     ) -> None:
-        self.task = task
+        self.task, self._constraints = task, constraints
         self.config = program_config(program)
         text = not self.config.grade and self.config.reward not in ("exit", "post")
         self.grader: Grader | None = make_grader(grader, partial_credit=True) if text else None
@@ -274,7 +276,9 @@ class ProgramEnv:
         self._written, self._worked_s, self._ended = [], 0.0, None
         self._endpoint = await shared_endpoint()
         self._session = self._endpoint.open(
-            thoughts=self.config.thoughts, refused=self.config.refused
+            thoughts=self.config.thoughts,
+            refused=self.config.refused,
+            constraints=self._constraints,
         )
         async with admitted(starts(), "a program to start"):
             await self._start()

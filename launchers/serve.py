@@ -168,5 +168,7 @@ class PolicyAssembly(Assembly[PolicyConfig]):
         sampling = config.sampling.params()
         names = (config.name or self.subject.name, str(self.subject.model))
         return PolicyHandler(
-            engine, renderer, sampling, context, names, config.max_tokens, secrets.token_hex(4)
+            *(engine, renderer, sampling, context, names, config.max_tokens),
+            prefix=secrets.token_hex(4),
+            can_guide=config.engine.capabilities.can_guide,
         )

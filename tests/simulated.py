@@ -35,7 +35,6 @@ from benchmarks.parts.timings import Trace, read_trace
 ROOT = Path(__file__).resolve().parent.parent
 NUM_STEPS = 16
 ALLOWED = 0.15
-NO_EVAL = ("eval.sets={}", "checkpoint.best_metric=")
 BASE = (
     *("queue.groups_per_step=16", "learner.groups_per_minibatch=8"),
     # A policy that learns has ever fewer groups with signal, in each run at another step.

@@ -80,8 +80,12 @@ def report_lines(figures: dict[str, Any]) -> Iterator[str]:
     yield f"arrows up {len(figures['arrows_up'])} " + ", ".join(figures["arrows_up"])
 
 
+def sources(repo: Path) -> list[Path]:
+    return [path for package in PACKAGES for path in sorted((repo / package).rglob("*.py"))]
+
+
 def measured(repo: Path) -> dict[str, Any]:
-    paths = [path for package in PACKAGES for path in sorted((repo / package).rglob("*.py"))]
+    paths = sources(repo)
     folders: dict[str, list[int]] = {}
     files: dict[str, int] = {}
     classes: dict[str, int] = {}
@@ -101,14 +105,6 @@ def measured(repo: Path) -> dict[str, Any]:
                 docstrings += ast.get_docstring(node) is not None
             elif isinstance(node, ast.keyword) and node.arg == "description":
                 described += 1
-    modules = {module_name(path, repo): path for path in paths}
-    arrows = {name: imports(path, set(modules)) for name, path in modules.items()}
-    between: dict[str, set[str]] = {}
-    for name, found in arrows.items():
-        for other in found:
-            ends = [str(modules[one].parent.relative_to(repo)) for one in (name, other)]
-            if ends[0] != ends[1]:
-                between.setdefault(ends[0], set()).add(ends[1])
     return {
         "files": len(paths),
         "lines": sum(lines for _, lines in folders.values()),
@@ -117,6 +113,21 @@ def measured(repo: Path) -> dict[str, Any]:
         "described": described,
         "longest_file": max((lines, name) for name, lines in files.items()),
         "longest_class": max(((lines, name) for name, lines in classes.items()), default=(0, "")),
+        **imported(repo),
+    }
+
+
+def imported(repo: Path) -> dict[str, list[Any]]:
+    """Circles of imports between files and between folders, and imports against the order."""
+    modules = {module_name(path, repo): path for path in sources(repo)}
+    arrows = {name: imports(path, set(modules)) for name, path in modules.items()}
+    between: dict[str, set[str]] = {}
+    for name, found in arrows.items():
+        for other in found:
+            ends = [str(modules[one].parent.relative_to(repo)) for one in (name, other)]
+            if ends[0] != ends[1]:
+                between.setdefault(ends[0], set()).add(ends[1])
+    return {
         "file_circles": circles(arrows),
         "folder_circles": circles(between),
         "arrows_up": [

@@ -64,12 +64,13 @@ async def serving(
     renderer: ContextRenderer | None = None,
     script: Any = turn,
     engine: type[ScriptedEngine] = ScriptedEngine,
+    **more: Any,
 ) -> Any:
     tokenizer = make_tokenizer(QWEN3)
     started = engine(ScriptedConfig(max_model_len=MAX_LENGTH), tokenizer, script=script)
     renderer = renderer or NativeRenderer(tokenizer)
     params = SamplingParams(max_tokens=1)
-    handler = PolicyHandler(started, renderer, params, MAX_LENGTH, ["policy"], 200)
+    handler = PolicyHandler(started, renderer, params, MAX_LENGTH, ["policy"], 200, **more)
     server = ApiServer(only(KEY, handler), lambda: [{"id": "policy"}])
     await server.start()
     async with aiohttp.ClientSession() as http:

@@ -8,7 +8,7 @@ import json
 import typing
 from collections.abc import Iterator
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import anthropic
 import openai
@@ -21,10 +21,11 @@ from openai.types.responses import response_create_params, response_input_item_p
 
 from agentenv.endpoint.messages import KEYS, read_body
 from agentenv.endpoint.structured import fits
+from agentenv.engines.scripted import ScriptedEngine
 from agentenv.text.native import NativeRenderer
 from tests.support.chat_models import QWEN3, make_tokenizer
 from tests.support.sources import ROOT
-from tests.test_endpoint import KEY, PATHS, SCHEMA, Json, serving
+from tests.test_endpoint import KEY, PATHS, SCHEMA, Json, parts, serving
 
 DATA: Json = json.loads((ROOT / "tests" / "fixtures" / "endpoint.json").read_text())
 
@@ -387,6 +388,61 @@ def test_allowed_tools_are_those_that_the_policy_sees() -> None:
         assert '"other"' not in seen.prompts[0]
 
     asyncio.run(work())
+
+
+SINGLE: dict[str, Json] = {
+    "chat": {"parallel_tool_calls": False},
+    "responses": {"parallel_tool_calls": False},
+    "anthropic": {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+}
+FORCED: dict[str, Json] = {
+    "chat": {"type": "function", "function": {"name": "search"}},
+    "responses": {"type": "function", "name": "search"},
+    "anthropic": {"type": "tool", "name": "search"},
+}
+
+
+def named(api: str, name: str) -> Json:
+    """A tool."""
+    own = {"name": name, "parameters": SCHEMA}
+    if api == "anthropic":
+        return {"name": name, "input_schema": SCHEMA}
+    return {"type": "function", "function": own} if api == "chat" else {"type": "function", **own}
+
+
+@pytest.mark.parametrize("api", SINGLE)
+def test_one_call_at_most_and_forced_calls(api: str) -> None:
+    seen = Seen()
+    tools = [named(api, "search"), named(api, "other")]
+
+    async def work() -> None:
+        async with serving(
+            NativeRenderer(make_tokenizer(QWEN3)), seen, Guided, can_guide=True
+        ) as client:
+            seen.turns = [f"{CALL}\n{CALL}", CALL, CALL]
+            reply = await client.ask(PATHS[api], asked(api, tools, **SINGLE[api]))
+            _, text, calls, _ = parts(api, reply)
+            assert (len(calls), text) == (1, "")
+            every = {"type": "any"} if api == "anthropic" else "required"
+            await client.ask(PATHS[api], asked(api, tools, tool_choice=FORCED[api]))
+            await client.ask(PATHS[api], asked(api, tools, tool_choice=every))
+
+    Guided.guides.clear()
+    asyncio.run(work())
+    free, one, both = Guided.guides
+    assert (free, "search" in one, "other" in one) == ("", True, False)
+    assert ("search" in both, "other" in both) == (True, True)
+    assert all("other" in prompt for prompt in seen.prompts)
+
+
+class Guided(ScriptedEngine):
+    """Records grammars, and ends turns at stop strings as engines do."""
+
+    guides: ClassVar[list[str]] = []
+
+    async def generate(self, prompt_ids: Any, sampling: Any, **more: Any) -> Any:
+        self.guides.append(sampling.guide)
+        return await super().generate(prompt_ids, sampling, **more)
 
 
 PLACE = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}

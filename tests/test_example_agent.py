@@ -32,14 +32,6 @@ def test_demonstrations_are_right_and_giving_up_has_no_reward() -> None:
     assert not any(row["reward"] for row in demonstrate(world.TwinEnv, rows, world.give_up))
 
 
-def test_the_time_limit_of_a_trajectory_is_derived_in_a_comment() -> None:
-    text = TOML.read_text()
-    limits = tomllib.loads(text)["limits"]
-    reason = re.search(r"^max_seconds = \d+  # of work: (\d+) tokens at (\d+) a second", text, re.M)
-    assert reason is not None
-    assert int(reason[1]) == limits["max_response_tokens"]
-
-
 def solving(prompt: str, rng: Random) -> str:
     """A turn of the good clerk."""
     results = re.findall(r"<result>\n(.*?)\n</result>", prompt)

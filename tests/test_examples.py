@@ -80,7 +80,7 @@ def test_demonstrations_are_right_and_giving_up_has_no_reward(name: str) -> None
     assert all(row["reward"] == 0 for row in demonstrate(env, rows, world.give_up))
 
 
-@pytest.mark.parametrize("name", ENVS)
+@pytest.mark.parametrize("name", [*ENVS, "agent"])
 def test_the_time_limit_of_a_trajectory_is_derived_in_a_comment(name: str) -> None:
     """So many tokens at a speed, within the seconds."""
     text = (ROOT / "examples" / name / "train.toml").read_text()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.structure import measured
+from tests.structure import imported
 from tests.support.snippets import run_python
 from tests.support.sources import PACKAGES, ROOT, sources
 
@@ -37,7 +37,7 @@ HEAVY = {"torch", "deepspeed", "vllm", "sglang", "transformers", "safetensors"}
 
 @pytest.fixture(scope="module")
 def structure() -> dict[str, Any]:
-    return measured(ROOT)
+    return imported(ROOT)
 
 
 def test_imports_follow_the_order_of_the_packages(structure: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ def test_an_import_cycle_through_a_link_or_for_types_only_is_found(tmp_path: Pat
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    found = measured(tmp_path)
+    found = imported(tmp_path)
     assert found["folder_circles"] == [["envs/grading", "envs/search"]]
     assert found["arrows_up"] == ["agentenv.base.types -> envs.search.hit"]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,11 @@ def calls(function: Function) -> Iterator[ast.Call]:
         left += ast.iter_child_nodes(node)
 
 
+@cache
+def called(function: Function) -> frozenset[str]:
+    return frozenset(map(name_of, calls(function)))
+
+
 def functions(tree: ast.AST) -> list[Function]:
     return [node for node in ast.walk(tree) if isinstance(node, Function)]
 
@@ -119,7 +125,7 @@ def reaching(trees: list[ast.AST]) -> set[str]:
 
     def reaches(function: Function) -> bool:
         is_sync = isinstance(function, ast.FunctionDef)
-        return is_sync and any(name_of(call) in found for call in calls(function))
+        return is_sync and not called(function).isdisjoint(found)
 
     while True:
         more = {

@@ -27,6 +27,7 @@ from agentenv.base.untrusted import packed
 
 End = Literal["terminated", "truncated", "failed"]
 LED = "led_calls"  # in Node.info: tool calls that were replayed to reach the turn
+GUIDED = "guided"  # in Node.info: a grammar limited the turn
 CANCELLED = "cancelled"  # the kind of failure of cancelled trajectories
 
 if TYPE_CHECKING:
@@ -105,7 +106,8 @@ class Prefix(Sequence[int]):
 
 
 class Node(Struct):
-    """One turn. `logprobs` and `entropies` (nats, float32) have an entry per token of `action_ids`.
+    """One turn. `logprobs` and `entropies` (nats, float32) have an entry per token of `action_ids`;
+    a token whose log-prob is nan is not trained.
 
     `branch` names the coroutine that grew the node: "0", "1", ... for from-scratch trajectories,
     "0.2+1" for the first fork from branch "0" after its second turn. `num_forks` is the number of

@@ -173,8 +173,9 @@ class NextTurn(Struct, frozen=True, omit_defaults=True):
     is its whole context, messages and turns as they were sampled. If these tokens extend those of
     an earlier unanswered turn, it continues there; otherwise they open a context of the `kind`, for
     the `cause`. `discards` lists turns whose answers were lost: they are stored, but not trained.
-    `tools`: those of the call, if they changed. `stop` and `max_tokens` (0: no own limit) are the
-    program's requirements for the turn.
+    `tools`: those of the call, if they changed. `stop`, `max_tokens` (0: no own limit), `forced`
+    (it must call one of these tools), `single` (at most one call) and `schema` (its text is JSON
+    that matches) are the program's requirements for the turn.
     """
 
     prompt: tuple[Message | PastTurn, ...] = ()
@@ -184,6 +185,9 @@ class NextTurn(Struct, frozen=True, omit_defaults=True):
     tools: tuple[dict[str, Any], ...] | None = None
     stop: tuple[str, ...] = ()
     max_tokens: int = 0
+    forced: tuple[str, ...] = ()
+    single: bool = False
+    schema: dict[str, Any] | None = None
 
 
 class Task(Struct, frozen=True):
@@ -216,7 +220,8 @@ class SamplingParams(Struct, frozen=True):
     requires, and repetition_penalty 1 the penalty. In order: the penalty divides the positive
     logits of tokens seen in prompt and output and multiplies the negative ones (CTRL, Keskar et
     al. 2019); temperature; min_p drops tokens less likely than min_p times the likeliest one;
-    top_k; top_p.
+    top_k; top_p. `guide`: the grammar of the turn, see agentenv/text/guides.py; only for engines
+    that `can_guide`.
     """
 
     max_tokens: int
@@ -227,6 +232,7 @@ class SamplingParams(Struct, frozen=True):
     seed: int | None = None
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    guide: str = ""
 
 
 class VersionSpan(Struct, frozen=True, array_like=True):
@@ -253,7 +259,7 @@ class Completion(Struct):
     top-k log-probabilities plus the remainder. `stop` is the stop string that ended the turn; with
     finish_reason "stop" and `stop` None, an end-of-sequence token ended it, which is the last of
     `token_ids`. `num_cached_tokens` counts prompt tokens whose keys and values came from a prefix
-    cache of the same policy version.
+    cache of the same policy version. Log-probs that a grammar has changed are nan.
     """
 
     token_ids: list[int]

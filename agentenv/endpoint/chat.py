@@ -177,12 +177,22 @@ def read_tools(body: Json, api: Api, ignored: set[str]) -> Json:
         found.append(read_tool(own, schema, f"{where}{kind}." if api == "chat" else where))
         if namespace:
             namespaces[found[-1]["name"]] = namespace
-    names = _choice(body.get("tool_choice"))
+    choice = body.get("tool_choice")
+    names, is_forced = _choice(choice)
     if given and not found and names != ():
         what = "none of these tools is run by the program; add a function, or omit tools"
         raise ApiError("unsupported", what, "tools")
     chosen = [tool for tool in found if names is None or tool["name"] in names]
-    return {"tools": tuple(chosen), "custom": frozenset(custom), "namespaces": namespaces}
+    if is_forced and not chosen:
+        raise ApiError("invalid", "forces a call of a tool that is not in tools", "tool_choice")
+    disabled = isinstance(choice, dict) and choice.get("disable_parallel_tool_use")
+    return {
+        "tools": tuple(found if is_forced else chosen),
+        "forced": tuple(str(tool["name"]) for tool in chosen) if is_forced else (),
+        "single": bool(disabled) or body.get("parallel_tool_calls") is False,
+        "custom": frozenset(custom),
+        "namespaces": namespaces,
+    }
 
 
 ONE_TEXT = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
@@ -200,24 +210,30 @@ def _flat(tools: Sequence[Json], where: str) -> Iterator[tuple[Json, str, str]]:
             yield one, str(tool.get("name")), there
 
 
-def _choice(choice: Any) -> Collection[str] | None:
-    """The names of the tools that may be called; None for all."""
+def _choice(choice: Any) -> tuple[Collection[str] | None, bool]:
+    """The names of the tools that may be called, None for all, and whether one must be."""
     value = choice.get("type") if isinstance(choice, dict) else choice
-    if isinstance(choice, dict) and choice.get("disable_parallel_tool_use"):
-        what = "a turn may have several calls; omit it, and answer each of them"
-        raise ApiError("unsupported", what, "tool_choice.disable_parallel_tool_use")
-    if value in (None, "auto"):
-        return None
-    if value == "none":
-        return ()
-    if value == "allowed_tools":
-        allowed = get(choice, "allowed_tools", dict, choice, "tool_choice.")
-        where = "tool_choice.allowed_tools"
-        if allowed.get("mode", "auto") == "auto":
+    match value:
+        case None | "auto":
+            return None, False
+        case "none":
+            return (), False
+        case "required" | "any":
+            return None, True
+        case "allowed_tools":
+            allowed = get(choice, "allowed_tools", dict, choice, "tool_choice.")
+            where = "tool_choice.allowed_tools"
             tools = objects(allowed.get("tools"), f"{where}.tools", MAX_TOOLS)
-            return {str((tool.get("function") or tool).get("name")) for tool in tools}
-    what = f"{value!r:.60} would force a call, which no engine of a policy does; use auto or none"
+            return {_name(tool) for tool in tools}, allowed.get("mode") == "required"
+        case "function" | "tool" | "custom":
+            return {_name(choice)}, True
+    what = f"expected auto, none, required or the name of a tool, got {value!r:.60}"
     raise ApiError("unsupported", what, "tool_choice")
+
+
+def _name(tool: Json) -> str:
+    """The name in a reference to a tool."""
+    return str((tool.get("function") or tool.get("custom") or tool).get("name"))
 
 
 def read_role(raw: Json, where: str) -> Role:

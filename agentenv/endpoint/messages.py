@@ -82,11 +82,11 @@ class Given(NamedTuple):
 class Request(Struct, kw_only=True):
     """A request. `tools` are (name, description, parameters) in JSON; of those, `custom` take one
     text, and `namespaces` has the namespace of those that are in one. `schema`: the form of the
-    reply, which is in the messages. `ignored`: keys without an effect; `own_sampling`: those
-    without an effect in a run. `logprobs`: return those of the sampled tokens. `raw`: return the
-    turn as sampled, and malformed calls. `compact`: its client writes JSON without blanks.
-    `repeats` is its key of idempotency. `id` and `created` (seconds since 1970) are those of its
-    reply."""
+    reply, which is in the messages. `forced`, `single`: see NextTurn. `ignored`: keys without an
+    effect; `own_sampling`: those without an effect in a run. `logprobs`: return those of the
+    sampled tokens. `raw`: return the turn as sampled, and malformed calls. `compact`: its client
+    writes JSON without blanks. `repeats` is its key of idempotency. `id` and `created` (seconds
+    since 1970) are those of its reply."""
 
     model: str
     messages: tuple[Given, ...]
@@ -94,6 +94,8 @@ class Request(Struct, kw_only=True):
     custom: frozenset[str] = frozenset()
     namespaces: dict[str, str] = {}
     schema: Json | None = None
+    forced: tuple[str, ...] = ()
+    single: bool = False
     ignored: frozenset[str] = frozenset()
     own_sampling: frozenset[str] = frozenset()
     stream: bool = False

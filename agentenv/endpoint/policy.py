@@ -43,6 +43,7 @@ from agentenv.endpoint.server import Delta
 from agentenv.text.call_syntax import call_marks, split_thoughts
 from agentenv.text.contexts import context_ids
 from agentenv.text.encoder import fast_tokenizer, token_texts
+from agentenv.text.guides import guide_of, single_ends
 from agentenv.text.renderer import ContextRenderer
 from agentenv.text.spoken import spoken
 
@@ -62,7 +63,8 @@ class Prompt(NamedTuple):
 
 class PolicyHandler:
     """Answers with one engine. `sampling` and `max_tokens` are defaults for requests; `names` are
-    the model's names, the proper one first; `prefix` begins the ids of replies and calls."""
+    the model's names, the proper one first; `prefix` begins the ids of replies and calls;
+    `can_guide`: the engine follows grammars."""
 
     def __init__(
         self,
@@ -73,7 +75,9 @@ class PolicyHandler:
         names: Sequence[str],
         max_tokens: int,
         prefix: str = "",
+        can_guide: bool = False,
     ) -> None:
+        self._can_guide = can_guide
         self.engine, self.renderer = engine, renderer
         self.sampling = replace(sampling, max_tokens=max_tokens)
         self.max_model_len, self.names = max_model_len, names
@@ -100,6 +104,9 @@ class PolicyHandler:
         if request.model not in self.names:
             what = f"unknown model {request.model!r:.200}; this endpoint serves {self.names[0]!r}"
             raise ApiError("no_model", what, "model")
+        if request.forced and not self._can_guide:
+            what = "this engine cannot force a call; use auto, or serve with vLLM or SGLang"
+            raise ApiError("unsupported", what, "tool_choice")
         prompt = self._prompt(request)
         sampling = self._sampling(request, prompt)
         try:
@@ -166,9 +173,16 @@ class PolicyHandler:
             given["temperature"] = MIN_TEMPERATURE
         if given.get("top_k") == 0:
             given["top_k"] = -1
-        stop = (*self.renderer.stop(prompt.tools), *self.sampling.stop, *request.stop)
+        own = (*request.stop, *single_ends(self.renderer.style, request))
+        stop = (*self.renderer.stop(prompt.tools), *self.sampling.stop, *own)
         most = min(request.max_tokens or self.sampling.max_tokens, room)
-        return replace(self.sampling, **given, stop=stop, max_tokens=most)
+        guide = ""
+        if self._can_guide:
+            try:
+                guide = guide_of(request, self.renderer, prompt.tools, prompt.ids)
+            except EnvError as error:
+                raise ApiError("unsupported", str(error), "tool_choice") from error
+        return replace(self.sampling, **given, stop=stop, max_tokens=most, guide=guide)
 
     async def _turn(
         self,
@@ -195,11 +209,12 @@ class PolicyHandler:
         renderer, tools = self.renderer, prompt.tools
         action = renderer.parse(done, tools, prompt.ids)
         stop = done.stop if done.stop in request.stop else None
-        own = spoken(action, renderer.style, tools, stop, raw=request.raw)
+        own = spoken(action, renderer.style, tools, stop, raw=request.raw, single=request.single)
         message = served(own.thoughts, own.text, own.calls, self.new_id(), request)
         finish: Finish = "length" if done.finish_reason == "length" else "stop"
         sampled = array("i", done.token_ids)
-        if done.finish_reason == "length" or stop is not None:
+        ends = (*request.stop, *single_ends(renderer.style, request))
+        if done.finish_reason == "length" or done.stop in ends:
             sampled.append(renderer.end_id)  # the next tokens come after the end of the turn
         self._keep(self._turns, message, sampled)
         shown, given = prompt.key

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from math import nan
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 from uuid import uuid4
@@ -150,6 +151,8 @@ def request_body(
         "n": 1,
         "stream_interval": request.stream_interval,
     }
+    if sampling.guide:
+        params["structural_tag"] = sampling.guide
     body: dict[str, Any] = {
         "rid": f"{request.id}.{uuid4().hex}",
         "input_ids": list(request.prompt_ids),
@@ -259,6 +262,16 @@ class SGLangAnswer(AnswerParser):
         return ServerLostError(text) if lost else EngineError(text)
 
 
+class PromptScores(Struct):
+    input_token_logprobs: list[tuple[float | None, int, str | None]]
+
+
+class Prompted(Struct):
+    """The answer with the log-probs of a prompt."""
+
+    meta_info: PromptScores
+
+
 # Load figures.
 
 RETRACTED = "sglang:num_retracted_requests_total"
@@ -333,6 +346,18 @@ class SGLangServer(WeightSync[SGLangFacts]):
     def _abort_calls(self, request_ids: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         for rid in request_ids:
             yield "/abort_request", {"rid": rid}
+
+    async def scores(self, ids: Sequence[int], start: int) -> list[float]:
+        await self._known()
+        body = {
+            "input_ids": list(ids),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": start - 1,
+        }
+        found = await self._http.call_as(Prompted, "POST", "/generate", body)
+        scored = found.meta_info.input_token_logprobs[start - len(ids) :]
+        return [nan if one[0] is None else one[0] for one in scored]
 
     async def _check_health(self) -> None:
         """Check that its scheduler answers; unlike /health, this does not generate or take 1 s."""
@@ -442,4 +467,6 @@ class SGLangConfig(PooledEngineConfig, frozen=True, kw_only=True, tag="sglang", 
     """SGLang servers."""
 
     client: ClassVar[type[SGLangServer]] = SGLangServer
-    capabilities: ClassVar = EngineCapabilities(can_sleep=True, num_reserved=SGLANG_RESERVED)
+    capabilities: ClassVar = EngineCapabilities(
+        can_sleep=True, can_guide=True, num_reserved=SGLANG_RESERVED
+    )

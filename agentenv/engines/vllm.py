@@ -11,16 +11,18 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
+from math import nan
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.base.errors import ConfigError, EngineError
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Chunk
 from agentenv.contract.engine import EngineCapabilities, check_request
-from agentenv.contract.http_client import RefusedError
+from agentenv.contract.http_client import Logprob, RefusedError
 from agentenv.contract.request import (
     ForeignWeightsError,
     PartEnd,
@@ -61,6 +63,16 @@ METRICS: dict[str, Callable[[list[float]], float]] = {
     "vllm:kv_cache_usage_perc": max,  # the fullest of data-parallel engines
     "vllm:num_preemptions_total": sum,
 }
+
+
+class PromptToken(Struct):
+    logprob: Logprob
+
+
+class Prompted(Struct):
+    """The answer with the log-probs of a prompt, by token id."""
+
+    prompt_logprobs: list[dict[int, PromptToken] | None]
 
 
 class Sent:
@@ -173,6 +185,18 @@ class VLLMServer(WeightSync[VLLMFacts]):
         finally:
             del self._running[request_id]
         return answer
+
+    async def scores(self, ids: Sequence[int], start: int) -> list[float]:
+        await self._known()
+        body = {
+            "token_ids": list(ids),
+            "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False},
+            "cache_salt": self._salt,
+        }
+        body |= {"model": self._adapter} if self._adapter else {}
+        found = await self._http.call_as(Prompted, "POST", GENERATE, body)
+        pairs = zip(ids[start:], found.prompt_logprobs[start:], strict=True)
+        return [one[token].logprob if one else nan for token, one in pairs]
 
     async def _try_out(self) -> None:
         await self._drop_prefixes()
@@ -393,5 +417,5 @@ class VLLMConfig(PooledEngineConfig, frozen=True, kw_only=True, tag="vllm", tag_
 
     client: ClassVar[type[VLLMServer]] = VLLMServer
     capabilities: ClassVar = EngineCapabilities(
-        can_sleep=True, can_map=True, has_adapters=True, keeps_cache=True
+        can_sleep=True, can_guide=True, can_map=True, has_adapters=True, keeps_cache=True
     )

@@ -69,8 +69,8 @@ class Conversation:
     def open(self) -> list[int]:
         return list(self._renderer.prompt(self.prompt, self.tools))
 
-    def limited(self, sampling: SamplingParams, room: int) -> SamplingParams:
-        """`room`: tokens that are left for the whole context."""
+    def limited(self, sampling: SamplingParams, prefix: Prefix, room: int) -> SamplingParams:
+        """The sampling of a turn after `prefix`. `room`: tokens that are left for the context."""
         return replace(sampling, stop=(*self._renderer.stop(self.tools), *sampling.stop))
 
     def read(self, completion: Completion, prefix: Prefix) -> Message:

@@ -139,4 +139,4 @@ class Growth:
             seed=self._actor.seed_of(self._recovery.key(branch, "turn")),
         )
         room = limits.max_prompt_tokens + limits.max_response_tokens - len(branch.prefix_ids)
-        return branch.conversation.limited(sampling, room)
+        return branch.conversation.limited(sampling, branch.prefix_ids, room)

@@ -22,7 +22,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from agentenv.base.offload import poll_pause
-from agentenv.base.tree import CANCELLED, LED, Node, Trajectory, TrajectoryTree
+from agentenv.base.tree import CANCELLED, GUIDED, LED, Node, Trajectory, TrajectoryTree
 from agentenv.base.types import Completion, Info
 
 Metrics = dict[str, float]
@@ -49,6 +49,8 @@ def rollout_metrics(trees: Sequence[TrajectoryTree], learner_version: int) -> Me
         "failed/retaken": sum(tree.num_retaken for tree in trees),
     }
     metrics |= {f"failed/by_kind/{kind}": count for kind, count in sorted(failures.items())}
+    if guided := [node for node in nodes if node.info.get(GUIDED)]:
+        metrics["rollout/changed_share"] = changed_share(guided)
     if trees:
         metrics |= _staleness(trees, learner_version)
         entropies = np.concatenate([np.asarray(node.entropies) for node in nodes])
@@ -69,6 +71,13 @@ def rollout_metrics(trees: Sequence[TrajectoryTree], learner_version: int) -> Me
                 metrics[f"by_kind/{kind}/success"] = fmean(path.success for path in done)
         metrics |= _tool_metrics(calls)
     return metrics
+
+
+def changed_share(guided: Sequence[Node]) -> float:
+    """The share of tokens of turns with a grammar whose log-probs it has changed: they are not
+    trained."""
+    known = np.concatenate([np.asarray(node.logprobs) for node in guided])
+    return float(np.isnan(known).mean())
 
 
 def _staleness(trees: Sequence[TrajectoryTree], learner_version: int) -> Metrics:

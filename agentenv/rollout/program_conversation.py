@@ -9,11 +9,12 @@ from typing import Literal, Self
 from msgspec.structs import replace
 
 from agentenv.base.errors import ConfigError, CrashError, DataError, EnvError
-from agentenv.base.tree import Ids, Node, Prefix, packed_ids
+from agentenv.base.tree import GUIDED, Ids, Node, Prefix, packed_ids
 from agentenv.base.types import Completion, Info, Message, NextTurn, SamplingParams, Turn
 from agentenv.base.untrusted import convert
 from agentenv.rollout.conversation import Context, Conversation
 from agentenv.text.contexts import context_ids
+from agentenv.text.guides import guide_of, single_ends
 from agentenv.text.renderer import ContextRenderer
 from agentenv.text.spoken import spoken
 
@@ -31,7 +32,7 @@ class ProgramConversation(Conversation):
         self._turns: list[Node] = []
         self._tips: dict[int, tuple[Node, Prefix]] = {}  # unanswered turns, and tokens up to them
         self._cut: set[int] = set()  # turns without an end token
-        self._is_cut = False  # the turn that was read last
+        self._is_cut = self._is_guided = False  # the turn that was read last
 
     def begin(self, messages: list[Message], info: Info) -> None:
         super().begin(messages, info)
@@ -46,10 +47,19 @@ class ProgramConversation(Conversation):
         with _of_program():
             return list(context_ids(self._writer, self.prompt, self.tools, self._most))
 
-    def limited(self, sampling: SamplingParams, room: int) -> SamplingParams:
-        sampling = super().limited(sampling, room)
-        most = min(sampling.max_tokens, self._next.max_tokens or sampling.max_tokens, room)
-        return replace(sampling, max_tokens=most, stop=(*sampling.stop, *self._next.stop))
+    def limited(self, sampling: SamplingParams, prefix: Prefix, room: int) -> SamplingParams:
+        sampling = super().limited(sampling, prefix, room)
+        then = self._next
+        most = min(sampling.max_tokens, then.max_tokens or sampling.max_tokens, room)
+        stop = (*sampling.stop, *self._stops)
+        guide = guide_of(then, self._writer, self.tools, prefix)
+        self._is_guided = bool(guide)
+        return replace(sampling, max_tokens=most, stop=stop, guide=guide)
+
+    @property
+    def _stops(self) -> tuple[str, ...]:
+        """The texts that end the turn without an end token."""
+        return (*self._next.stop, *single_ends(self._writer.style, self._next))
 
     def read(self, completion: Completion, prefix: Prefix) -> Message:
         """With the facts of the sampling, which the environment passes to the program."""
@@ -58,8 +68,9 @@ class ProgramConversation(Conversation):
         reason: Literal["stop", "length"] = "stop"
         if completion.finish_reason == "length":
             reason = "length"
-        self._is_cut = reason == "length" or stop is not None
-        own = spoken(action, self._writer.style, self.tools, stop)
+        self._is_cut = reason == "length" or completion.stop in self._stops
+        single = self._next.single
+        own = spoken(action, self._writer.style, self.tools, stop, single=single)
         sizes = len(prefix), len(completion.token_ids)
         turn = Turn(own.thoughts, own.text, reason, *sizes, stop, own.kept)
         return replace(action, tool_calls=own.calls, turn=turn)
@@ -67,8 +78,7 @@ class ProgramConversation(Conversation):
     async def observe(
         self, action: Message, node: Node, prefix: Prefix, messages: list[Message]
     ) -> Sequence[int] | Context:
-        self._expect(node.info)
-        self._turns.append(node)
+        self._record(node)
         if self._is_cut:
             self._cut.add(node.index)
         self.continues = True
@@ -78,9 +88,14 @@ class ProgramConversation(Conversation):
         return await super().observe(action, node, prefix, messages)
 
     def end(self, node: Node) -> None:
+        self._record(node)
+        node.info |= self._discards()
+
+    def _record(self, node: Node) -> None:
+        if self._is_guided:
+            node.info[GUIDED] = True
         self._expect(node.info)
         self._turns.append(node)
-        node.info |= self._discards()
 
     async def _answer(self, node: Node, messages: list[Message]) -> Sequence[int]:
         with _of_program():

@@ -125,6 +125,7 @@ def thought_end(text: str, place: int, markers: Markers) -> int:
     return -1
 
 
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 CALL_MARKS = {  # the beginning of a turn's first call; the tag protocol uses the tool's tag
     "llama": "<|python_tag|>", "atem": "<atem:invoke", "lfm": "<|tool_call_start|>",
     "harmony": "<|channel|>commentary", "gemma": "<|tool_call>",
@@ -136,6 +137,12 @@ def call_marks(style: str, tools: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     if style == "tags":
         return tuple(f"<{tool['name']}>" for tool in tools)
     return (CALL_MARKS.get(style, CALL_OPEN),)
+
+
+CALL_ENDS = {
+    "hermes": CALL_CLOSE, "qwen_xml": CALL_CLOSE, "glm": CALL_CLOSE, "gemma": "<tool_call|>",
+    "atem": "</atem:invoke>",
+}  # fmt: skip
 
 
 def split_thoughts(text: str, style: str, marks: Sequence[str]) -> tuple[str, str]:
@@ -187,7 +194,6 @@ def json_end(text: str, start: int) -> int:
         return -1
 
 
-CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 EXPECTED = 'expected {"name": "...", "arguments": {...}}'
 

@@ -122,6 +122,7 @@ class ContextRenderer(Renderer, Protocol):
     def style(self) -> str: ...
     @property
     def end_id(self) -> int: ...
+    def opens_thought(self, prefix_ids: Sequence[int]) -> bool: ...
     def turn(self, message: Message, tools: ToolSchemas) -> Sequence[int]:
         """Token ids of a turn of the policy. Raises ConfigError."""
         ...
@@ -236,8 +237,11 @@ class TextCodec:
         ids = completion.token_ids
         if ids and completion.stop is None and ids[-1] in self.eos_ids:
             ids = ids[:-1]
-        opened = bool(prefix_ids) and self._opens(tuple(prefix_ids[-NUM_TAIL_IDS:]))
-        return (THOUGHT_OPEN + "\n" if opened else "") + self.decode(ids)
+        return (THOUGHT_OPEN + "\n" if self.opens_thought(prefix_ids) else "") + self.decode(ids)
+
+    def opens_thought(self, prefix_ids: Sequence[int]) -> bool:
+        """Whether the turn after these ids begins within a thought."""
+        return bool(prefix_ids) and self._opens(tuple(prefix_ids[-NUM_TAIL_IDS:]))
 
     @property
     def style(self) -> str:

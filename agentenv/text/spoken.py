@@ -15,7 +15,7 @@ from agentenv.text.call_syntax import FINDERS, MESSAGE, MESSAGED, FoundCalls, sp
 from agentenv.text.tags import call_start
 
 # why a call remains in the text
-Kept = Literal["malformed", "not_offered", "no_tools"]
+Kept = Literal["malformed", "not_offered", "no_tools", "second"]
 
 
 class Spoken(NamedTuple):
@@ -34,9 +34,11 @@ def spoken(
     stop: str | None = None,
     *,
     raw: bool = False,
+    single: bool = False,
 ) -> Spoken:
     """The parts of an action; `style` is that of its renderer, `stop` a stop string of the client
-    that ended it. With `raw` every call is delivered, malformed ones included."""
+    that ended it. With `raw` every call is delivered, malformed ones included; if `single`, only
+    one is."""
     text = action.content.removesuffix(stop or "")
     found = _found(action, text, style, tools) if action.tool_calls else ()
     names = {str(tool["name"]) for tool in tools}
@@ -46,10 +48,16 @@ def spoken(
         (thoughts, part), place = split_thoughts(text, style, ()), len(text)
     else:
         thoughts, part = split_thoughts(text[:place], "" if style in MESSAGED else style, ())
-    parts, calls, kept = [], [], []
+    parts: list[str] = []
+    calls: list[ToolCall] = []
+    kept: list[Kept] = []
     for one in found:
-        reasons = [] if raw else [why for call in one.calls if (why := _reason(call, names))]
-        calls += [call for call in one.calls if raw or _reason(call, names) is None]
+        wrong = [why for call in one.calls if (why := _reason(call, names))]
+        reasons: list[Kept] = [] if raw else wrong
+        fine = [call for call in one.calls if raw or _reason(call, names) is None]
+        room = 1 - len(calls) if single else len(fine)
+        reasons += ["second"] * (len(fine) - room)
+        calls += fine[:room]
         kept += reasons
         if not reasons:
             parts.append(part + text[place : one.start])

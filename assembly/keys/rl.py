@@ -194,6 +194,14 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Annotated[int, Meta(ge=0)] | None,
         Meta(description="seed of token sampling; none: the seed of the run"),
     ] = None
+    structured_output: Annotated[
+        Literal["prompt", "engine"] | None,
+        Meta(
+            description="where a program's response_format has its effect: in the prompt alone, or "
+            "as a grammar of the engine too, which needs vLLM or SGLang; none: prompt in training, "
+            "engine in evaluation where it can"
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.top_k == 0:

@@ -29,7 +29,7 @@ from agentenv.assembly.keys.evaluation import EvaluateConfig, PolicyConfig
 from agentenv.assembly.keys.rl import DataConfig, Sampling, TrainConfig
 from agentenv.assembly.keys.supervised import SupervisedRunConfig
 from agentenv.assembly.parts.env_processes import EnvProcesses
-from agentenv.assembly.parts.environments import EnvMaker, EnvSettings, try_env
+from agentenv.assembly.parts.environments import Constraints, EnvMaker, EnvSettings, try_env
 from agentenv.assembly.run.arguments import RunConfig
 from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.serving.servers import ServerFactory, fill_roles, start_servers
@@ -238,10 +238,27 @@ class RolloutAssembly(Assembly[WithRoles]):
         urls = await self.urls()
         found: dict[str, EnvMaker] = {}
         for name, one in self.sets.items():
-            settings = EnvSettings.of(fill_roles(one, urls))
+            settings = EnvSettings.of(fill_roles(one, urls), constraints=self._constraints(one))
             same = (maker for maker in found.values() if maker.settings == settings)
             found[name] = next(same, None) or EnvMaker(settings, self.resolve)
         return found
+
+    def _constraints(self, one: SetConfig) -> Constraints:
+        """The part of a program's requirements that the engine enforces. Raises ConfigError."""
+        engine, wanted = getattr(self.config, "engine", None), one.sampling.structured_output
+        if engine is None or not engine.capabilities.can_guide:
+            if wanted == "engine":
+                raise ConfigError(
+                    f"{one.key}: structured_output = 'engine' needs an engine that follows "
+                    "grammars; set engine.name = 'vllm' or 'sglang', or structured_output = "
+                    "'prompt'"
+                )
+            return "none"
+        if not any("program" in env.kwargs for env in (one.env, *one.env.variants.values())):
+            return "none"
+        return (
+            "calls" if (wanted or ("engine", "prompt")[one.key == TRAINED]) == "prompt" else "all"
+        )
 
     async def make_env(self, name: str) -> Callable[[Task], Env]:
         """The function that makes the environments of a set's rollouts, in separate processes if

@@ -10,7 +10,7 @@ import importlib
 import inspect
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import msgspec
 from msgspec import Struct
@@ -34,6 +34,7 @@ from agentenv.contract.tool_config import load_tools
 from agentenv.contract.tools import ChosenTool
 from agentenv.text.prompt import PromptConfig, load_instruction
 
+Constraints = Literal["none", "calls", "all"]  # of programs, by the engine
 Tables = Mapping[str, msgspec.Struct | None]
 
 
@@ -190,6 +191,8 @@ class EnvMaker:
             used = own if own is not None else table
             plain = substituted(msgspec.to_builtins(used), self._resolve)
             kwargs[name] = msgspec.convert(plain, type(used), dec_hook=decode_part)
+        if _takes(keywords, "constraints") and "**" not in keywords:
+            kwargs["constraints"] = getattr(self.settings, "constraints", "none")
         _check_kwargs(f"{key}.kwargs", variant, factory, {**spec.kwargs, **kwargs})
         tools = load_tools(variant.tools, self._resolve)
         return Recipe(variant.id, kwargs, tools, frozenset(read))
@@ -269,6 +272,7 @@ class EnvSettings(Struct, frozen=True, kw_only=True):
     python: PythonTable = None
     search: SearchTable = None
     grader: GraderTable = None
+    constraints: Constraints = "none"
 
     @classmethod
     def of(cls, config: Any, **more: Any) -> Self:

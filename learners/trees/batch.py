@@ -165,10 +165,13 @@ def encode(tree: TrajectoryTree, credit: TreeCredit, policy_version: int) -> Enc
             *((name, np.nan) for name in ("returns", "advantages")),
         )
     }
-    figures["behavior"] = _joined("f", [node.logprobs for node in nodes])
+    behavior = _joined("f", [node.logprobs for node in nodes])
+    is_trained = ~np.isnan(behavior)  # not of tokens whose log-prob a grammar changed
+    figures["behavior"] = behavior[is_trained]
     if all(len(node.entropies) == len(node.action_ids) for node in nodes):
-        figures["entropies"] = _joined("f", [node.entropies for node in nodes])
-    staleness = policy_version - _versions(nodes, tree.policy_version)
+        figures["entropies"] = _joined("f", [node.entropies for node in nodes])[is_trained]
+    staleness = (policy_version - _versions(nodes, tree.policy_version))[is_trained]
+    action[action] = is_trained
     own = sizes.reshape(-1, 2).sum(1)
     above = path_sums(own.astype(np.float64), np.array(parents)) - own
     if np.any((sizes[::2] > 0) & (above == 0)):

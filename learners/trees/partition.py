@@ -281,14 +281,22 @@ def write_back(
         is_reported = [not np.isnan(row).all() for row in values]
         stop = 0
         for node in encoded_nodes(tree, credit):
-            start, stop = stop, stop + len(node.action_ids)
+            is_trained = ~np.isnan(node.logprobs)
+            start, stop = stop, stop + int(is_trained.sum())
             exact, before, first = (
-                array("f", row[start:stop].tobytes() if known else b"")
+                _scattered(row[start:stop], is_trained) if known else array("f")
                 for row, known in zip(values, is_reported, strict=True)
             )
             tree.scored[node.index] = Scored(before, first, exact if one.entropies else array("f"))
             if is_reported[0] and not one.entropies:
                 node.entropies = exact
+
+
+def _scattered(values: NDArray[Any], is_trained: NDArray[np.bool_]) -> array[float]:
+    """float32 [trained tokens] -> [tokens], nan elsewhere."""
+    whole = np.full(len(is_trained), nan, np.float32)
+    whole[is_trained] = values
+    return array("f", whole.tobytes())
 
 
 @dataclass(frozen=True)

@@ -108,10 +108,6 @@ class KilledRun:
         """Trees that weights were trained on more than once."""
         return self.witness.duplicated()
 
-    def has_checkpoint(self) -> bool:
-        """Whether a resumed process has weights to load."""
-        return bool(Checkpoints(self.path / "checkpoints").finished())
-
     def is_done(self) -> bool:
         """Whether its last step has a checkpoint."""
         found = Checkpoints(self.path / "checkpoints").finished()

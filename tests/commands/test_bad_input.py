@@ -53,6 +53,11 @@ CONFIGURATIONS = [
     "train.stop_at=0.9",
     "run.setup=nowhere:prepare",
     "run.dir=/dev/null/runs",
+    "renderer.name=native",
+    "renderer.style=hermes",
+    "prompt.template=serch",
+    "env.tools=[{name='stok'}]",
+    "limits.on_limit=stop",
     "nonsense",
 ]
 

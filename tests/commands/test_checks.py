@@ -28,12 +28,10 @@ from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.base.config import load_config
 from agentenv.base.errors import ConfigError
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
-from agentenv.engines.pool.pooled_engine import PooledEngineConfig
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.engines.vllm import VLLMConfig
 from agentenv.lab.diagnosis.doctor import CHECKS
 from agentenv.launchers import sft, train
-from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
 from agentenv.training.supervised.assembly import TrainingAssembly
 from tests.support.warehouse import ROOT
 
@@ -183,17 +181,6 @@ async def test_a_grader_of_rows_that_are_here_is_loaded_before_the_set_up(tmp_pa
     assert "no_such_package" in results[failed(results)[0]].message
 
 
-async def test_a_missing_part_fails_the_first_check_and_skips_its_dependents(
-    warehouse: Path, tmp_path: Path
-) -> None:
-    results = await found(warehouse, tmp_path, [f"model.path={tmp_path}/none"])
-    assert failed(results) == ["model"]
-    assert "a model directory" in results["model"].message
-    needing = {name: one.message for name, one in results.items() if one.state == "skipped"}
-    assert {"context", "room for weights", "prompts", "number of updates"} < {*needing}
-    assert {*needing.values()} == {REQUIRES.format("model")}
-
-
 async def test_a_part_is_built_once() -> None:
     class Counting(Assembly[TrainConfig]):
         num_built = 0
@@ -255,19 +242,6 @@ def refusal(capsys: pytest.CaptureFixture[str], code: int) -> str:
     return capsys.readouterr().err.replace("\n", " ")
 
 
-@pytest.fixture
-def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A learner, an engine or a set-up that starts fails the test."""
-
-    def started(*_: object, **__: object) -> None:
-        raise AssertionError("it was started")
-
-    monkeypatch.setattr(DeepSpeedLearner, "start", started)
-    for engine in (EmbeddedConfig, ScriptedConfig, PooledEngineConfig):
-        monkeypatch.setattr(engine, "start", started)
-    monkeypatch.setattr("agentenv.envs.quickstart.setup.prepare", started)
-
-
 def test_servers_apply_the_rope_scaling_of_a_model(tmp_path: Path) -> None:
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
     raw = {"max_position_embeddings": 1024, "rope_scaling": rope}
@@ -279,28 +253,6 @@ def test_servers_apply_the_rope_scaling_of_a_model(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="max_model_len"):
             too_long.max_context(tmp_path)
     assert ScriptedConfig(max_model_len=9999).max_context(tmp_path) == 1024
-
-
-@pytest.mark.usefixtures("nothing_starts")
-@pytest.mark.parametrize("more", [[], ["--dry-run"]])
-@pytest.mark.parametrize(
-    ("override", "told"),
-    [
-        ("env.id=agentenv/Quikstart-v0", "env.id: no environment is registered as"),
-        ("data.train={folder}/rows.jsonl", "rows.jsonl, row 1: key 'question'"),
-    ],
-)
-def test_a_mistake_is_refused_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, told: str, more: list[str]
-) -> None:
-    """By a run and by a dry run."""
-    (tmp_path / "rows.jsonl").write_text('{"answer": 1}\n')
-    runs = tmp_path / "runs"
-    override = override.replace("{folder}", str(tmp_path))
-    assert told in refusal(
-        capsys, train.main([str(QUICKSTART), f"run.dir={runs}", override, *more])
-    )
-    assert not runs.exists()
 
 
 def test_an_interrupted_setup_leaves_no_folder_and_offers_no_resume(

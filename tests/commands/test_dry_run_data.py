@@ -285,22 +285,6 @@ def test_an_evaluations_file_is_read_and_a_missing_one_is_fetched(
     assert "sets.hle.path = hle.jsonl" in told.replace("Humanity's Last Exam", "HLE")
 
 
-@pytest.mark.parametrize(
-    ("main", "name", "override"),
-    [
-        (train.main, "train", "data.train=nowhere.jsonl"),
-        (dpo.main, "dpo", "model.path=nowhere"),
-    ],
-)
-def test_a_refused_run_leaves_no_folder(
-    here: Path, capsys: pytest.CaptureFixture[str], main: Any, name: str, override: str
-) -> None:
-    before = {path.name for path in here.iterdir()}
-    assert main([f"{name}.toml", override]) == 2
-    assert "nowhere" in capsys.readouterr().err
-    assert {path.name for path in here.iterdir()} == before
-
-
 def test_an_answer_that_no_rollout_renders_is_refused(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -505,49 +505,6 @@ def test_a_resumed_run_does_not_read_its_checkpoint_after_the_start(
     assert not (run / "resumed").exists()
 
 
-def crashing(error: Exception, every: int = 8) -> Callable[..., Coroutine[Any, Any, ToolResult]]:
-    """A tool that fails in every n-th call."""
-    numbers = count(1)
-
-    async def call(self: FunctionTool, arguments: dict[str, Any], state: Any) -> ToolResult:
-        if next(numbers) % every == 0:
-            raise error
-        return ToolResult("7")
-
-    return call
-
-
-@pytest.mark.parametrize(
-    ("override", "code"),
-    [
-        ("limits.max_failed_share=0.5", 0),
-        ("limits.max_failed_share=0.02", 1),
-        ("limits.strict=true", 1),
-    ],
-)
-def test_only_many_bugs_of_a_tool_end_a_run(
-    warehouse: Path,
-    rank: type[ToyRank],
-    override: str,
-    code: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(FunctionTool, "call", crashing(KeyError("shelf")))
-    name = f"crashes-{override.rpartition('=')[2]}"
-    given = [str(warehouse), f"run.name={name}", "train.num_steps=12", "limits.max_failures=0"]
-    assert train.main([*given, override, "train.max_untrained_steps=0"]) == code
-    run, err = warehouse.parent / "runs" / name, capsys.readouterr().err
-    lines = [line for line in err.splitlines() if line.startswith("error:")]
-    assert len(lines) == 1 + code
-    assert "KeyError: 'shelf'" in lines[0]
-    assert "called with {'item': " in lines[0]
-    assert "Traceback" not in err
-    log = (run / "run.log").read_text()
-    assert log.count("raise error") == 1
-    last_checkpoint(run)
-
-
 @pytest.mark.parametrize(("share", "code"), [(0.9, 0), (0.25, 1)])
 def test_a_failure_that_repeats_is_shown_and_ends_a_run_above_its_share(
     warehouse: Path,
@@ -558,7 +515,14 @@ def test_a_failure_that_repeats_is_shown_and_ends_a_run_above_its_share(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Failures of any kind, including those that an environment raises itself."""
-    monkeypatch.setattr(FunctionTool, "call", crashing(EnvError("shelf 7 is locked"), 2))
+    numbers = count(1)
+
+    async def call(self: FunctionTool, arguments: dict[str, Any], state: Any) -> ToolResult:
+        if next(numbers) % 2:
+            return ToolResult("7")
+        raise EnvError("shelf 7 is locked")
+
+    monkeypatch.setattr(FunctionTool, "call", call)
     given = [str(warehouse), f"run.name=locked-{share:g}", "train.num_steps=12"]
     given += ["limits.max_turn_retries=0", "limits.max_failures=1", "train.max_untrained_steps=0"]
     assert train.main([*given, f"limits.max_failed_share={share}"]) == code
@@ -575,35 +539,28 @@ def test_a_failure_that_repeats_is_shown_and_ends_a_run_above_its_share(
     assert "7 is locked" in rollouts["causes"][0]
 
 
-@pytest.mark.parametrize("status", [404, 401])
 def test_a_tool_outage_trains_nothing_and_the_run_resumes_after_the_repair(
     warehouse: Path,
     rank: type[ToyRank],
-    status: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Although the tool blames the policy (404), or immediately if the status is clear (401). Trees
-    in flight are rolled out again, too."""
+    """Although the tool blames the policy, by a 404. Trees in flight are rolled out again, too."""
     numbers, is_mended = count(1), False
 
     async def call(self: FunctionTool, arguments: dict[str, Any], state: Any) -> ToolResult:
         if (number := next(numbers)) > 40 and not is_mended:
-            raise status_error(status, f"request {number}: the token is revoked", what="GET host")
+            raise status_error(404, f"request {number}: the token is revoked", what="GET host")
         return ToolResult("7")
 
     monkeypatch.setattr(FunctionTool, "call", call)
-    name, size = f"revoked-{status}", 8
-    keys = [f"algorithm.{key}={size}" for key in ("group_size", "initial_rollouts")]
-    given = arguments(warehouse, name, *keys)
-    assert train.main(given) == (2 if status == 401 else 1)
-    run, err = warehouse.parent / "runs" / name, capsys.readouterr().err
+    keys = [f"algorithm.{key}=8" for key in ("group_size", "initial_rollouts")]
+    given = arguments(warehouse, "revoked", *keys)
+    assert train.main(given) == 1
+    run, err = warehouse.parent / "runs" / "revoked", capsys.readouterr().err
     (line,) = [line for line in err.splitlines() if line.startswith("error:")]
-    if status == 401:
-        assert "401 Unauthorized: request" in line
-    else:
-        assert re.search(r"all \d+ calls of the tool 'stock' failed with one error: requ", line)
-        assert "continue with --resume" in line
+    assert re.search(r"all \d+ calls of the tool 'stock' failed with one error: requ", line)
+    assert "continue with --resume" in line
     step, _ = last_checkpoint(run)
     assert step < NUM_STEPS
     is_mended = True
@@ -683,47 +640,18 @@ def test_a_cold_start_reports_its_loss_and_its_checkpoint_is_kept_for_other_algo
     assert train.main(other) == 0
 
 
-def act_at_step_2(
-    monkeypatch: pytest.MonkeyPatch, act: Callable[[], Coroutine[Any, Any, None]]
+def test_a_late_evaluation_is_a_gap_in_the_curve(
+    warehouse: Path, rank: type[ToyRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In place of each answer to the evaluation of step 2."""
     generate = ScriptedEngine.generate
 
     async def generating(engine: ScriptedEngine, *args: Any, **kwargs: Any) -> Any:
         session = kwargs["session"]
         if engine.policy_version == 2 and not (session.isdigit() or session.startswith("probe")):
-            await act()
+            await asyncio.sleep(3600)
         return await generate(engine, *args, **kwargs)
 
     monkeypatch.setattr(ScriptedEngine, "generate", generating)
-
-
-async def hang() -> None:
-    await asyncio.sleep(3600)
-
-
-async def break_down() -> None:
-    raise EnvError("the shop is closed")
-
-
-def test_an_evaluation_whose_trajectories_all_failed_ends_the_run(
-    warehouse: Path,
-    rank: type[ToyRank],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    act_at_step_2(monkeypatch, break_down)
-    assert train.main(arguments(warehouse, "all-failed")) == 1
-    told = (
-        "all of the first 10 attempts failed; the evaluation stops here; the last error: EnvError"
-    )
-    assert told in capsys.readouterr().err
-
-
-def test_a_late_evaluation_is_a_gap_in_the_curve(
-    warehouse: Path, rank: type[ToyRank], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    act_at_step_2(monkeypatch, hang)
     monkeypatch.setattr(start_checks, "contradictions", lambda config: ())  # for a short test
     assert train.main(arguments(warehouse, "gap", "eval.timeout_s=1")) == 0
     run = warehouse.parent / "runs" / "gap"

@@ -7,9 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import pytest
-
-from agentenv.launchers import evaluate, train
+from agentenv.launchers import evaluate
 
 
 def repeating_policy(prompt: str, rng: Random) -> str:
@@ -55,20 +53,3 @@ def test_a_base_model_reads_plain_text(warehouse: Path, tmp_path: Path) -> None:
     }
     (chat,) = {"im_start" in json.dumps(row) for row in evaluated(warehouse, tmp_path / "b")}
     assert (plain, chat) == (False, True)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (["renderer.name=native"], "ignores the list of tools"),
-        (["renderer.style=hermes"], "renderer.style: unknown key for renderer.name = 'tags'"),
-        (["prompt.template=serch"], "did you mean 'search'"),
-        (['env.tools=[{name = "stok"}]'], "has no tool 'stok'"),
-        (["limits.on_limit=stop"], "limits.on_limit"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused_before_the_start(
-    warehouse: Path, overrides: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train.main([str(warehouse), "run.name=refused", *overrides]) == 2
-    assert says in " ".join(capsys.readouterr().err.split())

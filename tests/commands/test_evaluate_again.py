@@ -125,8 +125,6 @@ def test_an_evaluation_in_which_everything_fails_stops(
     ("keys", "named"),
     [
         (["sampling.temperature=0.5"], "sampling.temperature: 1.0 -> 0.5"),
-        (["seed=3"], "seed: 0 -> 3"),
-        (["limits.max_turns=3"], "limits.max_turns: 16 -> 3"),
         (["prompt.template=direct"], "prompt.template: '' -> 'direct'"),
         (["engine.script=tests.support.warehouse:warehouse_turn"], "engine.script"),
     ],

@@ -30,8 +30,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a short cold start and one update: it calls tools, and is often wrong."""
     folder = tmp_path_factory.mktemp("trained")
     config = ROOT / "tests" / "support" / "small_quickstart.toml"
-    stages = '[{rows="copy",num_steps=60},{rows="clean",num_steps=150}]'
-    keys = [f"sft.stages={stages}", "sft.gate_every=150", "train.num_steps=1"]
+    stages = '[{rows="copy",num_steps=30},{rows="clean",num_steps=70}]'
+    keys = [f"sft.stages={stages}", "sft.gate_every=70", "train.num_steps=1"]
+    keys += ["queue.groups_per_step=2", "learner.groups_per_minibatch=2"]
     keys += ["eval.sets.heldout.phases=false", f"run.dir={folder}", "run.name=run"]
     assert train.main([str(config), *keys]) == 0
     return folder / "run"

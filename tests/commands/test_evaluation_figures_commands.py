@@ -108,6 +108,15 @@ def test_a_report_names_the_evaluated_weights(tmp_path, subject, told):
 # compare
 
 
+def compared(tmp_path, capsys, one, two, status=0) -> str:
+    """What a comparison of these rows prints: the tables, or the error."""
+    rows = (("a", one), ("b", two))
+    folders = [str(write_evaluation(tmp_path / name, of, QUICK)) for name, of in rows]
+    assert evaluate.main(["compare", *folders]) == status
+    shown = capsys.readouterr()
+    return shown.err if status else shown.out
+
+
 def test_two_evaluations_are_compared_question_by_question(tmp_path, capsys):
     one = rows_of({str(i): ["Paris" if i < 4 else "Rome"] for i in range(12)})
     two = rows_of({str(i): ["Rome" if i == 0 else "Paris"] for i in range(10)})
@@ -129,12 +138,7 @@ def test_kinds_of_questions_are_compared_as_reports_have_them(tmp_path, capsys):
         found = rows_of({str(i): ["Paris"] for i in range(4)}, kind="calc")
         return found + rows_of({str(i): [of_hop] for i in range(4, 6)}, kind="hop")
 
-    folders = [
-        write_evaluation(tmp_path / name, rows(of_hop), QUICK)
-        for name, of_hop in (("a", "Rome"), ("b", "Paris"))
-    ]
-    assert evaluate.main(["compare", *map(str, folders)]) == 0
-    said = capsys.readouterr().out
+    said = compared(tmp_path, capsys, rows("Rome"), rows("Paris"))
     assert re.search(r"calc +4 +1.000 +1.000 ", said)
     assert re.search(r"hop +2 +0.000 +1.000 ", said)
     assert re.search(r"all +6 +0.667 +1.000 ", said)
@@ -143,9 +147,7 @@ def test_kinds_of_questions_are_compared_as_reports_have_them(tmp_path, capsys):
 def test_several_samples_are_compared_as_rates(tmp_path, capsys):
     one = rows_of({str(i): ["Paris", "Rome"] for i in range(8)})
     two = rows_of({str(i): ["Paris", "Paris"] for i in range(8)})
-    folders = [write_evaluation(tmp_path / n, r, QUICK) for n, r in (("a", one), ("b", two))]
-    assert evaluate.main(["compare", *map(str, folders)]) == 0
-    said = capsys.readouterr().out
+    said = compared(tmp_path, capsys, one, two)
     assert "sign flip" in said
     assert "pass@2" in said
     assert re.search(r"all +8 +0.500 +1.000 +\+0.500 \[\+0.\d+, \+0.\d+\] +0.008", said)
@@ -158,9 +160,7 @@ def test_failed_samples_are_shown_next_to_the_success_that_excludes_them(tmp_pat
     two = rows_of({str(i): ["Paris", "Paris"] for i in range(4)})
     for lost in [*two[:2], two[3]]:
         lost.end, lost.error, lost.success = "failed", "EnvError: closed", False
-    folders = [write_evaluation(tmp_path / n, r, QUICK) for n, r in (("a", one), ("b", two))]
-    assert evaluate.main(["compare", *map(str, folders)]) == 0
-    said = capsys.readouterr().out
+    said = compared(tmp_path, capsys, one, two)
     assert "3 questions are" in said
     assert re.search(r"all +3 +1.000 +1.000 ", said)
     assert re.search(r"all +0 of 8 \(0.0%\) +3 of 8 \(37.5%\) +1.000 +0.625", said)
@@ -186,15 +186,11 @@ def test_failures_have_a_table_only_if_any_and_failed_evaluations_no_success(tmp
 
 
 def test_evaluations_without_a_common_question_are_refused(tmp_path, capsys):
-    one = write_evaluation(tmp_path / "a", rows_of({"1": ["Paris"]}), QUICK)
-    two = write_evaluation(tmp_path / "b", rows_of({"2": ["Paris"]}), QUICK)
-    assert evaluate.main(["compare", str(one), str(two)]) == 2
-    assert "questions to compare" in capsys.readouterr().err
+    one, two = rows_of({"1": ["Paris"]}), rows_of({"2": ["Paris"]})
+    assert "questions to compare" in compared(tmp_path, capsys, one, two, status=2)
 
 
 def test_another_question_of_the_same_name_is_refused(tmp_path, capsys):
     one = rows_of({"1": ["Paris"]})
     two = [msgspec.structs.replace(row, question="Another one?") for row in one]
-    folders = [write_evaluation(tmp_path / n, r, QUICK) for n, r in (("a", one), ("b", two))]
-    assert evaluate.main(["compare", *map(str, folders)]) == 2
-    assert "question 1 differs" in capsys.readouterr().err
+    assert "question 1 differs" in compared(tmp_path, capsys, one, two, status=2)

@@ -32,37 +32,28 @@ def named(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return request.param
 
 
+ENCODER = "search.backend={name='faiss', index='i', corpus='c', encoder='m', device='cuda:0'}"
+
+
 @pytest.mark.parametrize(
-    "keys", [("engine.name=vllm",), ("engine.name=vllm", 'engine.urls=["http://127.0.0.1:1"]')]
+    ("keys", "hides"),
+    [
+        (("engine.name=vllm",), True),
+        (("engine.name=vllm", 'engine.urls=["http://127.0.0.1:1"]'), True),
+        (("engine.name=embedded",), False),
+        (("engine.name=vllm", ENCODER), False),
+    ],
 )
-def test_a_controller_with_server_engines_hides_all_gpus_and_passes_them_on(
-    keys: tuple[str, ...], named: str | None
+def test_a_controller_without_a_model_hides_all_gpus_and_passes_them_on(
+    keys: tuple[str, ...], hides: bool, named: str | None
 ) -> None:
     theirs = named.split(",") if named else ["0", "1"]
     with gpus_for_others(config_of(*keys)):
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
-        assert visible_gpus() == GpuPlan().visible == gpus_of_ranks() == theirs
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == ("" if hides else named)
+        assert gpus_of_ranks() == (theirs if hides else [])
+        assert not hides or visible_gpus() == GpuPlan().visible == theirs
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == named
     assert gpus_of_ranks() == []
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        ("engine.name=embedded",),
-        (
-            "engine.name=vllm",
-            "search.backend={name='faiss', index='i', corpus='c', encoder='m', device='cuda:0'}",
-        ),
-    ],
-    ids=["embedded", "encoder"],
-)
-def test_a_controller_with_an_embedded_engine_sees_the_gpus(
-    keys: tuple[str, ...], named: str | None
-) -> None:
-    with gpus_for_others(config_of(*keys)):
-        assert os.environ.get("CUDA_VISIBLE_DEVICES") == named
-        assert gpus_of_ranks() == []
 
 
 def test_environment_processes_see_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

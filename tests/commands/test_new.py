@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from agentenv.launchers import new, train
-from tests.support.warehouse import ROOT
+from agentenv.launchers import doctor, new, train
 
 # as it is, but for sizes: a few steps of each phase
 SMALL = [
@@ -74,27 +72,16 @@ def test_the_generated_test_passes(tmp_path: Path) -> None:
     assert "2 passed" in done.stdout
 
 
-def test_the_doctor_finds_no_fault_in_a_generated_environment(tmp_path: Path) -> None:
+def test_the_doctor_finds_no_fault_in_a_generated_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     new.make_folder("dice_examined", tmp_path)
-    command = [
-        sys.executable,
-        "-m",
-        "agentenv.launchers",
-        "doctor",
-        "--config",
-        "dice_examined/train.toml",
-    ]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [*command, "--quick", "--offline"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "reformatted ones correct" in done.stdout
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = ["--config", "dice_examined/train.toml", "--quick", "--offline"]
+    status, told = doctor.main(words), capsys.readouterr().out
+    assert status == 0, told
+    assert "reformatted ones correct" in " ".join(told.split())
 
 
 def test_a_generated_environment_trains(

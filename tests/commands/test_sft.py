@@ -113,28 +113,6 @@ def test_a_run_killed_before_its_first_checkpoint_logs_each_step_once(
     assert [row["step"] for row in rows_of(whole)] == told
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"conversations": [{"from": "human", "value": "a"}]}', "no message is the policy's"),
-        ('{"conversations": [{"from": "human"}]}',
-         "key 'conversations[0].value': expected a text, got None"),
-        ('{"conversations": ', "not valid JSON"),
-    ],
-)  # fmt: skip
-def test_a_bad_row_is_refused_with_file_and_row(
-    workspace: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
-) -> None:
-    good = (workspace / "sharegpt.jsonl").read_text().splitlines()[0]
-    path = workspace / "bad.jsonl"
-    path.write_text(f"{good}\n{line}\n")
-    code = sft.main([str(workspace / "small.toml"), "run.name=bad", f"data.train={path}"])
-    told = capsys.readouterr().err.replace("\n", " ")
-    assert code == 2
-    assert f"{path}, row 2: " in told
-    assert message in told
-
-
 def test_bad_rows_can_be_skipped_and_a_split_is_evaluated(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

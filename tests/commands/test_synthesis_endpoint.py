@@ -25,15 +25,18 @@ def chat_reply(body: dict[str, Any], _: int) -> Answer:
     return reply(policy(said, Random(body["seed"])).removesuffix("</stock>"), usage=(90, 9))
 
 
+def arguments(url: str, folder: Path, questions: Path) -> list[str]:
+    where = [f"data={questions}", "env.module=my_env", "--out", str(folder / "out")]
+    return [url, "--model", "m", "--env", "me/Warehouse-v0", *where, *HINTS]
+
+
 @pytest.mark.usefixtures("warehouse")
 def test_an_endpoint_of_chat_messages_works_as_an_engine_does(
     tmp_path: Path, questions: Path
 ) -> None:
     with ScriptedEndpoint(chat_reply) as endpoint:
-        arguments = [endpoint.url, "--model", "m", "--env", "me/Warehouse-v0", f"data={questions}"]
-        arguments += ["env.module=my_env", "--out", str(tmp_path / "out"), *HINTS]
-        arguments += ["engine.continuation=prefix", "filter.require_box=false", "num_samples=2"]
-        assert synthesize.main(arguments) == 0
+        keys = ["engine.continuation=prefix", "filter.require_box=false", "num_samples=2"]
+        assert synthesize.main([*arguments(endpoint.url, tmp_path, questions), *keys]) == 0
     sft = rows_of(tmp_path / "out" / "sft.jsonl")
     assert Counter(row["kind"] for row in sft) == {"easy": 2, "plain": 2, "doubted": 2}
     (text, *_) = (row["conversations"][1]["value"] for row in sft if row["way"] == "hints")
@@ -48,7 +51,5 @@ def test_an_endpoint_that_cannot_continue_a_text_gets_no_hints(
     tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with ScriptedEndpoint(lambda body, number: 500) as endpoint:
-        arguments = [endpoint.url, "--model", "m", "--env", "me/Warehouse-v0", f"data={questions}"]
-        arguments += ["env.module=my_env", "--out", str(tmp_path / "out"), *HINTS]
-        assert synthesize.main(arguments) == 2
+        assert synthesize.main(arguments(endpoint.url, tmp_path, questions)) == 2
     assert "does not continue" in refused(capsys)

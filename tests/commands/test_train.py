@@ -21,7 +21,6 @@ from agentenv.base.errors import ConfigError
 from agentenv.base.model_files import load_tokenizer
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task
-from agentenv.launchers import train
 from agentenv.training.loop.brief_reports import phase_title
 from agentenv.training.loop.state import RunState
 from agentenv.training.reports.recorder import RunRecorder
@@ -157,13 +156,6 @@ def test_trajectories_are_written_as_readable_rows(finished: Path) -> None:
     assert sum(row["loss_mask"]) == row["num_tokens"]
     assert {row["fork_parent"] is None for row in rows} == {True, False}
     assert set(row["parts"])
-
-
-def test_a_finished_run_is_not_overwritten(
-    finished: Path, warehouse: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train.main([str(warehouse), "run.name=finished"]) == 2
-    assert "already contains a" in capsys.readouterr().err
 
 
 def test_epochs_count_questions() -> None:

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
+from math import isnan
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from agentenv.base.errors import EngineError
 from agentenv.base.types import Chunk, Completion, SamplingParams, VersionSpan
+from agentenv.contract.engine import Engine
 from agentenv.contract.request import ServerRequest
 from agentenv.engines.remote.base import sampled
 from agentenv.engines.remote.weight_sync import Server
-from tests.engines.reference import EOS, MAX_LENGTH, VOCAB, check_sampled, greedy, processed
+from tests.engines.reference import (
+    EOS,
+    MAX_LENGTH,
+    VOCAB,
+    check_sampled,
+    distribution,
+    greedy,
+    processed,
+)
 from tests.engines.traffic import LONG, Traffic, start_many
-from tests.engines.world import END, Subject, World, prompt
+from tests.engines.world import END, ServerSubject, Subject, World, prompt
 
 GREEDY = 0.0
 
@@ -280,3 +292,40 @@ async def check_bad_directories(
         with pytest.raises(EngineError, match=source.name):
             await subject.load_weights(source, version + 1)
     await check_greedy(subject, world, version, 4)
+
+
+SCHEMA = {"type": "object", "properties": {"lamp": {"enum": ["on", "off"]}}, "required": ["lamp"]}
+
+
+async def check_guided(server: Server, world: World, version: int) -> None:
+    """A turn follows its grammar, and the server gives the log-probs of its tokens without one."""
+    content = {"type": "json_schema", "json_schema": {**SCHEMA, "additionalProperties": False}}
+    guide = json.dumps({"type": "structural_tag", "format": content})
+    ids, sampling = prompt(15, 20), SamplingParams(max_tokens=200, seed=1, guide=guide)
+    done = await ServerSubject(server).generate(ids, sampling)
+    text = world.tokenizer.decode(done.token_ids[:-1])
+    assert json.loads(text) in ({"lamp": "on"}, {"lamp": "off"})
+    plain = await server.scores([*ids, *done.token_ids], len(ids))
+    rows = distribution(world.models[version], ids, done.token_ids).tolist()
+    expected = [row[token] for row, token in zip(rows, done.token_ids, strict=True)]
+    assert plain == pytest.approx(expected, abs=1e-3)
+    assert all(own > one for own, one in zip(done.logprobs, plain, strict=True))
+
+
+async def check_changed_logprobs(engine: Engine, world: World, version: int) -> None:
+    """Log-probs that a grammar has changed are nan, here those of a fixed text; the others are the
+    model's, here that of the end of a turn."""
+    fixed = {"type": "const_string", "value": "lamp"}
+    for content, ids in ((fixed, prompt(16, 20)), ({"type": "any_tokens"}, [*prompt(7, 8), END])):
+        guide = json.dumps({"type": "structural_tag", "format": content})
+        sampling = SamplingParams(20, guide=guide)
+        done = await engine.generate(ids, sampling, session="guided")
+        if content is fixed:
+            assert world.tokenizer.decode(done.token_ids[:-1]) == "lamp"
+            assert all(map(isnan, done.logprobs))
+            stop = replace(sampling, stop=("m",))
+            done = await engine.generate(ids, stop, session="guided")
+            assert (done.stop, [*map(isnan, done.logprobs)]) == ("m", [True] * 3)
+        else:
+            assert done.token_ids == [EOS]
+            check_sampled({version: world.models[version]}, ids, done)

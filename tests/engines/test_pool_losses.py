@@ -89,17 +89,6 @@ async def test_a_restarted_single_server_loads_the_weights_before_it_serves(b: B
     assert b.pool.stats()["continuations"] == 1
 
 
-@virtual(1)
-async def test_an_unnoticed_restart_is_detected_by_the_lost_request(b: Bench) -> None:
-    await b.load(1)
-    (server,) = b.servers
-    pending = asyncio.create_task(b.generate())
-    await asyncio.sleep(0.95)
-    server.restart()  # at once healthy, but with the weights of the start
-    assert b.text(await pending) == TEXT
-    assert server.loaded == [("v1", 1), ("v1", 1)]
-
-
 @virtual(2)
 async def test_turns_leave_a_hanging_server(b: Bench) -> None:
     pending = asyncio.create_task(b.generate())

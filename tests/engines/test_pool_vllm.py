@@ -54,6 +54,7 @@ async def test_a_pool_of_one_real_server_fulfills_the_contract_and_survives_its_
         await pool.start(fresh=True)
         subject = EngineSubject(pool)
         await contract.check_stop_strings(subject, world, 0)
+        await contract.check_changed_logprobs(pool, world, 0)
         await contract.check_updates(subject, world)
         await _check_death(pool, factory, world)
         # An interrupted turn first continues on the same server, which is no retry.

@@ -163,6 +163,10 @@ async def test_entropies_without_the_plugin_are_bounds_or_exact(servers: Servers
         assert one < twenty < all_of_them
 
 
+async def test_a_turn_under_a_grammar(plain: ServerSubject, servers: Servers) -> None:
+    await contract.check_guided(plain.server, servers.untied_world, 0)
+
+
 async def test_streaming(plain: ServerSubject) -> None:
     await contract.check_streaming(plain)
     await contract.check_stream_interval(plain.server)

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from array import array
+from math import nan
 from random import Random
 
 import msgspec
@@ -27,8 +29,13 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 
 
-def some_trees(seed: int, count: int = 3):
+def some_trees(seed: int, count: int = 3, changed: float = 0.0):
+    """`changed`: the share of tokens whose log-prob a grammar changed."""
     trees = [random_tree(Random(seed * 100 + i), index=i) for i in range(count)]
+    rng = Random(seed)
+    for node in (node for tree in trees for node in tree.nodes):
+        own = (nan if rng.random() < changed else one for one in node.logprobs)
+        node.logprobs = array("f", own)
     algorithm = ALGORITHMS["grpo"]
     encoded = [encode(tree, algorithm.credit(tree), 0) for tree in trees]
     return trees, encoded
@@ -38,7 +45,7 @@ def some_trees(seed: int, count: int = 3):
 @settings(max_examples=settings.default.max_examples // 5)
 def test_tree_loss_equals_flat_loss_on_random_trees(seed: int) -> None:
     model = MODEL
-    trees, encoded = some_trees(seed, count=2)
+    trees, encoded = some_trees(seed, count=2, changed=0.3)
     with torch.no_grad():
         flat = flat_loss(model, trees, ALGORITHMS["grpo"])
         tree = tree_loss(model, encoded, ALGORITHMS["grpo"], max_tokens=40)

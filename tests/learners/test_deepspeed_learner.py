@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
@@ -24,7 +22,6 @@ from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.trees.batch import EncodedTree, encode, encode_sequence
 from tests.learners.ranks import (
     OF_THE_RANKS,
-    assert_ended,
     largest_difference,
     plain_torch,
     weights_in,
@@ -186,23 +183,6 @@ async def test_errors_are_returned_and_the_rank_continues(
     with pytest.raises(LearnerError, match="Not a directory"):
         await learner.save(tmp_path / "file" / "checkpoint")
     assert len(await learner.score([encode_sequence([1, 2], [False, True])])) == 1
-
-
-async def test_a_rank_ends_with_its_controller(model_dir: Path, tmp_path: Path) -> None:
-    script = (
-        "import asyncio, os, pathlib, sys\n"
-        "from tests.learners.test_deepspeed_learner import ALGORITHM, CONFIG, DeepSpeedLearner\n"
-        "async def main(model, log):\n"
-        "    learner = await DeepSpeedLearner.start(CONFIG, ALGORITHM, model, log)\n"
-        "    os.write(1, str(learner.ranks.pids[0]).encode())\n"
-        "    os.kill(os.getpid(), 9)\n"
-        "asyncio.run(main(*map(pathlib.Path, sys.argv[1:])))\n"
-    )
-    controller = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", script, model_dir, tmp_path / "log", stdout=asyncio.subprocess.PIPE
-    )
-    output, _ = await controller.communicate()
-    await asyncio.to_thread(assert_ended, [int(output)])
 
 
 async def test_invalid_starts_are_refused(model_dir: Path, tmp_path: Path) -> None:

@@ -13,8 +13,6 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRMSNorm
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from agentenv.base.errors import ConfigError
 from agentenv.learners.algorithms.baselines import GRPO
@@ -35,21 +33,13 @@ from tests.learners.ranks import (
     uneven_trees,
     weights_in,
 )
-from tests.learners.test_tree_equality import WHOLE, gradients, relative, some_trees
-from tests.learners.trees import EXPERTS, flat_loss, tiny_model, tree_loss
+from tests.learners.test_tree_equality import (
+    assert_equal_to_flat,
+)
+from tests.learners.trees import EXPERTS, tiny_model
 
 PPO = GRPO(group_size=6, dual_clip=float("inf"))
 CONFIG = two_ranks(num_ranks=1, zero_stage=0, learning_rate=1e-2)
-
-
-@pytest.fixture
-def _float64_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(self: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        scale = (hidden.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
-        return self.weight * (hidden * scale)
-
-    for norm in (Qwen3MoeRMSNorm, Glm4MoeRMSNorm):
-        monkeypatch.setattr(norm, "forward", forward)
 
 
 @pytest.fixture(params=EXPERTS)
@@ -60,19 +50,13 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.usefixtures("_float64_norms")
+@pytest.mark.usefixtures("float64_norms")
 @pytest.mark.parametrize("name", EXPERTS)
 def test_loss_and_gradient_equal_the_flat_ones_in_float64(name: str) -> None:
     plain, model = (tiny_model(name, torch.float64) for _ in range(2))
     for one in (plain, model):
         one.set_experts_implementation("eager")  # grouped products have no float64
-    trees, packed = some_trees(7)
-    flat = flat_loss(plain, trees, PPO)
-    expected = gradients(plain, flat)
-    for max_tokens in (WHOLE, 60):
-        loss = tree_loss(model, packed, PPO, max_tokens=max_tokens)
-        assert relative(loss, flat) < 1e-6
-        assert relative(gradients(model, loss), expected) < 1e-6
+    assert_equal_to_flat(plain, model, PPO, 1e-6)
     routed = [p for n, p in model.named_parameters() if n.endswith(("gate.weight", "down_proj"))]
     assert all(param.grad is not None and param.grad.norm() > 0 for param in routed)
 

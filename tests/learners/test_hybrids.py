@@ -12,8 +12,15 @@ import torch
 from agentenv.learners.trees.attention import TreeLayout
 from agentenv.learners.trees.partition import pack
 from agentenv.learners.trees.policy import Policy, tensors
-from tests.learners.test_tree_equality import ALGORITHMS, WHOLE, gradients, relative, some_trees
-from tests.learners.trees import HYBRIDS, flat_loss, tiny_model, tree_loss
+from tests.learners.test_tree_equality import (
+    ALGORITHMS,
+    WHOLE,
+    assert_equal_to_flat,
+    gradients,
+    relative,
+    some_trees,
+)
+from tests.learners.trees import HYBRIDS, tiny_model
 
 
 @pytest.fixture
@@ -33,13 +40,7 @@ def _float64_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_loss_and_gradient_equal_the_flat_ones_in_float64(name: str) -> None:
     plain, model = (tiny_model(name, torch.float64) for _ in range(2))
-    trees, packed = some_trees(7)
-    flat = flat_loss(plain, trees, ALGORITHMS["ppo"])
-    expected = gradients(plain, flat)
-    for max_tokens in (WHOLE, 60):
-        loss = tree_loss(model, packed, ALGORITHMS["ppo"], max_tokens=max_tokens)
-        assert relative(loss, flat) < 1e-9
-        assert relative(gradients(model, loss), expected) < 1e-9
+    assert_equal_to_flat(plain, model, ALGORITHMS["ppo"], 1e-9)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

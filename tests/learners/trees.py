@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
+from math import isnan
 from random import Random
 from typing import Any
 
@@ -235,7 +237,9 @@ def flat_loss(model: PreTrainedModel, trees: list[TrajectoryTree], algorithm: Al
             logprobs = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0][mask]
             old = [value for node in path.path for value in node.logprobs]
             entropies = [value for node in path.path for value in node.entropies]
-            parts.append((logprobs, old, entropies, [float(advantage)] * len(old)))
+            kept = [not isnan(one) for one in old]
+            own = [list(compress(one, kept)) for one in (old, entropies)]
+            parts.append((logprobs[torch.tensor(kept)], *own, [float(advantage)] * sum(kept)))
     logprobs = torch.cat([part[0] for part in parts])
     old, entropies, advantages = (
         torch.tensor([x for part in parts for x in part[i]], dtype=torch.float64) for i in (1, 2, 3)

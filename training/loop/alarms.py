@@ -9,10 +9,11 @@ from statistics import fmean
 
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.base.errors import SHOWN
-from agentenv.base.tree import TrajectoryTree
+from agentenv.base.tree import GUIDED, TrajectoryTree
 from agentenv.base.types import Info, Limit
 from agentenv.learners.keys import Metrics
 from agentenv.rollout.failures import faults_of
+from agentenv.rollout.metrics import changed_share
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ MAX_TEXT = 500  # characters of a warning
 FAR_KL = 0.5  # nats per token; normal updates move the policy by a hundredth of that
 MAX_LATE = 0.01  # share of trajectories cut by seconds above which there is a warning
 FEW_STEPS, FEW_TREES = 3, 24  # window of the check for signals: steps, and least trees in them
+MAX_CHANGED = 0.5  # share of the tokens under a grammar that it changed
 MAX_EQUAL = 0.7  # share of trees with equal returns above which there is a warning
 NUM_WORDS = 2  # of any vocabulary: the plan is only asked whether it forks
 FEW_TRAJECTORIES = 32  # of several turns; after so many without a fork point there is a warning
@@ -77,6 +79,14 @@ class Alarms:
             num_right = sum(one.success for one in everything)
             self._check_signal(fates[EQUAL], len(delivered), num_right / max(1, len(everything)))
         self._check_forks(delivered)
+        guided = [node for tree in delivered for node in tree.nodes if node.info.get(GUIDED)]
+        share = changed_share(guided) if guided else 0.0
+        self._warn(
+            "guided",
+            share > MAX_CHANGED,
+            f"{share:.0%} of the tokens under a grammar are not trained, since it changed their "
+            'log-probs: use tool_choice = "auto", or sampling.train.structured_output = "prompt"',
+        )
         num_late = limits[Limit.SECONDS]
         self._warn(
             "late",

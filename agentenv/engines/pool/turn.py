@@ -14,8 +14,10 @@ from abc import abstractmethod
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import count
+from math import nan
 from pathlib import Path
 from random import Random
 from typing import Generic, Literal, TypeVar
@@ -57,6 +59,7 @@ EntropyKind = Literal["exact", "top_k"]
 NO_DESCRIPTOR_S = 0.25  # between attempts of a request without a free file descriptor
 FIRST = (-1, 0)  # the order of a turn that a full server has rejected
 
+UNCHANGED = 0.03  # nats; a decoding and a scoring pass in bfloat16 differ by as much
 S = TypeVar("S", bound=Slot)
 
 
@@ -92,7 +95,7 @@ class PooledTurn:
         self.loop = asyncio.get_running_loop()
         self._broken_at = -1  # number of tokens when a connection broke
         self._ended: asyncio.Future[None] | None = None  # the current part, or the turn
-        self._prompt_ids, self._sampling = prompt_ids, sampling
+        self.prompt_ids, self.guide, self._sampling = prompt_ids, sampling.guide, sampling
         self._on_tokens, self._stream_interval = on_tokens, stream_interval
         self._eos_ids, self._matcher = eos_ids, matcher
         self._logprobs, self._entropies = array("d"), array("d")  # nats
@@ -111,8 +114,9 @@ class PooledTurn:
     ) -> ServerRequest:
         """The request for the rest of the turn, with its own random numbers. `interval`: tokens per
         event if no fork rule waits for them, as after a fork window. A server with
-        `has_free_entropies` gets no separate request for the window."""
-        whole = self._matcher.whole if self._matcher is not None else ()
+        `has_free_entropies` gets no separate request for the window. Under a grammar, engines take
+        stop tokens for its end."""
+        whole = self._matcher.whole if self._matcher is not None and not self.guide else ()
         stops = tuple(sorted({*whole, *self._eos_ids}))  # a server may know other ends of a turn
         sampling, done = self._sampling, len(self.token_ids)
         window = None if has_free_entropies else self._num_entropies
@@ -126,7 +130,7 @@ class PooledTurn:
             seed = Random(f"{seed}/{done}").getrandbits(63)
         stop = () if self._has_tokens else sampling.stop
         rest = replace(sampling, max_tokens=most - done, seed=seed, stop=stop)
-        prompt_ids = [*self._prompt_ids, *self.token_ids] if done else self._prompt_ids
+        prompt_ids = [*self.prompt_ids, *self.token_ids] if done else self.prompt_ids
         return ServerRequest(request_id, prompt_ids, rest, interval, stops, session, wanted)
 
     async def until_ended(self, request: asyncio.Future[PartEnd]) -> None:
@@ -225,7 +229,7 @@ class PooledTurn:
     def _ends_by_itself(self, length: int) -> bool:
         """Whether the server also stops at the stop string that ends here."""
         if self._matcher is not None and self._has_tokens:
-            return self.token_ids[length - 1] in self._matcher.whole
+            return not self.guide and self.token_ids[length - 1] in self._matcher.whole
         return self._match(length, self._base) is not None
 
     def _match(self, length: int, start: int = 0) -> str | None:
@@ -259,7 +263,7 @@ class PooledTurn:
             version_spans=self._spans,
             stop=stop,
             entropy_kind=self.entropy_kind,
-            num_cached_tokens=min(num_cached, len(self._prompt_ids)),
+            num_cached_tokens=min(num_cached, len(self.prompt_ids)),
         )
 
 
@@ -319,6 +323,8 @@ class TurnEngine(Engine, Generic[S]):
         self.check_alive()
         if stream_interval < 1:
             raise EngineError(f"stream_interval must be at least 1, found {stream_interval}")
+        if sampling.guide:
+            on_tokens = None  # no tokens of a part that may begin again
         matcher = await self._stop_strings.ready(sampling.stop)
         window = stream_interval if on_tokens is not None else 0
         turn = PooledTurn(
@@ -328,7 +334,7 @@ class TurnEngine(Engine, Generic[S]):
             stream_interval,
             self._eos_ids,
             matcher,
-            num_entropies=window if self._entropies == "window" else None,
+            num_entropies=window if self._entropies == "window" and not sampling.guide else None,
             entropy_kind=self._entropy_kind,
         )
         self.counts["requests"] += 1
@@ -369,16 +375,32 @@ class TurnEngine(Engine, Generic[S]):
             while (ended := await self._request(slot, turn, session)) is None:
                 pass  # the fork window was whole, the rest of the turn follows
             outcome = ended
+            if turn.guide:
+                if turn.is_stopped:
+                    turn.end_part(None)
+                if turn.completion is not None:
+                    await self._mark_changed(slot, turn.completion, turn.prompt_ids)
         finally:
             outcome = self.release(slot, outcome)
         if isinstance(outcome, Lost) or (isinstance(outcome, Aborted) and outcome.problem):
             failed.add(slot)
         if isinstance(outcome, Lost) and outcome.kind == ForeignWeightsError.kind:
             turn.discard(ForeignWeightsError(outcome.problem))
+        elif turn.completion is None and turn.guide:  # a grammar begins at the start of a turn
+            turn.discard(EngineError("a part of a turn under a grammar was reported"))
         elif turn.completion is None:
             turn.end_part(None)
         self._entropy_kind = turn.entropy_kind
         return outcome
+
+    async def _mark_changed(self, slot: S, done: Completion, prompt_ids: Sequence[int]) -> None:
+        """Set the log-probs to nan that a grammar has changed, or that cannot be compared."""
+        ids = [*prompt_ids, *done.token_ids]
+        plain = [nan] * len(done.token_ids)
+        with suppress(EngineError):
+            plain = await slot.client.scores(ids, len(prompt_ids))
+        pairs = zip(done.logprobs, plain, strict=True)
+        done.logprobs = [own if abs(own - one) <= UNCHANGED else nan for own, one in pairs]
 
     async def _request(self, slot: S, turn: PooledTurn, session: str) -> Outcome | None:
         """One request on one server. None: the turn continues there with another request."""

@@ -255,6 +255,11 @@ class RemoteServer(ABC, Generic[F]):
         request."""
         return False
 
+    @abstractmethod
+    async def scores(self, ids: Sequence[int], start: int) -> list[float]:
+        """The log-probs in nats of the tokens from `start` on, if any text may be written, at
+        temperature 1."""
+
     async def healthy(self) -> bool:
         """Whether it answers now; does not raise for a lost server."""
         try:

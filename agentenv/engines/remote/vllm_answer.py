@@ -97,6 +97,8 @@ def request_body(
         "repetition_penalty": sampling.repetition_penalty,
         "logprobs": entropy_top_k if request.with_entropies and not plugin else 0,
     }
+    if sampling.guide:
+        params["structured_outputs"] = {"structural_tag": sampling.guide}
     if request.stream_interval > 1:
         params["stream_interval"] = request.stream_interval
     if sampling.seed is not None:

@@ -35,6 +35,10 @@ async def test_an_end_of_sequence_is_the_last_token(server: SGLangServer, untied
     await contract.check_end_of_sequence(ServerSubject(server), untied, 0)
 
 
+async def test_a_turn_under_a_grammar(server: SGLangServer, untied: World) -> None:
+    await contract.check_guided(server, untied, 0)
+
+
 async def test_stop_strings(server: SGLangServer, untied: World) -> None:
     await contract.check_stop_strings(ServerSubject(server), untied, 0)
     await contract.check_stop_tokens(server, untied, 0)
