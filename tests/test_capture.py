@@ -630,7 +630,7 @@ def test_a_repeated_key_of_idempotency_gets_the_stored_answer() -> None:
         session = ProgramEnv.last
         session.lost(session.handed["0_0"].request)  # a connection that ends after another
         assert not session.take_lost()
-        with pytest.raises(EnvError, match="belongs to another call"):
+        with pytest.raises(EnvError, match="another call"):
             await client.ask([user("two")])
         return 1.0
 
@@ -673,7 +673,7 @@ def test_each_trajectory_shows_its_refused_and_ignored_keys_once() -> None:
     async def program(client: Client) -> float:
         messages = [user("one")]
         for _ in range(3):
-            with pytest.raises(EnvError, match="n is not supported"):
+            with pytest.raises(EnvError, match="n is not"):
                 await client.ask(messages, n=2)
             messages += [await client.ask(messages, user="me"), result("ok")]
         return 1.0
