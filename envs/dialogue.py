@@ -33,7 +33,7 @@ from agentenv.contract.env import Grader, StepResult, shared
 from agentenv.contract.server_config import ChatModelConfig
 from agentenv.contract.tool_env import ToolEnv, call_in_time, printable_text
 from agentenv.contract.tools import StatelessTool, Tool, ToolSource
-from agentenv.text.call_syntax import after_thoughts
+from agentenv.text.call_syntax import without_thoughts
 
 ANSWER = "<answer>"
 GREETING = "Hello! How can I help you?"  # a model's first turn, which the question answers
@@ -197,7 +197,7 @@ class DialogueEnv(ToolEnv):
 
     def is_answer(self, action: Message) -> bool:
         """Whether a turn without a call ends the episode."""
-        return ANSWER in after_thoughts(action.content)
+        return ANSWER in without_thoughts(action.content)
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -213,7 +213,7 @@ class DialogueEnv(ToolEnv):
         self._open_states("step")
         if action.tool_calls or self.is_answer(action):
             return await super().step(action)
-        message = Message("assistant", after_thoughts(action.content).strip())
+        message = Message("assistant", without_thoughts(action.content).strip())
         dialogue = (*self._dialogue, message)
         call = partial(call_in_time, self.tool_timeout_s, self._asked, {}, dialogue)
         found = await self._through_outage("the user", call, self.num_retries, self.outage_s)

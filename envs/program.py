@@ -50,6 +50,7 @@ from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import make_grader
 from agentenv.envs.sandbox.program import Ended, Program, check_namespaces
 from agentenv.envs.sandbox.program_launch import ProgramSpec
+from agentenv.text.call_syntax import without_thoughts
 from agentenv.text.spoken import spoken
 
 if TYPE_CHECKING:
@@ -141,6 +142,13 @@ class ProgramConfig(ProgramSpec, frozen=True, kw_only=True, forbid_unknown_field
             "and answered with the error, for a program with a fallback"
         ),
     ] = "fail"
+    abandoned: Annotated[
+        Literal["train", "discard"],
+        Meta(
+            description="an answer in whose place the program continued with another one, such as "
+            "a vote that was not chosen or a turn that was taken back, is trained, or only stored"
+        ),
+    ] = "train"
     trial_s: Annotated[
         float,
         Meta(
@@ -174,7 +182,8 @@ class ProgramResult(Struct, frozen=True):
 
     @property
     def last_message(self) -> str:
-        return self.messages[-1].content if self.messages else ""
+        """Its text without thoughts."""
+        return without_thoughts(self.messages[-1].content) if self.messages else ""
 
 
 class Replays:
@@ -296,7 +305,7 @@ class ProgramEnv:
             self._ended = call
         if not self._ended.limit and self._ended.exit not in self.config.exit_codes:
             raise ProgramDiedError(f"the program {_described(self._ended)}")
-        reward, info = await self._grade(self._ended)
+        reward, info = await self._results(self._ended)
         is_over = bool(self._ended.limit)
         info |= {"limit": self._ended.limit} if is_over else {}
         return [], reward, not is_over, is_over, info
@@ -309,7 +318,7 @@ class ProgramEnv:
         if self._ended is None:
             self._ended = Ended(limit=str(reason))
             self._written += [action] if action is not None else []
-        return await self._grade(self._ended)
+        return await self._results(self._ended)
 
     async def fork(self) -> Self:
         """A fresh program, replayed to the same call. Raises DivergedError."""
@@ -424,6 +433,16 @@ class ProgramEnv:
         if self._program is not None:
             await self._program.stop()
 
+    async def _results(self, ended: Ended) -> tuple[float, Info]:
+        """The grade, the turns that are not trained, and the counts of the calls."""
+        assert self._session is not None
+        reward, info = await self._grade(ended)
+        gone = self._session.take_lost()
+        if self.config.abandoned == "discard":
+            gone += self._session.take_abandoned()
+        counts = dict(self._session.counts)
+        return reward, {**info, "turn": NextTurn(discards=gone), "endpoint": counts}
+
     async def _grade(self, ended: Ended) -> tuple[float, Info]:
         assert self._session is not None
         config = self.config
@@ -446,8 +465,6 @@ class ProgramEnv:
             "parts": dict(grade.parts),
             "reason": grade.reason,
             "program": program,
-            "turn": NextTurn(discards=self._session.take_lost()),
-            "endpoint": dict(self._session.counts),
         }
 
     async def _text(self, ended: Ended) -> str:

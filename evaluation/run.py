@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from agentenv.assembly.checks.checks import refuse
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.parts.assembly import Questions
-from agentenv.assembly.reports.records import FAILED, EvalRow, Wanted, observed
+from agentenv.assembly.reports.records import FAILED, EvalRow, Wanted, observed, prediction, written
 from agentenv.assembly.run.rundir import LOG_FILE
 from agentenv.assembly.run.terminal import View, first_reason
 from agentenv.assembly.run.waits import watched
@@ -36,7 +36,6 @@ from agentenv.contract.engine import Engine
 from agentenv.contract.env import shared_stats
 from agentenv.engines.chat import ChatEngine, ChatRenderer
 from agentenv.engines.openai import TokensEngine
-from agentenv.envs.grading.verdict import final_answer
 from agentenv.evaluation.figures import Summary
 from agentenv.evaluation.report import report_of
 from agentenv.evaluation.store import Saved, Store, identity
@@ -104,7 +103,6 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
     (leaf,) = tree.leaves()
     trajectory = Trajectory(tree.history(leaf))
     row = row_of_path(dataset, question.task, question.sample, trajectory, renderer)
-    texts = [segment["policy"] for segment in row.segments if "policy" in segment]
     prompt_tokens, tool_tokens = _counts(trajectory, renderer)
     assist: dict[str, float] = leaf.info.get("assist") or {}
     if not assist and any(call.get("info") for call in row.tool_calls):
@@ -113,7 +111,7 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
     return replace(
         row,
         seed=seed,
-        prediction=final_answer(texts[-1]) if texts and row.end != FAILED else "",
+        prediction=prediction(written(row)) if row.end != FAILED else "",
         num_turns=sum(bool(node.action_ids) for node in trajectory.path),
         num_retries=answer.num_retries,
         prompt_tokens=prompt_tokens,

@@ -4,6 +4,7 @@ their kinds, credit on the tokens of all of them."""
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 import urllib.request
@@ -11,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -19,6 +21,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from agentenv.assembly.reports.records import trajectory_rows
 from agentenv.base.errors import EnvError
 from agentenv.base.model_files import load_tokenizer
 from agentenv.base.tree import Node, TrajectoryTree
@@ -26,7 +29,7 @@ from agentenv.base.types import Limits, Message, NextTurn, PastTurn, SamplingPar
 from agentenv.contract.env import Env, StepResult, close_shared
 from agentenv.contract.plan import Independent, RolloutPlan
 from agentenv.endpoint.capture import Endpoint
-from agentenv.endpoint.messages import Given, alteration
+from agentenv.endpoint.messages import Given, ServedCall, alteration, in_order
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
@@ -37,6 +40,7 @@ from agentenv.learners.trees.batch import encode
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.frames import JournalConfig
 from agentenv.rollout.journal import Journal
+from agentenv.rollout.metrics import rollout_metrics
 from agentenv.rollout.program_conversation import ProgramConversation
 from agentenv.text.native import NativeRenderer
 from agentenv.text.renderer import TagRenderer
@@ -554,6 +558,69 @@ def test_all_delivered_answers_are_trained_however_the_program_waits(program: Pr
         assert sorted(trained.values()) == [1, 1, 3]
 
 
+Discarding = type("Discarding", (ProgramEnv,), {"discards": True})  # abandoned answers
+VOTE = [user("vote")]
+
+
+def result(text: str) -> Json:
+    return {"role": "tool", "tool_call_id": "x", "content": text}
+
+
+async def goes_on(client: Client, *, at_once: bool = False) -> float:
+    asked = [client.ask(VOTE) for _ in range(3)]
+    votes = await asyncio.gather(*asked) if at_once else [await one for one in asked]
+    await client.ask([*VOTE, votes[1], result("ok")])
+    return 1.0
+
+
+async def takes_back(client: Client) -> float:
+    before = [*VOTE, await client.ask(VOTE)]
+    await client.ask([*before, result("bad")])
+    before.append(result("good"))
+    await client.ask([*before, await client.ask(before), result("go on")])
+    return 1.0
+
+
+async def drops_thoughts(client: Client) -> float:
+    """Some of its turns have none."""
+    messages = [*VOTE]
+    for number in range(4):
+        message = await client.ask(messages)
+        messages += [{"role": "assistant", "content": message["content"]}, result(f"{number}")]
+    return 1.0
+
+
+async def asks_others(client: Client) -> float:
+    """Whose answers are quoted, or used outside of calls."""
+    shown = [user("example"), {"role": "assistant", "content": "an answer"}]
+    one, two = [*shown, result("one")], [*shown, result("two")]
+    answers = await asyncio.gather(client.ask(one), client.ask(two))
+    await client.ask([*two, answers[1], result("go on")])
+    await client.ask([*VOTE, user(answers[0]["content"])])
+    return 1.0
+
+
+def half_thought(prompt: str, rng: Random) -> str:
+    number = rng.randrange(10**6)
+    return f"<think>hm</think>turn {number}" if number % 2 else f"turn {number}"
+
+
+ABANDONED = {
+    goes_on: 2, partial(goes_on, at_once=True): 2, takes_back: 1, in_turn: 0, at_once: 0,
+    drops_thoughts: 0, asks_others: 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", ABANDONED)
+def test_an_answer_is_abandoned_where_another_one_takes_its_place(program: Program) -> None:
+    for kind, number in ((Discarding, ABANDONED[program]), (ProgramEnv, 0)):
+        tree = captured(program, half_thought, kind, plan=Forks(2))
+        assert not tree.failures(), tree.failures()[0].error
+        for leaf in tree.leaves():
+            assert leaf.info["endpoint"].get("abandoned", 0) == number
+            assert len(tree.history(leaf)) + number == len(tree._taken(leaf.branch))
+
+
 def test_a_repeated_key_of_idempotency_gets_the_stored_answer() -> None:
     async def program(client: Client) -> float:
         client.headers["Idempotency-Key"] = "one"
@@ -563,9 +630,11 @@ def test_a_repeated_key_of_idempotency_gets_the_stored_answer() -> None:
         session = ProgramEnv.last
         session.lost(session.handed["0_0"].request)  # a connection that ends after another
         assert not session.take_lost()
+        with pytest.raises(EnvError, match="another call"):
+            await client.ask([user("two")])
         return 1.0
 
-    tree = captured(program, said, tokens_per_s=100.0)
+    tree = captured(program, said, Counting, tokens_per_s=100.0)
     (leaf,) = tree.leaves()
     assert [node is leaf for node in tree.history(leaf) if node.action_ids] == [True]
     assert "context" not in leaf.info
@@ -598,12 +667,30 @@ def test_replies_of_another_form_are_counted_and_keys_without_an_effect() -> Non
         assert counts["ignored/temperature"] == counts["ignored/user"] == 1
 
 
+def test_each_trajectory_shows_its_refused_and_ignored_keys_once() -> None:
+    """Also a fork, whose program repeats its calls."""
+
+    async def program(client: Client) -> float:
+        messages = [user("one")]
+        for _ in range(3):
+            with pytest.raises(EnvError, match="n is not"):
+                await client.ask(messages, n=2)
+            messages += [await client.ask(messages, user="me"), result("ok")]
+        return 1.0
+
+    tree = captured(program, said, Counting, plan=Forks(2))
+    shown = {"ignored/user": 3, "refused/unsupported_value/n": 3}
+    assert [row["endpoint"] for row in trajectory_rows(tree, lambda ids: "")] == [shown] * 2
+    assert rollout_metrics([tree], 0)["rollout/refused"] == 2
+
+
 def test_tokens_of_a_branch_are_counted() -> None:
     async def program(client: Client) -> float:
         url = client.url.replace("chat/completions", "messages/count_tokens")
         message = await client.ask([user("one " * 100)])
-        for messages, low in (([user("x" * 400)], 90), ([user("one " * 100), message], 300)):
-            body = {"model": "policy", "messages": [*messages, user("go on")]}
+        known = [user("one " * 100), message]
+        for messages, low in (([user("x" * 400)], 90), (known, 300), ([*known, user("?")], 300)):
+            body = {"model": "policy", "messages": messages}
             async with client.http.post(url, json=body, headers=client.headers) as response:
                 counted = (await response.json())["input_tokens"]
             assert low < counted < 1000
@@ -758,6 +845,26 @@ def test_a_schema_that_no_renderer_could_read_is_refused() -> None:
     assert leaf.info["endpoint"][kind] == len(ODD_TOOLS)
     (leaf,) = captured(program, said, max_failures=0).leaves()
     assert (leaf.error or "").startswith("CallRefusedError: ")
+
+
+def test_a_damaged_or_too_large_body_is_a_refused_call() -> None:
+    async def program(client: Client) -> float:
+        headers = {**client.headers, "Content-Encoding": "gzip", "Connection": "close"}
+        for body in (gzip.compress(b" " * 10**8), b"damaged"):
+            await client.http.post(client.url, data=body, headers=headers)
+        await client.ask([user("one")])
+        return 1.0
+
+    counts = captured(program, said, Counting).leaves()[0].info["endpoint"]
+    assert counts["refused/request_too_large"] == counts["refused/malformed"] == 1
+
+
+def test_results_stand_in_the_order_of_their_calls() -> None:
+    """Templates write no ids, and programs that run calls at once return them as they end."""
+    turn = Given("assistant", "", calls=tuple(ServedCall(id, "search", "{}") for id in "abc"))
+    results = [Given("tool", id, answers=id) for id in "axcb"]
+    found = [*in_order([turn, *results, Given("user", "b"), turn, *results[:1]])]
+    assert [one.text for one in found] == ["", "a", "b", "c", "x", "b", "", "a"]
 
 
 def test_a_call_that_cannot_be_rendered_fails_its_own_trajectory() -> None:

@@ -217,5 +217,5 @@ def _messages(raw: Json, where: str, ignored: set[str]) -> Iterator[Given]:
             raise ApiError("unsupported", what, spot)
     if role == "assistant":
         yield Given("assistant", "\n".join(texts), "\n".join(thoughts), tuple(calls))
-    elif texts:
+    elif texts or not content:
         yield Given(role, "\n".join(texts))

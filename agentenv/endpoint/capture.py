@@ -18,7 +18,8 @@ The rollout renders and compares token ids. This module decides which messages a
     sub_agent    a separate conversation
 
 An answer is lost if its connection ended before the reply was written: its turn stays on the tree,
-but is not trained. All others are trained, whatever the program makes of them.
+but is not trained. All others are trained, unless those that were abandoned are left out too
+(`take_abandoned`).
 """
 
 from __future__ import annotations
@@ -310,16 +311,21 @@ class CaptureSession:
         self._note_ignored(request)
         call = self._keyed.get(request.repeats) if request.repeats else None
         if call is not None:
+            if not self._is(call.request, request):
+                what = "its Idempotency-Key belongs to another call; send a new one with each"
+                raise ApiError("invalid", what, "Idempotency-Key")
             request.id = call.request.id
             return [await call.answered()]
         is_led = bool(self._recorded or self._expected)
-        if is_led and (replayed := self._replayed(request)) is not None:
-            return [replayed]
+        replayed = self._replayed(request) if is_led else None
         held = (*self._waiting, *filter(None, (self._current,)))
         others = bool(self._expected) or any(one.num_waiting for one in held)
         call = _Pending(request, is_parallel=others)
         if request.repeats:
             self._keyed[request.repeats] = call
+        if replayed is not None:
+            call.answer.set_result(replayed)
+            return [replayed]
         self._is_parallel |= others
         self._waiting.append(call)
         self._came.set()
@@ -386,7 +392,9 @@ class CaptureSession:
         self._recorded = {n: one for n, one in enumerate(after._turns) if n not in after._lost}
         self._lost, self._reported = set(after._lost), set(after._reported)
         self._opened, self._is_parallel = after._opened, after._is_parallel
-        self.counts.update({name: n for name, n in after.counts.items() if "/" in name})
+        repeated = ("refused/", "ignored/")  # counted again during the replay
+        kept = {name for name in after.counts if "/" in name and not name.startswith(repeated)}
+        self.counts.update({name: after.counts[name] for name in kept})
         current = (after._current,) if after._current else ()
         self._expected = [call.request for call in (*current, *after._waiting)]
 
@@ -451,6 +459,22 @@ class CaptureSession:
         self._reported |= self._lost
         self.counts["discarded"] += len(new)
         return tuple(new)
+
+    def take_abandoned(self) -> tuple[int, ...]:
+        """At the end of the branch, the turns in whose place the program continued with another:
+        no call has their answer as it was served, and each call that goes on after the same served
+        answer (without one, after the same messages) has another served answer next."""
+        calls = [turn.request.messages for turn in self._turns]
+        calls += [call.request.messages for call in (self._current, *self._waiting) if call]
+        said = {turn.answer.message for turn in self._turns}
+        unused = said - {one for call in calls for one in call}
+        found = []
+        for number, turn in enumerate(self._turns[:-1]):
+            if turn.answer.message in unused and number not in self._lost:
+                then = _next_answers(_point(turn.request.messages, said), calls)
+                found += [number] if set() < then <= said else []
+        self.counts["abandoned"] += len(found)
+        return tuple(found)
 
     # the place where a call continues
 
@@ -558,6 +582,19 @@ class CaptureSession:
                 return "compaction", ""
             return "sub_agent", ""
         return "edited", now.role
+
+
+def _point(messages: tuple[Given, ...], said: set[Given]) -> tuple[Given, ...]:
+    """The messages up to the last one that was served; all, if there is none."""
+    sizes = (size for size in range(len(messages), 0, -1) if messages[size - 1] in said)
+    return messages[: next(sizes, len(messages))]
+
+
+def _next_answers(point: tuple[Given, ...], calls: Iterable[tuple[Given, ...]]) -> set[Given]:
+    """The first messages of the policy after the same beginning."""
+    size = len(point)
+    rests = [call[size:] for call in calls if call[:size] == point]
+    return {one for rest in rests for one in [o for o in rest if o.role == "assistant"][:1]}
 
 
 def _quotes(given: Sequence[Given], turn: _Turn) -> bool:

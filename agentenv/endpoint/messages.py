@@ -9,6 +9,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
@@ -355,8 +356,19 @@ def instructed(messages: Sequence[Given], text: str, *, again: bool) -> list[Giv
     return [Given("system", text), *messages[is_replaced:]]
 
 
+def in_order(messages: Sequence[Given]) -> Iterable[Given]:
+    """The messages; the results of a turn in the order of its calls, since templates write no ids.
+    A program that runs them at once returns them as they end."""
+    order: dict[str, int] = {}
+    for _, group in groupby(messages, lambda one: one.role == "tool"):
+        found = [*group]
+        yield from sorted(found, key=lambda one: order.get(one.answers, len(order)))
+        order = {call.id: place for place, call in enumerate(found[-1].calls)}
+
+
 def checked(request: Request) -> Request:
     """The request, after checking that a turn can follow its messages."""
+    request.messages = tuple(in_order(request.messages))
     if not request.messages:
         raise ApiError("invalid", "the request has no message", "messages")
     if request.messages[-1].role == "assistant":

@@ -56,6 +56,7 @@ class Responses:
         text = get(body, "instructions", str, "")
         messages = instructed(messages, text, again=bool(previous))
         include = get(body, "include", list, [])
+        ignored |= {f"include.{one}"[:60] for one in include if one != LOGPROBS}
         return checked(
             Request(
                 messages=tuple(with_form(messages, schema)),
@@ -232,8 +233,8 @@ def _messages(value: Any, handed: Handed, ignored: set[str]) -> list[Given]:
     messages: list[Given] = []
     for place, item in enumerate(objects(value or [], "input", MAX_MESSAGES)):
         where = f"input[{place}]"
-        check_keys(item, "item", where + ".", ignored)
         found = _message(item, where, handed, ignored)
+        check_keys(item, "item", where + ".", ignored)
         last = messages[-1] if messages else None
         if last is not None and last.role == found.role == "assistant":
             messages[-1] = last._replace(

@@ -189,7 +189,10 @@ class ApiServer(Listener):
         handler = self._handler(http)
         with _refusing(handler):
             body = {"max_tokens": 1, **await _body(http)}
+            if isinstance(found := body.get("messages"), list) and found:
+                body["messages"] = [*found, {"role": "user"}]  # they may end with the policy's
             request = DIALECTS[-1].read(body, handler.handed)
+            request.messages = request.messages[:-1]
             return json_response({"input_tokens": await handler.count(request)})
 
     async def _reward(self, http: web.Request) -> web.Response:
@@ -212,19 +215,22 @@ class ApiServer(Listener):
 
         answering = asyncio.ensure_future(handler.answer(request, delta))
         answering.add_done_callback(lambda _: queue.put_nowait(None))
-        writers = [dialect.writer(request, i) for i in range(request.n)]
+        writers: list[Writer] = []  # made once `answer` has decided the id of the reply
         response: web.StreamResponse | None = None
-        written = [{"thoughts": 0, "text": 0} for _ in writers]  # characters
+        written = [{"thoughts": 0, "text": 0} for _ in range(request.n)]  # characters
+
+        async def begin() -> web.StreamResponse:
+            writers.extend(dialect.writer(request, i) for i in range(request.n))
+            return await _begin(http, writers)
+
         try:
             while (item := await queue.get()) is not None:
-                if response is None:
-                    response = await _begin(http, writers)
+                response = response or await begin()
                 index, kind, text = item
                 written[index][kind] += len(text)
                 await _send(response, getattr(writers[index], kind)(text))
             answers = await answering
-            if response is None:
-                response = await _begin(http, writers)
+            response = response or await begin()
             for writer, found, sizes in zip(writers, answers, written, strict=True):
                 for kind, size in sizes.items():
                     more = getattr(found.message, kind)[size:]
@@ -294,7 +300,9 @@ async def _body(http: web.Request) -> Json:
             return read_body(await http.read())
     except TimeoutError as error:
         raise ApiError("too_slow", f"the request did not arrive within {BODY_S:g} s") from error
-    except (web.PayloadAccessError, ConnectionError, ValueError) as error:
+    except web.HTTPRequestEntityTooLarge as error:
+        raise ApiError("too_large", str(error.text)) from error
+    except (web.PayloadAccessError, web.RequestPayloadError, ConnectionError, ValueError) as error:
         raise ApiError("malformed", f"the body cannot be read: {error}") from error
 
 

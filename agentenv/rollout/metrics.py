@@ -59,6 +59,9 @@ def rollout_metrics(trees: Sequence[TrajectoryTree], learner_version: int) -> Me
             metrics["rollout/entropy"] = float(known.mean(dtype=np.float64))
     if num := len(paths) + failures.total():
         metrics["failed/share"] = failures.total() / num
+    counted = (path.leaf.info.get("endpoint", ()) for path, _ in paths)
+    if refused := sum(any(name.startswith("refused/") for name in one) for one in counted):
+        metrics["rollout/refused"] = refused
     if paths:
         metrics |= _trajectory_metrics(paths, metrics["failed/share"])
         if len({tree.task.kind for tree in trees}) > 1:

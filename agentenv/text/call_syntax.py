@@ -38,6 +38,13 @@ from agentenv.base.untrusted import decode, decode_first, typed
 from agentenv.contract.function_tool import inlined
 
 _THOUGHT = THOUGHT_OPEN, THOUGHT_CLOSE = "<think>", "</think>"
+_CHANNEL = "<|channel>thought", "<channel|>"  # of gemma
+THOUGHTS = re.compile(  # also an unfinished one
+    r"<think>.*?(?:</think>|\Z)|<\|channel>thought.*?(?:<channel\|>|\Z)", re.DOTALL
+)
+MESSAGED, MESSAGE = ("harmony", "atem"), "<|message|>"  # their turns have messages with headers
+_MESSAGE_END = re.compile(r"<\|(?:end|eom)\|>")
+_TO_SELF, _ADDRESSED = re.compile(r"to=self(?![\w.:/-])"), re.compile(r"<\|channel\|>|to=")
 MAX_QUOTED = 100  # invalid call markers in a thought, after which the rest are not parsed
 
 ValueEnd = Callable[[str, int], int]  # (text, start of a value) -> its end, or -1 if invalid
@@ -58,10 +65,13 @@ class Markers(NamedTuple):
     thought: tuple[str, str] | None = (THOUGHT_OPEN, THOUGHT_CLOSE)
 
 
-def after_thoughts(text: str) -> str:
-    """The text after the last thought of a turn without calls; empty while a thought is open."""
-    after = text.rpartition(THOUGHT_CLOSE)[2]
-    return "" if THOUGHT_OPEN in after else after
+def without_thoughts(text: str) -> str:
+    """The text of a turn of any style outside of its thoughts, of which the prompt may have opened
+    the first. An unfinished one lasts to the end."""
+    text = THOUGHTS.sub("", _of_messages(text)[1] if MESSAGE in text else text)
+    for _, closes in (_THOUGHT, _CHANNEL):
+        text = text.rpartition(closes)[2]
+    return text
 
 
 class FoundCalls(NamedTuple):
@@ -139,12 +149,9 @@ def split_thoughts(text: str, style: str, marks: Sequence[str]) -> tuple[str, st
     """The leading thoughts of a turn, whose opening marker is in the text also where the prompt
     ends with it, and its text before the first call, which begins with one of `marks`. Incomplete
     turns are accepted."""
-    if style == "harmony":
-        parts = [part.partition("<|message|>")[::2] for part in text.split("<|start|>assistant")]
-        bodies = [(head, body.partition("<|end|>")[0]) for head, body in parts]
-        thought = "\n".join(body for head, body in bodies if "analysis" in head)
-        return thought, "".join(body for head, body in bodies if "final" in head)
-    opens, closes = ("<|channel>thought", "<channel|>") if style == "gemma" else _THOUGHT
+    if style in MESSAGED:
+        return _of_messages(text)
+    opens, closes = _CHANNEL if style == "gemma" else _THOUGHT
     thoughts = ""
     body = text.lstrip()
     if body.startswith(opens):
@@ -154,6 +161,19 @@ def split_thoughts(text: str, style: str, marks: Sequence[str]) -> tuple[str, st
         return thoughts, ""
     places = [place for mark in marks if (place := text.find(mark)) >= 0]
     return thoughts, text[: min(places)] if places else text
+
+
+def _of_messages(text: str) -> tuple[str, str]:
+    """Thoughts and text of a turn of messages; those to a tool are neither."""
+    thoughts, texts = [], []
+    for part in text.split("<|start|>assistant"):
+        head, _, body = part.partition(MESSAGE)
+        body = _MESSAGE_END.split(body)[0]
+        if "<|channel|>analysis" in head or _TO_SELF.search(head):
+            thoughts.append(body)
+        elif "<|channel|>final" in head or not _ADDRESSED.search(head):
+            texts.append(body)
+    return "\n".join(thoughts), "".join(texts)
 
 
 _BLANKS = re.compile(r"\s*")
@@ -353,10 +373,10 @@ def _atem_calls(text: str, tools: Tools) -> list[FoundCalls]:
     found: list[FoundCalls] = []
     place = 0
     for part in text.split("<|start|>"):
-        header, _, body = part.partition("<|message|>")
+        header, _, body = part.partition(MESSAGE)
         if "<atem:invoke" in header or not body:
             header, body = "", part
-        if "to=self" not in header:
+        if not _TO_SELF.search(header):
             start = place + len(part) - len(body)
             for calls, begin, end in _tagged_calls(body, tools, tags=_ATEM, thought=None):
                 found.append(FoundCalls(calls, start + begin, start + end))

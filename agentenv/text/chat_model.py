@@ -14,7 +14,7 @@ from agentenv.base.errors import ForeignError
 from agentenv.base.untrusted import convert, decode
 from agentenv.contract.http_client import Count, MalformedReplyError
 from agentenv.contract.server_config import ChatModelConfig
-from agentenv.text.call_syntax import after_thoughts
+from agentenv.text.call_syntax import without_thoughts
 from agentenv.text.endpoint import Json, ModelEndpoint
 
 CHAT_PATH = "/chat/completions"
@@ -98,7 +98,7 @@ def read_reply(reply: Any) -> ModelReply:
     raw = choice.message.content or ""
     num_tokens = (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)
     return ModelReply(
-        raw, after_thoughts(raw).strip(), choice.finish_reason != "length", num_tokens
+        raw, without_thoughts(raw).strip(), choice.finish_reason != "length", num_tokens
     )
 
 

@@ -22,7 +22,7 @@ from msgspec import Struct
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.types import UNKNOWN_TOOL, Completion, Message, Role, ToolCall
 from agentenv.contract.env import check_observation
-from agentenv.text.call_syntax import PARSERS, THOUGHT_CLOSE, Parser, after_thoughts
+from agentenv.text.call_syntax import PARSERS, THOUGHT_CLOSE, THOUGHTS, Parser
 from agentenv.text.contexts import num_common
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.renderer import TextCodec, ToolSchemas, template_errors
@@ -205,7 +205,7 @@ class NativeRenderer(TextCodec):
             if self.style == "llama":  # its calls cannot have other text
                 text = "".join(text.rpartition(THOUGHT_CLOSE)[:2])
         if THOUGHT_CLOSE in text:  # the text has a thought
-            before = after_thoughts(before)
+            before = THOUGHTS.sub("", before).rpartition(THOUGHT_CLOSE)[2]
             after = _EMPTY_THOUGHT.sub("", after)
         return _EMPTY_THOUGHT.sub("", before + text + after)
 

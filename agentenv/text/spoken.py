@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from agentenv.base.types import MALFORMED_CALL, Message, ToolCall
-from agentenv.text.call_syntax import FINDERS, FoundCalls, split_thoughts
+from agentenv.text.call_syntax import FINDERS, MESSAGE, MESSAGED, FoundCalls, split_thoughts
 from agentenv.text.tags import call_start
 
 # why a call remains in the text
@@ -43,10 +43,11 @@ def spoken(
     found = _found(action, text, style, tools) if action.tool_calls else ()
     names = {str(tool["name"]) for tool in tools}
     place = found[0].start if found else len(text)
-    if style == "harmony":  # its text is that of its final channel
+    has_messages = style in MESSAGED and MESSAGE in text
+    if has_messages:
         (thoughts, part), place = split_thoughts(text, style, ()), len(text)
     else:
-        thoughts, part = split_thoughts(text[:place], style, ())
+        thoughts, part = split_thoughts(text[:place], "" if style in MESSAGED else style, ())
     parts: list[str] = []
     calls: list[ToolCall] = []
     kept: list[Kept] = []
@@ -61,7 +62,7 @@ def spoken(
         if not reasons:
             parts.append(part + text[place : one.start])
             part, place = "", max(place, one.end)
-        elif style == "harmony":
+        elif has_messages:
             parts.append(text[one.start : one.end])
     shown = (piece.strip() for piece in (*parts, part + text[place:]))
     return Spoken(thoughts.strip(), "\n".join(filter(None, shown)), tuple(calls), tuple(kept))

@@ -232,10 +232,22 @@ def _row(tree: TrajectoryTree, trajectory: Trajectory, segments: list[Row]) -> R
         "success": trajectory.success,
         "end": leaf.end,
         "limit": leaf.limit,
+        "endpoint": noted(leaf),
         "policy_versions": sorted(
             {span.version for node in trajectory.path for span in node.version_spans}
         ),
     }
+
+
+# counts of a program's calls (agentenv/endpoint) that say where it got less than it asked for
+NOTED = ("refused/", "ignored/", "calls_in_text/", "invalid_output", "discarded", "abandoned")
+
+
+def noted(leaf: Node) -> dict[str, int]:
+    """Of the calls of a captured program: how many were refused, ignored, not trained, or remained
+    in the text, by kind."""
+    counts = sorted(leaf.info.get("endpoint", {}).items())
+    return {name: count for name, count in counts if count and name.startswith(NOTED)}
 
 
 def readable(row: Row) -> str:

@@ -47,7 +47,7 @@ from agentenv.contract.http import JsonSocket, fetch
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import StatelessTool
 from agentenv.envs.bridges.mcp_tools import expanded, text_of_json
-from agentenv.text.call_syntax import after_thoughts
+from agentenv.text.call_syntax import without_thoughts
 
 KEY = "openenv"  # in Task.metadata: the arguments of the reset
 SIZE, HELD_OUT_SEED, PAGE = 10_000, 1_000_000_000, 1000  # of seeds; tasks per request
@@ -125,7 +125,7 @@ class OpenEnv(ToolEnv):
         if text_key and not action.tool_calls:
             try:
                 text = _shown(
-                    await session.take({text_key: after_thoughts(action.content).strip()})
+                    await session.take({text_key: without_thoughts(action.content).strip()})
                 )
             except ToolError as error:
                 text = str(error)

@@ -366,7 +366,7 @@ class VerifiersEnv(ProgramEnv):
             raise EnvError(f"the rollout of verifiers failed: {found['error']}")
         parts = {name: one for name, one in found["metrics"].items() if one is not None}
         info = {"success": found["reward"] >= self.right, "parts": parts, "reason": ""}
-        return found["reward"], {**info, "endpoint": dict(session.counts)}
+        return found["reward"], info
 
 
 class VerifiersRollout(NamedTuple):

@@ -27,6 +27,7 @@ from agentenv.base.untrusted import decode_text, shortened
 from agentenv.contract.http_client import MalformedReplyError, RefusedError
 from agentenv.envs.grading.keys import JudgeConfig
 from agentenv.envs.grading.verdict import GraderDownError, Matcher, Verdict, shown
+from agentenv.text.call_syntax import without_thoughts
 from agentenv.text.chat_model import ChatModel, fenced, read_reply
 
 PROMPT_VERSION = 2  # part of the cache key: a changed prompt is sent again
@@ -48,7 +49,6 @@ Reply with that one word and nothing else."""
 _MARKUP = re.compile(r"[<\uff1c](?=[\w|/!\uff5c])|\[(?=/?[A-Z_]{2,}\])|\|(?=>)")
 _BREAKS = re.compile("[\u0085\u2028\u2029]")  # lines that JSON leaves as they are
 _TRIAL = ("What is the capital of France?", "Paris", ["Paris"])
-_THOUGHTS = re.compile(r"<think>.*?</think>", re.DOTALL)
 _WORDS = re.compile(r"[^\W_]+")
 _VERDICTS = {"CORRECT": True, "INCORRECT": False}
 _TICKS, _CROSSES = "\u2705\u2611\u2713\u2714", "\u274c\u274e\u2612\u2715-\u2718\xd7"
@@ -196,7 +196,7 @@ def prompt_text(question: str, answer: str, golds: Sequence[str], *, ordered: bo
 def _verdict(reply: str) -> bool | None:
     """The verdict of a reply that is one word in any markup: **CORRECT**, "correct" or CORRECT with
     a tick. A word that its markup denies, such as CORRECT with a cross, is no verdict."""
-    text = _THOUGHTS.sub("", reply).rpartition("</think>")[2]  # the template may open the thoughts
+    text = without_thoughts(reply)
     words = _WORDS.findall(text)
     right = _VERDICTS.get(words[0].upper()) if len(words) == 1 else None
     return None if right is None or _DENIED[right].search(text) else right

@@ -37,8 +37,8 @@ BONUS_TOOLS = ("search", "python")
 class AnswerReward:
     r"""The matcher's score of the answer is the reward.
 
-    The answer is the last \boxed{} of the last message, else the content of its last answer tags,
-    else the message without its thoughts.
+    The answer is, outside of the thoughts of the last message, the last \boxed{}, else the content
+    of the last answer tags, else all.
     """
 
     def __init__(self, matcher: Matcher) -> None:

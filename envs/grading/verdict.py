@@ -13,6 +13,7 @@ from msgspec import Struct
 from agentenv.base.errors import GraderError, InfraError
 from agentenv.envs.grading.numbers import as_number
 from agentenv.envs.grading.text import BOX, MAX_ANSWER_CHARS, boxes, last_correction, words_of
+from agentenv.text.call_syntax import without_thoughts
 
 STOPPED = "stopped"  # the part of a grade without a result of the function
 _TAGGED = re.compile(r"(.*?)<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
@@ -81,14 +82,15 @@ def one_of(claims: Sequence[tuple[str, str]]) -> str:
 
 
 def final_answer(text: str) -> str:
-    """The answer of a message, tagged or plain; several different answers are joined."""
-    reply = text.rpartition("</think>")[2]
-    tagged = _tagged(reply) or _tagged(text)
+    """The answer of a message outside of its thoughts, tagged or plain; several different answers
+    are joined."""
+    text = without_thoughts(text)
+    tagged = _tagged(text)
     if tagged:
         answer = one_of([(before, _boxed_or_all(body)) for before, body in tagged])
         _, closed, after = text.rpartition("</answer>")
         return _with_beside(answer, after) if closed else answer
-    return _boxed_or_all(reply)
+    return _boxed_or_all(text)
 
 
 def _tagged(text: str) -> list[tuple[str, str]]:
@@ -116,7 +118,9 @@ def check_format(text: str) -> tuple[str, str]:
         return f"{num_open} <think> and {num_close} </think>, expected pairs", ""
     if text.count("<answer>") != 1 or text.count("</answer>") != 1:
         return "expected exactly one <answer> and one </answer>", ""
-    before, _, rest = text.partition("<answer>")
+    before, opened, rest = without_thoughts(text).partition("<answer>")
+    if not opened:
+        return "<answer> is within the thoughts", ""
     if "</answer>" in before:
         return "</answer> precedes <answer>", ""
     answer = boxed_answer(rest.partition("</answer>")[0])

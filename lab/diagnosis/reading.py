@@ -28,6 +28,7 @@ from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.supervised import SupervisedRunConfig
 from agentenv.assembly.parts.assembly import TRAINED, Assembly, RolloutAssembly, SetConfig
 from agentenv.assembly.parts.environments import EnvMaker, grader_of
+from agentenv.assembly.reports.records import NOTED
 from agentenv.base.config import Reporter
 from agentenv.base.errors import ConfigError, MissingError
 from agentenv.base.offload import in_thread
@@ -59,7 +60,7 @@ from agentenv.training.supervised.run import SupervisedAssembly
 
 MARK = "trial step"  # one in each turn with a call
 NUM_CALLS = 2
-SHOWN = ("ignored/", "refused/", "calls_in_text/", "diverged/", "invalid_output", "discarded")
+SHOWN = (*NOTED, "diverged/")
 SAMPLES = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}
 
 

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from agentenv.assembly.reports.records import noted
 from agentenv.assembly.run.checkpoints import Checkpoints
 from agentenv.assembly.run.lock import LockHolder
 from agentenv.assembly.run.rundir import CONFIG_FILE, LOG_FILE
@@ -271,6 +272,7 @@ def _node(kept: KeptTree, node: Node, texts: Texts | None) -> Figures:
         **{name: getattr(node, name) for name in _NODE},
         "info": {key: value for key, value in node.info.items() if key != "tool_calls"},
         "calls": list(node.info.get("tool_calls", ())),
+        "noted": noted(node),
         "ids": list(node.action_ids),
         "texts": _texts(node.action_ids, texts),
         "logprobs": _rounded(node.logprobs),

@@ -19,6 +19,7 @@ from agentenv.training.loop.recorder import (
     final_table,
     report_line,
     report_metrics,
+    rollouts_line,
     step_line,
     summarize,
 )
@@ -49,6 +50,13 @@ def state() -> RunState:
     state.totals.num_trajectories, state.totals.num_failed = 1177, 1223
     state.totals.sampled_tokens, state.wall_s["rl"] = 5000, 4.0
     return state
+
+
+def test_trajectories_with_refused_calls_are_no_success(state: RunState) -> None:
+    state.totals.num_refused = 7
+    summary = summarize(state, "held", 0, [])
+    summary["tokens"]["sampled_per_s"] = 1.0
+    assert "(7 with refused" in rollouts_line(summary)
 
 
 def test_the_final_table_has_the_failed_share_next_to_each_success(state: RunState) -> None:

@@ -206,6 +206,7 @@ def test_a_branch_has_a_url_and_is_shown_next_to_a_sibling(shown: Viewed, open_p
     page.wait_for_selector(".turn-terminated")
     assert "it is 8" in text_of(page, "main")
     assert "it is seven" not in text_of(page, "main")
+    assert f"refused/invalid/{HOSTILE} 2" in text_of(page, ".end")
     page.goto(shown.at("trees/2/3/0?beside=0.1%2B1"))
     page.wait_for_selector(".columns")
     differing = page.locator(".columns > div:first-child .t.differs").all_inner_texts()

@@ -63,6 +63,7 @@ class ProgramEnv:
     last: CaptureSession
     thoughts: Thoughts = "apart"
     refused: Refused = "fail"
+    discards = False  # abandoned answers
 
     def __init__(self, task: Task, program: Program) -> None:
         self.task, self.program = task, program
@@ -80,7 +81,9 @@ class ProgramEnv:
         call = await self._next()
         if call is None:
             assert self.running is not None
-            turn = NextTurn(discards=self.session.take_lost())
+            gone = self.session.take_lost()
+            gone += self.session.take_abandoned() if self.discards else ()
+            turn = NextTurn(discards=gone)
             info: Info = {"success": True, "turn": turn, "endpoint": dict(self.session.counts)}
             return [], self.running.result(), True, False, info
         return call.messages, 0.0, False, False, {"turn": call.turn}

@@ -121,6 +121,7 @@ class ViewedRun:
     def end(tree: TrajectoryTree, node: Node, reward: float) -> None:
         node.end, node.reward = "terminated", reward
         node.info = {"success": reward > 0, "parts": {"accuracy": reward}, "reason": HOSTILE}
+        node.info["endpoint"] = {"calls": 3, "discarded": 0, f"refused/invalid/{HOSTILE}": 2}
 
     def evaluation(self, name: str, shares: Sequence[float], *, num_samples: int = 2) -> Path:
         """An evaluation with a question for each share of right samples."""

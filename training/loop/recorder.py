@@ -46,6 +46,16 @@ from agentenv.training.loop.state import RunState
 WINDOW = 20  # tokens of the entropy line
 
 
+def rollouts_line(summary: dict[str, Any]) -> str:
+    """The ends of all trajectories; one with a refused call may have ended well."""
+    totals, rate = summary["rollouts"], summary["tokens"]["sampled_per_s"]
+    refused = f" ({totals['refused']} with refused calls)" if totals["refused"] else ""
+    return (
+        f"rollouts: {totals['trajectories']} ended{refused}, {totals['failed']} failed "
+        f"({totals['failed_share']:.1%}); {rate:.0f} sampled tokens a second over the RL phase"
+    )
+
+
 def entropy_line(profile: EntropyProfile) -> str:
     """A line with mean entropies of the first tokens, for terminal and log; empty without data."""
     means = {name: curve.window(WINDOW) for name, curve in profile.items()}
@@ -270,6 +280,7 @@ def summarize(
         **_by_phase({phase: state.reports.get(phase, {}).get(name) for phase in PHASES}),
         "rollouts": {
             "trajectories": totals.num_trajectories,
+            "refused": totals.num_refused,
             "failed": totals.num_failed,
             "failed_share": totals.failed_share,
             "causes": list(failures),
@@ -419,12 +430,7 @@ class RunRecorder:
             self.view.log(line)
         for line in figures["engine"].get("told", ()):
             self.view.log(line)
-        totals = summary["rollouts"]
-        self.view.log(
-            f"rollouts: {totals['trajectories']} ended, {totals['failed']} failed "
-            f"({totals['failed_share']:.1%}); {summary['tokens']['sampled_per_s']:.0f} sampled "
-            "tokens a second over the RL phase"
-        )
+        self.view.log(rollouts_line(summary))
         for clock, seconds in (("wall", summary["wall_s"]), ("CPU", summary["cpu_s"])):
             times = "  ".join(f"{name} {value:.0f}" for name, value in seconds.items())
             self.view.log(f"{clock} seconds: {times}")

@@ -38,6 +38,7 @@ class Totals(Struct):
     num_trees: int = 0
     num_trajectories: int = 0  # without failed ones
     num_failed: int = 0
+    num_refused: int = 0  # trajectories that ended, some of whose calls were refused
 
     def add(self, step: Metrics) -> None:
         """Add the metrics of a step's trees, see `agentenv.rollout.metrics.rollout_metrics`."""
@@ -50,6 +51,7 @@ class Totals(Struct):
         self.num_trees += num_trees
         self.num_trajectories += int(step["rollout/trajectories"])
         self.num_failed += int(step["failed/trajectories"])
+        self.num_refused += int(step.get("rollout/refused", 0))
 
     @property
     def failed_share(self) -> float:

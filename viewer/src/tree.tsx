@@ -183,6 +183,11 @@ function End(props: { tree: Tree; leaf: Node }) {
           {name} {num(value, 2)}
         </span>
       ))}
+      {Object.entries(leaf.noted).map(([name, count]) => (
+        <span key={name} class={name.startsWith("refused/") ? "bad" : "muted"} title="of the program's calls">
+          {name} {num(count)}
+        </span>
+      ))}
       {typeof reason === "string" && reason !== "" && <span class="reason">{reason}</span>}
     </div>
   );

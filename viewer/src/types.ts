@@ -105,6 +105,7 @@ export interface Node {
   reward: number;
   info: Row;
   calls: Call[];
+  noted: Record<string, number>;
   ids: number[];
   texts: string[];
   logprobs: Nats;

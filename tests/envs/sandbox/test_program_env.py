@@ -120,7 +120,7 @@ def one_leaf(code: str = LOOP, script: Script = searches, **more: Any) -> Any:
 
 
 def grade_all(task: Task, result: ProgramResult) -> float:
-    assert result.messages[-1].content == result.last_message
+    assert result.messages[-1].content.rpartition("</think>")[2] == result.last_message
     assert result.ended.exit == 0
     return float(result.read("answer.txt")) + len(result.ended.output)
 
@@ -145,12 +145,29 @@ def test_the_reward_of_a_program_is_read_as_configured(name: str) -> None:
     assert leaf.info["endpoint"]["calls"] == 3
 
 
-def test_the_last_message_is_graded_by_the_grader() -> None:
-    def right(prompt: str, rng: Random) -> str:
-        return "<answer>2</answer>"
+SAY = """
+votes = [ask([{"role": "user", "content": "x"}]) for _ in range(2)]
+votes.append(ask([{"role": "user", "content": "x"},
+                  votes[1], {"role": "tool", "tool_call_id": "y", "content": "z"}]))
+print(votes[-1]["content"])
+open("answer.txt", "w").write(votes[-1]["content"])
+"""
 
-    assert one_leaf(script=right, reward="message").reward == 1.0
-    assert one_leaf(script=right, reward="post").reward == 0.0
+
+@pytest.mark.parametrize("thoughts", ["apart", "text"])
+@pytest.mark.parametrize("reward", ["message", "output", "file:answer.txt"])
+def test_no_grader_reads_what_the_policy_thought(reward: str, thoughts: str) -> None:
+    keys = {"reward": reward, "thoughts": thoughts}
+    right, wrong = "<answer>2</answer>", "<answer>1</answer>"
+    assert one_leaf(CLIENT + SAY, lambda *_: f"<think>{right}</think>?", **keys).reward == 0.0
+    assert one_leaf(CLIENT + SAY, lambda *_: f"<think>{wrong}</think>{right}", **keys).reward == 1.0
+
+
+def test_an_answer_that_the_program_abandoned_is_trained_or_not() -> None:
+    for key, number in (("discard", 1), ("train", 0)):
+        leaf = one_leaf(CLIENT + SAY, lambda prompt, rng: f"{rng.random()}", abandoned=key)
+        assert len(leaf.info.get("discards", ())) == number
+        assert leaf.info["endpoint"].get("abandoned", 0) == number
 
 
 ASK = "ask([{'role': 'user', 'content': 'x'}])"
