@@ -127,7 +127,7 @@ def test_an_agent_has_its_tokens_once_and_trained_and_forks_exactly(
     for leaf in tree.leaves():
         assert (leaf.end, leaf.reward) == ("terminated", 1.0), leaf.error or leaf.info
         assert not [one for one in leaf.info["endpoint"] if one.startswith("refused/")]
-    assert [leaf for leaf in tree.leaves() if "+" in leaf.branch], "exact replays"
+    assert sum("+" in leaf.branch for leaf in tree.leaves()) == 2, "exact replays"
     assert sorted(sampled(tree)) == sorted(Recorded.answers)
     trained = {node.index for one in tree.trajectories() for node in one.path if node.action_ids}
     replayed = sum(one.counts["replayed"] for one in delivered)
