@@ -573,6 +573,8 @@ class CaptureSession:
         now, then = given[shared], context[shared]
         if shared and then.role == now.role == "assistant":
             return "altered", alteration(now, then)
+        if then.role == now.role == "user" and _grown(now.text, then.text):
+            return "edited", "user"
         if not shared:
             same = now.role == then.role == "system" and given[1:2] == context[1:2]
             return ("edited", "system") if same and len(given) > 1 else ("sub_agent", "")
@@ -595,6 +597,12 @@ def _next_answers(point: tuple[Given, ...], calls: Iterable[tuple[Given, ...]]) 
     size = len(point)
     rests = [call[size:] for call in calls if call[:size] == point]
     return {one for rest in rests for one in [o for o in rest if o.role == "assistant"][:1]}
+
+
+def _grown(now: str, then: str) -> bool:
+    """Whether something was inserted into the text, as by agents whose history is one message."""
+    start = num_common(now, then)
+    return bool(then) and len(now) > len(then) and now.endswith(then[start:])
 
 
 def _quotes(given: Sequence[Given], turn: _Turn) -> bool:
