@@ -10,9 +10,8 @@ from pydantic_ai.models.openai import OpenAIChatModel
 agent = Agent(OpenAIChatModel("policy"))
 
 
-def look_up(file: str, item: str) -> str:
-    known = json.loads(Path(file).read_text())
-    return str(known.get(item, "There is no such item."))
+def look_up(file, item):
+    return str(json.loads(Path(file).read_text()).get(item, "There is no such item."))
 
 
 @agent.tool_plain
