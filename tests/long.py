@@ -63,7 +63,11 @@ PARTS = {
     ),
     "agent": (
         "Calls that an agent as it is needs to learn, with and without forks, five paired seeds",
-        ["-m", "tests.agent_run"],
+        ["-m", "tests.agent_run", "agent"],
+    ),
+    "stranger": (
+        "An agent of pydantic-ai learns, and its cost beside an environment of the same task",
+        ["-m", "tests.agent_run", "stranger"],
     ),
     "verifiers": (
         "Packages of verifiers' own repository, graded as by their own client; a tiny model on one",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from agentenv import Task, ToolEnv, ToolError, demonstrate, texts_of, tiny_model, tool, write_rows
 from agentenv.base.errors import ConfigError
-from agentenv.envs.qa_grader import ExactMatch
+from agentenv.envs.grading.reward import make_grader
 
 NAMES = """
 Zorvex Veltron Quandex Trilab Nexor Balmat Dynix Fexpath Gralrom Hovsys Jintek Kolvond Lumwick
@@ -23,7 +23,7 @@ KINDS = ("price", "partner")
 class TwinEnv(ToolEnv):
     """An in-process equivalent of the agent, which plays the demonstrations."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, grader: Mapping[str, Any] | None = None) -> None:
         prices = json.loads(task.metadata["prices"])
         partners = json.loads(task.metadata["partners"])
 
@@ -42,7 +42,8 @@ class TwinEnv(ToolEnv):
             """What goes with an item."""
             return known(partners, item)
 
-        super().__init__(task, tools=[price, partner], grader=ExactMatch())
+        graded = make_grader(grader, kind="exact", partial_credit=True)  # as a program has it
+        super().__init__(task, tools=[price, partner], grader=graded)
 
 
 def question(rng: Random, kind: str) -> dict[str, Any]:
