@@ -85,6 +85,7 @@ NORMALIZERS: dict[str, str] = {
     "address": r"\b0x[0-9a-f]{6,16}\b",
     "temporary path": r"/(?:tmp|var/tmp|var/folders)/[\w.+/-]+",
     "process": r"\b(?:pid|PID|process)[ =:]+\d+\b",
+    "named identifier": r"\b[Ii][Dd][ =:]+[0-9a-f]{4,}\b",
     # of digits and letters: hexadecimal, ULID, nanoid, base64
     "identifier": r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{8,}\b"
     r"|(?<![\w-])(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{20,}(?![\w-])",

@@ -27,6 +27,7 @@ Finish = Literal["stop", "length", "tool_calls"]
 
 MAX_MESSAGES, MAX_TOOLS, MAX_CALLS, MAX_CHOICES = 10_000, 1_000, 1_000, 128
 MAX_STOPS = 16
+TOOL_REFERENCE = "tool_reference"  # a part that offers a deferred tool, which Anthropic's API has
 
 # name of an error -> status, type and code of OpenAI's APIs, type of Anthropic's
 ERRORS: dict[str, tuple[int, str, str | None, str]] = {
@@ -283,7 +284,7 @@ def text_of(content: Any, where: str, kinds: Sequence[str], ignored: set[str] | 
             shown = f"expected {' or '.join(kinds)}, got a part of type {kind!r:.60}"
             raise ApiError("unsupported", shown, f"{where}[{place}].type")
         check_keys(part, "part", f"{where}[{place}].", ignored)
-        key = "refusal" if kind == "refusal" else "text"
+        key = {"refusal": "refusal", TOOL_REFERENCE: "tool_name"}.get(kind, "text")
         parts.append(get(part, key, str, "", f"{where}[{place}]."))
     return "\n".join(parts)
 

@@ -365,6 +365,7 @@ def test_each_normalizer_equates_two_values_of_its_kind(name: str) -> None:
         "temporary path": ("/tmp/tmpab12/x.txt", "/tmp/tmp_zz9"),
         "port": ("127.0.0.1:8080", "localhost:51123"),
         "process": ("pid 12", "pid=4321"),
+        "named identifier": ("session ID 4711", "Chunk ID: 827bc0"),
         "identifier": ("3f9ac01b", "call_V1StGXR8Z5jdHi6Bm"),
     }
     one, other = (f"a {text} b" for text in pairs[name])
