@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 # Hundreds of processes start in the tests, and none should compile what another has compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all tests long engines engine-vllm engine-sglang inspect verifiers openenv lint types environment clean
+.PHONY: train test test-all tests long engines engine-vllm engine-sglang inspect verifiers openenv programs lint types environment clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -36,7 +36,7 @@ tests: environment
 test-all: environment
 	@sh .ci/viewer
 	@PYTHON="$(PYTHON)" sh .ci/mcp-servers
-	@$(MAKE) --no-print-directory -j 2 engines inspect verifiers openenv
+	@$(MAKE) --no-print-directory -j 2 engines inspect verifiers openenv programs
 	$(BIN)/python -m pytest -q -n 2 -m "heavy and (not promise or engine_vllm)" $(ARGS)
 
 # what takes longer; writes docs/long-run.md
@@ -69,6 +69,13 @@ inspect openenv: environment
 verifiers: environment
 	@PYTHON="$(PYTHON)" sh .ci/$@
 
+# agents of other libraries, each with its packages in .programs/NAME
+PROGRAMS := $(patsubst tests/programs/%/program.toml,program-%,$(wildcard tests/programs/*/program.toml))
+.PHONY: $(PROGRAMS)
+programs: $(PROGRAMS)
+$(PROGRAMS): program-%: environment
+	@PYTHON="$(PYTHON)" sh .ci/program $*
+
 lint: environment
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -82,4 +89,4 @@ environment:
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" EXTRA=dev sh .ci/environment
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-inspect .venv-verifiers .venv-verifiers-classic .venv-mcp .venv-openenv .mypy_cache .ruff_cache .pytest_cache .hypothesis build site *.egg-info
+	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-inspect .venv-verifiers .venv-verifiers-classic .venv-mcp .venv-openenv .programs .mypy_cache .ruff_cache .pytest_cache .hypothesis build site *.egg-info

@@ -79,13 +79,16 @@ def grown(
     make_env: Callable[[Task], Any],
     script: Script = searches,
     plan: RolloutPlan | None = None,
+    renderer: Any = None,
+    kind: type[ScriptedEngine] = ScriptedEngine,
     **limits: Any,
 ) -> TrajectoryTree:
+    renderer = renderer or TagRenderer(CharTokenizer())
+
     async def grow() -> TrajectoryTree:
-        tokenizer = CharTokenizer()
-        engine = ScriptedEngine(ScriptedConfig(max_model_len=90_000), tokenizer, script=script)
+        engine = kind(ScriptedConfig(max_model_len=1 << 20), renderer.tokenizer, script=script)
         actor = Actor(
-            engine, TagRenderer(tokenizer), make_env, Limits(max_failures=0, **limits),
+            engine, renderer, make_env, Limits(max_failures=0, **limits),
             SamplingParams(max_tokens=1), seed=7,
         )  # fmt: skip
         try:
