@@ -81,7 +81,8 @@ NORMALIZERS: dict[str, str] = {
     "port": r"\b(?:localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1?\]):\d{2,5}\b",
     "clock": r"\b\d{1,2}:\d\d(?::\d\d(?:[.,]\d+)?)?(?: ?[APap]\.?[Mm]\b\.?)?",
     "epoch": r"\b1[6-9]\d{8}(?:\.\d+|\d{3}|\d{6}|\d{9})?\b",
-    "duration": r"\b\d+(?:\.\d+)? ?(?:ms|milliseconds|s|sec|seconds)\b",
+    "duration": r"\b\d+(?:\.\d+)? ?(?:ms|milliseconds|s|sec|seconds)\b"
+    r"|\b(?:\w+_)?(?:[Dd]uration|[Ee]lapsed|[Ll]atency)(?:_\w+)?[ =:]+\d+(?:\.\d+)?\b",
     "address": r"\b0x[0-9a-f]{6,16}\b",
     "temporary path": r"/(?:tmp|var/tmp|var/folders)/[\w.+/-]+",
     "process": r"\b(?:pid|PID|process)[ =:]+\d+\b",
