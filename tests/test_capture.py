@@ -642,6 +642,31 @@ def test_concurrent_calls_are_replayed_in_any_order() -> None:
     assert [node.info.get("context") for node in tree.nodes].count("edited") == 0
 
 
+def test_concurrent_calls_are_replayed_in_the_order_of_their_answers() -> None:
+    """The program notes which answer came first."""
+    runs = iter(range(100))
+
+    async def program(client: Client) -> float:
+        came: list[str] = []
+
+        async def work(name: str, after_s: float) -> None:
+            await asyncio.sleep(after_s)
+            await client.ask([system(name), user("Go.")])
+            came.append(name)
+
+        first_s = 0.0 if next(runs) == 0 else 0.1
+        await asyncio.gather(work("one", first_s), work("two", 0.05))
+        messages: list[Json] = [user(" ".join(came))]
+        messages += [await client.ask(messages)]
+        messages += [{"role": "tool", "tool_call_id": "x", "content": "result"}]
+        await client.ask(messages)
+        return 1.0
+
+    tree = captured(program, said, plan=Forks(2), tokens_per_s=300)
+    assert not tree.failures(), tree.failures()[0].error
+    assert len(tree.leaves()) == 2
+
+
 @dataclass(frozen=True)
 class Forks(ForkOnce):
     """One root."""

@@ -31,7 +31,7 @@ import re
 import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import count
 from math import isfinite
 from pathlib import Path
@@ -67,6 +67,7 @@ ENDED = "the branch of this key has ended"
 NUM_KEY_BYTES = 24
 PREFIX = "agentenv-endpoint-"
 OUT_OF_ORDER_S = 20.0  # for the next expected call of a replayed program with threads
+IN_ORDER_S = 2.0  # for a replayed call to wait for those that were answered before it
 MIN_QUOTED = 8  # minimum characters of a quoted text
 
 BYTES_A_TOKEN = 4  # an estimate
@@ -308,6 +309,7 @@ class CaptureSession:
             return [await call.answered()]
         is_led = bool(self._recorded or self._expected)
         if is_led and (replayed := self._replayed(request)) is not None:
+            await self._in_order(request)
             return [replayed]
         held = (*self._waiting, *filter(None, (self._current,)))
         others = bool(self._expected) or any(one.num_waiting for one in held)
@@ -419,6 +421,16 @@ class CaptureSession:
             raise ApiError("ended", str(self._diverge(*stray)))
         self._stray = self._stray or stray  # unless it is a thread that is ahead of others
         return None
+
+    async def _in_order(self, request: Request) -> None:
+        """Wait for the calls that were answered before this one, since a program with threads may
+        note which answer came first; not for long, since it may also ask one after the other."""
+        number = self._numbers[request.id]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(IN_ORDER_S):
+                while min(self._recorded, default=number) < number and not self._closed:
+                    self._came.clear()
+                    await self._came.wait()
 
     def _diverge(self, cause: str, text: str) -> DivergedError:
         self.counts[f"diverged/{cause}"] += 1
