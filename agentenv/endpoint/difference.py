@@ -24,7 +24,7 @@ def compared(request: Request) -> Json:
 def difference(then: Json, now: Json) -> str:
     """The first difference of two calls, and how to ignore it."""
     if then["tools"] != now["tools"]:
-        return "its tools are others"
+        return _between("its list of tools", json.dumps(then["tools"]), json.dumps(now["tools"]))
     pairs = zip(then["messages"], now["messages"], strict=False)
     place = next((place for place, (one, other) in enumerate(pairs) if one != other), -1)
     if place < 0:
@@ -34,10 +34,15 @@ def difference(then: Json, now: Json) -> str:
     texts = [
         value if isinstance(value, str) else json.dumps(value) for value in (one[key], other[key])
     ]
-    at = num_common(*texts)
+    return _between(f"message {place} ({one['role']}, {key})", *texts)
+
+
+def _between(where: str, then: str, now: str) -> str:
+    """The first difference of two texts."""
+    at = num_common(then, now)
     start = max(0, at - SHOWN_CHARS // 2)
-    parts = " and ".join(repr(text[start : at + SHOWN_CHARS // 2]) for text in texts)
-    return f"message {place} ({one['role']}, {key}) has {parts}{_remedy(texts[0], texts[1], at)}"
+    parts = " and ".join(repr(text[start : at + SHOWN_CHARS // 2]) for text in (then, now))
+    return f"{where} has {parts}{_remedy(then, now, at)}"
 
 
 def _remedy(then: str, now: str, at: int) -> str:
