@@ -368,14 +368,21 @@ def test_a_deferred_tool_is_offered_once_a_result_refers_to_it(searched: bool) -
 
 
 def test_a_namespace_is_its_functions() -> None:
+    """Two functions of one name have different names for the policy."""
     seen = Seen()
 
     async def work() -> None:
         async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
-            seen.turns = [CALL.replace('"search"', '"spawn"')]
-            reply = await client.ask("/v1/responses", asked("responses", [NESTED]))
-            (item,) = reply["output"]
-            assert (item["name"], item["namespace"]) == ("spawn", "agents")
+            for space, name in (("agents", "spawn"), ("others", "others__spawn")):
+                seen.turns, seen.prompts = [turn := CALL.replace('"search"', f'"{name}"')], []
+                body = asked("responses", [NESTED, {**NESTED, "name": "others"}])
+                reply = await client.ask("/v1/responses", body)
+                (item,) = reply["output"]
+                assert (item["name"], item["namespace"]) == ("spawn", space)
+                result = {"type": "function_call_output", "call_id": item["call_id"]}
+                body["input"] += [item, {**result, "output": "a.txt"}]
+                await client.ask("/v1/responses", body)
+                assert turn in seen.prompts[1]
 
     asyncio.run(work())
 

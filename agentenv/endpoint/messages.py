@@ -81,8 +81,8 @@ class Given(NamedTuple):
 
 class Request(Struct, kw_only=True):
     """A request. `tools` are (name, description, parameters) in JSON; of those, `custom` take one
-    text, and `namespaces` has the namespace of those that are in one. `schema`: the form of the
-    reply, which is in the messages. `ignored`: keys without an effect; `own_sampling`: those
+    text, and `namespaces` has namespace and own name of those that are in one. `schema`: the form
+    of the reply, which is in the messages. `ignored`: keys without an effect; `own_sampling`: those
     without an effect in a run. `logprobs`: return those of the sampled tokens. `raw`: return the
     turn as sampled, and malformed calls. `compact`: its client writes JSON without blanks.
     `repeats` is its key of idempotency. `id` and `created` (seconds since 1970) are those of its
@@ -92,7 +92,7 @@ class Request(Struct, kw_only=True):
     messages: tuple[Given, ...]
     tools: tuple[Json, ...] = ()
     custom: frozenset[str] = frozenset()
-    namespaces: dict[str, str] = {}
+    namespaces: dict[str, tuple[str, str]] = {}
     schema: Json | None = None
     ignored: frozenset[str] = frozenset()
     own_sampling: frozenset[str] = frozenset()
