@@ -26,6 +26,7 @@ from agentenv.base.types import Limits, Message, NextTurn, PastTurn, SamplingPar
 from agentenv.contract.env import Env, StepResult, close_shared
 from agentenv.contract.plan import Independent, RolloutPlan
 from agentenv.endpoint.capture import Endpoint
+from agentenv.endpoint.difference import difference
 from agentenv.endpoint.messages import Given, alteration
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
@@ -499,6 +500,17 @@ def test_a_replay_that_differs_refuses_the_fork_and_names_the_difference() -> No
         pattern, texts = error.rpartition("own = '")[2][:-3], re.findall(r"'(Ticket \d+)", error)
         assert len({*texts}) == 2
         assert len({re.sub(pattern, "", text) for text in texts}) == 1, "the remedy"
+
+
+def test_no_remedy_ignores_every_word() -> None:
+    for rest, is_shown in (("", False), (" on a branch", True)):
+        then, now = (
+            {"tools": [], "messages": [{"role": "tool", "text": word + rest}]}
+            for word in ("main", "next")
+        )
+        shown = difference(then, now)
+        assert ("normalise" in shown) == is_shown
+        assert r"own = '\w+'" not in shown
 
 
 def test_messages_without_calls_are_altered_by_their_own_causes() -> None:
