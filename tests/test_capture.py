@@ -308,6 +308,13 @@ async def compaction_apart_not_used(client: Client) -> float:
     return 1.0
 
 
+async def growing(client: Client) -> float:
+    """One conversation in one message of the user, as of DSPy."""
+    for steps in range(3):
+        await client.ask([system("agent"), user(f"a task{', a step' * steps}. Go on.")])
+    return 1.0
+
+
 def altering(change: Callable[[Json], Json], *, calls: bool = False) -> Program:
     """Returns the first turn changed."""
 
@@ -416,6 +423,7 @@ KINDS: dict[str, tuple[Program, list[str]]] = {
     "sub_agent": (sub_agent, ["sub_agent", "resumed"]),
     "compaction": (compaction, ["compaction"]),
     "edited": (compaction_not_used, ["edited"]),
+    "growing": (growing, ["edited", "edited"]),
     "not used": (compaction_apart_not_used, ["compaction", "resumed"]),
 }
 
@@ -689,6 +697,7 @@ class Forks(ForkOnce):
 
 def test_an_altered_context_can_be_forked() -> None:
     """Like one that continues token for token; so can a message of the user in its middle."""
+    assert len(captured(growing, said, plan=Forks(4)).leaves()) == 3
     for role in ("tool", "user"):
 
         async def program(client: Client, role: str = role) -> float:

@@ -548,6 +548,8 @@ class CaptureSession:
         now, then = given[shared], context[shared]
         if shared and then.role == now.role == "assistant":
             return "altered", alteration(now, then)
+        if then.role == now.role == "user" and _grown(now.text, then.text):
+            return "edited", "user"
         if not shared:
             same = now.role == then.role == "system" and given[1:2] == context[1:2]
             return ("edited", "system") if same and len(given) > 1 else ("sub_agent", "")
@@ -557,6 +559,12 @@ class CaptureSession:
                 return "compaction", ""
             return "sub_agent", ""
         return "edited", now.role
+
+
+def _grown(now: str, then: str) -> bool:
+    """Whether something was inserted into the text, as by agents whose history is one message."""
+    start = num_common(now, then)
+    return bool(then) and len(now) > len(then) and now.endswith(then[start:])
 
 
 def _quotes(given: Sequence[Given], turn: _Turn) -> bool:

@@ -126,7 +126,7 @@ class ProgramConversation(Conversation):
                 del self._tips[index]
                 return Context(ids[len(before) :], info, after, before)
         own = any(isinstance(one, int) or one.role == "assistant" for one in then.prompt)
-        self.continues = own and then.kind != "retry"
+        self.continues = (own or then.cause == "user") and then.kind != "retry"
         return Context(ids, info)
 
     def _discards(self) -> Info:

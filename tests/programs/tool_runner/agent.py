@@ -15,11 +15,7 @@ def price(item: str) -> str:
     return f"{len(item)} for {item}"
 
 
-runner = anthropic.Anthropic().beta.messages.tool_runner(
-    model="policy",
-    max_tokens=500,
-    tools=[price],
-    messages=[{"role": "user", "content": sys.argv[1]}],
-)
-for message in runner:
+messages = [{"role": "user", "content": sys.argv[1]}]
+loop = anthropic.Anthropic().beta.messages.tool_runner
+for message in loop(model="policy", max_tokens=500, tools=[price], messages=messages):
     print(message.content)
