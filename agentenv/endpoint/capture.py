@@ -67,7 +67,7 @@ ENDED = "the branch of this key has ended"
 NUM_KEY_BYTES = 24
 PREFIX = "agentenv-endpoint-"
 OUT_OF_ORDER_S = 20.0  # for the next expected call of a replayed program with threads
-IN_ORDER_S = 2.0  # for a replayed call to wait for those that were answered before it
+IN_ORDER_S = 2.0  # for those that may come before a replayed call, in a program without threads
 MIN_QUOTED = 8  # minimum characters of a quoted text
 
 BYTES_A_TOKEN = 4  # an estimate
@@ -177,7 +177,8 @@ class CaptureSession:
         self._closed, self._error = "", "ended"
         self._recorded: dict[int, _Turn] = {}  # not yet requested by the replayed program
         self._expected: list[Request] = []  # its calls after those; the first one is unanswered
-        self._stray: tuple[str, str] | None = None  # cause and text of an unexpected call
+        # cause and text of an unexpected call, and how long the expected one may take
+        self._stray: tuple[tuple[str, str], float] | None = None
         self._is_parallel = False  # its calls arrived while others were pending
         if after is not None:
             self._follow(after)
@@ -219,9 +220,9 @@ class CaptureSession:
             if (found := self._replay_pending()) is not None:
                 break
             self._came.clear()
-            stray = self._stray
+            stray, within_s = self._stray or (None, None)
             try:
-                async with asyncio.timeout(OUT_OF_ORDER_S if stray else None):
+                async with asyncio.timeout(within_s):
                     await self._came.wait()
             except TimeoutError:
                 assert stray is not None
@@ -417,9 +418,8 @@ class CaptureSession:
         differs = difference(self._normal(compared(then)), self._normal(compared(request)))
         text = f"call {number} differs from the recorded one: {differs}"
         stray = "other" if self._recorded else "last", text
-        if not self._is_parallel:
-            raise ApiError("ended", str(self._diverge(*stray)))
-        self._stray = self._stray or stray  # unless it is a thread that is ahead of others
+        within_s = OUT_OF_ORDER_S if self._is_parallel else IN_ORDER_S
+        self._stray = self._stray or (stray, within_s)  # unless it is a thread ahead of others
         return None
 
     async def _in_order(self, request: Request) -> None:
