@@ -135,5 +135,4 @@ def test_an_agent_has_its_tokens_once_and_trained_and_forks_exactly(
     opened = [node.info for node in tree.nodes if "context" in node.info]
     kinds = {"/".join([one["context"], *filter(None, [one.get("cause")])]) for one in opened}
     expected = set(given.get("contexts", ()))
-    assert kinds <= expected
-    assert "parallel" in expected or kinds == expected, "the times of others differ"
+    assert kinds == expected or (kinds < expected and "parallel" in expected), "times differ"

@@ -8,16 +8,13 @@ client = OpenAI()
 
 
 def ask(messages):
-    chat = client.chat.completions.create(model="policy", messages=messages)
-    return chat.choices[0].message
+    return client.chat.completions.create(model="policy", messages=messages).choices[0].message
 
 
 talk = [{"role": "user", "content": sys.argv[1]}]
 talk.append(ask(talk).model_dump(exclude_none=True))
-notes = []
-for role in ("spelling", "facts", "style"):
-    asked = {"role": "user", "content": f"You check the {role}: score the answer from 0 to 9."}
-    notes.append(ask([*talk, asked]).content)
-mean = sum(int(note.split()[-1]) for note in notes) / len(notes)
+text = "You check the {}: score the answer from 0 to 9."
+asked = [{"role": "user", "content": text.format(one)} for one in ("spelling", "facts", "style")]
+mean = sum(int(ask([*talk, one]).content.split()[-1]) for one in asked) / len(asked)
 talk.append({"role": "user", "content": f"Your score is {mean:.2f}. Once more."})
 print(ask(talk).content)

@@ -9,8 +9,7 @@ client = OpenAI()
 
 
 def ask(messages):
-    chat = client.chat.completions.create(model="policy", messages=messages)
-    return chat.choices[0].message
+    return client.chat.completions.create(model="policy", messages=messages).choices[0].message
 
 
 question = [{"role": "user", "content": sys.argv[1]}]
