@@ -687,6 +687,25 @@ def test_concurrent_calls_are_replayed_in_the_order_of_their_answers() -> None:
     assert len(tree.leaves()) == 2
 
 
+def test_a_call_that_overtakes_a_replayed_one_is_no_difference() -> None:
+    runs = iter(range(100))
+
+    async def program(client: Client) -> float:
+        async def work(name: str, after_s: float) -> None:
+            await asyncio.sleep(after_s)
+            messages: list[Json] = [system(name), user("Go.")]
+            messages += [await client.ask(messages)]
+            messages += [{"role": "tool", "tool_call_id": "x", "content": "result"}]
+            await client.ask(messages)
+
+        await asyncio.gather(work("one", 0.05), work("two", 0.3 if next(runs) == 0 else 0.0))
+        return 1.0
+
+    tree = captured(program, said, plan=Forks(2))
+    assert not tree.failures(), tree.failures()[0].error
+    assert len(tree.leaves()) == 2
+
+
 @dataclass(frozen=True)
 class Forks(ForkOnce):
     """One root."""
