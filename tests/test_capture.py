@@ -29,6 +29,7 @@ from agentenv.base.types import Limits, Message, NextTurn, PastTurn, SamplingPar
 from agentenv.contract.env import Env, StepResult, close_shared
 from agentenv.contract.plan import Independent, RolloutPlan
 from agentenv.endpoint.capture import Endpoint
+from agentenv.endpoint.difference import difference
 from agentenv.endpoint.messages import Given, ServedCall, alteration, in_order
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
@@ -513,6 +514,17 @@ def test_a_replay_that_differs_refuses_the_fork_and_names_the_difference() -> No
         assert len({re.sub(pattern, "", text) for text in texts}) == 1, "the remedy"
 
 
+def test_no_remedy_ignores_every_word() -> None:
+    for rest, is_shown in (("", False), (" on a branch", True)):
+        then, now = (
+            {"tools": [], "messages": [{"role": "tool", "text": word + rest}]}
+            for word in ("main", "next")
+        )
+        shown = difference(then, now)
+        assert ("normalise" in shown) == is_shown
+        assert r"own = '\w+'" not in shown
+
+
 def test_messages_without_calls_are_altered_by_their_own_causes() -> None:
     then = Given("assistant", "I say it.", "I think.")
     changes = {
@@ -735,6 +747,50 @@ def test_concurrent_calls_are_replayed_in_any_order() -> None:
     assert not tree.failures(), tree.failures()[0].error
     assert len(tree.leaves()) == 3
     assert [node.info.get("context") for node in tree.nodes].count("edited") == 0
+
+
+def test_concurrent_calls_are_replayed_in_the_order_of_their_answers() -> None:
+    """The program notes which answer came first."""
+    runs = iter(range(100))
+
+    async def program(client: Client) -> float:
+        came: list[str] = []
+
+        async def work(name: str, after_s: float) -> None:
+            await asyncio.sleep(after_s)
+            await client.ask([system(name), user("Go.")])
+            came.append(name)
+
+        first_s = 0.0 if next(runs) == 0 else 0.1
+        await asyncio.gather(work("one", first_s), work("two", 0.05))
+        messages: list[Json] = [user(" ".join(came))]
+        messages += [await client.ask(messages)]
+        messages += [{"role": "tool", "tool_call_id": "x", "content": "result"}]
+        await client.ask(messages)
+        return 1.0
+
+    tree = captured(program, said, plan=Forks(2), tokens_per_s=300)
+    assert not tree.failures(), tree.failures()[0].error
+    assert len(tree.leaves()) == 2
+
+
+def test_a_call_that_overtakes_a_replayed_one_is_no_difference() -> None:
+    runs = iter(range(100))
+
+    async def program(client: Client) -> float:
+        async def work(name: str, after_s: float) -> None:
+            await asyncio.sleep(after_s)
+            messages: list[Json] = [system(name), user("Go.")]
+            messages += [await client.ask(messages)]
+            messages += [{"role": "tool", "tool_call_id": "x", "content": "result"}]
+            await client.ask(messages)
+
+        await asyncio.gather(work("one", 0.05), work("two", 0.3 if next(runs) == 0 else 0.0))
+        return 1.0
+
+    tree = captured(program, said, plan=Forks(2))
+    assert not tree.failures(), tree.failures()[0].error
+    assert len(tree.leaves()) == 2
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,8 @@ def test_each_key_of_a_message_that_the_policy_can_read_is_in_the_table() -> Non
     for kind in members(beta_message_param.BetaMessageParam):
         assert keys_of(kind) <= known["message"], kind
     read = {"BetaTextBlockParam", "BetaThinkingBlockParam", "BetaRedactedThinkingBlockParam",
-            "BetaToolUseBlockParam", "BetaToolResultBlockParam"}  # fmt: skip
+            "BetaToolUseBlockParam", "BetaToolResultBlockParam",
+            "BetaToolReferenceBlockParam"}  # fmt: skip
     for kind in members(beta_content_block_param.BetaContentBlockParam):
         if kind.__name__ in read:
             assert keys_of(kind) <= known["part"], kind
@@ -337,15 +338,52 @@ def test_tools_of_other_types_are_left_out_or_become_functions(api: str) -> None
     asyncio.run(work())
 
 
+@pytest.mark.parametrize("searched", [False, True], ids=["by the program", "by a server"])
+def test_a_deferred_tool_is_offered_once_a_result_refers_to_it(searched: bool) -> None:
+    """Where a server would search the tools, all are offered, since no server does."""
+    seen = Seen()
+    server: list[Json] = [{"type": "tool_search_tool_regex_20251119", "name": "regex"}]
+    tools: list[Json] = [{"name": "find", "input_schema": SCHEMA}, *server * searched]
+    tools += [
+        {"name": name, "input_schema": SCHEMA, "defer_loading": True} for name in ("bell", "lamp")
+    ]
+    call = {"type": "tool_use", "id": "x", "name": "find", "input": {"query": "ring"}}
+    found = [{"type": "tool_reference", "tool_name": "bell"}]
+    result = {"type": "tool_result", "tool_use_id": "x", "content": found}
+
+    async def work() -> None:
+        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
+            body = asked("anthropic", tools)
+            await client.ask(PATHS["anthropic"], body)
+            seen.turns = [CALL.replace("search", "bell")]
+            body["messages"] += [{"role": "assistant", "content": [call]}]
+            body["messages"] += [{"role": "user", "content": [result]}]
+            reply = await client.ask(PATHS["anthropic"], body)
+            assert reply["content"][-1]["name"] == "bell"
+
+    asyncio.run(work())
+    names = ("find", "bell", "lamp")
+    shown = [[name for name in names if f'"{name}"' in prompt] for prompt in seen.prompts]
+    assert shown == [[*names]] * 2 if searched else [["find"], ["find", "bell"]]
+    assert "<tool_response>\nbell\n</tool_response>" in seen.prompts[1]
+
+
 def test_a_namespace_is_its_functions() -> None:
+    """Two functions of one name have different names for the policy."""
     seen = Seen()
 
     async def work() -> None:
         async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
-            seen.turns = [CALL.replace('"search"', '"spawn"')]
-            reply = await client.ask("/v1/responses", asked("responses", [NESTED]))
-            (item,) = reply["output"]
-            assert (item["name"], item["namespace"]) == ("spawn", "agents")
+            for space, name in (("agents", "spawn"), ("others", "others__spawn")):
+                seen.turns, seen.prompts = [turn := CALL.replace('"search"', f'"{name}"')], []
+                body = asked("responses", [NESTED, {**NESTED, "name": "others"}])
+                reply = await client.ask("/v1/responses", body)
+                (item,) = reply["output"]
+                assert (item["name"], item["namespace"]) == ("spawn", space)
+                result = {"type": "function_call_output", "call_id": item["call_id"]}
+                body["input"] += [item, {**result, "output": "a.txt"}]
+                await client.ask("/v1/responses", body)
+                assert turn in seen.prompts[1]
 
     asyncio.run(work())
 

@@ -11,6 +11,8 @@ from agentenv.endpoint.messages import (
     ERRORS,
     MAX_CALLS,
     MAX_MESSAGES,
+    MAX_TOOLS,
+    TOOL_REFERENCE,
     ApiError,
     Event,
     Given,
@@ -33,6 +35,8 @@ from agentenv.endpoint.messages import (
 from agentenv.endpoint.structured import schema_of, with_form
 
 SIGNATURE = "agentenv"  # of thoughts; clients return it with them
+RESULT_PARTS = ("text", TOOL_REFERENCE)
+TOOL_SEARCH = "tool_search_tool"  # begins the types of the searches that a server runs
 BLOCKS = ("text", "tool_result", "tool_use", "thinking", "redacted_thinking")
 
 
@@ -45,7 +49,7 @@ class Anthropic:
     def read(self, body: Json, handed: Handed) -> Request:
         """Raises ApiError."""
         ignored: set[str] = set()
-        shared = common(body, "messages", ignored)
+        shared = common(_plain(body, ignored), "messages", ignored)
         form = get(get(body, "output_config", dict, {}), "format", dict, {}, "output_config.")
         schema = schema_of(form, "output_config.format")
         messages: list[Given] = []
@@ -179,6 +183,34 @@ def _usage(answer: ServedTurn) -> Json:
     }  # fmt: skip
 
 
+def _plain(body: Json, ignored: set[str]) -> Json:
+    """The request without edits of the context that keep all of it, and without deferred tools that
+    the program has not offered yet; a server that searches them would offer all of them."""
+    edits = get(get(body, "context_management", dict, {}), "edits", list, [])
+    tools = objects(body.get("tools") or [], "tools", MAX_TOOLS)
+    kept = [one for one in edits if not (isinstance(one, dict) and one.get("keep") == "all")]
+    if len(kept) < len(edits):
+        ignored.add("context_management.keep")
+        body = {**body, "context_management": {**body["context_management"], "edits": kept}}
+    if any(tool.get("defer_loading") for tool in tools) and not any(
+        str(tool.get("type")).startswith(TOOL_SEARCH) for tool in tools
+    ):
+        names = {*_offered(body.get("messages"))}
+        found = [one for one in tools if not one.get("defer_loading") or one.get("name") in names]
+        body = {**body, "tools": found}
+    return body
+
+
+def _offered(content: Any) -> Iterator[Any]:
+    """The names of the deferred tools that a content offers."""
+    if isinstance(content, dict):
+        if content.get("type") == TOOL_REFERENCE:
+            yield str(content.get("tool_name"))
+        content = content.get("content")
+    for one in content if isinstance(content, list) else ():
+        yield from _offered(one)
+
+
 def _messages(raw: Json, where: str, ignored: set[str]) -> Iterator[Given]:
     """The messages in a raw one: a user message may contain tool results, which are separate
     messages, in order."""
@@ -204,7 +236,7 @@ def _messages(raw: Json, where: str, ignored: set[str]) -> Iterator[Given]:
             if texts:
                 yield Given("user", "\n".join(texts))
                 texts = []
-            text = text_of(block.get("content"), f"{spot}.content", ("text",), ignored)
+            text = text_of(block.get("content"), f"{spot}.content", RESULT_PARTS, ignored)
             yield Given("tool", text, answers=get(block, "tool_use_id", str, "", spot + "."))
         elif kind == "tool_use" and role == "assistant":
             calls.append(read_call(block.get("id"), block.get("name"), block.get("input"), spot))

@@ -32,7 +32,7 @@ import re
 import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import count
 from math import isfinite
 from pathlib import Path
@@ -68,6 +68,7 @@ ENDED = "the branch of this key has ended"
 NUM_KEY_BYTES = 24
 PREFIX = "agentenv-endpoint-"
 OUT_OF_ORDER_S = 20.0  # for the next expected call of a replayed program with threads
+IN_ORDER_S = 2.0  # for those that may come before a replayed call, in a program without threads
 MIN_QUOTED = 8  # minimum characters of a quoted text
 
 BYTES_A_TOKEN = 4  # an estimate
@@ -180,7 +181,8 @@ class CaptureSession:
         self._closed, self._error = "", "ended"
         self._recorded: dict[int, _Turn] = {}  # not yet requested by the replayed program
         self._expected: list[Request] = []  # its calls after those; the first one is unanswered
-        self._stray: tuple[str, str] | None = None  # cause and text of an unexpected call
+        # cause and text of an unexpected call, and how long the expected one may take
+        self._stray: tuple[tuple[str, str], float] | None = None
         self._is_parallel = False  # its calls arrived while others were pending
         if after is not None:
             self._follow(after)
@@ -222,9 +224,9 @@ class CaptureSession:
             if (found := self._replay_pending()) is not None:
                 break
             self._came.clear()
-            stray = self._stray
+            stray, within_s = self._stray or (None, None)
             try:
-                async with asyncio.timeout(OUT_OF_ORDER_S if stray else None):
+                async with asyncio.timeout(within_s):
                     await self._came.wait()
             except TimeoutError:
                 assert stray is not None
@@ -325,6 +327,7 @@ class CaptureSession:
             self._keyed[request.repeats] = call
         if replayed is not None:
             call.answer.set_result(replayed)
+            await self._in_order(request)
             return [replayed]
         self._is_parallel |= others
         self._waiting.append(call)
@@ -429,10 +432,19 @@ class CaptureSession:
         differs = difference(self._normal(compared(then)), self._normal(compared(request)))
         text = f"call {number} differs from the recorded one: {differs}"
         stray = "other" if self._recorded else "last", text
-        if not self._is_parallel:
-            raise ApiError("ended", str(self._diverge(*stray)))
-        self._stray = self._stray or stray  # unless it is a thread that is ahead of others
+        within_s = OUT_OF_ORDER_S if self._is_parallel else IN_ORDER_S
+        self._stray = self._stray or (stray, within_s)  # unless it is a thread ahead of others
         return None
+
+    async def _in_order(self, request: Request) -> None:
+        """Wait for the calls that were answered before this one, since a program with threads may
+        note which answer came first; not for long, since it may also ask one after the other."""
+        number = self._numbers[request.id]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(IN_ORDER_S):
+                while min(self._recorded, default=number) < number and not self._closed:
+                    self._came.clear()
+                    await self._came.wait()
 
     def _diverge(self, cause: str, text: str) -> DivergedError:
         self.counts[f"diverged/{cause}"] += 1

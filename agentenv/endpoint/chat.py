@@ -161,7 +161,7 @@ def read_tools(body: Json, api: Api, ignored: set[str]) -> Json:
     """The tools that the policy may call. Those of a type that a server would run are left out."""
     found: list[Json] = []
     custom: set[str] = set()
-    namespaces: dict[str, str] = {}
+    namespaces: dict[str, tuple[str, str]] = {}
     given = objects(body.get("tools") or [], "tools", MAX_TOOLS)
     for tool, namespace, where in _flat(given, "tools"):
         kind = str(tool.get("type") or ("custom" if api == "messages" else "function"))
@@ -172,11 +172,16 @@ def read_tools(body: Json, api: Api, ignored: set[str]) -> Json:
         own = get(tool, kind, dict, {}, where) if api == "chat" else tool
         if kind == "custom" and api != "messages":
             own = {**own, "parameters": ONE_TEXT}
-            custom.add(str(own.get("name")))
         schema = "input_schema" if api == "messages" else "parameters"
-        found.append(read_tool(own, schema, f"{where}{kind}." if api == "chat" else where))
+        read = read_tool(own, schema, f"{where}{kind}." if api == "chat" else where)
+        name = read["name"]
+        if namespace and any(one["name"] == name for one in found):
+            read["name"] = f"{namespace}__{name}"
         if namespace:
-            namespaces[found[-1]["name"]] = namespace
+            namespaces[read["name"]] = namespace, name
+        if kind == "custom" and api != "messages":
+            custom.add(read["name"])
+        found.append(read)
     choice = body.get("tool_choice")
     names, is_forced = _choice(choice)
     if given and not found and names != ():

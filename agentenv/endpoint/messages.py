@@ -28,6 +28,7 @@ Finish = Literal["stop", "length", "tool_calls"]
 
 MAX_MESSAGES, MAX_TOOLS, MAX_CALLS, MAX_CHOICES = 10_000, 1_000, 1_000, 128
 MAX_STOPS = 16
+TOOL_REFERENCE = "tool_reference"  # a part that offers a deferred tool, which Anthropic's API has
 
 # name of an error -> status, type and code of OpenAI's APIs, type of Anthropic's
 ERRORS: dict[str, tuple[int, str, str | None, str]] = {
@@ -81,18 +82,18 @@ class Given(NamedTuple):
 
 class Request(Struct, kw_only=True):
     """A request. `tools` are (name, description, parameters) in JSON; of those, `custom` take one
-    text, and `namespaces` has the namespace of those that are in one. `schema`: the form of the
-    reply, which is in the messages. `forced`, `single`: see NextTurn. `ignored`: keys without an
-    effect; `own_sampling`: those without an effect in a run. `logprobs`: return those of the
-    sampled tokens. `raw`: return the turn as sampled, and malformed calls. `compact`: its client
-    writes JSON without blanks. `repeats` is its key of idempotency. `id` and `created` (seconds
-    since 1970) are those of its reply."""
+    text, and `namespaces` has namespace and own name of those that are in one. `schema`: the form
+    of the reply, which is in the messages. `forced`, `single`: see NextTurn. `ignored`: keys
+    without an effect; `own_sampling`: those without an effect in a run. `logprobs`: return those of
+    the sampled tokens. `raw`: return the turn as sampled, and malformed calls. `compact`: its
+    client writes JSON without blanks. `repeats` is its key of idempotency. `id` and `created`
+    (seconds since 1970) are those of its reply."""
 
     model: str
     messages: tuple[Given, ...]
     tools: tuple[Json, ...] = ()
     custom: frozenset[str] = frozenset()
-    namespaces: dict[str, str] = {}
+    namespaces: dict[str, tuple[str, str]] = {}
     schema: Json | None = None
     forced: tuple[str, ...] = ()
     single: bool = False
@@ -286,7 +287,7 @@ def text_of(content: Any, where: str, kinds: Sequence[str], ignored: set[str] | 
             shown = f"expected {' or '.join(kinds)}, got a part of type {kind!r:.60}"
             raise ApiError("unsupported", shown, f"{where}[{place}].type")
         check_keys(part, "part", f"{where}[{place}].", ignored)
-        key = "refusal" if kind == "refusal" else "text"
+        key = {"refusal": "refusal", TOOL_REFERENCE: "tool_name"}.get(kind, "text")
         parts.append(get(part, key, str, "", f"{where}[{place}]."))
     return "\n".join(parts)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -48,7 +48,8 @@ class Responses:
         shared = common(body, "responses", ignored)
         form = get(get(body, "text", dict, {}), "format", dict, {}, "text.")
         schema = schema_of(form, "text.format")
-        messages = _messages(body.get("input"), handed, ignored)
+        names = {own: name for name, own in shared["namespaces"].items()}
+        messages = _messages(body.get("input"), handed, names, ignored)
         previous = get(body, "previous_response_id", str, "")
         if previous:
             turn = earlier(previous, "resp_", handed, "previous_response_id")
@@ -175,7 +176,7 @@ def _items(answer: ServedTurn, request: Request) -> Iterator[Json]:
         else:
             item |= {"type": "function_call", "id": f"fc_{call.id}", "arguments": call.arguments}
         if call.name in request.namespaces:
-            item["namespace"] = request.namespaces[call.name]
+            item["namespace"], item["name"] = request.namespaces[call.name]
         yield item
 
 
@@ -226,14 +227,17 @@ def _response(request: Request, answer: ServedTurn | None) -> Json:
     return found
 
 
-def _messages(value: Any, handed: Handed, ignored: set[str]) -> list[Given]:
+Names = Mapping[tuple[str, str], str]  # of tools, by their namespace and own name
+
+
+def _messages(value: Any, handed: Handed, names: Names, ignored: set[str]) -> list[Given]:
     """The items as messages; consecutive items of an assistant's turn form one message."""
     if isinstance(value, str):
         return [Given("user", value)]
     messages: list[Given] = []
     for place, item in enumerate(objects(value or [], "input", MAX_MESSAGES)):
         where = f"input[{place}]"
-        found = _message(item, where, handed, ignored)
+        found = _message(item, where, handed, names, ignored)
         check_keys(item, "item", where + ".", ignored)
         last = messages[-1] if messages else None
         if last is not None and last.role == found.role == "assistant":
@@ -247,7 +251,7 @@ def _messages(value: Any, handed: Handed, ignored: set[str]) -> list[Given]:
     return messages
 
 
-def _message(item: Json, where: str, handed: Handed, ignored: set[str]) -> Given:
+def _message(item: Json, where: str, handed: Handed, names: Names, ignored: set[str]) -> Given:
     kind = item.get("type") or ("message" if "role" in item else "item_reference")
     if kind == "message":
         text = text_of(item.get("content"), f"{where}.content", PARTS, ignored)
@@ -255,7 +259,9 @@ def _message(item: Json, where: str, handed: Handed, ignored: set[str]) -> Given
     if kind in ("function_call", "custom_tool_call"):
         custom = kind == "custom_tool_call"
         arguments = {INPUT: item.get("input")} if custom else item.get("arguments")
-        call = read_call(item.get("call_id"), item.get("name"), arguments, where)
+        own = str(item.get("namespace")), str(item.get("name"))
+        name = names.get(own, item.get("name"))
+        call = read_call(item.get("call_id"), name, arguments, where)
         return Given("assistant", "", calls=(call,))
     if kind in ("function_call_output", "custom_tool_call_output"):
         text = text_of(item.get("output"), f"{where}.output", PARTS, ignored)

@@ -380,12 +380,16 @@ def test_each_normalizer_equates_two_values_of_its_kind(name: str) -> None:
         "weekday": ("Tuesday", "Wed"),
         "clock": ("04:05:06", "11:59 p.m."),
         "epoch": ("1764216000.25", "1764216001"),
-        "duration": ("0.31 s", "12ms"),
+        "duration": ("0.31 s", "duration_ms: 7776"),
         "address": ("0x7f1293fec720", "0x55aa00"),
-        "temporary path": ("/tmp/tmpab12/x.txt", "/tmp/tmp_zz9"),
+        "temporary path": (
+            "/tmp/run-1948000002/6fa459ea-ee8a-3ca4-894e-db77e160355e/b7x.txt",
+            "/tmp/tmp_zz9",
+        ),
         "port": ("127.0.0.1:8080", "localhost:51123"),
         "process": ("pid 12", "pid=4321"),
-        "identifier": ("3f9ac01b", "call_V1StGXR8Z5jdHi6Bm"),
+        "named identifier": ("ID 4711", "id=b-7c8q1z"),
+        "identifier": ("3f9ac01", "call_V1StGXR8Z5jdHi6Bm"),
     }
     one, other = (f"a {text} b" for text in pairs[name])
     env = ProgramEnv(TASK, keys())
