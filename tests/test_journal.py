@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from agentenv.base.errors import ConfigError, EngineError
-from agentenv.base.tree import TrajectoryTree
-from agentenv.base.types import Limits, SamplingParams, Task
+from agentenv.base.tree import LED, TrajectoryTree
+from agentenv.base.types import Limit, Limits, SamplingParams, Task
 from agentenv.contract.plan import Independent, RolloutPlan
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.learners.algorithms.aepo import AEPO
@@ -233,6 +233,9 @@ def test_from_every_cut_a_tree_with_forks_is_completed(
         ends = Counter(node.end for node in tree.nodes if node.end)
         assert ends["terminated"] == num_ends["terminated"] or engine is Failing
         assert tree.num_started == 6
+        if name in ("uniform", "rounds"):  # all their forks are late
+            first = {node.branch: node for node in reversed(tree.nodes) if node.action_ids}
+            assert all(LED in first[branch].info for branch in first if "+" in branch)
         names = [leaf.branch for leaf in tree.leaves()]
         assert len(names) == len(set(names))
         for node in tree.nodes:
@@ -243,6 +246,19 @@ def test_from_every_cut_a_tree_with_forks_is_completed(
     assert found is not None
     assert (found.is_finished, found.branches) == (True, [])
     assert content(found.tree) == content(whole)
+
+
+def test_a_resumed_tree_has_no_more_time_than_another(tmp_path: Path) -> None:
+    def limited() -> Actor:
+        actor = make_actor()
+        actor.limits = Limits(max_tree_seconds=6.0)
+        return actor
+
+    whole = grown(tmp_path / "whole", limited(), Independent(4))
+    assert Limit.SECONDS in [leaf.limit for leaf in whole.leaves()]
+    for folder, _ in interrupted(tmp_path / "whole"):
+        tree = grown(folder, limited(), Independent(4), incarnation=2)
+        assert len(tree.nodes) <= len(whole.nodes)
 
 
 def test_a_resumed_tree_keeps_its_frames_until_they_are_rewritten(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from typing import Annotated, BinaryIO, ClassVar, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.base.types import Task
@@ -132,21 +133,27 @@ class Turned(Struct, array_like=True, frozen=True):
 
 
 class OpenBranch(Struct, array_like=True, frozen=True):
-    """A branch that began: its name, the node it continues, and its working seconds so far."""
+    """A branch that began: its name, the node it continues, its working seconds so far, and whether
+    it began at an earlier tool result and has no turn yet."""
 
     name: str
     cursor: int
     seconds: float = 0.0
+    is_late: bool = False
 
 
 class Counts(Struct, array_like=True, frozen=True):
-    """The counts of the tree after the event."""
+    """The counts of the tree after the event, and its working seconds."""
 
     num_started: int
     num_roots: int
     num_live: int
     num_retries: int
     num_retaken: int
+    seconds: float = 0.0
+
+
+OF_TREE = Counts.__struct_fields__[:-1]  # fields of the tree
 
 
 class Mark(Struct, array_like=True, frozen=True):
@@ -311,13 +318,14 @@ def trees_of(frame: Frame | Packed) -> list[int]:
 
 
 class Recorded(Struct, array_like=True):
-    """A tree from the journal, its unfinished branches, and the stop strings that ended turns:
-    pairs of node index and string."""
+    """A tree from the journal, its unfinished branches, the stop strings that ended turns (pairs of
+    node index and string), and its working seconds."""
 
     tree: TrajectoryTree
     is_finished: bool
     branches: list[OpenBranch]
     stops: list[tuple[int, str]]
+    seconds: float = 0.0
 
 
 RECORDED = msgspec.msgpack.Decoder(Recorded)  # from another process, which has `packed` it
@@ -390,8 +398,8 @@ def assembled(recorded: Sequence[Frame], task: Task) -> Recorded | None:
         node.parent = None if node.parent is None else new[node.parent]
         node.continues = None if node.continues is None else new[node.continues]
         tree.nodes.append(node)
-    for name in Counts.__struct_fields__:
+    for name in OF_TREE:
         setattr(tree, name, getattr(last.counts, name))
-    branches = [OpenBranch(one.name, new[one.cursor], one.seconds) for one in live.values()]
+    branches = [replace(one, cursor=new[one.cursor]) for one in live.values()]
     stops = [(new[old], turn.stop) for old, turn in turns.items() if turn.stop is not None]
-    return Recorded(tree, isinstance(last, Finished), branches, stops)
+    return Recorded(tree, isinstance(last, Finished), branches, stops, last.counts.seconds)

@@ -17,7 +17,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from agentenv.base.deadline import uncancelled, within
+from agentenv.base.deadline import WorkClock, uncancelled, within
 from agentenv.base.disk import make_folder, sync
 from agentenv.base.errors import ConfigError, StallError
 from agentenv.base.offload import OwnThread
@@ -25,6 +25,7 @@ from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.base.types import Task
 from agentenv.rollout.earlier_trees import EarlierTrees
 from agentenv.rollout.frames import (
+    OF_TREE,
     SUFFIX,
     Began,
     Counts,
@@ -323,6 +324,7 @@ class TreeRecord:
         journal = self._journal
         self._loop = asyncio.get_running_loop()
         self._tree = tree
+        self.clock = WorkClock()  # of the tree
         self._opened, self._turns, self._decided = [], [], []
         self._known = set()
         journal.append(
@@ -345,6 +347,7 @@ class TreeRecord:
         """The tree resumes, with new node numbers."""
         tree = recorded.tree
         self.began(tree)
+        self.clock = WorkClock(recorded.seconds)
         self._opened += recorded.branches
         seconds = {branch.cursor: branch.seconds for branch in recorded.branches}
         stops = dict(recorded.stops)
@@ -353,9 +356,9 @@ class TreeRecord:
             if node.num_forks is not None:
                 self.decided(node)
 
-    def opened(self, name: str, cursor: Node, seconds: float) -> None:
+    def opened(self, name: str, cursor: Node, seconds: float, is_late: bool) -> None:
         """A branch begins after a node."""
-        self._opened.append(OpenBranch(name, cursor.index, seconds))
+        self._opened.append(OpenBranch(name, cursor.index, seconds, is_late))
         self._soon()
 
     def turned(self, node: Node, seconds: float, stop: str | None = None) -> None:
@@ -403,4 +406,4 @@ class TreeRecord:
 
     def _counts(self) -> Counts:
         tree = self._tree
-        return Counts(*(getattr(tree, name) for name in Counts.__struct_fields__))
+        return Counts(*(getattr(tree, name) for name in OF_TREE), self.clock())

@@ -77,7 +77,8 @@ class Rollout(Growth):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.clock = WorkClock()  # runs while any branch's clock runs
+        # The clock of the tree runs while any branch's clock runs.
+        self.clock = WorkClock() if self.record is None else self.record.clock
         self.branches: set[Branch] = set()  # live ones
         self._is_over = False  # the tree is out of time: no branch begins anymore
         self._cancelled = ""  # the reason; empty: not cancelled
@@ -155,7 +156,7 @@ class Rollout(Growth):
         for one in recorded.branches:
             cursor = self.tree.nodes[one.cursor]
             branch = Branch(one.name, cursor, WorkClock(one.seconds, self.clock))
-            growing = self._grow(branch, partial(self._reopen, branch))
+            growing = self._grow(branch, partial(self._reopen, branch, is_late=one.is_late))
             self._group.create_task(growing, context=self._context.copy())
 
     def _start_roots(self, number: int) -> None:
@@ -177,9 +178,11 @@ class Rollout(Growth):
             name = f"{node.branch}.{num_turns}+{node.num_forks}"
             branch = Branch(name, node, WorkClock(outer=self.clock))
             with suppress(_ClosedError):
-                self._start(branch, partial(self._reopen, branch, is_late=True))
+                self._start(branch, partial(self._reopen, branch, is_late=True), is_late=True)
 
-    def _start(self, branch: Branch, opening: Opening) -> asyncio.Task[None]:
+    def _start(
+        self, branch: Branch, opening: Opening, *, is_late: bool = False
+    ) -> asyncio.Task[None]:
         context = self._context.copy()  # without the clock of the parent branch
         growing = self._grow(branch, opening)
         try:
@@ -190,7 +193,7 @@ class Rollout(Growth):
         self.tree.num_started += 1
         self.tree.num_live += 1
         if self.record is not None:
-            self.record.opened(branch.name, branch.cursor, branch.clock())
+            self.record.opened(branch.name, branch.cursor, branch.clock(), is_late)
         return task
 
     async def _open_root(self, branch: Branch) -> None:
@@ -212,7 +215,7 @@ class Rollout(Growth):
             self._complete(branch, [self.tree.root])
         self._recovery.place_at_root(branch)
 
-    async def _reopen(self, branch: Branch, *, is_late: bool = False) -> None:
+    async def _reopen(self, branch: Branch, *, is_late: bool) -> None:
         await self._recovery.reopen(branch, self._stops)
         branch.turn.num_replayed = branch.num_tool_calls if is_late else 0
 

@@ -30,6 +30,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from msgspec.structs import replace
 
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View
@@ -63,12 +64,15 @@ class Runs(RuleBasedStateMachine):
         settle = BatchBuilder.settle
 
         def settling(batches: BatchBuilder, batch: StepBatch) -> None:
+            assert batch.num_taken == self.config.queue.groups_per_step
             self.delivered[batches.state.step] = batch.delivered
+            self.num_taken[batches.state.step] = batch.num_taken
             settle(batches, batch)
 
         patch.setattr(BatchBuilder, "settle", settling)
         self.loop = VirtualClockLoop()
         self.delivered: dict[int, list[TrajectoryTree]] = {}  # by step; later processes overwrite
+        self.num_taken: dict[int, int] = {}
         self.num_starts = 0
         self.main: asyncio.Task[None]
 
@@ -156,9 +160,10 @@ class Runs(RuleBasedStateMachine):
                 self.main.cancel()
             self.advance(seconds)
 
-    @rule(twice=st.booleans())
-    def kill(self, twice: bool) -> None:
-        """The process dies at this moment; another one resumes from the state on disk."""
+    @rule(twice=st.booleans(), groups=st.integers(1, 3))
+    def kill(self, twice: bool, groups: int) -> None:
+        """The process dies at this moment; another one resumes from the state on disk, with as many
+        groups a step."""
         self.num_starts += 1
         self.path = Path(shutil.copytree(self.path, self.path.with_name(f"run{self.num_starts}")))
         self.main.cancel()
@@ -166,6 +171,9 @@ class Runs(RuleBasedStateMachine):
         if twice:
             for file in self.path.glob("journal/*.frames"):
                 file.write_bytes(each_twice(file.read_bytes()))
+        queue = replace(self.config.queue, groups_per_step=groups)
+        learner = replace(self.config.learner, groups_per_minibatch=groups)
+        self.config = replace(self.config, queue=queue, learner=learner)
         self.start()
 
     @precondition(lambda self: self.ended())
@@ -238,7 +246,7 @@ class Runs(RuleBasedStateMachine):
             fates[fate].append(tree.index)
         assert learner.trained == fates["trained"], "each once, in order"
         if self.config.refills:  # each step trains as many groups with a signal
-            assert len(learner.trained) == NUM_STEPS * self.config.queue.groups_per_step
+            assert len(learner.trained) == sum(self.num_taken.values())
         counters = state.counters
         found = (counters.trained, counters.filtered, counters.num_failed)
         assert found == tuple(map(len, fates.values()))
@@ -271,3 +279,16 @@ class TestRuns(Runs.TestCase):  # type: ignore[misc, valid-type]
         phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink one takes minutes
         suppress_health_check=[HealthCheck.too_slow],
     )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "refill"), [(3, 1, False), (1, 3, False), (3, 1, True)]
+)
+def test_a_run_resumes_with_another_number_of_groups(before: int, after: int, refill: bool) -> None:
+    runs = Runs()
+    runs.begin(before, 1, "grpo", refill, drop=False, seed=3, every=1, weather={})
+    while not (runs.path / "checkpoints" / "step-000002" / "state.json").exists():
+        runs.advance(10.0)
+    runs.kill(twice=False, groups=after)
+    runs.teardown()
+    assert runs.num_taken == {0: before, 1: before, 2: after, 3: after}

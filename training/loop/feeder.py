@@ -8,6 +8,7 @@ started; all others grow in this process or in a rollout worker.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from agentenv.training.loop.clocks import adding
 from agentenv.training.loop.parts import Parts
 from agentenv.training.loop.state import RunState
 
+logger = logging.getLogger(__name__)
 ROOM_S = 0.2  # between two checks whether a tree may begin
 
 
@@ -70,9 +72,11 @@ class Feeder:
     async def run(self, rollouts: asyncio.TaskGroup) -> None:
         """Start rollouts as slots allow; without refill, only as many as the run will train."""
         parts, config = self.parts, self.config
-        needed = None if config.refills else parts.num_steps * self.queue.groups_per_step
+        self._first = self.state.position, parts.learner.policy_version
         stream = TaskStream(parts.tasks, config.run.seed, self.state.position, self.curriculum)
-        while needed is None or stream.position < needed:
+        left = (parts.num_steps - self.state.step) * self.queue.groups_per_step
+        end = math.inf if config.refills else self.state.position + left
+        while stream.position < end:
             position, journal = stream.position, self.journal
             is_new = journal is None or not journal.earlier.started(position)
             early_s = await self.queue.reserve(at_once=not is_new)
@@ -148,6 +152,9 @@ class Feeder:
         await asyncio.sleep(0)
         if journal is not None and journal.earlier.knows(position):
             recorded = await journal.recall(position, one.task)
+            if recorded is not None and self._is_stale(recorded.tree):
+                logger.warning("tree %d is older than queue.max_staleness; it restarts", position)
+                recorded = None
             one.num_known = 0 if recorded is None else len(recorded.tree.nodes)
         if recorded is not None and recorded.is_finished:
             tree = recorded.tree
@@ -155,6 +162,13 @@ class Feeder:
             tree = await self._grow(one, position, recorded)
         self.batches.credit(tree)  # now, while others grow, instead of for a whole step at once
         return tree
+
+    def _is_stale(self, tree: TrajectoryTree) -> bool:
+        """Whether a tree of an earlier process, which may have had more slots, could be trained too
+        late: each step delivers at least `groups_per_step` trees, and publishes once at most."""
+        position, version = self._first
+        version += (tree.index - position) // self.queue.groups_per_step
+        return version - tree.policy_version > self.queue.max_staleness
 
     async def _grow(
         self, one: InflightRollout, position: int, recorded: Recorded | None
