@@ -14,7 +14,16 @@ from tokenizers.models import BPE
 from transformers import AutoTokenizer
 
 from agentenv.base.errors import DataError
-from agentenv.base.model_files import KNOWN_CLASSES, load_tokenizer, tokenizer_class
+from agentenv.base.model_files import (
+    KNOWN_CLASSES,
+    load_tokenizer,
+    num_experts,
+    num_positions,
+    read_eos_ids,
+    read_model_config,
+    tokenizer_class,
+    vocab_size,
+)
 
 TEXTS = ("Wer, wenn ich schriee?", " <|im_end|>x  12345\n\n", "naïve café 漢字")
 
@@ -32,6 +41,18 @@ def model_directory(folder: Path, model_type: str, **settings: Any) -> Path:
     told = {"eos_token": "<|im_end|>", "chat_template": "{{ messages[0].content }}", **settings}
     (folder / "tokenizer_config.json").write_text(json.dumps(told))
     return folder
+
+
+def test_a_multimodal_model_has_the_keys_of_its_text_model(tmp_path: Path) -> None:
+    """Its type and its dtype are those of the whole."""
+    inner = {"vocab_size": 9, "model_type": "llama", "num_experts": 4, "eos_token_id": 3}
+    inner["max_position_embeddings"] = 64
+    whole = {"model_type": "both", "dtype": "bfloat16", "vocab_size": 7, "eos_token_id": [2, 3]}
+    (tmp_path / "config.json").write_text(json.dumps({**whole, "text_config": inner}))
+    table = read_model_config(tmp_path)
+    assert (vocab_size(tmp_path), num_positions(table), num_experts(table)) == (9, 64, 4)
+    assert (table["model_type"], table["dtype"]) == ("both", "bfloat16")
+    assert read_eos_ids(tmp_path) == {2, 3}
 
 
 @pytest.mark.parametrize(("model_type", "name"), KNOWN_CLASSES)

@@ -69,8 +69,8 @@ def not_a_text(name: str, found: Any, function: Any) -> CrashError:
     return crash
 
 
-OURS = "agentenv"  # the package whose lines do not locate a user's bug, except in these parts
-NAMED = ("agentenv.envs.", "agentenv.learners.", "agentenv.reference.")
+OURS = "agentenv"  # the package whose lines do not locate a user's bug, except in this part
+NAMED = "agentenv.envs."
 
 
 def place_of(error: BaseException) -> str:

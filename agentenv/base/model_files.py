@@ -39,11 +39,18 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
 
 
 def read_model_config(model: Path) -> dict[str, Any]:
-    """config.json of a Hugging Face directory; the table of its text model, which multimodal models
-    nest, is merged into it."""
-    found = read_object(model / "config.json", "model configuration")
-    inner = found.get("text_config")
-    return found | inner if isinstance(inner, dict) else found
+    """config.json of a Hugging Face directory; see `text_table`."""
+    return text_table(read_object(model / "config.json", "model configuration"))
+
+
+def text_table(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of the text model: those in `text_config`, where a multimodal model has them, else
+    those around it, which also name the model and its dtype."""
+    inner = config.get("text_config")
+    if not isinstance(inner, dict):
+        return config
+    own = {key: config[key] for key in ("model_type", "dtype", "torch_dtype") if key in config}
+    return {**config, **inner, **own}
 
 
 def vocab_size(model: Path) -> int:
@@ -101,9 +108,8 @@ def _eos_sources(model: Path, tokenizer: Any) -> Iterator[tuple[str, list[int]]]
 def _eos_of(path: Path) -> list[int]:
     """eos_token_id in a file, also of the text model inside a multimodal one."""
     found = read_object(path, "model configuration") if path.is_file() else {}
-    inner = found.get("text_config")
     ids: list[int] = []
-    for table in (found, inner if isinstance(inner, dict) else {}):
+    for table in (found, text_table(found)):
         value = table.get("eos_token_id")
         some = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(token) is int for token in some):
@@ -111,7 +117,7 @@ def _eos_of(path: Path) -> list[int]:
                 f"{path}: eos_token_id: expected a token id or a list of them, got {value!r}"
             )
         ids += some
-    return ids
+    return list(dict.fromkeys(ids))
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:

@@ -13,12 +13,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from typing import Any, NamedTuple
 
 from agentenv.base.crashes import place_of
 from agentenv.base.errors import ConfigError
-from agentenv.base.registry import loaded
+from agentenv.base.registry import installed, loaded
 from agentenv.base.types import Task
 from agentenv.contract.env import Env
 
@@ -35,11 +34,15 @@ class EnvSpec(NamedTuple):
     source: str = "agentenv.register"
 
     def load(self) -> Any:
-        """The class. Raises ConfigError with the import error and the registering package."""
+        """The class or function. Raises ConfigError with the import error, or for something else,
+        and the registering package."""
         if not isinstance(self.entry_point, str):
             return self.entry_point
         try:
-            return loaded(self.entry_point)
+            found = loaded(self.entry_point)
+            if not callable(found):
+                raise ConfigError(f"it is {found!r:.80}, not a class or function of (task, ...)")
+            return found
         except ConfigError as error:
             raise ConfigError(
                 f"{self.entry_point!r}, registered by {self.source}, cannot be loaded: {error}"
@@ -120,7 +123,7 @@ def installed_envs() -> dict[str, list[EnvSpec]]:
     global _installed
     if _installed is None:
         _installed = {}
-        for point in metadata.entry_points(group=ENTRY_POINT_GROUP):
+        for point in installed(ENTRY_POINT_GROUP):
             source = f"the package {point.dist.name}" if point.dist else "an installed package"
             claims = _installed.setdefault(point.name, [])
             if point.value not in [claim.entry_point for claim in claims]:

@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol
 from msgspec import Struct
 
 from agentenv.base.errors import DataError, EngineError
-from agentenv.base.model_files import read_object
+from agentenv.base.model_files import read_object, text_table
 
 
 class TransferError(EngineError):
@@ -189,7 +189,8 @@ def read_layout(directory: Path) -> Layout:
             f"{directory / INDEX}: lists {missing[0]}, which none of its files contains"
         )
     config = directory / CONFIG
-    return Layout(directory.absolute(), shapes, read_json(config) if config.is_file() else {})
+    table = text_table(read_json(config)) if config.is_file() else {}
+    return Layout(directory.absolute(), shapes, table)
 
 
 def find_layout(folders: Iterable[Path]) -> Layout | None:

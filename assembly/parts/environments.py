@@ -7,9 +7,9 @@ anything starts.
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from inspect import Parameter, signature
 from typing import Any, Literal, NamedTuple, Self
 
 import msgspec
@@ -174,7 +174,8 @@ class EnvMaker:
             factory = spec.load()
         except ConfigError as error:
             raise ConfigError(f"{key}.id: {error}") from error
-        keywords = _keywords(factory)
+        parameters = _parameters(key, factory)
+        keywords = _keywords(parameters)
         kwargs = substituted(variant.kwargs, self._resolve)
         read = set()
         for name in TABLES:
@@ -193,7 +194,7 @@ class EnvMaker:
             kwargs[name] = msgspec.convert(plain, type(used), dec_hook=decode_part)
         if _takes(keywords, "constraints") and "**" not in keywords:
             kwargs["constraints"] = getattr(self.settings, "constraints", "none")
-        _check_kwargs(f"{key}.kwargs", variant, factory, {**spec.kwargs, **kwargs})
+        _check_kwargs(f"{key}.kwargs", variant, parameters, {**spec.kwargs, **kwargs})
         tools = load_tools(variant.tools, self._resolve)
         return Recipe(variant.id, kwargs, tools, frozenset(read))
 
@@ -236,18 +237,26 @@ async def grader_of(make_env: Callable[[Task], Env], task: Task) -> AsyncIterato
         await env.close()
 
 
-def _keywords(factory: Any) -> set[str]:
+def _parameters(key: str, factory: Any) -> list[Parameter]:
+    """Those after the task. Raises ConfigError for a factory that does not take a task."""
+    parameters = [*signature(factory).parameters.values()]
+    if not parameters or parameters[0].kind in (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD):
+        raise ConfigError(f"{key}.id: {factory!r} must be a class or function of (task, ...)")
+    return parameters[1:]
+
+
+def _keywords(parameters: Sequence[Parameter]) -> set[str]:
     """The keywords that a class or function accepts; includes "**" if it accepts any."""
-    parameters = inspect.signature(factory).parameters.values()
     named = {one.name for one in parameters if one.kind is not one.VAR_KEYWORD}
     return named if len(named) == len(parameters) else {*named, "**"}
 
 
-def _check_kwargs(key: str, variant: EnvChoice, factory: Any, given: Mapping[str, Any]) -> None:
+def _check_kwargs(
+    key: str, variant: EnvChoice, parameters: Sequence[Parameter], given: Mapping[str, Any]
+) -> None:
     """Raises ConfigError for keywords of the variant that the factory does not accept, and for
     required keywords that `given`, all keywords, lacks."""
-    keywords = _keywords(factory)
-    _, *parameters = inspect.signature(factory).parameters.values()
+    keywords = _keywords(parameters)
     named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
     known = [one.name for one in named]
     for name in variant.kwargs:

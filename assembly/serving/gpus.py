@@ -119,7 +119,7 @@ class GpuPlan:
                 f"(taken: {taken}){SHARED if LEARNER in self._owners.values() else ''}"
             )
         for number in chosen:
-            if number >= len(self.visible):
+            if not 0 <= number < len(self.visible):
                 raise ConfigError(
                     f"{key}: no GPU {number}; visible are {len(self.visible)} "
                     f"({', '.join(self.visible) or 'none'})"

@@ -166,11 +166,10 @@ def without_past(
     past_it is the sum of the rewards of path i before turn t (0 for a leaf whose return counts as
     zero: its entry of `counts` is 0), and c = dA / dR the scale of the estimator. Rewards before a
     turn do not depend on its action, so the expected gradient is that of the whole return, with
-    less variance (rewards to go, Sutton 1999, eq. 2). With rewards at the ends only, A_it = A_i
-    exactly; a group of equal returns keeps advantages of 0.
+    less variance (rewards to go, Sutton 1999, eq. 2). With rewards at the ends only, and in a group
+    of equal returns, A_it = A_i exactly.
     """
-    spread_of_returns = float(np.ptp(returns))
-    scale = float(np.ptp(advantages)) / spread_of_returns if np.any(advantages) else 0.0
+    scale = 0.0 if are_equal(returns) else float(np.ptp(advantages) / np.ptp(returns))
     past = np.full((len(paths), max(map(len, paths))), np.nan)
     for number, path in enumerate(paths):
         before = np.cumsum([0.0, *(node.reward for node in path[:-1])])

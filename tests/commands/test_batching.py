@@ -310,6 +310,18 @@ def test_a_run_that_trains_nothing_ends_with_the_reasons(caplog: pytest.LogCaptu
         settled(ours, masked())
 
 
+def test_a_replaced_tree_counts_once_in_the_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    """Of 48 trees 32 were replaced: fewer than the share that is warned of."""
+    ours = builder(ARPO(group_size=4), refill=True)
+    wrong = [group(index, *[0.0] * 4) for index in range(32)]
+    taken = [group(index, 1.0, *[0.0] * 3) for index in range(32, 48)]
+    assert [ours.keep(one) for one in [*wrong, *taken]] == [False] * 32 + [True] * 16
+    settled(ours, taken)
+    assert len(ours.state.counters.failed) == 0
+    assert ours.state.counters.filtered == 32
+    assert [text for text in caplog.messages if "last 3 steps" in text] == []
+
+
 def test_a_step_that_never_fills_ends_the_run_too() -> None:
     """Where trees without a signal are replaced, one step's number in a row is an empty step."""
     ours = builder(ARPO(group_size=4))
@@ -420,3 +432,6 @@ def test_the_credit_of_a_custom_algorithm_is_checked_when_computed() -> None:
         ConfigError, match=r"(?s)Broken\.credit raised AssertionError: mine.*\(test_b"
     ):
         builder(Broken(group_size=5)).credit(grown[3])
+    grown[1].nodes[-1].reward = None  # type: ignore[assignment]
+    with pytest.raises(TypeError):  # a bug of our own algorithms keeps its traceback
+        builder(ARPO(group_size=5)).credit(grown[1])

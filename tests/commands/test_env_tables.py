@@ -19,7 +19,9 @@ from agentenv.base.config import build_config
 from agentenv.base.errors import ConfigError
 from agentenv.base.types import Message, Task, ToolCall
 from agentenv.contract.env import close_shared
+from agentenv.contract.tool_env import ToolEnv
 from agentenv.envs.code_interpreter import PythonTool
+from agentenv.envs.grading.reward import ExactMatch
 from agentenv.envs.search.service import SearchPagesTool
 from agentenv.evaluation.subject import of_run
 
@@ -144,6 +146,25 @@ def test_an_unused_table_is_refused(env: dict[str, Any], tables: dict[str, Any],
     with pytest.raises(ConfigError) as raised:
         start()
     assert says in str(raised.value)
+
+
+ITSELF = __name__
+NUMBER = 3
+
+
+class WithoutTask(ToolEnv):
+    def __init__(self) -> None:
+        super().__init__(task("x"), tools=[], grader=ExactMatch())
+
+
+def with_keys(**_: Any) -> None:
+    """Takes no task."""
+
+
+@pytest.mark.parametrize("name", ["NUMBER", "WithoutTask", "with_keys"])
+def test_what_takes_no_task_is_refused_as_an_environment(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"env\.id: .*{name}.* class or function of \(task"):
+        maker({"id": f"{ITSELF}:{name}"})
 
 
 def test_keys_of_an_environment_without_rows_are_refused() -> None:

@@ -50,6 +50,7 @@ def test_without_gpus_or_servers_nothing_is_divided() -> None:
         ([0, 1], servers(), 0, "no GPU is visible"),
         ([1, 2], servers(0, 1), 4, "learner's"),
         ([0], servers(), 4, "2 GPUs are needed, 1 are given"),
+        ([-1, 0], servers(), 4, "resources.learner_gpus: no GPU -1"),
         ([], servers(0, 1, 2), 4, "1 of 4 are left .*resources.colocated"),
     ],
 )

@@ -69,6 +69,16 @@ def test_a_turn_is_credited_with_its_reward_to_go_minus_the_mean_of_its_depth(
     np.testing.assert_allclose(credit.adv_pos + credit.adv_neg, expected, atol=1e-6)
 
 
+def test_a_constant_advantage_of_equal_returns_is_that_of_each_turn() -> None:
+    tree = with_rewards(random_tree(Random(3), num_leaves=4), 0)
+    for path in tree.trajectories():
+        path.leaf.reward += 1.0 - path.reward
+    found = tree_credit(
+        tree, group_size=4, estimator=lambda returns: returns - 0.5, step_rewards="to_go"
+    )
+    np.testing.assert_allclose(found.adv_pos, 0.5 * found.weight)
+
+
 def test_truncated_leaves_that_count_as_zero_have_no_rewards() -> None:
     tree = with_rewards(random_tree(Random(2), num_leaves=6), 0)
     for leaf in tree.leaves():

@@ -122,6 +122,7 @@ class BatchBuilder:
         self._num_untrained = 0  # consecutive steps without a signal
         self._replaced: list[TrajectoryTree] = []  # during the current batch
         self._row: list[TrajectoryTree] = []  # replaced consecutively, fewer than a step has
+        self._in_rows: set[int] = set()  # trees of the current batch that a whole row had
 
     def credit(self, tree: TrajectoryTree) -> TreeCredit | None:
         """The tree's credit, computed once; None if too few leaves count for a group."""
@@ -147,6 +148,7 @@ class BatchBuilder:
         self._row.append(tree)
         if len(self._row) == self.config.queue.groups_per_step:
             row, self._row = self._row, []
+            self._in_rows.update(one.index for one in row)
             self._stop_if_broken(row)
             self._check_signals(row, Counter(self._why(one, self.credit(one)) for one in row))
         return False
@@ -183,7 +185,10 @@ class BatchBuilder:
                 batch.trained.append((tree, credit))
             batch.settled.append(Settled(tree, credit, fate, why))
             fates.update([why] if why else [])
-        self._check_signals(delivered, fates)
+        left = [one for one in batch.settled if one.tree.index not in self._in_rows]
+        self._in_rows.clear()
+        whys = Counter(one.why for one in left if one.why)
+        self._check_signals([one.tree for one in left], whys)
         working = {
             tool
             for tool, one in faults_of(calls_of(delivered)).items()
