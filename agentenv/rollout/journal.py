@@ -406,4 +406,4 @@ class TreeRecord:
 
     def _counts(self) -> Counts:
         tree = self._tree
-        return Counts(*(getattr(tree, name) for name in OF_TREE), self.clock())
+        return Counts(*(getattr(tree, name) for name in OF_TREE), seconds=self.clock())
