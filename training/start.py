@@ -31,6 +31,7 @@ from agentenv.processes.supervisor import ExternalPlacement, Placement, Supervis
 from agentenv.training.loop.loop import Loop
 from agentenv.training.loop.parts import LoopAssembly, Parts
 from agentenv.training.loop.training import Training
+from agentenv.training.run_recorder import RunRecorder
 from agentenv.training.supervised.assembly import TrainingAssembly
 from agentenv.training.supervised.cold_start import cold_start
 from agentenv.training.supervised.self_critic import SelfCritic
@@ -148,6 +149,7 @@ async def build_parts(
 
 ADDED: dict[str, Any] = {  # arguments of Training
     "build": build_parts,
+    "make_recorder": RunRecorder,
     "start_workers": start_workers,
     "cold_start": cold_start,
     "make_critic": SelfCritic,

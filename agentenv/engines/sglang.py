@@ -262,14 +262,14 @@ class SGLangAnswer(AnswerParser):
         return ServerLostError(text) if lost else EngineError(text)
 
 
-class PromptScores(Struct):
+class ScoredMeta(Struct):
     input_token_logprobs: list[tuple[float | None, int, str | None]]
 
 
-class Prompted(Struct):
+class SGLangScores(Struct):
     """The answer with the log-probs of a prompt."""
 
-    meta_info: PromptScores
+    meta_info: ScoredMeta
 
 
 # Load figures.
@@ -355,7 +355,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
             "return_logprob": True,
             "logprob_start_len": start - 1,
         }
-        found = await self._http.call_as(Prompted, "POST", "/generate", body)
+        found = await self._http.call_as(SGLangScores, "POST", "/generate", body)
         scored = found.meta_info.input_token_logprobs[start - len(ids) :]
         return [nan if one[0] is None else one[0] for one in scored]
 

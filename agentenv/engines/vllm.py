@@ -65,14 +65,14 @@ METRICS: dict[str, Callable[[list[float]], float]] = {
 }
 
 
-class PromptToken(Struct):
+class ScoredToken(Struct):
     logprob: Logprob
 
 
-class Prompted(Struct):
+class VLLMScores(Struct):
     """The answer with the log-probs of a prompt, by token id."""
 
-    prompt_logprobs: list[dict[int, PromptToken] | None]
+    prompt_logprobs: list[dict[int, ScoredToken] | None]
 
 
 class Sent:
@@ -194,7 +194,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
             "cache_salt": self._salt,
         }
         body |= {"model": self._adapter} if self._adapter else {}
-        found = await self._http.call_as(Prompted, "POST", GENERATE, body)
+        found = await self._http.call_as(VLLMScores, "POST", GENERATE, body)
         pairs = zip(ids[start:], found.prompt_logprobs[start:], strict=True)
         return [one[token].logprob if one else nan for token, one in pairs]
 

@@ -406,4 +406,5 @@ class TreeRecord:
 
     def _counts(self) -> Counts:
         tree = self._tree
-        return Counts(*(getattr(tree, name) for name in OF_TREE), seconds=self.clock())
+        of_tree = {name: getattr(tree, name) for name in OF_TREE}
+        return Counts(**of_tree, seconds=self.clock())

@@ -35,8 +35,8 @@ from agentenv.rollout.archive_reader import read_step
 from agentenv.rollout.frames import Leased
 from agentenv.training.loop import evaluations, step_report
 from agentenv.training.loop.alarms import Alarms
-from agentenv.training.loop.recorder import RunRecorder
 from agentenv.training.loop.state import RunSaver
+from agentenv.training.run_recorder import RunRecorder
 from agentenv.training.supervised import cold_start
 from agentenv.training.supervised.assembly import TrainingAssembly
 from benchmarks.parts.chaos import Reader

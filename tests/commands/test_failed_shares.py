@@ -15,7 +15,8 @@ from agentenv.assembly.run import terminal
 from agentenv.assembly.run.terminal import PLAIN_S, View
 from agentenv.training.loop.brief_reports import BriefReport
 from agentenv.training.loop.evaluations import brief_report, consider_best
-from agentenv.training.loop.recorder import (
+from agentenv.training.loop.state import RunSaver, RunState
+from agentenv.training.run_recorder import (
     final_table,
     report_line,
     report_metrics,
@@ -23,7 +24,6 @@ from agentenv.training.loop.recorder import (
     step_line,
     summarize,
 )
-from agentenv.training.loop.state import RunSaver, RunState
 
 
 def report_of(num_right: int, num_wrong: int, num_failed: int) -> BriefReport:

@@ -17,8 +17,8 @@ from msgspec.structs import replace
 
 from agentenv.assembly.run.terminal import first_reason
 from agentenv.base.errors import ConfigError
-from agentenv.training.loop.recorder import RunRecorder
 from agentenv.training.loop.training import Training
+from agentenv.training.run_recorder import RunRecorder
 from agentenv.training.workers.ray_placement import (
     Leaves,
     ProcessStarted,

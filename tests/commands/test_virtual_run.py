@@ -21,7 +21,7 @@ from agentenv.base.config import load_config
 from agentenv.base.types import ToolResult
 from agentenv.contract.function_tool import FunctionTool
 from agentenv.rollout.frames import Began, Finished, Frame, Started, Trained, framed, read_frames
-from agentenv.training.loop.recorder import RunRecorder
+from agentenv.training.run_recorder import RunRecorder
 from agentenv.training.start import make_training
 from tests.support.runs import rows_of
 from tests.support.toy_rank import ToyRank, toy_ranks

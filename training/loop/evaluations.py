@@ -36,7 +36,7 @@ from agentenv.rollout.redactor import Redactor
 from agentenv.training.loop.brief_reports import EVALUATIONS, PHASES, BriefFigures, BriefReport
 from agentenv.training.loop.clocks import PhaseClock
 from agentenv.training.loop.parts import Parts
-from agentenv.training.loop.recorder import RunRecorder
+from agentenv.training.loop.recorder import Recorder
 from agentenv.training.loop.state import Evaluating, RunSaver
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class RunEvaluator:
     """Evaluates the policy of a run, while no weights are published."""
 
     parts: Parts
-    recorder: RunRecorder
+    recorder: Recorder
     saver: RunSaver
     clock: PhaseClock
 

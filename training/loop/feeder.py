@@ -12,13 +12,14 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task
-from agentenv.cluster.workers import RolloutWorkers
 from agentenv.data.curriculum import Curriculum
 from agentenv.data.dataset import TaskStream, parts_of
+from agentenv.rollout.branch import BranchNow
 from agentenv.rollout.frames import Frame, Recorded, Started
 from agentenv.rollout.journal import Journal
 from agentenv.rollout.queue import ReplayQueue
@@ -29,6 +30,25 @@ from agentenv.training.loop.state import RunState
 
 logger = logging.getLogger(__name__)
 ROOM_S = 0.2  # between two checks whether a tree may begin
+
+
+class Workers(Protocol):
+    """Processes in which rollouts grow; `agentenv/cluster/workers.py` explains the methods."""
+
+    is_over: bool  # the run has ended
+
+    @property
+    def num_open_envs(self) -> int: ...
+    async def rollout(
+        self, task: Task, *, index: int, recorded: Recorded | None = None
+    ) -> TrajectoryTree: ...
+    def steer(self) -> None: ...
+    def cancel(self, index: int, reason: str) -> bool: ...
+    def behind(self) -> str: ...
+    def places(self) -> dict[int, str]: ...
+    async def wait_info(self, index: int) -> list[BranchNow] | None: ...
+    def stats(self) -> dict[str, float]: ...
+    def figures(self) -> Sequence[Any]: ...
 
 
 class InflightRollout:
@@ -58,7 +78,7 @@ class Feeder:
     journal: Journal | None
 
     def __post_init__(self) -> None:
-        self.workers: RolloutWorkers | None = None  # None: rollouts grow in this process
+        self.workers: Workers | None = None  # None: rollouts grow in this process
         self.inflight: dict[int, InflightRollout] = {}  # by place in start order
         config, seed = self.config.data.curriculum, self.config.run.seed
         self.curriculum: Curriculum | None = None

@@ -31,7 +31,7 @@ from agentenv.training.loop.clocks import PhaseClock, Stopwatch
 from agentenv.training.loop.evaluations import RunEvaluator
 from agentenv.training.loop.feeder import Feeder
 from agentenv.training.loop.publishing import ParityCheck
-from agentenv.training.loop.recorder import RunRecorder
+from agentenv.training.loop.recorder import Recorder
 from agentenv.training.loop.state import RunSaver
 from agentenv.training.loop.step_report import StepReport
 
@@ -57,7 +57,7 @@ class Loop:
     feeder: Feeder
     parity: ParityCheck
     saver: RunSaver
-    recorder: RunRecorder
+    recorder: Recorder
     evaluator: RunEvaluator
     report: StepReport
     critic: Critic | None

@@ -23,7 +23,7 @@ from agentenv.rollout.metrics import (
 from agentenv.training.loop.batching import StepBatch
 from agentenv.training.loop.clocks import Stopwatch
 from agentenv.training.loop.feeder import Feeder
-from agentenv.training.loop.recorder import RunRecorder
+from agentenv.training.loop.recorder import Recorder
 
 # The score of a step: useful training per second.
 
@@ -90,7 +90,7 @@ class StepReport:
     """Measures and records the steps of a run."""
 
     feeder: Feeder
-    recorder: RunRecorder
+    recorder: Recorder
     watch: Stopwatch
     lag: LoopLag
 

@@ -34,7 +34,6 @@ from agentenv.base.config import to_plain
 from agentenv.base.deadline import uncancelled
 from agentenv.base.offload import in_thread
 from agentenv.base.types import TIMES
-from agentenv.cluster.workers import RolloutWorkers
 from agentenv.rollout.journal import Journal
 from agentenv.rollout.metrics import LoopLag
 from agentenv.rollout.queue import ReplayQueue
@@ -42,11 +41,11 @@ from agentenv.rollout.redactor import Redactor
 from agentenv.training.loop.batching import BatchBuilder
 from agentenv.training.loop.clocks import PhaseClock, Stopwatch
 from agentenv.training.loop.evaluations import RunEvaluator
-from agentenv.training.loop.feeder import Feeder
+from agentenv.training.loop.feeder import Feeder, Workers
 from agentenv.training.loop.loop import Critic, Loop
 from agentenv.training.loop.parts import Build, Parts
 from agentenv.training.loop.publishing import ParityCheck
-from agentenv.training.loop.recorder import RunRecorder
+from agentenv.training.loop.recorder import Recorder
 from agentenv.training.loop.state import RunSaver, RunState
 from agentenv.training.loop.step_report import StepReport
 
@@ -78,8 +77,9 @@ class Training:
     view: View
     _: KW_ONLY
     build: Build
-    start_workers: Callable[[Loop, AsyncExitStack], Awaitable[RolloutWorkers | None]]
-    cold_start: Callable[[Parts, RunRecorder, Path | None], Awaitable[None]]
+    make_recorder: Callable[[TrainConfig, RunDirectory, View, RunState, Any], Recorder]
+    start_workers: Callable[[Loop, AsyncExitStack], Awaitable[Workers | None]]
+    cold_start: Callable[[Parts, Recorder, Path | None], Awaitable[None]]
     make_critic: Callable[[TrainConfig, Parts, RunDirectory], Critic]
     resume: InitVar[str] = ""
     make_feeder: type[Feeder] = Feeder
@@ -136,7 +136,7 @@ class Training:
         log.redactor = Redactor(to_plain(config))
         parts.eval_actor.failures.log = log
         stack.callback(log.report)
-        recorder = RunRecorder(config, run, self.view, state, parts.tokenizer)
+        recorder = self.make_recorder(config, run, self.view, state, parts.tokenizer)
         stack.push_async_callback(recorder.close)
         settings, journal = rollout_settings(config), None
         if config.journal.enabled:

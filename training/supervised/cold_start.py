@@ -22,7 +22,7 @@ from agentenv.base.deadline import uncancelled
 from agentenv.learners.optimizer import optimizer_of
 from agentenv.learners.trees.batch import EncodedTree
 from agentenv.training.loop.parts import Parts
-from agentenv.training.loop.recorder import RunRecorder
+from agentenv.training.loop.recorder import Recorder
 from agentenv.training.loop.state import Imitating
 
 REPORT_EVERY_S = 30.0  # between lines with the loss, unless the gate is measured meanwhile
@@ -63,7 +63,7 @@ def why_lower(stages: Sequence[SFTStage]) -> str:
     )
 
 
-async def cold_start(parts: Parts, recorder: RunRecorder, checkpoint: Path | None) -> None:
+async def cold_start(parts: Parts, recorder: Recorder, checkpoint: Path | None) -> None:
     """Run or resume the cold start, and publish the weights; an early end saves a checkpoint.
     `checkpoint`: one during it."""
     running = ColdStart(parts, recorder, checkpoint)
@@ -81,7 +81,7 @@ class ColdStart:
     """The cold start as a phase of a training run. It has a separate optimizer; afterwards the
     optimizer of reinforcement learning starts fresh, and the weights are published."""
 
-    def __init__(self, parts: Parts, recorder: RunRecorder, checkpoint: Path | None) -> None:
+    def __init__(self, parts: Parts, recorder: Recorder, checkpoint: Path | None) -> None:
         """`checkpoint`: one during the cold start, to resume from."""
         config, state = recorder.config, recorder.state
         assert config.sft is not None
