@@ -189,12 +189,6 @@ def test_a_failing_contestant_does_not_end_the_contest(
         assert "\n" not in one.error, "a row of the table"
 
 
-# Environments, made by a Python whose venv is a copy of itself, and whose pip is scripted.
-
-
-REFUSED = "echo 'ERROR: No matching distribution found for nothing'; exit 1"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
