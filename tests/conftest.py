@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,24 @@ def _nothing_shared() -> Iterator[None]:
     if env := sys.modules.get("agentenv.contract.env"):
         _kept.append(dict(env._resources))  # they end with the process, as they did in use
         env.forget_shared()
+
+
+@pytest.fixture
+async def services() -> AsyncIterator[None]:
+    """Services that a test shares are closed at its end."""
+    from agentenv.contract.env import close_shared
+
+    yield
+    await close_shared()
+
+
+@pytest.fixture
+def no_env_left_open() -> Iterator[None]:
+    from tests.support.toy import CountingEnv
+
+    CountingEnv.num_open = 0
+    yield
+    assert CountingEnv.num_open == 0
 
 
 @pytest.fixture(scope="module")

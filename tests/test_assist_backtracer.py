@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from agentenv.base.errors import EngineError, EnvError
 from agentenv.base.types import Limit, Limits, Task
-from agentenv.contract.env import Env, close_shared
+from agentenv.contract.env import Env
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.envs.code_interpreter import CodeInterpreterEnv
 from tests.support.assisted import ANSWER, Rollout, Turns, look, search_env
@@ -19,11 +19,7 @@ from tests.support.openai_endpoint import ScriptedEndpoint, reply
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import run_virtual
 
-
-@pytest.fixture(autouse=True)
-async def _shared() -> AsyncIterator[None]:
-    yield
-    await close_shared()
+pytestmark = pytest.mark.usefixtures("services")
 
 
 @pytest.fixture

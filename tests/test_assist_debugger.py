@@ -3,14 +3,13 @@ does not help."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from agentenv.base.errors import ConfigError, EnvError, InfraError, ToolError
 from agentenv.base.types import Message, Task, ToolCall, ToolResult
-from agentenv.contract.env import close_shared
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import StatelessTool
 from agentenv.envs.code_interpreter import CodeInterpreterEnv
@@ -37,10 +36,7 @@ def server() -> Iterator[ScriptedEndpoint]:
         yield scripted
 
 
-@pytest.fixture(autouse=True)
-async def _shared() -> AsyncIterator[None]:
-    yield
-    await close_shared()
+pytestmark = pytest.mark.usefixtures("services")
 
 
 class Session:

@@ -4,7 +4,7 @@ workers."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -38,11 +38,7 @@ PLAN = AlwaysFork(group_size=4)
 SILENCE_S = 5.0
 
 
-@pytest.fixture(autouse=True)
-def _no_env_left_open() -> Iterator[None]:
-    CountingEnv.num_open = 0
-    yield
-    assert CountingEnv.num_open == 0
+pytestmark = pytest.mark.usefixtures("no_env_left_open")
 
 
 class Cluster:

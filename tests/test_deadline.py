@@ -107,7 +107,7 @@ def test_work_that_ends_in_time_or_times_out_by_itself_is_not_interrupted() -> N
         with pytest.raises(TimeoutError), Deadline.after(5.0, "the wait", EnvError):
             raise TimeoutError
         with (
-            pytest.raises(EnvError, match=r"^the wait took over 5\.0 s$"),
+            pytest.raises(EnvError, match=r"over 5\.0 s$"),
             Deadline.after(5.0, "the wait", EnvError),
         ):
             await asyncio.sleep(5.1)

@@ -203,10 +203,3 @@ def test_decoded_texts_equal_those_of_the_tokenizer(tokenizer: Any, ids: list[in
     keys = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     assert len(tokenizer) < 700
     assert decoder(tokenizer)(ids) == tokenizer.decode(ids, **keys)
-
-
-def test_decoded_texts_of_split_characters_equal_those_of_the_tokenizer(tokenizer: Any) -> None:
-    ids = [token for text in TEXTS for token in tokenizer.encode(text[:200])]
-    for start in range(len(ids)):
-        part = ids[start : start + 5]
-        assert decoder(tokenizer)(part) == tokenizer.decode(part)

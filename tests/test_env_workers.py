@@ -47,10 +47,8 @@ LAST = Message("assistant", "enough")
 
 
 @pytest.fixture(autouse=True)
-def _no_env_left_open() -> Iterator[None]:
-    CountingEnv.num_open = 0
+def _nothing_left(no_env_left_open: None) -> Iterator[None]:
     yield
-    assert CountingEnv.num_open == 0
     forget_shared()
 
 

@@ -37,7 +37,7 @@ from agentenv.base.errors import (
 from agentenv.base.result_cache import ResultCache
 from agentenv.base.types import Message, SamplingParams, Task, ToolCall, VersionSpan
 from agentenv.base.untrusted import decode, packed
-from agentenv.contract.env import Grade, close_shared
+from agentenv.contract.env import Grade
 from agentenv.contract.function_tool import tool
 from agentenv.contract.http_client import ServerClient
 from agentenv.contract.request import ForeignWeightsError, ServerRequest
@@ -405,12 +405,6 @@ async def reader() -> AsyncIterator[PageReader]:
     await one.close()
 
 
-@pytest.fixture
-async def _closed() -> AsyncIterator[None]:
-    yield
-    await close_shared()
-
-
 @fuzzed(0.6)
 @given(reply=http_replies(SERVED))
 async def test_pages(reply: bytes, server: RawServer, reader: PageReader) -> None:
@@ -469,7 +463,7 @@ MCP_ERROR = {"jsonrpc": "2.0", "id": 424_242, "error": {"code": -32602, "message
 
 @fuzzed(0.05)  # most replies are waited for in vain
 @given(said=damaged_json(MCP_REPLY, MCP_ERROR, MCP_SAID))
-@pytest.mark.usefixtures("_closed")
+@pytest.mark.usefixtures("services")
 async def test_servers_of_tools(said: bytes) -> None:
     pytest.importorskip("mcp")
     source = MCPTools([sys.executable, str(MCP)], call_timeout_s=0.2)

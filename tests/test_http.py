@@ -29,10 +29,7 @@ TASK = Task("t", "e", "q", ("7",))
 Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 
-@pytest.fixture(autouse=True)
-async def _shared() -> AsyncIterator[None]:
-    yield
-    await close_shared()
+pytestmark = pytest.mark.usefixtures("services")
 
 
 @pytest.fixture

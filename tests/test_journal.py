@@ -43,11 +43,7 @@ from tests.test_actor import AlwaysFork
 TASK = Task("t", "toy", "how many?", ("2",))
 
 
-@pytest.fixture(autouse=True)
-def _no_env_left_open() -> Iterator[None]:
-    CountingEnv.num_open = 0
-    yield
-    assert CountingEnv.num_open == 0
+pytestmark = pytest.mark.usefixtures("no_env_left_open")
 
 
 async def here(function: Any, *arguments: Any) -> Any:

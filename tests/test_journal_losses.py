@@ -207,7 +207,7 @@ async def test_a_closed_journal_blocks_no_caller(tmp_path: Path, had_any: bool) 
         await written.rotate(1)
     written.append(Leased(2, [2]))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"journal in .* is closed"):
+        with pytest.raises(RuntimeError, match="is closed"):
             await written.commit()
     with pytest.raises(RuntimeError, match="is closed"):
         await written.rotate(1)

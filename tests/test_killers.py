@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,11 +29,7 @@ TRIALS = NUM_LOSSES + NUM_TRIALS
 BREAK_S = 1.0  # until a worker is started again
 
 
-@pytest.fixture(autouse=True)
-def _no_env_left_open() -> Iterator[None]:
-    CountingEnv.num_open = 0
-    yield
-    assert CountingEnv.num_open == 0
+pytestmark = pytest.mark.usefixtures("no_env_left_open")
 
 
 class DeadlyEnv(CountingEnv):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from random import Random
 
 import pytest
@@ -20,11 +19,7 @@ from tests.test_actor import make_actor, rollout
 PLAN = Uniform(group_size=8, num_roots=2)
 
 
-@pytest.fixture(autouse=True)
-def _no_env_left_open() -> Iterator[None]:
-    CountingEnv.num_open = 0
-    yield
-    assert CountingEnv.num_open == 0
+pytestmark = pytest.mark.usefixtures("no_env_left_open")
 
 
 def searches(prompt: str, rng: Random) -> str:

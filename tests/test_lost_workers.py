@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,17 +21,11 @@ from agentenv.processes.supervisor import LocalPlacement, Supervisor
 from agentenv.processes.worker_group import Left, WorkerGroup, WorkerSpec
 from agentenv.rollout.failure_log import Failure
 from tests.support.links import linked
-from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import on_virtual_clock, run_virtual
 from tests.test_actor import make_actor
 from tests.test_cluster import Cluster
 
-
-@pytest.fixture(autouse=True)
-def _no_env_left_open() -> Iterator[None]:
-    CountingEnv.num_open = 0
-    yield
-    assert CountingEnv.num_open == 0
+pytestmark = pytest.mark.usefixtures("no_env_left_open")
 
 
 def test_a_lost_worker_may_have_made_progress_without_a_finished_tree() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +81,7 @@ class SomeToolsEnv(ToolEnv):
 register("test/Tools-v0", "tests.test_tool_limits:SomeToolsEnv")
 
 
-@pytest.fixture(autouse=True)
-async def _shared() -> AsyncIterator[None]:
-    yield
-    await close_shared()
+pytestmark = pytest.mark.usefixtures("services")
 
 
 def call(*names: str) -> Message:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentenv.base.errors import AgentEnvError
 from benchmarks import bench
 from benchmarks.peers import contest
 from benchmarks.peers.contest import PEERS, Peer, Sample
@@ -163,36 +161,6 @@ def test_a_run_reports_figures_and_errors(tmp_path: Path, monkeypatch: pytest.Mo
         "round 1 of 2: tiny",
         "round 2 of 2: tiny",
     ]
-
-
-@pytest.mark.parametrize(
-    ("raised", "message"),
-    [
-        (AgentEnvError("the run '3 0' failed:\n  ...\nValueError: it has moved"), "it has moved"),
-        (FileNotFoundError(2, "No such file or directory", "python"), "'python'"),
-        (subprocess.TimeoutExpired("python", 60.0), "timed out after 60.0 seconds"),
-    ],
-)
-def test_a_failing_contestant_does_not_end_the_contest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception, message: str
-) -> None:
-    def broken(*_: Any) -> Any:
-        raise raised
-
-    peer = Peer(driver=write_driver(tmp_path, DRIVER))
-    monkeypatch.setattr(contest, "write_task", lambda place, sizes: write_task(place))
-    monkeypatch.setattr(contest, "_measured", broken)
-    peers = {"one": peer, "next": peer}
-    report = contest.run([*peers], [100], 1, tmp_path, 1.0, lambda text: None, peers=peers)
-    for one in report.peers.values():
-        assert message in one.error
-        assert "\n" not in one.error, "a row of the table"
-
-
-# Environments, made by a Python whose venv is a copy of itself, and whose pip is scripted.
-
-
-REFUSED = "echo 'ERROR: No matching distribution found for nothing'; exit 1"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from agentenv.assembly.run.terminal import View
 from agentenv.base.errors import DataError
 from agentenv.training.start import ADDED
 from benchmarks.parts.simulation import (
-    ServiceModel,
     Variant,
     fitted,
     recorded,
@@ -23,7 +22,6 @@ from benchmarks.parts.simulation import (
 )
 from benchmarks.parts.timings import (
     FILE,
-    StepTimes,
     TimedTraining,
     Trace,
     read_trace,
@@ -31,11 +29,6 @@ from benchmarks.parts.timings import (
 from tests.support.toy_run import ToyWorld, toy_config
 from tests.support.virtual_clock import run_virtual
 
-MODEL = ServiceModel(
-    decode_s=0.02, running_s=0.001, prefill_s=1e-4, beside=1.5,
-    update_s=2.0, token_s=1e-3, shared=1.5, publish_s=0.5, score_s=0.1, turn_s=0.0,
-    env_s=0.0, tree_s=0.0,
-)  # fmt: skip
 KEYS = ("queue.groups_per_step=2", "learner.groups_per_minibatch=2", "train.num_steps=16")
 
 
@@ -86,28 +79,6 @@ def test_the_tool_bounds_of_a_configuration_apply_to_each_worker(tmp_path: Path)
     assert found == {"search": (8, 3.0), "python": (5, 0.0), "look": (2, 0.0)}
     found = tool_bounds(toy_config(tmp_path, *keys, 'cluster={kind="processes", workers=2}'))
     assert found["search"] == (16, 6.0)
-
-
-FEW = ("queue.groups_per_step=2", "learner.groups_per_minibatch=2", "queue.max_staleness=1")
-MANY = ("queue.groups_per_step=8", "learner.groups_per_minibatch=4", "queue.max_staleness=1")
-OTHERS = {
-    "no staleness": ("queue.groups_per_step=6", "learner.groups_per_minibatch=3",
-                     "queue.max_staleness=0"),
-    "deeper queue, smaller groups": ("queue.groups_per_step=4", "learner.groups_per_minibatch=4",
-                                     "queue.max_staleness=3", "algorithm.group_size=3"),
-}  # fmt: skip
-
-
-def step(num_tokens: float, busy: float, *, fresh: bool = False) -> StepTimes:
-    """Two optimizer steps of 2 s, a millisecond a token, a third more for stale ones; half as long
-    again while turns run."""
-    passes = num_tokens * (1 if fresh else 4 / 3)
-    return StepTimes(
-        wait_s=0.0, update_s=4.0 + 1e-3 * passes * (1 + busy / 2), publish_s=0.5,
-        parity_s=0.1 + busy, rest_s=0.1, loop_s=0.4, branch_s=0.0, busy=busy, num_steps=2.0,
-        staleness=1.0, num_tokens=num_tokens, num_proximal_tokens=0.0 if fresh else num_tokens,
-        turns=[], trees=[[], []],
-    )  # fmt: skip
 
 
 def test_a_run_without_recorded_times_is_refused(tmp_path: Path) -> None:

@@ -59,6 +59,14 @@ def warehouse(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    """Of a synthesis."""
+    from tests.commands.synthesizing import write_questions
+
+    return write_questions(tmp_path / "ask.jsonl")
+
+
+@pytest.fixture
 def golden(
     request: pytest.FixtureRequest,
     warehouse: Path,

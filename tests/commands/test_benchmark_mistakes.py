@@ -83,11 +83,3 @@ def test_columns_of_other_names_can_be_given(tmp_path: Path) -> None:
     assert (task.id, task.question, task.answers, task.kind) == ("7", "q?", ("g",), "3")
     with pytest.raises(DataError, match="the column 'ask'"):
         load(tmp_path, "gaia", row, rows=RowsConfig(columns=ColumnsConfig(question="ask")))
-
-
-def test_bad_rows_can_be_skipped(tmp_path: Path) -> None:
-    rows = [{"Question": "q", "Level": 1}, {"Question": "q", "answer": "a", "Level": 1}]
-    said: list[str] = []
-    found = load(tmp_path, "gaia", *rows, rows=RowsConfig(skip_bad_rows=True), report=said.append)
-    assert [task.id for task in found] == ["rows-2"]
-    assert "1 invalid rows" in said[0]

@@ -38,18 +38,11 @@ def test_tools_limits_and_prompt_reach_the_policy(warehouse: Path, tmp_path: Pat
         'env.tools=[{name = "stock", max_calls = 1}]',
         "limits.on_limit=result",
         "prompt.template=direct",
+        "prompt.apply_chat_template=false",
     )
     for row in rows:
         text = json.dumps(row)
         assert "cannot be called" in text
         assert "Answer the question" in text
         assert "terminated" in text
-
-
-def test_a_base_model_reads_plain_text(warehouse: Path, tmp_path: Path) -> None:
-    (plain,) = {
-        "im_start" in json.dumps(row)
-        for row in evaluated(warehouse, tmp_path / "a", "prompt.apply_chat_template=false")
-    }
-    (chat,) = {"im_start" in json.dumps(row) for row in evaluated(warehouse, tmp_path / "b")}
-    assert (plain, chat) == (False, True)
+        assert "im_start" not in text

@@ -4,7 +4,6 @@ are refused otherwise."""
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from agentenv.assembly.parts.environments import EnvMaker, tables_of
 from agentenv.base.config import build_config
 from agentenv.base.errors import ConfigError
 from agentenv.base.types import Message, Task, ToolCall
-from agentenv.contract.env import close_shared
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.envs.code_interpreter import PythonTool
 from agentenv.envs.grading.reward import ExactMatch
@@ -36,10 +34,7 @@ READS = {
 }
 
 
-@pytest.fixture(autouse=True)
-async def _shared() -> AsyncIterator[None]:
-    yield
-    await close_shared()
+pytestmark = pytest.mark.usefixtures("services")
 
 
 def task(env_id: str, number: int = 0) -> Task:

@@ -5,18 +5,13 @@ from __future__ import annotations
 import pytest
 
 from agentenv.assembly.reports.records import EvalRow
-from agentenv.contract.env import close_shared
 from agentenv.evaluation.figures import default_ks, figures_of, questions_of, summarize
 from agentenv.evaluation.report import hints_of
 from agentenv.evaluation.scores import Scorer
 from agentenv.training.loop.evaluations import brief_report
 from tests.support.stored_evaluation import failed, row
 
-
-@pytest.fixture(autouse=True)
-async def _closed():
-    yield
-    await close_shared()
+pytestmark = pytest.mark.usefixtures("services")
 
 
 def test_ks_are_powers_of_two_and_the_number_of_samples():

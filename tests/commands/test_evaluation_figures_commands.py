@@ -59,16 +59,6 @@ def test_a_report_needs_rows(tmp_path, capsys):
         evaluate.main(["report", str(tmp_path), "--k", "0"])
 
 
-def test_failures_are_reported_with_their_bound(tmp_path, capsys):
-    rows = rows_of({"1": ["Paris"], "2": ["Rome"]})
-    rows.append(EvalRow(dataset="qa", task="3", sample=0, end="failed", error="EngineError: no"))
-    folder = write_evaluation(tmp_path / "e", rows, QUICK)
-    assert evaluate.main(["report", str(folder)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "trajectories (EngineError 1)" in said
-    assert "would be 0.333" in said
-
-
 def test_right_answers_in_a_wrong_format_are_reported_with_a_remedy(tmp_path, capsys):
     rows = rows_of({"1": ["Paris"], "2": ["Rome"]})
     for one in rows:

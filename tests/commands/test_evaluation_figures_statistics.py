@@ -69,13 +69,6 @@ def test_majority_at_k_is_the_mean_over_all_subsets(num_right, wrong, num_blank)
         assert value == pytest.approx(fmean(map(vote, subsets(ballots, k))), abs=1e-12)
 
 
-def test_majority_of_one_is_plain_accuracy_and_ties_share():
-    assert majority_at_k(3, (2, 2), 1, (1,)) == (3 / 8,)
-    assert majority_at_k(1, (1,), 0, (2,)) == (0.5,)
-    assert majority_at_k(0, (), 4, (4,)) == (0.0,)
-    assert majority_at_k(1, (), 3, (4,)) == (1.0,)  # those without an answer do not vote
-
-
 @given(st.integers(0, 12), st.integers(0, 12))
 def test_mcnemar_counts_all_outcomes_as_far_from_even(only_first, only_second):
     total = only_first + only_second

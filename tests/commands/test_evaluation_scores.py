@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from agentenv.assembly.reports.records import EvalRow, calls_that_ran, prediction, written
-from agentenv.contract.env import close_shared
 from agentenv.evaluation.scores import (
     Scorer,
     Votes,
@@ -17,11 +16,7 @@ from agentenv.evaluation.scores import (
 )
 from tests.support.stored_evaluation import failed, row
 
-
-@pytest.fixture(autouse=True)
-async def _closed():
-    yield
-    await close_shared()
+pytestmark = pytest.mark.usefixtures("services")
 
 
 # the graded messages

@@ -69,12 +69,6 @@ def test_the_final_table_has_the_failed_share_next_to_each_success(state: RunSta
     assert rows["all, failed as wrong"] == ["0.00", "0.02"]
 
 
-def test_without_failures_the_table_is_short() -> None:
-    state = RunState(reports={"before_sft": {"held": report_of(1, 1, 0)}})
-    rows = [row[0] for row in final_table(state, "held", cold_start=False).rows]
-    assert "failed" not in rows
-
-
 def test_the_summary_has_shares_and_the_rate_of_the_run(state: RunState) -> None:
     found = summarize(state, "held", 0, ["1223 x EnvError: closed"])
     assert found["failed_share"]["after_rl"] == pytest.approx(0.89)
@@ -94,10 +88,7 @@ def test_the_summary_of_a_run_without_failures_or_without_rollouts_has_shares_of
         assert found["tokens"]["sampled_per_s"] == 0.0
 
 
-def test_lines_report_the_failed_share() -> None:
-    line = report_line(report_of(2, 9, 89), "after RL")
-    assert "success 0.182 [" in line
-    assert "(89%; success 0.020" in line
+def test_the_line_of_a_step_reports_the_failed_share() -> None:
     row = {"step": 3, "rollout/trees": 1, "rollout/tool_calls": 1, "rollout/forks": 0}
     assert "(51% failed)" in step_line(row | {"reward/success": 0.98, "failed/share": 0.51}, 9)
     assert "failed" not in step_line(row | {"reward/success": 0.98, "failed/share": 0.0}, 9)
@@ -107,6 +98,7 @@ def test_lines_report_the_failed_share() -> None:
     ("counts", "cell", "line"),
     [
         ((9, 1, 0), "0.90 [", "success 0.900 ["),
+        ((2, 9, 89), "(89% failed)", "(89%; success 0.020"),
         ((990, 9, 1), "(<1% failed)", "1 failed (<1%; success 0.990"),
         ((1, 0, 999), "(>99% failed)", "999 failed (>99%; success 0.001"),
         ((0, 0, 5), "-\n(100% failed)", "success - of 0, 5 failed (100%; success 0.000"),

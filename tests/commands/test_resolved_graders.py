@@ -7,7 +7,7 @@ it is spelled, and token F1 for other words; whether an answer is right is never
 from __future__ import annotations
 
 import tomllib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from agentenv.assembly.parts.environments import EnvMaker, EnvSettings
 from agentenv.assembly.serving.servers import fill_roles
 from agentenv.base.config import load_config
 from agentenv.base.types import Message, Task
-from agentenv.contract.env import Grade, Grader, close_shared
+from agentenv.contract.env import Grade, Grader
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.envs.grading.judge import Judge
 from agentenv.envs.grading.reward import AnswerReward, ToolReward
@@ -67,10 +67,7 @@ PARTIAL = [
 ]
 
 
-@pytest.fixture(autouse=True)
-async def _shared() -> AsyncIterator[None]:
-    yield
-    await close_shared()
+pytestmark = pytest.mark.usefixtures("services")
 
 
 def graders_of(path: Path) -> Iterator[tuple[str, Grader]]:

@@ -118,8 +118,4 @@ def test_a_finished_tree_waits_for_the_journal_only() -> None:
     assert told[0].endswith("task t, tree 5")
 
 
-@pytest.fixture(autouse=True)
-def _no_env_left_open() -> Any:
-    CountingEnv.num_open = 0
-    yield
-    assert CountingEnv.num_open == 0
+pytestmark = pytest.mark.usefixtures("no_env_left_open")

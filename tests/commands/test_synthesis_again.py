@@ -13,14 +13,8 @@ from tests.commands.synthesizing import (
     refused,
     rows_of,
     runner,
-    write_questions,
     written,
 )
-
-
-@pytest.fixture
-def questions(tmp_path: Path) -> Path:
-    return write_questions(tmp_path / "ask.jsonl")
 
 
 @pytest.fixture

@@ -10,13 +10,8 @@ from typing import Any
 import pytest
 
 from agentenv.launchers import synthesize
-from tests.commands.synthesizing import HINT, HINTS, policy, refused, rows_of, write_questions
+from tests.commands.synthesizing import HINT, HINTS, policy, refused, rows_of
 from tests.support.openai_endpoint import Answer, ScriptedEndpoint, reply
-
-
-@pytest.fixture
-def questions(tmp_path: Path) -> Path:
-    return write_questions(tmp_path / "ask.jsonl")
 
 
 def chat_reply(body: dict[str, Any], _: int) -> Answer:

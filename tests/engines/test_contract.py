@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,58 +21,35 @@ async def subject(untied: World) -> AsyncIterator[EngineSubject]:
     await engine.close()
 
 
-async def test_greedy_equals_transformers_before_and_after_each_update(
-    subject: EngineSubject, untied: World
+GREEDY: dict[str, Any] = {"repetition_penalty": 0.7, "temperature": 0.0}
+CHECKS: dict[str, Callable[[EngineSubject, World], Awaitable[None]]] = {
+    "updates": contract.check_updates,
+    "temperature": lambda one, world: contract.check_temperature(one, world, 0),
+    "truncation": lambda one, world: contract.check_truncated(
+        one, world, 0, (*contract.TRUNCATED, GREEDY, {"min_p": 1.0})
+    ),
+    "streaming": lambda one, _: contract.check_streaming(one),
+    "end of sequence": lambda one, world: contract.check_end_of_sequence(one, world, 0),
+    "stop strings": lambda one, world: contract.check_stop_strings(one, world, 0),
+    "prefixes": lambda one, world: contract.check_prefixes(one, world, 0, 32, 8),
+    "update within a request": contract.check_update_within_a_request,
+    "cancelled calls": lambda one, _: contract.check_abort(one, num_requests=20),
+    "concurrency": lambda one, world: contract.check_concurrency(one, world, 0, 64, 8),
+    "refusals": lambda one, _: contract.check_refusals(one),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+async def test_the_engine_keeps_the_contract(
+    check: Callable[[EngineSubject, World], Awaitable[None]], subject: EngineSubject, untied: World
 ) -> None:
-    await contract.check_updates(subject, untied)
+    await check(subject, untied)
 
 
 async def test_updates_of_a_tied_model_are_exact(tied: World) -> None:
     engine = EmbeddedEngine(EmbeddedConfig(device="cpu"), tied.paths[0])
     await contract.check_updates(EngineSubject(engine), tied)
     await engine.close()
-
-
-async def test_log_probs_are_of_the_sampled_distribution(
-    subject: EngineSubject, untied: World
-) -> None:
-    await contract.check_temperature(subject, untied, 0)
-    greedy: dict[str, Any] = {"repetition_penalty": 0.7, "temperature": 0.0}
-    await contract.check_truncated(
-        subject, untied, 0, (*contract.TRUNCATED, greedy, {"min_p": 1.0})
-    )
-
-
-async def test_turns_stream_and_end_at_end_of_sequence_and_stop_strings(
-    subject: EngineSubject, untied: World
-) -> None:
-    await contract.check_streaming(subject)
-    await contract.check_end_of_sequence(subject, untied, 0)
-    await contract.check_stop_strings(subject, untied, 0)
-
-
-async def test_prefixes_are_reused_and_never_across_versions(
-    subject: EngineSubject, untied: World
-) -> None:
-    await contract.check_prefixes(subject, untied, 0, block=32, num_running=8)
-
-
-async def test_an_update_within_a_request_gives_two_version_spans(
-    subject: EngineSubject, untied: World
-) -> None:
-    await contract.check_update_within_a_request(subject, untied)
-
-
-async def test_cancelled_calls_free_the_engine(subject: EngineSubject) -> None:
-    await contract.check_abort(subject, num_requests=20)
-
-
-async def test_concurrent_requests(subject: EngineSubject, untied: World) -> None:
-    await contract.check_concurrency(subject, untied, 0, 64, 8)
-
-
-async def test_the_engine_serves_on_after_refused_requests(subject: EngineSubject) -> None:
-    await contract.check_refusals(subject)
 
 
 async def test_incompatible_directories_are_refused(

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from agentenv.contract.env import close_shared
 from agentenv.envs.sandbox.keys import PythonConfig, SandboxLimits
 from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
 from agentenv.lab.diagnosis.doctor import RUNGS
@@ -25,13 +24,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentenv.envs.search.pages.FIRST_DELAY_S", 0.0)
     monkeypatch.setattr("agentenv.envs.search.upstream.FIRST_DELAY_S", 0.0)
     monkeypatch.setattr("agentenv.envs.search.upstream.MAX_DELAY_S", 0.002)
-
-
-@pytest.fixture
-async def services() -> AsyncIterator[None]:
-    """Services that a test shares are closed at its end."""
-    yield
-    await close_shared()
 
 
 @pytest.fixture

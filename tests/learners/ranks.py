@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import psutil
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -120,18 +118,3 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     """NaN if there is one anywhere."""
     parts = [(a[name].float() - b[name].float()).abs().max() for name in a]
     return float(torch.stack(parts).max())
-
-
-def assert_ended(pids: list[int]) -> None:
-    """Within a time that only a process which does not end takes."""
-    deadline = time.monotonic() + 30.0
-    while any(map(_runs, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

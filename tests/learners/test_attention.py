@@ -205,7 +205,7 @@ def test_a_layout_without_its_mask_is_refused() -> None:
         {"attention_mask": NO_MASK},
         {"attention_mask": NO_MASK, "tree_layout": TreeLayout(np.array([2, 2]), CPU)},
     ):
-        with pytest.raises(ValueError, match=r"tree_layout|layout of 2 tokens"):
+        with pytest.raises(ValueError, match="layout"):
             model.base_model(input_ids=ids, use_cache=False, **wrong)
 
 

@@ -11,13 +11,7 @@ from agentenv.base.types import Limit
 from agentenv.learners.algorithms.algorithm import TRUNCATED
 from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.algorithms.credit import group_advantages, tree_credit
-from tests.learners.trees import random_tree, truncate
-
-trees = st.builds(
-    lambda seed, leaves: random_tree(Random(seed), num_leaves=leaves),
-    st.integers(0, 10**6),
-    st.integers(2, 12),
-)
+from tests.learners.trees import ANY_TREE, random_tree, truncate
 
 
 def test_equal_and_single_rewards_give_exactly_zero_advantages() -> None:
@@ -34,7 +28,7 @@ def test_advantages_are_centered(rewards: list[float]) -> None:
         assert np.isfinite(advantages).all()
 
 
-@given(trees)
+@given(ANY_TREE)
 def test_credit_is_the_sum_over_the_leaves_below(tree) -> None:
     credit = tree_credit(tree, group_size=1)
     paths = list(tree.trajectories())
@@ -49,15 +43,6 @@ def test_credit_is_the_sum_over_the_leaves_below(tree) -> None:
         assert credit.adv_pos[node.index] == pytest.approx(sum(a for a in below if a > 0))
         assert credit.adv_neg[node.index] == pytest.approx(sum(a for a in below if a < 0))
     assert credit.has_signal == bool(advantages.any())
-
-
-@given(trees)
-def test_hard_sharing_keeps_the_sum_and_one_sign(tree) -> None:
-    soft = tree_credit(tree, group_size=1)
-    hard = tree_credit(tree, group_size=1, sharing="hard")
-    np.testing.assert_allclose(hard.adv_pos + hard.adv_neg, soft.adv_pos + soft.adv_neg)
-    assert not (hard.adv_pos * hard.adv_neg).any()
-    assert (hard.weight == soft.weight).all()
 
 
 def test_failed_leaves_are_in_no_group() -> None:

@@ -26,7 +26,6 @@ from agentenv.processes.link import PREFIX_BYTES, Link
 from agentenv.processes.worker_group import Hello
 from tests.learners.ranks import (
     ALGORITHM,
-    assert_ended,
     encoded,
     two_ranks,
     uneven_trees,
@@ -34,6 +33,7 @@ from tests.learners.ranks import (
 from tests.learners.trees import credited, random_tree
 from tests.support.forks import Command
 from tests.support.ports import held_ports
+from tests.support.small_server import assert_ended
 
 
 @pytest.mark.parametrize("stage", [0, 3])

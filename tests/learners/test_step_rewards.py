@@ -15,13 +15,7 @@ from agentenv.base.types import Limit, Task
 from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.algorithms.baselines import GRPO, GSPO, ReinforcePP, leave_one_out
 from agentenv.learners.algorithms.credit import tree_credit
-from tests.learners.trees import random_tree, truncate
-
-trees = st.builds(
-    lambda seed, leaves: random_tree(Random(seed), num_leaves=leaves),
-    st.integers(0, 10**6),
-    st.integers(2, 12),
-)
+from tests.learners.trees import ANY_TREE, random_tree, truncate
 
 
 def with_rewards(tree: TrajectoryTree, seed: int) -> TrajectoryTree:
@@ -40,7 +34,7 @@ def without(tree: TrajectoryTree) -> TrajectoryTree:
     return tree
 
 
-@given(trees)
+@given(ANY_TREE)
 def test_rewards_only_at_the_leaves_are_credited_like_returns(tree: TrajectoryTree) -> None:
     whole, to_go = (
         tree_credit(without(tree), group_size=1, step_rewards=kind) for kind in ("return", "to_go")
@@ -49,7 +43,7 @@ def test_rewards_only_at_the_leaves_are_credited_like_returns(tree: TrajectoryTr
         np.testing.assert_array_equal(getattr(whole, name), getattr(to_go, name))
 
 
-@given(trees, st.integers(0, 1000))
+@given(ANY_TREE, st.integers(0, 1000))
 def test_a_turn_is_credited_with_its_reward_to_go_minus_the_mean_of_its_depth(
     tree: TrajectoryTree, seed: int
 ) -> None:

@@ -17,14 +17,9 @@ from agentenv.learners.algorithms.credit import TreeCredit
 from agentenv.learners.algorithms.gigpo import GiGPO
 from agentenv.learners.algorithms.tree_grpo import TreeGRPO
 from benchmarks.experiments.turnwise import Turnwise
-from tests.learners.trees import random_tree
+from tests.learners.trees import ANY_TREE
 
 SIZE = 2
-trees = st.builds(
-    lambda seed, leaves: random_tree(Random(seed), num_leaves=leaves),
-    st.integers(0, 10**6),
-    st.integers(2, 12),
-)
 PRESETS = {
     "turnwise": Turnwise(group_size=SIZE, weight_exponent=0.5),
     "treerl": Turnwise(group_size=SIZE, local=1.0, weight_exponent=0.5),
@@ -101,7 +96,7 @@ def test_a_flat_tree_has_the_credit_of_grpo(name: str, seed: int) -> None:
 
 
 @presets
-@given(tree=trees, seed=st.integers(0, 100))
+@given(tree=ANY_TREE, seed=st.integers(0, 100))
 def test_the_order_of_nodes_changes_nothing(
     algorithm: Algorithm, tree: TrajectoryTree, seed: int
 ) -> None:
@@ -112,7 +107,7 @@ def test_the_order_of_nodes_changes_nothing(
 
 
 @presets
-@given(tree=trees)
+@given(tree=ANY_TREE)
 def test_a_failed_leaf_changes_nothing(algorithm: Algorithm, tree: TrajectoryTree) -> None:
     before = credit_of(algorithm, tree)
     tree.add(tree.root, branch="9", action_ids=[1], logprobs=[-1.0], entropies=[0.3])
@@ -124,7 +119,7 @@ def test_a_failed_leaf_changes_nothing(algorithm: Algorithm, tree: TrajectoryTre
 
 
 @presets
-@given(tree=trees)
+@given(tree=ANY_TREE)
 def test_equal_returns_give_exactly_zero(algorithm: Algorithm, tree: TrajectoryTree) -> None:
     for node in tree.nodes:
         node.reward = 0.7 if node.end is not None else 0.0
@@ -135,7 +130,7 @@ def test_equal_returns_give_exactly_zero(algorithm: Algorithm, tree: TrajectoryT
     np.testing.assert_allclose(credit.adv_neg, 0, atol=1e-15)
 
 
-@given(trees)
+@given(ANY_TREE)
 def test_tree_grpo_adds_the_comparison_within_a_root(tree: TrajectoryTree) -> None:
     paths = [path.path for path in tree.trajectories()]
     returns = np.array([sum(node.reward for node in path) for path in paths])

@@ -41,7 +41,7 @@ from agentenv.learners.ranks.rank import Rank
 from agentenv.learners.ranks.rank_group import RankGroup
 from agentenv.learners.ranks.saved_checkpoint import Checkpoint
 from agentenv.learners.trees.batch import encode_sequence
-from agentenv.learners.trees.partition import minibatches, pack, partition
+from agentenv.learners.trees.partition import minibatches, partition
 from tests.learners.ranks import (
     ALGORITHM,
     OF_THE_RANKS,
@@ -220,23 +220,6 @@ async def test_two_ranks_equal_one(name: str, team: Team, model_dir: Path, tmp_p
         before, now = weights_in(model_dir), weights_in(tmp_path / "updated-2")
         kept = {name for name in before if torch.equal(now[name], before[name])}
         assert all("norm" in name or "bias" in name for name in kept)
-
-
-async def test_four_ranks_equal_one(model_dir: Path, tmp_path: Path) -> None:
-    """Every rank has a part of the large tree, and they run different numbers of micro-batches."""
-    config = two_ranks(num_ranks=4, zero_stage=3)
-    ranks = await start_ranks(config, tmp_path / "learner.log")
-    try:
-        both = await start(ranks, config, SEQUENCES_CLIPPED, model_dir, tmp_path)
-        (trees,) = both.command(uneven_trees(3), 1).minibatches
-        shares, _ = partition(trees, 4, config.max_tokens_per_microbatch)
-        assert all(any(tree.whole is not None for tree in own) for own in shares)
-        assert len({len(pack(own, config.max_tokens_per_microbatch)) for own in shares}) > 1
-        metrics, expected = await both.update(uneven_trees(3), 1)
-        assert_equal(metrics, expected)
-        await both.assert_equal_weights("updated")
-    finally:
-        await ranks.close()
 
 
 async def _sharded_adapters_are_exported_without_ranks(both: Side) -> None:

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
     Glm4MoeConfig,
@@ -162,6 +163,13 @@ def random_tree(
             node.end = "terminated"
             node.reward += random.choice([0.0, 0.3, 1.0])
     return tree
+
+
+ANY_TREE = st.builds(
+    lambda seed, leaves: random_tree(Random(seed), num_leaves=leaves),
+    st.integers(0, 10**6),
+    st.integers(2, 12),
+)
 
 
 def level(tree: TrajectoryTree, value: float) -> TrajectoryTree:

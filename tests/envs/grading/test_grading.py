@@ -7,7 +7,6 @@ import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import FrameType
 
@@ -15,7 +14,6 @@ import pytest
 
 from agentenv.base.errors import ConfigError
 from agentenv.base.types import Message, Task, ToolCall
-from agentenv.contract.env import close_shared
 from agentenv.envs.grading.equality import risk_of
 from agentenv.envs.grading.forms import Several, several
 from agentenv.envs.grading.keys import grader_config
@@ -30,10 +28,7 @@ from tests.support.rollout_checks import rollback
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 
-@pytest.fixture(autouse=True)
-async def _shared() -> AsyncIterator[None]:
-    yield
-    await close_shared()
+pytestmark = pytest.mark.usefixtures("services")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from agentenv.base.errors import ConfigError, GraderError, InfraError
 from agentenv.base.types import Message, Task
-from agentenv.contract.env import Grader, close_shared
+from agentenv.contract.env import Grader
 from agentenv.envs.grading.equality import MathEquivalence
 from agentenv.envs.grading.keys import GRADERS
 from agentenv.envs.grading.reward import check_grader, make_grader
@@ -61,10 +60,7 @@ CONSTANT = 3
 """
 
 
-@pytest.fixture(autouse=True)
-async def _shared() -> AsyncIterator[None]:
-    yield
-    await close_shared()
+pytestmark = pytest.mark.usefixtures("services")
 
 
 @pytest.fixture

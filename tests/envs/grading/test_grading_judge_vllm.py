@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -41,12 +40,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-async def _shared() -> AsyncIterator[None]:
-    yield
-    await close_shared()
-
-
 async def grade(grader: Grader, answer: str) -> Grade:
     return await grader.grade(TASK, [Message("assistant", rf"\boxed{{{answer}}}")], {})
 
@@ -59,7 +52,7 @@ def grader_of(config: EvaluateConfig, **judge: Any) -> Grader:
     return make_grader(build_config(GraderConfig, table, "grader"))
 
 
-@pytest.mark.usefixtures("_shared")
+@pytest.mark.usefixtures("services")
 async def test_a_judge_started_by_the_run_grades_and_caches_its_verdicts(
     model: Path, tmp_path: Path
 ) -> None:

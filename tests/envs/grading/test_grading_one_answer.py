@@ -12,7 +12,6 @@ import json
 import random
 import re
 from collections import defaultdict
-from collections.abc import AsyncIterator
 from functools import cache
 from itertools import combinations, permutations, product
 from pathlib import Path
@@ -20,7 +19,6 @@ from pathlib import Path
 import pytest
 
 from agentenv.base.types import Message, Task
-from agentenv.contract.env import close_shared
 from agentenv.envs.grading import dates, forms
 from agentenv.envs.grading.forms import several
 from agentenv.envs.grading.gold import kind_of
@@ -403,13 +401,7 @@ async def test_the_order_of_a_list_counts_when_configured() -> None:
     assert (await ordered.verdict("", r"\{2, 1\}", [r"\{1, 2\}"])).right  # a set has no order
 
 
-@pytest.fixture
-async def _shared() -> AsyncIterator[None]:
-    yield
-    await close_shared()
-
-
-@pytest.mark.usefixtures("_shared")
+@pytest.mark.usefixtures("services")
 @pytest.mark.parametrize(
     ("answer", "gold"),
     [

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import pyarrow.parquet
 import pytest
 
 from agentenv.base.types import Message, Task
-from agentenv.contract.env import close_shared
 from agentenv.data.dataset import load_tasks
 from agentenv.envs.grading.custom import CustomFunction, verl_arguments
 from agentenv.envs.grading.reward import check_grader, make_grader
@@ -26,10 +24,7 @@ from agentenv.envs.grading.reward import check_grader, make_grader
 Row = dict[str, Any]
 
 
-@pytest.fixture(autouse=True)
-async def _shared() -> AsyncIterator[None]:
-    yield
-    await close_shared()
+pytestmark = pytest.mark.usefixtures("services")
 
 
 FUNCTIONS = r'''
