@@ -14,14 +14,7 @@ from agentenv.assembly.run.terminal import View
 from agentenv.base.disk import write_whole
 from agentenv.base.offload import in_thread
 from agentenv.contract.env import close_shared
-from agentenv.evaluation.figures import (
-    SCORES,
-    Agreement,
-    Estimate,
-    Figures,
-    Summary,
-    summarize,
-)
+from agentenv.evaluation.figures import SCORES, Agreement, Estimate, Figures, Summary, summarize
 from agentenv.evaluation.scores import Compat, Scorer, make_scorer, stored_rows
 from agentenv.evaluation.store import load_saved
 from agentenv.reference.helpers import HELPERS

@@ -5,6 +5,7 @@ rejected configuration.
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
 import json
 import re
@@ -228,8 +229,12 @@ class HelpKeys(argparse.Action):
         keys = describe(config_type, once=not prefix)
         found = select(keys, prefix)
         if not found:
-            tables = ", ".join(dict.fromkeys(key.name.partition(".")[0] for key in keys))
-            parser.error(f"--help-keys: no key begins with {prefix!r}; tables: {tables}")
+            tables = sorted({key.name.partition(".")[0] for key in keys})
+            kinds = [f"{key.name.rpartition('.')[0]}.{kind}" for key in keys for kind in key.kinds]
+            known = [*tables, *kinds, *(key.name for key in keys)]
+            near = difflib.get_close_matches(prefix, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"tables: {', '.join(tables)}"
+            parser.error(f"--help-keys: no key begins with {prefix!r}; {hint}")
         sys.stdout.write(key_list(found) + "\n")
         parser.exit()
 

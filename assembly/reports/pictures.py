@@ -73,6 +73,10 @@ def write_entropy(profile: EntropyProfile, folder: Path, name: str) -> None:
     table.writeheader()
     table.writerows(profile_rows(profile))
     write_whole(folder / "entropy.csv", text.getvalue())
+    _plot(profile, folder / "entropy.png", name)
+
+
+def _plot(profile: EntropyProfile, target: Path, name: str) -> None:
     # Wide and pale, below the curves of the tools: with one tool, they coincide.
     styles: dict[str, dict[str, Any]] = {
         "start": {"color": "black", "linestyle": "--"},
@@ -96,7 +100,7 @@ def write_entropy(profile: EntropyProfile, folder: Path, name: str) -> None:
     right.set(title="turns of at least that length", xlabel="token of the turn", ylim=(0, None))
     for axes in (left, right):
         axes.locator_params(axis="x", integer=True)
-    write_whole(folder / "entropy.png", png(figure))
+    write_whole(target, png(figure))
 
 
 def write_curve(run: Path) -> None:

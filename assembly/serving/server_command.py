@@ -13,12 +13,7 @@ import agentenv
 from agentenv.assembly.serving.gpus import GIB, memory_of
 from agentenv.base.errors import ConfigError
 from agentenv.base.model_files import num_experts, read_model_config
-from agentenv.contract.server_config import (
-    SGLANG_RESERVED,
-    VLLM_IPC,
-    LaunchConfig,
-    Served,
-)
+from agentenv.contract.server_config import SGLANG_RESERVED, VLLM_IPC, LaunchConfig, Served
 from agentenv.processes.supervisor import GPUS
 
 VLLM_PLUGIN = Path(agentenv.__file__).parent / "engines" / "vllm_plugin"  # for PYTHONPATH

@@ -32,12 +32,7 @@ from agentenv.assembly.checks.start_checks import (
     paths_of,
 )
 from agentenv.assembly.keys.benchmarks import benchmark
-from agentenv.assembly.keys.cluster import (
-    KubernetesCluster,
-    ServeConfig,
-    SlurmCluster,
-    WideCluster,
-)
+from agentenv.assembly.keys.cluster import KubernetesCluster, ServeConfig, SlurmCluster, WideCluster
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.help import values_of
 from agentenv.assembly.keys.rl import TrainConfig

@@ -12,12 +12,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.assembly.keys.evaluation import (
-    HintsConfig,
-    SynthesisPlan,
-    Way,
-    set_name,
-)
+from agentenv.assembly.keys.evaluation import HintsConfig, SynthesisPlan, Way, set_name
 from agentenv.assembly.keys.rl import EvalSet
 from agentenv.assembly.parts.assembly import Questions, load_set
 from agentenv.assembly.parts.environments import try_env

@@ -15,12 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from agentenv.assembly.reports.records import FAILED
-from agentenv.assembly.run.control import (
-    ControlRequest,
-    Reply,
-    RequestDone,
-    listening,
-)
+from agentenv.assembly.run.control import ControlRequest, Reply, RequestDone, listening
 from agentenv.assembly.run.waits import by_what, clock_text, expected_s, oldest
 from agentenv.base.deadline import retrieve_exception
 from agentenv.base.errors import ConfigError
