@@ -200,7 +200,11 @@ async def compare(first: Path, second: Path, out: Path | None, view: View) -> No
     finally:
         await close_shared()
     tables, left = tables_of(pairing, MAX_LISTED)
-    paired = paired_line(pairing)
+    counts = {"only in A": pairing.only_first, "only in B": pairing.only_second}
+    counts["failed in one of them"] = len(pairing.lost)
+    missing = [f"{count} {where}" for where, count in counts.items() if count]
+    rest = f"; left out: {', '.join(missing)}" if missing else "; none is left out"
+    paired = f"{len(pairing.pairs)} questions are in both{rest}"
     view.log(f"A = {first}, B = {second}")
     for table in tables:
         view.show(table)
@@ -213,15 +217,6 @@ async def compare(first: Path, second: Path, out: Path | None, view: View) -> No
         text = f"{head}\n\n{markdown(paired)}\n\n{lines_of(tables)}"
         write_whole(out, text.encode("utf-8", "replace"))
         view.log(f"wrote {out}")
-
-
-def paired_line(pairing: Pairing) -> str:
-    """The numbers of compared and of excluded questions."""
-    counts = {"only in A": pairing.only_first, "only in B": pairing.only_second}
-    counts["failed in one of them"] = len(pairing.lost)
-    missing = [f"{count} {where}" for where, count in counts.items() if count]
-    rest = f"; left out: {', '.join(missing)}" if missing else "; none is left out"
-    return f"{len(pairing.pairs)} questions are in both{rest}"
 
 
 def tables_of(pairing: Pairing, max_listed: int) -> tuple[list[Table], int]:

@@ -156,7 +156,10 @@ def figures_of(
     rows = [row for question in questions for row in question.rows]
     done = [row for row in rows if row.end != FAILED]
     each = [known[id(one)] if known else ratios(one, ks) for one in questions]
-    estimates = _estimates(each, questions, ks)
+    counts, estimates = np.array([len(one.done) for one in questions], np.float64), {}
+    for name in ratios(QuestionRows(rows=[]), ks):
+        above, below = np.array([one[name] for one in each], np.float64).reshape(-1, 2).T
+        estimates[name] = estimate(name, above, below, counts)
     pass_at = {k: estimates.pop(f"pass@{k}") for k in ks}
     majority_at = {k: estimates.pop(f"maj@{k}") for k in ks}
     success, calls = estimates["success"].value or 0.0, estimates["tool_calls"].value or 0.0
@@ -217,18 +220,6 @@ def agreement_of(rows: Iterable[EvalRow]) -> Agreement | None:
         kappa=cohen_kappa(*cells),
         num_unparsed=num_unparsed,
     )
-
-
-def _estimates(
-    each: Sequence[Ratios], questions: Sequence[QuestionRows], ks: Sequence[int]
-) -> dict[str, Estimate]:
-    """The estimate of each figure in `ratios`."""
-    counts = np.array([len(question.done) for question in questions], dtype=np.float64)
-    found = {}
-    for name in ratios(QuestionRows(rows=[]), ks):
-        above, below = np.array([one[name] for one in each], np.float64).reshape(-1, 2).T
-        found[name] = estimate(name, above, below, counts)
-    return found
 
 
 def estimate(name: str, above: Floats, below: Floats, counts: Floats) -> Estimate:

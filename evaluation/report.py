@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -15,14 +14,7 @@ from agentenv.assembly.run.terminal import View
 from agentenv.base.disk import write_whole
 from agentenv.base.offload import in_thread
 from agentenv.contract.env import close_shared
-from agentenv.evaluation.figures import (
-    SCORES,
-    Agreement,
-    Estimate,
-    Figures,
-    Summary,
-    summarize,
-)
+from agentenv.evaluation.figures import SCORES, Agreement, Estimate, Figures, Summary, summarize
 from agentenv.evaluation.scores import Compat, Scorer, make_scorer, stored_rows
 from agentenv.evaluation.store import load_saved
 from agentenv.reference.helpers import HELPERS
@@ -67,10 +59,13 @@ async def show_report(folder: Path, summary: Summary, view: View) -> Summary:
 
 
 def _write(folder: Path, summary: Summary) -> None:
-    overall = summary.overall
+    overall, subject = summary.overall, load_saved(folder).subject
+    after = ""
+    if "step" in subject:
+        after = f", after step {subject['step']} (policy version {subject['policy_version']})"
     subtitle = (
         f"{overall.num_questions} questions, {overall.num_trajectories} graded trajectories, "
-        f"{overall.num_failed} failed{_weights_of(load_saved(folder).subject)}"
+        f"{overall.num_failed} failed{after}"
     )
     lines = (subtitle, *hints_of(summary, folder.name))
     head = "\n\n".join([f"# {markdown(summary.name)}", *map(markdown, lines)])
@@ -99,13 +94,6 @@ def hints_of(summary: Summary, folder: str) -> list[str]:
         f"evaluate regrade {shlex.quote(folder)} grader.reward=answer), or request the format "
         "with a prompt.template such as no_tools or search",
     ]
-
-
-def _weights_of(subject: Mapping[str, Any]) -> str:
-    """The evaluated weights of a run, as text; empty for a model directory."""
-    if "step" not in subject:
-        return ""
-    return f", after step {subject['step']} (policy version {subject['policy_version']})"
 
 
 Cell = Callable[[Figures], str]

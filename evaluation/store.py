@@ -71,7 +71,9 @@ class Store:
         self._lock = lock(path)
         try:
             self._claim(saved)
-            self._cut_torn_line()
+            # without an incomplete last line, which a killed command may leave
+            with suppress(FileNotFoundError), (path / ROWS_FILE).open("rb+") as file:
+                file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
             self.rows = {row.key: row for row in read_rows(path)}
             (path / ROWS_FILE).touch()
         except BaseException:
@@ -117,11 +119,6 @@ class Store:
             _refuse_changes(self.path, before, saved)
             saved.config["sets"] = {**before.config.get("sets", {}), **saved.config["sets"]}
         save(self.path, saved)
-
-    def _cut_torn_line(self) -> None:
-        """Remove an incomplete last line, which a killed command may leave."""
-        with suppress(FileNotFoundError), (self.path / ROWS_FILE).open("rb+") as file:
-            file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
 
 
 def replace_rows(folder: Path, rows: Sequence[EvalRow], keep_as: str = "") -> None:

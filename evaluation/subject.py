@@ -23,13 +23,7 @@ from agentenv.assembly.keys.cluster import FOLDER
 from agentenv.assembly.keys.evaluation import EvaluateConfig, QuestionSet, merged
 from agentenv.assembly.keys.help import refuse_verl_keys
 from agentenv.assembly.keys.rl import TABLES
-from agentenv.assembly.parts.assembly import (
-    Questions,
-    RolloutAssembly,
-    SetConfig,
-    once,
-    prefixed,
-)
+from agentenv.assembly.parts.assembly import Questions, RolloutAssembly, SetConfig, once, prefixed
 from agentenv.assembly.run.kept import BEST, find_checkpoint
 from agentenv.assembly.run.rundir import CONFIG_FILE
 from agentenv.assembly.serving.servers import ServerFactory, fill_roles

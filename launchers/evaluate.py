@@ -19,12 +19,7 @@ from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 from agentenv.assembly.serving.gpus import gpus_for_others
 from agentenv.base.installation import require_train
 from agentenv.evaluation.report import report_of
-from agentenv.evaluation.run import (
-    FOLDER,
-    chosen_sets,
-    default_folder,
-    evaluate_and_report,
-)
+from agentenv.evaluation.run import FOLDER, chosen_sets, default_folder, evaluate_and_report
 from agentenv.evaluation.subject import configured, find_subject
 from agentenv.launchers import compare
 from agentenv.launchers.command import add_dry_run, add_questions, parse

@@ -29,17 +29,8 @@ from agentenv.engines.chat import ChatEngine
 from agentenv.engines.openai import TokensEngine
 from agentenv.evaluation.run import chosen_sets, saved_of
 from agentenv.evaluation.store import Store
-from agentenv.evaluation.subject import (
-    EvaluationAssembly,
-    Subject,
-    configured,
-    find_subject,
-)
-from agentenv.lab.recipes.sampling import (
-    SynthesisSampling,
-    read_questions,
-    tool_names,
-)
+from agentenv.evaluation.subject import EvaluationAssembly, Subject, configured, find_subject
+from agentenv.lab.recipes.sampling import SynthesisSampling, read_questions, tool_names
 from agentenv.lab.recipes.sorting import (
     TRAJECTORIES,
     Dropped,

@@ -65,12 +65,7 @@ from agentenv.envs.qa_grader import ExactMatch
 from agentenv.evaluation.figures import Summary
 from agentenv.evaluation.run import chosen_sets, default_folder, evaluate_and_report
 from agentenv.evaluation.store import read_rows
-from agentenv.evaluation.subject import (
-    LAST,
-    find_subject,
-    of_env,
-    resolve,
-)
+from agentenv.evaluation.subject import LAST, find_subject, of_env, resolve
 
 T = TypeVar("T")
 Rows = str | Path | Sequence[str] | Sequence[Mapping[str, Any]]

@@ -10,13 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agentenv.assembly.checks.checks import refuse
-from agentenv.assembly.keys.cluster import (
-    FOLDER,
-    ExternalCluster,
-    RayCluster,
-    Setup,
-    SpreadCluster,
-)
+from agentenv.assembly.keys.cluster import FOLDER, ExternalCluster, RayCluster, Setup, SpreadCluster
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View

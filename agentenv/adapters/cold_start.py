@@ -189,8 +189,40 @@ def tiny_model(
     Needs the extra `train`. Raises ConfigError.
     """
     require_train("torch", "tokenizers", "transformers")
+    import torch
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     tokenizer = tiny_tokenizer(texts, tools=tools, words=words, max_tokens=max_tokens)
-    _write_model(Path(path), tokenizer, seed, max_tokens)
+    ids: Mapping[str, int] = tokenizer.get_vocab()
+    # Every serving engine has kernels for head size 64. The output head is a separate tensor (vLLM
+    # on CPU does not reload tied weights correctly), but starts equal to the embedding, so that
+    # copying a token works before its output row has been trained.
+    config = Qwen3Config(
+        vocab_size=len(ids),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=max_tokens,
+        initializer_range=0.08,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=ids[END],
+        pad_token_id=ids[PAD],
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+    model.generation_config = GenerationConfig(eos_token_id=ids[END], pad_token_id=ids[PAD])
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
     return Path(path)
 
 
@@ -243,42 +275,3 @@ def _pieces(texts: Iterable[str], words: Iterable[str]) -> Iterator[str]:
     for text in texts:
         found.update(re.findall(PIECE, text))
     yield from sorted(found)
-
-
-def _write_model(
-    path: Path, tokenizer: PreTrainedTokenizerFast, seed: int, max_tokens: int
-) -> None:
-    """Every serving engine has kernels for head size 64. The output head is a separate tensor (vLLM
-    on CPU does not reload tied weights correctly), but starts equal to the embedding, so that
-    copying a token works before its output row has been trained.
-    """
-    import torch
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    ids: Mapping[str, int] = tokenizer.get_vocab()
-    config = Qwen3Config(
-        vocab_size=len(ids),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=max_tokens,
-        initializer_range=0.08,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=ids[END],
-        pad_token_id=ids[PAD],
-        dtype="float32",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
-    model.generation_config = GenerationConfig(eos_token_id=ids[END], pad_token_id=ids[PAD])
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)

@@ -44,13 +44,7 @@ from agentenv.processes.worker_group import (
 )
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.branch import BranchNow
-from agentenv.rollout.frames import (
-    NUM_FIRST,
-    Packed,
-    Recorded,
-    TreeFrames,
-    WorkerLost,
-)
+from agentenv.rollout.frames import NUM_FIRST, Packed, Recorded, TreeFrames, WorkerLost
 from agentenv.rollout.journal import Journal, TreeRecord
 
 LOOK_S = 5.0  # for a worker to report the waits of a tree's branches

@@ -29,13 +29,7 @@ from yarl import URL
 
 from agentenv.base.errors import SHOWN, ConfigError, EngineError, ForeignError
 from agentenv.base.untrusted import decode
-from agentenv.contract.http import (
-    HttpSession,
-    checked_url,
-    is_temporary,
-    reason_of,
-    retry_after_s,
-)
+from agentenv.contract.http import HttpSession, checked_url, is_temporary, reason_of, retry_after_s
 from agentenv.contract.request import (
     BrokenConnectionError,
     BusyError,

@@ -17,13 +17,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from agentenv.base.crashes import guarded
-from agentenv.base.errors import (
-    AgentEnvError,
-    ConfigError,
-    InfraError,
-    ToolError,
-    named,
-)
+from agentenv.base.errors import AgentEnvError, ConfigError, InfraError, ToolError, named
 from agentenv.base.types import ToolResult
 from agentenv.contract.env import ForkMode, shared
 

@@ -20,13 +20,7 @@ from agentenv.base.untrusted import decode, shortened
 from agentenv.contract.env import check_observation
 from agentenv.contract.http_client import MalformedReplyError
 from agentenv.engines.openai import EndpointEngine, OpenAIConfig, unmeasured
-from agentenv.text.chat_model import (
-    CHAT_PATH,
-    ChatChoice,
-    ChatReply,
-    ChatUsage,
-    read_chat,
-)
+from agentenv.text.chat_model import CHAT_PATH, ChatChoice, ChatReply, ChatUsage, read_chat
 from agentenv.text.endpoint import Json
 from agentenv.text.renderer import (
     CUT_MARKER,

@@ -258,14 +258,6 @@ OF_TREES = (1, 2, 3)
 NUM_FIRST = 2  # frames of a tree that record its start or its resumption
 
 
-def read_frames(data: bytes) -> Iterator[tuple[int, Frame]]:
-    """The complete frames of a file, each with the offset of its end. Raises msgspec.DecodeError
-    for content of another format."""
-    for offset, size, is_whole in frames_of(data):
-        if is_whole:
-            yield offset + size, DECODER.decode(data[offset : offset + size])
-
-
 class Head(Struct, array_like=True):
     """The beginning of any frame."""
 

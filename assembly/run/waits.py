@@ -33,12 +33,17 @@ def expected_s(what: str) -> float:
     return LONG_S if what in (WaitKind.TURN, WaitKind.SLOT) else EXPECTED_S
 
 
+def clock_text(seconds_ago: float) -> str:
+    """The local time of day `seconds_ago`."""
+    return time.strftime("%H:%M:%S", time.localtime(time.time() - seconds_ago))
+
+
 def line_of(what: str, waiting: Sequence[BranchNow]) -> str:
     """Describes the rollouts that wait for `what`."""
     first = min(waiting, key=oldest)
     seconds = first.for_s
     who = "1 rollout waits" if len(waiting) == 1 else f"{len(waiting)} rollouts wait"
-    since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
+    since = clock_text(seconds)
     branch = f", branch {first.branch}" if first.branch else ""
     return (
         f"{who} for {what}, the first since {since} ({seconds:.0f} s): task {first.task_id}, tree "

@@ -13,12 +13,7 @@ import agentenv
 from agentenv.assembly.serving.gpus import GIB, memory_of
 from agentenv.base.errors import ConfigError
 from agentenv.base.model_files import num_experts, read_model_config
-from agentenv.contract.server_config import (
-    SGLANG_RESERVED,
-    VLLM_IPC,
-    LaunchConfig,
-    Served,
-)
+from agentenv.contract.server_config import SGLANG_RESERVED, VLLM_IPC, LaunchConfig, Served
 from agentenv.processes.supervisor import GPUS
 
 VLLM_PLUGIN = Path(agentenv.__file__).parent / "engines" / "vllm_plugin"  # for PYTHONPATH
@@ -120,7 +115,13 @@ def _vllm_arguments(served: Served, config: LaunchConfig, model: dict[str, Any])
     if config.quantization:
         found += ["--quantization", config.quantization]
     if served.on_cpu:
-        _check_head_size(served.model, model)
+        _, size = _heads(model)
+        if size and size not in VLLM_CPU_HEAD_SIZES:
+            raise ConfigError(
+                f"{served.model}: its heads have size {size}; vLLM on the CPU starts with it but "
+                "crashes at the first request. It supports "
+                f"{', '.join(map(str, VLLM_CPU_HEAD_SIZES))}"
+            )
         # The default there, blocks of 128 tokens, would not cache shorter prefixes.
         found += ["--enforce-eager", "--block-size", "32"]
         # A prompt that is computed in two parts crashes the engine if its request has a seed
@@ -166,7 +167,10 @@ def _sglang_arguments(served: Served, config: LaunchConfig, model: dict[str, Any
     if served.on_cpu:
         found += ["--device", "cpu", "--disable-overlap-schedule", "--skip-server-warmup"]
         found += ["--sleep-on-idle"]  # else it busy-waits on a core
-        found += ["--max-total-tokens", str(_cpu_tokens(config, model))]
+        heads, size = _heads(model)  # the cache has keys and values in float32
+        each = 2 * 4 * heads * size * int(model.get("num_hidden_layers") or 0)
+        fitting = CPU_CACHE_GIB * 2**30 // each if each else MAX_CPU_TOKENS
+        found += ["--max-total-tokens", str(min(MAX_CPU_TOKENS, fitting))]
         return found if config.max_num_seqs else [*found, "--max-running-requests", "64"]
     found += ["--tp-size", str(config.tensor_parallel_size)]
     found += ["--mem-fraction-static", str(config.gpu_memory_share)]
@@ -194,22 +198,6 @@ def _heads(model: dict[str, Any]) -> tuple[int, int]:
     heads = int(model.get("num_attention_heads") or 0)
     size = model.get("head_dim") or (int(model.get("hidden_size") or 0) // heads if heads else 0)
     return int(model.get("num_key_value_heads") or heads), int(size)
-
-
-def _check_head_size(path: Path, model: dict[str, Any]) -> None:
-    _, size = _heads(model)
-    if size and size not in VLLM_CPU_HEAD_SIZES:
-        raise ConfigError(
-            f"{path}: its heads have size {size}; vLLM on the CPU starts with it but crashes at "
-            f"the first request. It supports {', '.join(map(str, VLLM_CPU_HEAD_SIZES))}"
-        )
-
-
-def _cpu_tokens(config: LaunchConfig, model: dict[str, Any]) -> int:
-    """Number of tokens whose float32 keys and values fit into CPU_CACHE_GIB."""
-    heads, size = _heads(model)
-    each = 2 * 4 * heads * size * int(model.get("num_hidden_layers") or 0)
-    return min(MAX_CPU_TOKENS, CPU_CACHE_GIB * 2**30 // each) if each else MAX_CPU_TOKENS
 
 
 def shared_cache(model: Path, config: LaunchConfig, gpu: str) -> int:

@@ -24,12 +24,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.assembly.serving.gpus import GpuPlan
-from agentenv.assembly.serving.server_command import (
-    command,
-    environment,
-    find_python,
-    shared_cache,
-)
+from agentenv.assembly.serving.server_command import command, environment, find_python, shared_cache
 from agentenv.base.errors import ConfigError, EngineError
 from agentenv.base.offload import in_thread
 from agentenv.base.ports import hold_port, port_of

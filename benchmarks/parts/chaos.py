@@ -52,7 +52,16 @@ from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import StatelessTool
 from agentenv.envs.quickstart.setup import build_model
 from agentenv.processes.guard import GUARD
-from agentenv.rollout.frames import SUFFIX, Began, Finished, Frame, Leased, Trained, read_frames
+from agentenv.rollout.frames import (
+    DECODER,
+    SUFFIX,
+    Began,
+    Finished,
+    Frame,
+    Leased,
+    Trained,
+    frames_of,
+)
 from benchmarks.parts.mock_server import SCHEMA, TOKEN_S
 from tests.support.ports import held_ports
 
@@ -240,9 +249,10 @@ class Reader:
                     data = file.read()
             except FileNotFoundError:  # deleted: no checkpoint needs it any more
                 continue
-            for end, frame in read_frames(data):
-                self._read[path] = begin + end
-                yield frame
+            for offset, size, is_whole in frames_of(data):
+                if is_whole:
+                    self._read[path] = begin + offset + size
+                    yield DECODER.decode(data[offset : offset + size])
 
 
 # The processes of a run.

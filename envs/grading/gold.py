@@ -16,13 +16,7 @@ from agentenv.base.errors import ForeignError
 from agentenv.base.untrusted import decode_python
 from agentenv.envs.grading import dates, forms
 from agentenv.envs.grading.forms import several, special, truth, without_name
-from agentenv.envs.grading.parts import (
-    amount_of,
-    is_named,
-    is_range,
-    is_split,
-    rank_of,
-)
+from agentenv.envs.grading.parts import amount_of, is_named, is_range, is_split, rank_of
 from agentenv.envs.grading.quantities import Quantity
 from agentenv.envs.grading.text import LEVELS, Tables, alternatives, clean, named_again, unify
 from agentenv.envs.grading.words import is_wordy

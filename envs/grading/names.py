@@ -10,13 +10,7 @@ import pycountry
 
 from agentenv.envs.grading.numbers import han_core
 from agentenv.envs.grading.text import Tables, rewritten
-from agentenv.envs.grading.words import (
-    ROMAN_LETTERS,
-    folded,
-    glued,
-    tokens,
-    transliterated,
-)
+from agentenv.envs.grading.words import ROMAN_LETTERS, folded, glued, tokens, transliterated
 
 MAX_CHARS = 400  # no name is longer
 MAX_PLACE_CHARS = 120

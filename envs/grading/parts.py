@@ -17,16 +17,7 @@ from agentenv.envs.grading.forms import truth
 from agentenv.envs.grading.names import STATES, country_of, is_titled, provinces
 from agentenv.envs.grading.numbers import leading_number, words_as_digits
 from agentenv.envs.grading.quantities import Quantity, quantity, unit_of
-from agentenv.envs.grading.text import (
-    Cut,
-    Joint,
-    Tables,
-    clean,
-    lines,
-    marks,
-    sentences,
-    unify,
-)
+from agentenv.envs.grading.text import Cut, Joint, Tables, clean, lines, marks, sentences, unify
 from agentenv.envs.grading.words import has_cjk, is_wordy, tokens
 
 # The frame of an answer: the filler words around the gold.

@@ -33,15 +33,10 @@ def is_child(pid: int) -> bool:
     return parent_of(pid) == os.getpid()
 
 
-def status_of(pid: int) -> dict[str, str]:
-    """The fields of a process's status. Raises OSError."""
-    with open(f"/proc/{pid}/status") as file:
-        return dict(line.split(":\t", 1) for line in file if ":\t" in line)
-
-
 def has_capabilities(pid: int) -> bool:
     """Whether a process has any capability. Raises OSError."""
-    status = status_of(pid)
+    with open(f"/proc/{pid}/status") as file:
+        status = dict(line.split(":\t", 1) for line in file if ":\t" in line)
     return any(int(status[f"Cap{name}"], 16) for name in ("Inh", "Prm", "Eff", "Amb"))
 
 

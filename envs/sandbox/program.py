@@ -30,7 +30,6 @@ from agentenv.envs.sandbox.launch import (
     HERE,
     UNUSED_ID,
     ControlledProcess,
-    Interpreter,
     advised,
     find_interpreter,
     namespaces,
@@ -97,7 +96,14 @@ class Program:
         try:
             try:
                 folder = await uncancelled(in_thread(_new_folder, kept, spec, uid))
-                launched = _launched(python, spec, folder, seed, uid, port, forward)
+                work = FOLDER if confined else str(folder)
+                script, site = (INSIDE, INSIDE) if confined else (HERE, folder.parent)
+                forward = forward if confined else None
+                prefix = bubblewrap(python, spec, folder, forward) if confined else []
+                settings = program_settings(spec, seed, uid, work, f"{site}/site")
+                settings |= {"port": port, "socket": f"{INSIDE}/endpoint" if forward else ""}
+                inner = [python.program, "-s", "-S", "-E", "-B", f"{script}/program_init.py"]
+                launched = ControlledProcess([*prefix, *inner], settings, {})
                 program = cls(kept, folder, launched)
                 if not await launched.started():
                     raise await program._problem()
@@ -173,26 +179,6 @@ def _new_folder(kept: ExitStack, spec: ProgramSpec, uid: int | None) -> Path:
     folder = kept.enter_context(own_folder(None, PREFIX)) / "work"
     fill_folder(spec, uid, folder)
     return folder
-
-
-def _launched(
-    python: Interpreter,
-    spec: ProgramSpec,
-    folder: Path,
-    seed: int,
-    uid: int | None,
-    port: int,
-    forward: Path | None,
-) -> ControlledProcess:
-    confined = not spec.allow_unsafe
-    work = FOLDER if confined else str(folder)
-    script, site = (INSIDE, INSIDE) if confined else (HERE, folder.parent)
-    forward = forward if confined else None
-    prefix = bubblewrap(python, spec, folder, forward) if confined else []
-    settings = program_settings(spec, seed, uid, work, f"{site}/site")
-    settings |= {"port": port, "socket": f"{INSIDE}/endpoint" if forward else ""}
-    inner = [python.program, "-s", "-S", "-E", "-B", f"{script}/program_init.py"]
-    return ControlledProcess([*prefix, *inner], settings, {})
 
 
 def _no_sandbox(text: str) -> ConfigError:

@@ -19,12 +19,7 @@ from agentenv.base.deadline import admitted, waiting
 from agentenv.base.errors import SHOWN, ConfigError, EnvError, InfraError
 from agentenv.envs.sandbox.confine import ONE_THREAD
 from agentenv.envs.sandbox.keys import PythonConfig
-from agentenv.envs.sandbox.launch import (
-    LOST_BELOW,
-    NAMESPACES_ADVICE,
-    MissingModuleError,
-    Rung,
-)
+from agentenv.envs.sandbox.launch import LOST_BELOW, NAMESPACES_ADVICE, MissingModuleError, Rung
 from agentenv.envs.sandbox.process import (
     CellAnswer,
     ChannelClosedError,

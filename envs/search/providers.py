@@ -216,19 +216,16 @@ def _bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def _google(query: Query) -> dict[str, str]:
-    """Google's parameters, except the number of results; Chinese has several variants."""
-    language = query.market.lower() if query.language == "zh" else query.language
-    return {"q": query.text, "gl": query.country, "hl": language}
-
-
 class _Serper(Provider):
     url, key_variable = "https://google.serper.dev", "SERPER_API_KEY"
     rows, text_field, url_field = "organic", "snippet", "link"
 
     @staticmethod
     def request(url: str, key: str, zone: str, query: Query) -> HttpRequest:
-        body = {**_google(query), "num": query.max_results}
+        # Chinese has several variants
+        language = query.market.lower() if query.language == "zh" else query.language
+        params = {"q": query.text, "gl": query.country, "hl": language}
+        body = {**params, "num": query.max_results}
         return HttpRequest("POST", f"{url}/search", json=body, secret_headers={"X-API-KEY": key})
 
 

@@ -55,8 +55,8 @@ from inspect_ai.model import (
 from inspect_ai.scorer import Score
 from inspect_ai.tool import ToolCall, ToolCallError
 
-from agentenv.assembly.reports.records import TranscriptTurn
 from examples.inspect_logs.transcript import TranscriptBranch, TranscriptQuestion
+from examples.monitors.turns import TranscriptTurn
 
 PROMPT = "prompt"  # the anchor of the other from-scratch trajectories
 

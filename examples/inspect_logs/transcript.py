@@ -10,10 +10,11 @@ import msgspec
 import numpy as np
 from msgspec import Struct, field
 
-from agentenv.assembly.reports.records import FAILED, Decode, EvalRow, TranscriptTurn, turns_of
+from agentenv.assembly.reports.records import FAILED, Decode, EvalRow
 from agentenv.base.tree import Node
 from agentenv.rollout.archive import KeptTree
 from agentenv.rollout.redactor import Redactor
+from examples.monitors.turns import TranscriptTurn, turns_of
 
 
 class TranscriptBranch(Struct, kw_only=True):

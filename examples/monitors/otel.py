@@ -29,9 +29,11 @@ from urllib.parse import urlsplit
 from msgspec import Meta
 
 from agentenv.assembly.reports.monitors import Axis, MonitorPart
-from agentenv.assembly.reports.records import FAILED, TranscriptTurn, turns_of
+from agentenv.assembly.reports.records import FAILED
 from agentenv.base.errors import SHOWN, ConfigError, MissingError
 from agentenv.data.data_files import Row
+
+from .turns import TranscriptTurn, turns_of
 
 logger = logging.getLogger(__name__)
 

@@ -32,12 +32,7 @@ from agentenv.assembly.checks.start_checks import (
     paths_of,
 )
 from agentenv.assembly.keys.benchmarks import benchmark
-from agentenv.assembly.keys.cluster import (
-    KubernetesCluster,
-    ServeConfig,
-    SlurmCluster,
-    WideCluster,
-)
+from agentenv.assembly.keys.cluster import KubernetesCluster, ServeConfig, SlurmCluster, WideCluster
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.help import values_of
 from agentenv.assembly.keys.rl import TrainConfig
@@ -161,23 +156,6 @@ def _sizes(config: AnyRun) -> Iterator[str]:
         num_inflight = rollouts_of(config)[1]
         prompts = num_inflight // config.algorithm.group_size
         yield f"up to {prompts} prompts = {num_inflight} trajectories in flight"
-        passes = f"{config.train.num_epochs} passes over the questions"
-        yield passes if config.train.num_steps is None else f"{config.train.num_steps} updates"
-        if config.self_critic is not None:
-            questions, answers = config.self_critic.num_questions, config.self_critic.num_samples
-            yield f"a round of the self-critic uses {questions} questions x {answers} answers"
-    elif isinstance(config, SupervisedRunConfig):
-        loop = config.loop
-        length = f"{loop.num_steps} steps" if loop.num_steps else f"{loop.num_epochs or 3} passes"
-        yield (
-            f"a step takes {loop.batch_size} rows x {loop.gradient_accumulation} = "
-            f"{loop.rows_per_step} rows; {length}"
-        )
-    for name, one in config.sets.items() if isinstance(config, EvaluateConfig) else ():
-        number = f"at most {one.max_tasks} questions" if one.max_tasks else "all questions"
-        if one.max_tasks is None and one.benchmark:
-            number = "the benchmark's number of questions"
-        yield f"{name}: {number} of {one.path}, {one.num_samples} times each"
 
 
 def show_plan(plan: Plan, view: View) -> None:

@@ -173,7 +173,7 @@ class _Planner:
         if self.learner is not None:
             self.learner = self.learner.resolved(on_gpu=machine.num_gpus > 0)
         self.path: str = model if self.learner is None else config.model.path
-        self.num_tokens, self.num_paths = rollouts_of(config)
+        self.num_tokens, _ = rollouts_of(config)
         self.shape = self._policy_shape() if self.path else None
 
     def planned(self) -> Plan:
@@ -253,7 +253,6 @@ class _Planner:
             size = checkpoint_bytes(self.shape, learner, has_reference=reference)
             self.plan.checkpoint_bytes = size
             self.plan.made.append(saving_line(size, config.checkpoint.finish_s))
-            self.plan.made.append(disk_line(size, *files_of(config)))
             if self.colocated:
                 asleep = model_states(self.shape, learner).gpu_bytes
                 memory = Memory(memory.gpu, memory.host | {"sleeping part": asleep})
@@ -365,9 +364,6 @@ class _Planner:
                     f"{tokens} tokens, one request may need {context}; raise gpu_memory_share or "
                     "tensor_parallel_size, or lower max_model_len"
                 )
-            if policy:
-                room = tokens * number * config.data_parallel_size
-                self.plan.made.append(in_flight(self.num_paths, self.num_tokens, room))
         process = Process(name, number, gpus, path, memory, note)
         self.plan.add(process, serving=serving, training=awake)
 
@@ -387,15 +383,6 @@ def saving_line(size: float, finish_s: float) -> str:
     )
 
 
-def disk_line(checkpoint: float, num_checkpoints: int, files: dict[str, float]) -> str:
-    """A line on the maximum disk usage of a run: checkpoints, and files limited by keys; the
-    journal is negligible.
-    """
-    sizes = {f"{num_checkpoints} checkpoints": num_checkpoints * checkpoint, **files}
-    parts = [f"{size / GIB:.1f} GiB ({name})" for name, size in sizes.items() if size]
-    return f"on the disk: up to {sum(sizes.values()) / GIB:.1f} GiB = {' + '.join(parts)}"
-
-
 IMITATION_RATE = 8e4  # divided by the number of weights: usual learning rate of AdamW for SFT
 
 
@@ -410,16 +397,3 @@ def rate_advice(optimizer: OptimizerConfig, num_params: int) -> str:
         f"pretrained model of {num_params / 1e9:.2g} billion weights: a usual value is about "
         f"{usual:.0e}; watch sft/loss"
     )
-
-
-def in_flight(num_paths: int, path_tokens: int, room: int) -> str:
-    """A line that compares the maximum of in-flight tokens with the caches of all servers."""
-    most = num_paths * path_tokens
-    line = (
-        f"in flight: up to {num_paths} trajectories of at most {path_tokens} tokens, "
-        f"{most / 1e6:.1f} million not counting shared prefixes; the servers' caches hold "
-        f"{room / 1e6:.1f} million ({room / most:.0%})"
-    )
-    if room < most / 2:
-        line += "; beyond that new trees wait for old ones, and prefixes are recomputed"
-    return line

@@ -12,12 +12,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.assembly.keys.evaluation import (
-    HintsConfig,
-    SynthesisPlan,
-    Way,
-    set_name,
-)
+from agentenv.assembly.keys.evaluation import HintsConfig, SynthesisPlan, Way, set_name
 from agentenv.assembly.keys.rl import EvalSet
 from agentenv.assembly.parts.assembly import Questions, load_set
 from agentenv.assembly.parts.environments import try_env
@@ -242,7 +237,10 @@ async def read_questions(
     report: Reporter,
 ) -> tuple[list[TaskPair], list[Dropped]]:
     """The questions in order, and the dropped ones. Raises DataError if none remains."""
-    excluded = await _excluded(plan, assembly, report)
+    excluded: dict[str, str] = {}
+    for path in plan.config.exclude:
+        tasks = await load_set(EvalSet(path=path), "", assembly.resolve, report, "exclude")
+        excluded |= {plain_question(task.question): f"in {path}, {task.id}" for task in tasks}
     seen: dict[str, str] = {}
     pairs: list[TaskPair] = []
     dropped: list[Dropped] = []
@@ -286,17 +284,6 @@ async def tool_names(
                 f"sets.{pair.name}: the environment {env_id} has no tools, so answers with tools "
                 "cannot be sampled"
             )
-    return found
-
-
-async def _excluded(
-    plan: SynthesisPlan, assembly: EvaluationAssembly, report: Reporter
-) -> dict[str, str]:
-    """The source of each excluded question."""
-    found: dict[str, str] = {}
-    for path in plan.config.exclude:
-        tasks = await load_set(EvalSet(path=path), "", assembly.resolve, report, "exclude")
-        found |= {plain_question(task.question): f"in {path}, {task.id}" for task in tasks}
     return found
 
 

@@ -7,12 +7,7 @@ import numpy as np
 from agentenv.base.errors import ConfigError
 from agentenv.base.tree import TrajectoryTree
 from agentenv.learners.algorithms.arpo import SharingKey
-from agentenv.learners.algorithms.credit import (
-    TreeCredit,
-    counted_leaves,
-    group_advantages,
-    spread,
-)
+from agentenv.learners.algorithms.credit import TreeCredit, counted_leaves, group_advantages, spread
 from agentenv.learners.algorithms.late_forks import LateForks
 
 

@@ -26,13 +26,7 @@ from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks.messages import R, RankCommand, RankDone
 from agentenv.learners.ranks.rank_group import RankGroup, RemoteRanks
 from agentenv.learners.trees.batch import EncodedTree, computed, encode
-from agentenv.learners.trees.partition import (
-    assign,
-    idle_share,
-    minibatches,
-    partition,
-    write_back,
-)
+from agentenv.learners.trees.partition import assign, idle_share, minibatches, partition, write_back
 
 logger = logging.getLogger(__name__)
 

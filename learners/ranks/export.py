@@ -46,11 +46,7 @@ from agentenv.learners.lora import (
     plain_name,
     write_adapter,
 )
-from agentenv.learners.ranks.checkpoint import (
-    DTYPES,
-    TensorPlace,
-    write_tensors,
-)
+from agentenv.learners.ranks.checkpoint import DTYPES, TensorPlace, write_tensors
 
 if TYPE_CHECKING:
     from agentenv.learners.ranks.backend import RankBackend

@@ -9,14 +9,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from agentenv.base.errors import EngineError, LearnerError
-from agentenv.contract.weights import (
-    Address,
-    Group,
-    Manifest,
-    SharedWeights,
-    TransferError,
-    Wire,
-)
+from agentenv.contract.weights import Address, Group, Manifest, SharedWeights, TransferError, Wire
 from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
 

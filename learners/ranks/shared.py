@@ -26,13 +26,7 @@ from agentenv.contract.weights import SharedWeights
 from agentenv.learners.ranks.backend import RankBackend
 from agentenv.learners.ranks.broadcast import first_line
 from agentenv.learners.ranks.checkpoint import TensorPlace
-from agentenv.learners.ranks.export import (
-    WeightEntry,
-    copy_files,
-    entries,
-    gathered,
-    write_weights,
-)
+from agentenv.learners.ranks.export import WeightEntry, copy_files, entries, gathered, write_weights
 from agentenv.learners.ranks.offloaded_memory import HostMemory
 
 WAKE_BYTES = 4 << 30  # of a server that wakes up without its cache, in addition to its weights

@@ -34,11 +34,7 @@ from transformers.masking_utils import sdpa_mask
 from agentenv.base.errors import ConfigError
 from agentenv.learners.trees.batch import path_sums
 from agentenv.learners.trees.context import ContextShare
-from agentenv.learners.trees.flex_attention import (
-    MIN_FLEX_WIDTH,
-    block_mask,
-    flex_tree_attention,
-)
+from agentenv.learners.trees.flex_attention import MIN_FLEX_WIDTH, block_mask, flex_tree_attention
 
 # Attention of a packed tree by segments: each run of tokens between forks against its path.
 #

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from agentenv.assembly.reports.records import EvalRow, trajectory_rows, turns_of
+from agentenv.assembly.reports.records import EvalRow, trajectory_rows
 from agentenv.envs.quickstart.setup import build_tokenizer
 from agentenv.rollout.archive import Archive, StepHeader
 from agentenv.rollout.frames import ArchiveConfig
 from agentenv.rollout.redactor import REDACTED, Redactor
 from examples.inspect_logs.__main__ import INSTALL, main
 from examples.inspect_logs.transcript import of_row, of_tree, redacted
+from examples.monitors.turns import turns_of
 from tests.support.example_tree import SECRET, example_tree
 from tests.support.stored_evaluation import row, write_evaluation
 

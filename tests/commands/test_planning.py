@@ -42,7 +42,6 @@ from agentenv.base.config import load_config
 from agentenv.contract.server_config import LaunchConfig
 from agentenv.envs.quickstart.setup import build_model
 from agentenv.lab.diagnosis.plan import (
-    disk_line,
     files_of,
     microbatch_tokens,
     rate_advice,
@@ -53,7 +52,6 @@ from agentenv.learners.lora import LoRAConfig
 from agentenv.learners.trees.batch import encode_sequence
 from agentenv.learners.trees.partition import pack
 from agentenv.learners.trees.policy import CHUNK_BYTES, TILE_BYTES, Policy, tensors
-from agentenv.rollout.frames import ArchiveConfig
 from tests.learners.threads import Meeting
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -279,18 +277,15 @@ def test_a_dry_run_reports_whether_the_last_checkpoint_fits_its_deadline() -> No
     assert checkpoint_bytes(shape, lora, has_reference=False) < 2.1 * shape.num_params
 
 
-def test_a_dry_run_reports_the_disk_usage_of_a_run() -> None:
+def test_the_files_of_a_run_are_bounded_by_keys() -> None:
     """Three checkpoints are kept, one is the best, one follows the cold start, one is being
     written."""
     keys = ["archive.max_gb=20", "checkpoint.keep_last=3"]
     config = load_config(TrainConfig, Path("configs") / "quickstart.toml", keys)
-    assert disk_line(2 * GIB, *files_of(config)) == (
-        "on the disk: up to 31.1 GiB = 12.0 GiB (6 checkpoints) + 18.6 GiB (archive.max_gb) + "
-        "0.5 GiB (trajectories)"
-    )
-    number, files = files_of(replace(config, sft=None, archive=ArchiveConfig(max_gb=0.0)))
-    assert number == 5
-    assert "archive" not in disk_line(2 * GIB, number, files)
+    number, files = files_of(config)
+    assert (number, files["archive.max_gb"]) == (6, 20e9)
+    assert files["trajectories"] == 5e8
+    assert files_of(replace(config, sft=None))[0] == 5
 
 
 def test_a_reference_policy_is_another_copy_and_loading_holds_one_weight() -> None:

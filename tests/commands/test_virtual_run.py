@@ -20,7 +20,16 @@ from agentenv.assembly.run.terminal import View
 from agentenv.base.config import load_config
 from agentenv.base.types import ToolResult
 from agentenv.contract.function_tool import FunctionTool
-from agentenv.rollout.frames import Began, Finished, Frame, Started, Trained, framed, read_frames
+from agentenv.rollout.frames import (
+    DECODER,
+    Began,
+    Finished,
+    Frame,
+    Started,
+    Trained,
+    framed,
+    frames_of,
+)
 from agentenv.training.run_recorder import RunRecorder
 from agentenv.training.start import make_training
 from tests.support.runs import rows_of
@@ -72,7 +81,10 @@ def finished_run(warehouse: Path, name: str, *overrides: str, resume: str = "") 
 
 def frames(run: Path) -> list[Frame]:
     paths = sorted((run / "journal").glob("*.frames"))
-    return [frame for path in paths for _, frame in read_frames(path.read_bytes())]
+    read = [path.read_bytes() for path in paths]
+    return [
+        DECODER.decode(data[at : at + size]) for data in read for at, size, _ in frames_of(data)
+    ]
 
 
 def of(kind: type[Kind], found: Sequence[Frame]) -> list[Kind]:

@@ -12,7 +12,7 @@ import pytest
 
 from agentenv import Message, Task, demonstrate, tool
 from agentenv.adapters.testing import check_tool_env
-from agentenv.assembly.reports.records import EvalRow, trajectory_rows, turns_of, written
+from agentenv.assembly.reports.records import EvalRow, trajectory_rows, written
 from agentenv.base.errors import ConfigError, CrashError, EnvError, InfraError
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Limits, SamplingParams, ToolCall
@@ -36,6 +36,7 @@ from agentenv.text.prompt import PromptConfig
 from agentenv.text.renderer import TagRenderer
 from agentenv.training.supervised.dialogues import Dialogue, RowFormat, read_messages
 from agentenv.training.supervised.encoding import ChatEncoder
+from examples.monitors.turns import turns_of
 from tests.support.chat_models import QWEN25, make_tokenizer
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
 from tests.support.virtual_clock import run_virtual

@@ -15,13 +15,8 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from agentenv.assembly.reports.records import FAILED
-from agentenv.assembly.run.control import (
-    ControlRequest,
-    Reply,
-    RequestDone,
-    listening,
-)
-from agentenv.assembly.run.waits import by_what, expected_s, oldest
+from agentenv.assembly.run.control import ControlRequest, Reply, RequestDone, listening
+from agentenv.assembly.run.waits import by_what, clock_text, expected_s, oldest
 from agentenv.base.deadline import retrieve_exception
 from agentenv.base.errors import ConfigError
 from agentenv.rollout.branch import BranchNow
@@ -33,11 +28,6 @@ from agentenv.training.loop.training import Training
 PIECE = 200  # rollouts inspected between two yields to the event loop
 CANCEL_REASON = "by agentenv ctl"
 AT_START_HINT = "the run is being set up; retry after training has started (see `status`)"
-
-
-def clock_text(seconds_ago: float) -> str:
-    """The local time of day `seconds_ago`."""
-    return time.strftime("%H:%M:%S", time.localtime(time.time() - seconds_ago))
 
 
 def controlled(training: Training) -> AbstractAsyncContextManager[None]:

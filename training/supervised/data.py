@@ -19,11 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 from msgspec import Struct
 
-from agentenv.assembly.keys.supervised import (
-    SFTConfig,
-    SFTRunConfig,
-    SupervisedRunConfig,
-)
+from agentenv.assembly.keys.supervised import SFTConfig, SFTRunConfig, SupervisedRunConfig
 from agentenv.base.config import Resolve
 from agentenv.base.errors import CrashError, DataError
 from agentenv.base.tree import Trajectory, TrajectoryTree

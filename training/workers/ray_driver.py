@@ -341,17 +341,8 @@ async def check_fit(ray: Ray) -> None:
         if not missing:
             return
         if loop.time() >= end:
-            raise ConfigError(does_not_fit(setup, missing, nodes, free))
+            break
         await asyncio.sleep(LOOK_S)
-
-
-def does_not_fit(
-    setup: RaySetup,
-    missing: list[int],
-    nodes: dict[str, dict[str, float]],
-    free: dict[str, dict[str, float]],
-) -> str:
-    """The text of the error: the requested and the available resources, and the remedy."""
     requested = Counter(f"{key} of {in_words(bundle)}" for key, bundle in setup.needed)
     lines = [f"{count} x {what}" for what, count in requested.items()]
     has = [
@@ -359,7 +350,7 @@ def does_not_fit(
         for node, every in nodes.items()
     ]
     keys = dict.fromkeys(setup.needed[number][0] for number in missing)
-    return (
+    raise ConfigError(
         f"the Ray cluster {setup.address or 'of this machine'} has no room for {len(missing)} of "
         f"{len(setup.needed)} processes. Requested: {', '.join(lines)}. Available: "
         f"{'; '.join(has)}. Lower {' or '.join(keys)}, or the resources of each "

@@ -6,12 +6,7 @@ from typing import ClassVar
 
 from agentenv.base.errors import ConfigError, EngineError
 from agentenv.base.offload import in_thread
-from agentenv.contract.engine import (
-    Engine,
-    EngineCapabilities,
-    EngineStart,
-    LocalModel,
-)
+from agentenv.contract.engine import Engine, EngineCapabilities, EngineStart, LocalModel
 from agentenv.engines.embedded.settings import NUM_CACHED_SEQS, EmbeddedSettings
 
 

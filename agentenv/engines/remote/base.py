@@ -32,9 +32,7 @@ from agentenv.contract.request import (
     ServerLostError,
     ServerRequest,
 )
-from agentenv.contract.weights import (
-    Layout,
-)
+from agentenv.contract.weights import Layout
 from agentenv.engines.remote.routing import Ranks, routing
 
 logger = logging.getLogger(__name__)

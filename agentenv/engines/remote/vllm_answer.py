@@ -18,11 +18,7 @@ from agentenv.base.untrusted import decode
 from agentenv.contract.http_client import Count, FailedError, Logprob, RefusedError
 from agentenv.contract.request import BusyError, ServerLostError, ServerRequest
 from agentenv.engines.remote.base import AnswerParser, LabeledSpan, top_k_entropies
-from agentenv.engines.remote.probes import (
-    ENTROPY,
-    STOP_STRINGS,
-    VLLM_TRIED,
-)
+from agentenv.engines.remote.probes import ENTROPY, STOP_STRINGS, VLLM_TRIED
 
 NO_LOGPROB = -9999.0  # vLLM's value for minus infinity, NaN, and unknown
 P = TypeVar("P", bound="_Position")
