@@ -75,7 +75,6 @@ ALLOWED = {
     "agentenv/rollout/recovery.py reopen: self.open": NO_DISK,
     "agentenv/rollout/rollout.py _open_root: self._recovery.open": NO_DISK,
     "agentenv/rollout/rollout.py _open_root: self._recovery.prompt_ids": NO_DISK,
-    "training/start.py open_ray: placement.open": NO_DISK,
     "training/loop/training.py _announce: loop.recorder.archive.forget_after": BEFORE,
     "training/loop/training.py _announce: self.run.forget_metrics_after": BEFORE,
     "training/supervised/self_critic.py run_rounds: run.forget_metrics_after": BEFORE,

@@ -107,7 +107,7 @@ class Prefix(Sequence[int]):
 
 class Node(Struct):
     """One turn. `logprobs` and `entropies` (nats, float32) have an entry per token of `action_ids`;
-    a token whose log-prob is nan is not trained.
+    a token of a guided turn whose log-prob is nan is not trained.
 
     `branch` names the coroutine that grew the node: "0", "1", ... for from-scratch trajectories,
     "0.2+1" for the first fork from branch "0" after its second turn. `num_forks` is the number of

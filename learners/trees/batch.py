@@ -24,7 +24,7 @@ from msgspec import Struct
 from numpy.typing import ArrayLike, NDArray
 
 from agentenv.base.errors import DataError
-from agentenv.base.tree import Node, TrajectoryTree
+from agentenv.base.tree import GUIDED, Node, TrajectoryTree
 from agentenv.learners.algorithms.credit import Floats, TreeCredit
 
 Ints = NDArray[np.int32]
@@ -165,9 +165,8 @@ def encode(tree: TrajectoryTree, credit: TreeCredit, policy_version: int) -> Enc
             *((name, np.nan) for name in ("returns", "advantages")),
         )
     }
-    behavior = _joined("f", [node.logprobs for node in nodes])
-    is_trained = ~np.isnan(behavior)  # not of tokens whose log-prob a grammar changed
-    figures["behavior"] = behavior[is_trained]
+    is_trained = np.concatenate([trained(node) for node in nodes])
+    figures["behavior"] = _joined("f", [node.logprobs for node in nodes])[is_trained]
     if all(len(node.entropies) == len(node.action_ids) for node in nodes):
         figures["entropies"] = _joined("f", [node.entropies for node in nodes])[is_trained]
     staleness = (policy_version - _versions(nodes, tree.policy_version))[is_trained]
@@ -177,6 +176,13 @@ def encode(tree: TrajectoryTree, credit: TreeCredit, policy_version: int) -> Enc
     if np.any((sizes[::2] > 0) & (above == 0)):
         raise DataError(f"{tree.task.id}: the prompt is empty")
     return from_arrays(_joined("i", texts), action, starts, parents, staleness, **figures)
+
+
+def trained(node: Node) -> NDArray[np.bool_]:
+    """The sampled tokens of a node that are trained: not those whose log-prob a grammar changed."""
+    if node.info.get(GUIDED):
+        return ~np.isnan(node.logprobs)
+    return np.ones(len(node.action_ids), np.bool_)
 
 
 def _joined(code: str, parts: Sequence[Sequence[Any]]) -> NDArray[Any]:

@@ -37,6 +37,7 @@ from agentenv.learners.trees.batch import (
     from_arrays,
     leaf_ranges,
     path_sums,
+    trained,
 )
 
 PAIR_COST = 1e-4  # of an attention pair, in tokens outside attention, for about 1e9 weights
@@ -281,7 +282,7 @@ def write_back(
         is_reported = [not np.isnan(row).all() for row in values]
         stop = 0
         for node in encoded_nodes(tree, credit):
-            is_trained = ~np.isnan(node.logprobs)
+            is_trained = trained(node)
             start, stop = stop, stop + int(is_trained.sum())
             exact, before, first = (
                 _scattered(row[start:stop], is_trained) if known else array("f")

@@ -37,7 +37,6 @@ from agentenv.assembly.checks.memory import (
 )
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.supervised import ColdStartOptimizer
-from agentenv.assembly.serving.gpus import GIB
 from agentenv.base.config import load_config
 from agentenv.contract.server_config import LaunchConfig
 from agentenv.envs.quickstart.setup import build_model

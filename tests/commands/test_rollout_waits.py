@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentenv.assembly.run.waits import LOOK_S, WaitWatch, expected_s
-from agentenv.base.deadline import WaitKind, doing
+from agentenv.base.deadline import WaitKind, WorkClock, doing
 from agentenv.base.types import Message
 from agentenv.contract.env import StepResult
 from agentenv.contract.plan import Independent
@@ -99,6 +99,9 @@ def test_a_rollout_without_a_wait_is_not_named() -> None:
 
 def test_a_finished_tree_waits_for_the_journal_only() -> None:
     class Record:
+        def __init__(self) -> None:
+            self.clock = WorkClock()
+
         def __getattr__(self, name: str) -> Callable[..., None]:
             return lambda *_: None
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentenv.base.errors import DataError
+from agentenv.base.tree import GUIDED
 from agentenv.base.types import VersionSpan
 from agentenv.learners.algorithms.aepo import AEPO
 from agentenv.learners.algorithms.algorithm import Algorithm
@@ -34,6 +35,7 @@ def some_trees(seed: int, count: int = 3, changed: float = 0.0):
     trees = [random_tree(Random(seed * 100 + i), index=i) for i in range(count)]
     rng = Random(seed)
     for node in (node for tree in trees for node in tree.nodes):
+        node.info[GUIDED] = changed > 0
         own = (nan if rng.random() < changed else one for one in node.logprobs)
         node.logprobs = array("f", own)
     algorithm = ALGORITHMS["grpo"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from agentenv.base.tree import TrajectoryTree
+from agentenv.base.tree import GUIDED, TrajectoryTree
 from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.algorithms.baselines import GRPO
@@ -43,6 +43,7 @@ def test_each_entropy_is_assigned_to_its_token(num_ranks: int) -> None:
     the engine keep them."""
     groups = without_entropies(ALGORITHM)
     for node in (node for tree, _ in groups for node in tree.nodes):
+        node.info[GUIDED] = True
         for place in range(1, len(node.logprobs), 3):
             node.logprobs[place] = math.nan  # changed by a grammar
     kept = groups[1][0]
