@@ -59,7 +59,7 @@ OURS = {
     "assembly/parts/environments.py": "configuration",
     "evaluation/store.py": "a result directory of ours",
     "training/loop/evaluations.py": "what was encoded before",
-    "training/run_recorder.py": "a process of ours",
+    "training/reports/recorder.py": "a process of ours",
     "assembly/reports/pictures.py": "a run directory",
     "assembly/run/checkpoints.py": "a run directory",
     "assembly/run/rundir.py": "a run directory",

@@ -25,7 +25,7 @@ from agentenv.processes.supervisor import ExternalPlacement, Placement, Supervis
 from agentenv.training.loop.loop import Loop
 from agentenv.training.loop.parts import LoopAssembly, Parts
 from agentenv.training.loop.training import Training
-from agentenv.training.run_recorder import RunRecorder
+from agentenv.training.reports.recorder import RunRecorder
 from agentenv.training.supervised.assembly import TrainingAssembly
 from agentenv.training.supervised.cold_start import cold_start
 from agentenv.training.supervised.self_critic import SelfCritic

@@ -39,7 +39,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, Trace]
     run = RunDirectory(Path(config.run.dir) / "toy", resume=False)
     training = TimedTraining(config, run, View(), **{**ADDED, "build": ToyWorld().build})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentenv.training.run_recorder.RunRecorder.draw", lambda self: None)
+        patch.setattr("agentenv.training.reports.recorder.RunRecorder.draw", lambda self: None)
         run_virtual(training.run_all())
     run.close()
     return config, read_trace(run.path)

@@ -36,7 +36,7 @@ from agentenv.rollout.frames import Leased
 from agentenv.training.loop import evaluations, step_report
 from agentenv.training.loop.alarms import Alarms
 from agentenv.training.loop.state import RunSaver
-from agentenv.training.run_recorder import RunRecorder
+from agentenv.training.reports.recorder import RunRecorder
 from agentenv.training.supervised import cold_start
 from agentenv.training.supervised.assembly import TrainingAssembly
 from benchmarks.parts.chaos import Reader

@@ -13,7 +13,7 @@ from agentenv.assembly.parts import env_processes
 from agentenv.evaluation.store import read_rows
 from agentenv.processes import supervisor as local
 from agentenv.training.loop.training import Training
-from agentenv.training.run_recorder import RunRecorder
+from agentenv.training.reports.recorder import RunRecorder
 from tests.commands.evaluating import runner
 from tests.commands.test_rollout_workers import log_of, run, start_worker, taken, trees, until
 from tests.commands.test_rollout_workers import workers as processes

@@ -28,7 +28,7 @@ from agentenv.base.ports import hold_port, port_of
 from agentenv.launchers import train
 from agentenv.processes.supervisor import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from agentenv.training.loop.training import Training
-from agentenv.training.run_recorder import RunRecorder
+from agentenv.training.reports.recorder import RunRecorder
 from agentenv.training.workers.rollout_worker import seen_from_here
 from agentenv.training.workers.worker_process import DRAIN_VARIABLE, WAIT_VARIABLE
 from tests.commands.test_rollout_workers import SLOW, log_of, run, trees, until

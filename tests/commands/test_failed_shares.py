@@ -16,7 +16,7 @@ from agentenv.assembly.run.terminal import PLAIN_S, View
 from agentenv.training.loop.brief_reports import BriefReport
 from agentenv.training.loop.evaluations import brief_report, consider_best
 from agentenv.training.loop.state import RunSaver, RunState
-from agentenv.training.run_recorder import (
+from agentenv.training.reports.recorder import (
     final_table,
     report_line,
     report_metrics,

@@ -21,7 +21,7 @@ from agentenv.assembly.run.tables import Table, as_rich
 from agentenv.assembly.run.terminal import View, exit_code_of
 from agentenv.training.loop.brief_reports import PHASES, BriefFigures, BriefReport
 from agentenv.training.loop.state import RunState
-from agentenv.training.run_recorder import brief_line, final_table
+from agentenv.training.reports.recorder import brief_line, final_table
 
 WIDTH = 80
 

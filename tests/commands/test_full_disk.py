@@ -15,7 +15,7 @@ from agentenv.assembly.reports import pictures
 from agentenv.assembly.reports.records import write_rows
 from agentenv.assembly.run.terminal import reason_of
 from agentenv.base.disk_errors import explain
-from agentenv.training.run_recorder import write_samples
+from agentenv.training.reports.recorder import write_samples
 from agentenv.training.supervised import run as supervised
 from tests.learners.trees import random_tree
 

@@ -39,7 +39,7 @@ from agentenv.base.offload import replaced
 from agentenv.base.tree import TrajectoryTree
 from agentenv.rollout.frames import frames_of
 from agentenv.training.loop.batching import BatchBuilder, StepBatch
-from agentenv.training.run_recorder import RunRecorder
+from agentenv.training.reports.recorder import RunRecorder
 from agentenv.training.start import make_training
 from tests.support.toy_run import ToyWorld, toy_config
 from tests.support.virtual_clock import DeadlockError, Inline, VirtualClockLoop, waiting_tasks

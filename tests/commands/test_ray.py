@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from agentenv.assembly.run.terminal import first_reason
 from agentenv.base.errors import ConfigError
 from agentenv.training.loop.training import Training
-from agentenv.training.run_recorder import RunRecorder
+from agentenv.training.reports.recorder import RunRecorder
 from agentenv.training.workers.ray_placement import (
     Leaves,
     ProcessStarted,

@@ -34,7 +34,7 @@ from agentenv.rollout.archive import steps_of
 from agentenv.rollout.archive_reader import read_step
 from agentenv.rollout.frames import Leased
 from agentenv.training.loop.training import Training
-from agentenv.training.run_recorder import RunRecorder
+from agentenv.training.reports.recorder import RunRecorder
 from agentenv.training.start import make_training
 from benchmarks.parts.chaos import (
     CONFIG,
@@ -301,7 +301,7 @@ def test_trees_of_a_killed_worker_continue_on_the_same_servers(
 COMMAND = """
 import sys
 from agentenv.launchers import train
-from agentenv.training.run_recorder import RunRecorder
+from agentenv.training.reports.recorder import RunRecorder
 from tests.support.toy_rank import toy_ranks
 from tests.support.warehouse import ROOT
 RunRecorder.draw = lambda self: []

@@ -23,7 +23,7 @@ from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task
 from agentenv.training.loop.brief_reports import phase_title
 from agentenv.training.loop.state import RunState
-from agentenv.training.run_recorder import RunRecorder
+from agentenv.training.reports.recorder import RunRecorder
 from agentenv.training.supervised.cold_start import why_lower
 from tests.support.runs import first_turns, rows_of
 
@@ -186,7 +186,7 @@ async def test_trajectories_can_be_switched_off_and_are_bounded(
         ("whole", "log.trajectories=true", 500e6, 2),
         ("bounded", "log.trajectories=true", 100.0, 1),
     ):
-        monkeypatch.setattr("agentenv.training.run_recorder.MAX_TRAJECTORY_BYTES", max_bytes)
+        monkeypatch.setattr("agentenv.training.reports.recorder.MAX_TRAJECTORY_BYTES", max_bytes)
         config = load_config(TrainConfig, warehouse, [override])
         run = RunDirectory(tmp_path / name, resume=False)
         recorder = RunRecorder(config, run, View(), RunState(), tokenizer)

@@ -14,7 +14,7 @@ from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View
 from agentenv.evaluation.store import identity, load_saved, read_rows
 from agentenv.training.loop.training import Training
-from agentenv.training.run_recorder import RunRecorder
+from agentenv.training.reports.recorder import RunRecorder
 from agentenv.training.start import make_training
 from tests.support.toy_run import ToyWorld, toy_config
 from tests.support.virtual_clock import run_virtual

@@ -30,7 +30,7 @@ from agentenv.rollout.frames import (
     framed,
     frames_of,
 )
-from agentenv.training.run_recorder import RunRecorder
+from agentenv.training.reports.recorder import RunRecorder
 from agentenv.training.start import make_training
 from tests.support.runs import rows_of
 from tests.support.toy_rank import ToyRank, toy_ranks

@@ -24,7 +24,7 @@ from agentenv.processes.link import Link
 from agentenv.rollout.actor import Actor
 from agentenv.training.loop.loop import Loop
 from agentenv.training.loop.parts import Parts
-from agentenv.training.run_recorder import RunRecorder
+from agentenv.training.reports.recorder import RunRecorder
 from agentenv.training.start import make_training
 from agentenv.training.workers.rollout_worker import RolloutWorker
 from tests.support.links import linked

@@ -51,7 +51,7 @@ from agentenv.processes import supervisor
 from agentenv.rollout import journal
 from agentenv.rollout.frames import framed
 from agentenv.training.loop.publishing import DirectoryPublisher
-from agentenv.training.run_recorder import RunRecorder
+from agentenv.training.reports.recorder import RunRecorder
 from tests.support.rank_here import rank_here
 
 Role = str  # controller, rank

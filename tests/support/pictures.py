@@ -11,7 +11,7 @@ import pytest
 
 PICTURES = (
     "agentenv.assembly.reports.pictures._plot",
-    "agentenv.training.run_recorder.write_curve",
+    "agentenv.training.reports.recorder.write_curve",
 )
 
 

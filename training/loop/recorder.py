@@ -1,4 +1,4 @@
-"""The records of a run, as the loop sees them; `training/run_recorder.py` writes them."""
+"""The records of a run, as the loop sees them; `training/reports/recorder.py` writes them."""
 
 from __future__ import annotations
 

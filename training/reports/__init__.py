@@ -1,0 +1,1 @@
+"""What a training run writes about itself: rows, texts, plots."""
