@@ -86,7 +86,6 @@ ALLOWED = {
     "agentenv/adapters/gym.py: new_event_loop": "the same",
     # the clock of others
     "assembly/run/waits.py: time.time": "when a wait began, for people",
-    "training/loop/control.py: time.time": "the same",
     "launchers/serve.py: time.time": "when a model came, as its API says it",
     "envs/sandbox/program.py: subprocess.run": "whether bubblewrap starts, in a thread",
     "assembly/run/terminal.py: time.monotonic": "when a line was shown last, for people",
