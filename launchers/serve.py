@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from agentenv.assembly.keys.cluster import ServeConfig
 from agentenv.assembly.keys.evaluation import PolicyConfig
 from agentenv.assembly.keys.help import KeysParser
-from agentenv.assembly.parts.assembly import Assembly
+from agentenv.assembly.parts.assembly import Assembly, constraints_of
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
 from agentenv.assembly.serving.gpus import gpus_for_others
@@ -170,5 +170,5 @@ class PolicyAssembly(Assembly[PolicyConfig]):
         return PolicyHandler(
             *(engine, renderer, sampling, context, names, config.max_tokens),
             prefix=secrets.token_hex(4),
-            can_guide=config.engine.capabilities.can_guide,
+            constraints=constraints_of(config.engine, config.sampling, "sampling", "engine"),
         )

@@ -455,7 +455,7 @@ def test_one_call_at_most_and_forced_calls(api: str) -> None:
 
     async def work() -> None:
         async with serving(
-            NativeRenderer(make_tokenizer(QWEN3)), seen, Guided, can_guide=True
+            NativeRenderer(make_tokenizer(QWEN3)), seen, Guided, constraints="all"
         ) as client:
             seen.turns = [f"{CALL}\n{CALL}", CALL, CALL]
             reply = await client.ask(PATHS[api], asked(api, tools, **SINGLE[api]))

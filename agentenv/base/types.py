@@ -165,6 +165,9 @@ Kind = Literal["retry", "repeated", "parallel", "compaction", "sub_agent", "alte
 PastTurn = NewType("PastTurn", int)
 
 
+Constraints = Literal["none", "calls", "all"]  # of programs, by the engine: calls, also replies
+
+
 class NextTurn(Struct, frozen=True, omit_defaults=True):
     """The start of the next turn, from an environment that relays the calls of a program
     (agentenv/endpoint), in `info["turn"]` of `reset` and `step`.

@@ -43,7 +43,7 @@ from msgspec.structs import replace
 from agentenv.base.disk import own_folder
 from agentenv.base.errors import SHOWN, AgentEnvError, EnvError, OutageError
 from agentenv.base.offload import in_thread
-from agentenv.base.types import Kind, Message, NextTurn, PastTurn
+from agentenv.base.types import Constraints, Kind, Message, NextTurn, PastTurn
 from agentenv.contract.env import shared
 from agentenv.endpoint.difference import compared, difference
 from agentenv.endpoint.messages import (
@@ -79,7 +79,6 @@ _PLACE = re.compile(r"\[\d+\]")
 Normal = Callable[[Json], Json]
 Thoughts = Literal["apart", "text"]
 Refused = Literal["fail", "count"]
-Constraints = Literal["none", "calls", "all"]
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from agentenv.base.errors import (
     EngineError,
     EnvError,
 )
-from agentenv.base.types import Chunk, Completion, Message, SamplingParams
+from agentenv.base.types import Chunk, Completion, Constraints, Message, SamplingParams
 from agentenv.contract.engine import MIN_TEMPERATURE, Engine
 from agentenv.contract.stop_strings import PARTIAL
 from agentenv.endpoint.messages import (
@@ -64,7 +64,7 @@ class Prompt(NamedTuple):
 class PolicyHandler:
     """Answers with one engine. `sampling` and `max_tokens` are defaults for requests; `names` are
     the model's names, the proper one first; `prefix` begins the ids of replies and calls;
-    `can_guide`: the engine follows grammars."""
+    `constraints`: the engine forces calls, or also the form of replies."""
 
     def __init__(
         self,
@@ -75,9 +75,9 @@ class PolicyHandler:
         names: Sequence[str],
         max_tokens: int,
         prefix: str = "",
-        can_guide: bool = False,
+        constraints: Constraints = "none",
     ) -> None:
-        self._can_guide = can_guide
+        self._constraints = constraints
         self.engine, self.renderer = engine, renderer
         self.sampling = replace(sampling, max_tokens=max_tokens)
         self.max_model_len, self.names = max_model_len, names
@@ -104,7 +104,7 @@ class PolicyHandler:
         if request.model not in self.names:
             what = f"unknown model {request.model!r:.200}; this endpoint serves {self.names[0]!r}"
             raise ApiError("no_model", what, "model")
-        if request.forced and not self._can_guide:
+        if request.forced and self._constraints == "none":
             what = "this engine cannot force a call; use auto, or serve with vLLM or SGLang"
             raise ApiError("unsupported", what, "tool_choice")
         prompt = self._prompt(request)
@@ -177,9 +177,11 @@ class PolicyHandler:
         stop = (*self.renderer.stop(prompt.tools), *self.sampling.stop, *own)
         most = min(request.max_tokens or self.sampling.max_tokens, room)
         guide = ""
-        if self._can_guide:
+        if self._constraints != "none":
+            form = request.schema if self._constraints == "all" else None
             try:
-                guide = guide_of(request, self.renderer, prompt.tools, prompt.ids)
+                turn = replace(request, schema=form)
+                guide = guide_of(turn, self.renderer, prompt.tools, prompt.ids)
             except EnvError as error:
                 raise ApiError("unsupported", str(error), "tool_choice") from error
         return replace(self.sampling, **given, stop=stop, max_tokens=most, guide=guide)

@@ -29,7 +29,7 @@ from agentenv.assembly.keys.evaluation import EvaluateConfig, PolicyConfig
 from agentenv.assembly.keys.rl import DataConfig, Sampling, TrainConfig
 from agentenv.assembly.keys.supervised import SupervisedRunConfig
 from agentenv.assembly.parts.env_processes import EnvProcesses
-from agentenv.assembly.parts.environments import Constraints, EnvMaker, EnvSettings, try_env
+from agentenv.assembly.parts.environments import EnvMaker, EnvSettings, try_env
 from agentenv.assembly.run.arguments import RunConfig
 from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.serving.servers import ServerFactory, fill_roles, start_servers
@@ -38,7 +38,8 @@ from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.model_files import check_model_directory, load_tokenizer, read_eos_ids
 from agentenv.base.offload import in_thread
 from agentenv.base.registry import loaded
-from agentenv.base.types import Info, Message, Task
+from agentenv.base.types import Constraints, Info, Message, Task
+from agentenv.contract.engine import EngineConfig
 from agentenv.contract.env import Env, close_shared
 from agentenv.data.dataset import TaskMix, load_mix, load_tasks
 from agentenv.data.rows import RowsConfig
@@ -186,6 +187,21 @@ class Questions(NamedTuple):
     renderer: Renderer
 
 
+def constraints_of(
+    engine: EngineConfig | None, sampling: Sampling, key: str, default: str
+) -> Constraints:
+    """The part of a program's requirements that the engine enforces; `default` is that of
+    `structured_output`. Raises ConfigError with `key`."""
+    if engine is not None and engine.capabilities.can_guide:
+        return "calls" if (sampling.structured_output or default) == "prompt" else "all"
+    if sampling.structured_output == "engine":
+        raise ConfigError(
+            f"{key}: structured_output = 'engine' needs an engine that follows grammars; set "
+            "engine.name = 'vllm' or 'sglang', or structured_output = 'prompt'"
+        )
+    return "none"
+
+
 @dataclass(eq=False)
 class RolloutAssembly(Assembly[WithRoles]):
     """The parts of a command with rollouts of `sets` of questions. Servers of roles write their
@@ -244,21 +260,12 @@ class RolloutAssembly(Assembly[WithRoles]):
         return found
 
     def _constraints(self, one: SetConfig) -> Constraints:
-        """The part of a program's requirements that the engine enforces. Raises ConfigError."""
-        engine, wanted = getattr(self.config, "engine", None), one.sampling.structured_output
-        if engine is None or not engine.capabilities.can_guide:
-            if wanted == "engine":
-                raise ConfigError(
-                    f"{one.key}: structured_output = 'engine' needs an engine that follows "
-                    "grammars; set engine.name = 'vllm' or 'sglang', or structured_output = "
-                    "'prompt'"
-                )
-            return "none"
-        if not any("program" in env.kwargs for env in (one.env, *one.env.variants.values())):
-            return "none"
-        return (
-            "calls" if (wanted or ("engine", "prompt")[one.key == TRAINED]) == "prompt" else "all"
-        )
+        """See `constraints_of`; none for environments without a program."""
+        default = "prompt" if one.key == TRAINED else "engine"
+        engine = getattr(self.config, "engine", None)
+        found = constraints_of(engine, one.sampling, one.key, default)
+        choices = (one.env, *one.env.variants.values())
+        return found if any("program" in env.kwargs for env in choices) else "none"
 
     async def make_env(self, name: str) -> Callable[[Task], Env]:
         """The function that makes the environments of a set's rollouts, in separate processes if

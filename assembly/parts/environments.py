@@ -10,7 +10,7 @@ import importlib
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from inspect import Parameter, signature
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 from msgspec import Struct
@@ -28,13 +28,12 @@ from agentenv.base.config import Resolve, substituted
 from agentenv.base.crashes import at_start
 from agentenv.base.errors import ConfigError
 from agentenv.base.registry import decode_part, loaded, not_one_of
-from agentenv.base.types import Info, Limits, Message, Task
+from agentenv.base.types import Constraints, Info, Limits, Message, Task
 from agentenv.contract.env import Env, Grader, check_reset
 from agentenv.contract.tool_config import load_tools
 from agentenv.contract.tools import ChosenTool
 from agentenv.text.prompt import PromptConfig, load_instruction
 
-Constraints = Literal["none", "calls", "all"]  # of programs, by the engine
 Tables = Mapping[str, msgspec.Struct | None]
 
 
