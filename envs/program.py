@@ -44,7 +44,16 @@ from agentenv.base.deadline import admitted
 from agentenv.base.errors import SHOWN, ConfigError, CrashError, EnvError
 from agentenv.base.offload import in_thread
 from agentenv.base.registry import loaded
-from agentenv.base.types import UNKNOWN_TOOL, Info, Limit, Message, NextTurn, Task, Turn
+from agentenv.base.types import (
+    UNKNOWN_TOOL,
+    Constraints,
+    Info,
+    Limit,
+    Message,
+    NextTurn,
+    Task,
+    Turn,
+)
 from agentenv.contract.env import ForkMode, Grade, Grader, StepResult, graded, shared, start_grader
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import make_grader
@@ -239,7 +248,7 @@ class ProgramEnv:
         task: Task,
         program: Mapping[str, Any] | ProgramConfig,
         grader: GraderConfig | Mapping[str, Any] | None = None,
-        constraints: Literal["none", "calls", "all"] = "none",
+        constraints: Constraints = "none",
     ) -> None:
         self.task, self._constraints = task, constraints
         self.config = program_config(program)

@@ -59,6 +59,7 @@ EntropyKind = Literal["exact", "top_k"]
 NO_DESCRIPTOR_S = 0.25  # between attempts of a request without a free file descriptor
 FIRST = (-1, 0)  # the order of a turn that a full server has rejected
 
+SCORES_S = 120.0  # for the log-probs of a turn without its grammar
 UNCHANGED = 0.03  # nats; a decoding and a scoring pass in bfloat16 differ by as much
 S = TypeVar("S", bound=Slot)
 
@@ -397,8 +398,20 @@ class TurnEngine(Engine, Generic[S]):
         """Set the log-probs to nan that a grammar has changed, or that cannot be compared."""
         ids = [*prompt_ids, *done.token_ids]
         plain = [nan] * len(done.token_ids)
-        with suppress(EngineError):
-            plain = await slot.client.scores(ids, len(prompt_ids))
+        if slot.closed() is None:
+            task = asyncio.create_task(slot.client.scores(ids, len(prompt_ids)))
+            wait = waiting()
+            slot.run(task, wait)  # it ends with the server, and its clock pauses with it
+            try:
+                await asyncio.wait({task}, timeout=SCORES_S)
+            finally:
+                task.cancel()
+                await uncancelled(asyncio.wait({task}))
+                del slot.running[task]
+                wait.end()
+            if not task.cancelled():
+                with suppress(EngineError):
+                    plain = task.result()
         pairs = zip(done.logprobs, plain, strict=True)
         done.logprobs = [own if abs(own - one) <= UNCHANGED else nan for own, one in pairs]
 
