@@ -405,10 +405,12 @@ class TurnEngine(Engine, Generic[S]):
             try:
                 await asyncio.wait({task}, timeout=SCORES_S)
             finally:
-                task.cancel()
-                await uncancelled(asyncio.wait({task}))
-                del slot.running[task]
-                wait.end()
+                try:
+                    task.cancel()
+                    await uncancelled(asyncio.wait({task}))
+                finally:
+                    del slot.running[task]
+                    wait.end()
             if not task.cancelled():
                 with suppress(EngineError):
                     plain = task.result()
