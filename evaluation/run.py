@@ -17,8 +17,9 @@ from agentenv.assembly.checks.checks import refuse
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.parts.assembly import Questions
 from agentenv.assembly.reports.records import FAILED, EvalRow, Wanted, observed, prediction, written
+from agentenv.assembly.run.exits import first_reason
 from agentenv.assembly.run.rundir import LOG_FILE
-from agentenv.assembly.run.terminal import View, first_reason
+from agentenv.assembly.run.terminal import View
 from agentenv.assembly.run.waits import watched
 from agentenv.assembly.run.watchdog import rolling_out
 from agentenv.base.config import to_plain

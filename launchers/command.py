@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from agentenv.assembly.keys.help import KeysParser, add_key_help, refuse_verl_keys
-from agentenv.assembly.run.arguments import EXIT_MISSING, LATEST
+from agentenv.assembly.run.checkpoints import LATEST
 from agentenv.assembly.serving.gpus import ASSUMED_GPU_GIB
 from agentenv.base.config import load_config
+from agentenv.base.errors import EXIT_MISSING
 
 if TYPE_CHECKING:
     from agentenv.assembly.run.rundir import RunDirectory
@@ -159,7 +160,7 @@ def run_command(
     run, the terminal shows the commands that `suggest` returns for the arguments and the folder of
     the run."""
     from agentenv.assembly.parts.session import run_session
-    from agentenv.assembly.run.terminal import exit_code_of, run_until_done
+    from agentenv.assembly.run.exits import exit_code_of, run_until_done
 
     def execute(view: View) -> int:
         left_out: list[str] = []

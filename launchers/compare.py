@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 
 from agentenv.assembly.keys.help import KeysParser
-from agentenv.assembly.run.terminal import View, exit_code_of
+from agentenv.assembly.run.exits import exit_code_of
+from agentenv.assembly.run.terminal import View
 from agentenv.base.disk import write_whole
 from agentenv.base.errors import ConfigError
 from agentenv.evaluation.store import ROWS_FILE

@@ -18,9 +18,10 @@ from typing import Any, get_args
 
 from agentenv.assembly.run import control
 from agentenv.assembly.run.control import Command, ControlRequest, RequestDone, UnreachableError
+from agentenv.assembly.run.exits import exit_code_of
 from agentenv.assembly.run.lock import LockHolder
 from agentenv.assembly.run.tables import Table
-from agentenv.assembly.run.terminal import View, exit_code_of
+from agentenv.assembly.run.terminal import View
 from agentenv.base.errors import ConfigError, ForeignError
 from agentenv.base.untrusted import decode, decode_loose
 

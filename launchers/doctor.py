@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.markup import escape
 
-from agentenv.assembly.run.arguments import EXIT_FAILED
-from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
+from agentenv.assembly.run.exits import exit_code_of, run_until_done
+from agentenv.assembly.run.terminal import View
+from agentenv.base.errors import EXIT_FAILED
 
 if TYPE_CHECKING:
     from agentenv.assembly.checks.checks import CheckResult

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
 from agentenv.assembly.keys.help import KeysParser
-from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
+from agentenv.assembly.run.exits import exit_code_of, run_until_done
+from agentenv.assembly.run.terminal import View
 from agentenv.assembly.serving.gpus import gpus_for_others
 from agentenv.base.installation import require_train
 from agentenv.evaluation.report import report_of

@@ -12,8 +12,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from agentenv.assembly.run.exits import exit_code_of
 from agentenv.assembly.run.kept import find_checkpoint
-from agentenv.assembly.run.terminal import View, exit_code_of
+from agentenv.assembly.run.terminal import View
 
 
 def main(argv: Sequence[str]) -> int:

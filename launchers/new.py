@@ -15,7 +15,8 @@ from importlib import resources
 from pathlib import Path
 
 from agentenv.assembly.keys.help import KeysParser
-from agentenv.assembly.run.terminal import View, exit_code_of
+from agentenv.assembly.run.exits import exit_code_of
+from agentenv.assembly.run.terminal import View
 from agentenv.base.disk import replace_folder
 from agentenv.base.errors import ConfigError
 

@@ -23,7 +23,8 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from agentenv.assembly.keys.help import KeysParser, add_key_help
-from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
+from agentenv.assembly.run.exits import exit_code_of, run_until_done
+from agentenv.assembly.run.terminal import View
 from agentenv.base.config import build_config, load_config
 from agentenv.base.errors import ForeignError, InfraError, ToolError
 from agentenv.base.overrides import apply_overrides

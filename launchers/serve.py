@@ -22,8 +22,9 @@ from agentenv.assembly.keys.cluster import ServeConfig
 from agentenv.assembly.keys.evaluation import PolicyConfig
 from agentenv.assembly.keys.help import KeysParser
 from agentenv.assembly.parts.assembly import Assembly, constraints_of
+from agentenv.assembly.run.exits import exit_code_of, run_until_done
 from agentenv.assembly.run.rundir import RunDirectory
-from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
+from agentenv.assembly.run.terminal import View
 from agentenv.assembly.serving.gpus import gpus_for_others
 from agentenv.assembly.serving.servers import ServerFactory, start_servers
 from agentenv.base.config import Reporter, Tree, build_config, resolver

@@ -22,8 +22,9 @@ from agentenv.assembly.keys.help import KeysParser, add_key_help
 from agentenv.assembly.keys.rl import DataConfig, EvalConfig
 from agentenv.assembly.parts.assembly import load_set
 from agentenv.assembly.parts.environments import EnvMaker, EnvSettings
+from agentenv.assembly.run.exits import exit_code_of, run_until_done
 from agentenv.assembly.run.rundir import CONFIG_FILE
-from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
+from agentenv.assembly.run.terminal import View
 from agentenv.base.config import Reporter, Resolve, Tree, build_config, read_toml, resolver
 from agentenv.base.errors import ConfigError
 from agentenv.base.overrides import blaming, override_kinds

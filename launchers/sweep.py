@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from agentenv.assembly.keys.help import KeysParser
+from agentenv.assembly.run.exits import exit_code_of
 from agentenv.assembly.run.tables import Table
-from agentenv.assembly.run.terminal import View, exit_code_of
+from agentenv.assembly.run.terminal import View
 from agentenv.base.config import read_toml
 from agentenv.base.errors import ConfigError
 from agentenv.evaluation.sweep import (

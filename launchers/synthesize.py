@@ -22,8 +22,9 @@ from agentenv.assembly.keys.evaluation import SynthesisConfig, SynthesisPlan, ma
 from agentenv.assembly.keys.help import KeysParser
 from agentenv.assembly.parts.assembly import Questions
 from agentenv.assembly.parts.environments import try_env
+from agentenv.assembly.run.exits import exit_code_of, run_until_done
 from agentenv.assembly.run.rundir import LOG_FILE
-from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
+from agentenv.assembly.run.terminal import View
 from agentenv.base.errors import ConfigError
 from agentenv.engines.chat import ChatEngine
 from agentenv.engines.openai import TokensEngine

@@ -43,14 +43,15 @@ def main(argv: Sequence[str]) -> int:
     if arguments.max_mb <= 0:
         parser.error(f"--max-mb {arguments.max_mb:g}: expected more than 0")
 
-    from agentenv.assembly.run.terminal import View, exit_code_of  # after --help
+    from agentenv.assembly.run.exits import exit_code_of  # after --help
+    from agentenv.assembly.run.terminal import View  # after --help
 
     def work(view: View) -> int:
         def report(text: str) -> None:
             view.end()
             view.log(text)
 
-        from agentenv.assembly.run.terminal import run_until_done
+        from agentenv.assembly.run.exits import run_until_done
         from agentenv.evaluation.sweep import SWEEP_FILE
         from agentenv.lab.viewing.folder import Folder
         from agentenv.lab.viewing.page import FolderServer, export, serve

@@ -37,7 +37,7 @@ from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
 from agentenv.envs.quickstart.setup import build_model, build_tokenizer
 from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.algorithms.credit import TreeCredit, tree_credit
-from agentenv.learners.trees.batch import encode
+from agentenv.learners.trees.encoded_tree import encode
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.frames import JournalConfig
 from agentenv.rollout.journal import Journal

@@ -13,7 +13,7 @@ import torch
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task
 from agentenv.learners.algorithms.baselines import GRPO
-from agentenv.learners.trees.batch import ActionTokens, encode
+from agentenv.learners.trees.encoded_tree import ActionTokens, encode
 from agentenv.learners.trees.minibatch import MiniBatch
 from agentenv.learners.trees.partition import pack
 from benchmarks.experiments.forks import ROOTS, of_branches, scores

@@ -39,16 +39,17 @@ from agentenv.assembly.keys.help import refuse_verl_keys
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.parts.session import run_session
 from agentenv.assembly.reports.records import EvalRow
-from agentenv.assembly.run.arguments import LATEST, check_places
-from agentenv.assembly.run.kept import find_checkpoint
-from agentenv.assembly.run.rundir import INPUTS
-from agentenv.assembly.run.terminal import (
-    View,
+from agentenv.assembly.run.checkpoints import LATEST
+from agentenv.assembly.run.exits import (
+    check_places,
     leave_hanging,
     raise_file_limit,
     reason_of,
     without_deepspeed,
 )
+from agentenv.assembly.run.kept import find_checkpoint
+from agentenv.assembly.run.rundir import INPUTS
+from agentenv.assembly.run.terminal import View
 from agentenv.assembly.run.watchdog import Watchdog
 from agentenv.assembly.serving.gpus import gpus_for_others
 from agentenv.base.config import Tree, read_toml, resolve_config

@@ -30,6 +30,10 @@ from typing import Any, TypeVar
 
 SHOWN = {"shown": True}  # `extra` of a log warning that also appears on the terminal
 
+# exit codes of the commands
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_MISSING = 3  # of a dry run: no error, but something is missing
+
 
 class AgentEnvError(Exception):
     """Base of all errors that this project raises on purpose; the text is for the user. Lone

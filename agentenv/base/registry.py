@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,6 +33,12 @@ from agentenv.base.errors import AgentEnvError, ConfigError
 T = TypeVar("T", bound=Struct)
 
 TAG = "name"  # the key of a table that names its part
+
+
+def import_from_working_directory() -> None:
+    """Import the user's modules from the working directory, as `python -m` does."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 def loaded(path: str) -> Any:

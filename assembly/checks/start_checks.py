@@ -17,6 +17,7 @@ from msgspec import inspect as mi
 
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.keys.run import ModelConfig
 from agentenv.assembly.parts.assembly import Assembly, RolloutAssembly, load_function, prefixed
 from agentenv.assembly.parts.environments import (
     EnvMaker,
@@ -25,7 +26,6 @@ from agentenv.assembly.parts.environments import (
     tables_of,
     try_env,
 )
-from agentenv.assembly.run.arguments import ModelConfig
 from agentenv.assembly.run.rundir import check_writable
 from agentenv.assembly.serving.server_command import find_python
 from agentenv.assembly.serving.servers import check_roles

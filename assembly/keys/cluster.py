@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Struct, field
 
-from agentenv.assembly.run.arguments import RunConfig
+from agentenv.assembly.keys.run import RunConfig
 from agentenv.base.config import ESSENTIAL
 from agentenv.base.errors import ConfigError
 from agentenv.contract.engine import EngineConfig

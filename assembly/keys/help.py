@@ -22,12 +22,12 @@ from msgspec import NODEFAULT, Struct
 from msgspec import inspect as mi
 from msgspec.structs import fields
 
-from agentenv.assembly.run.arguments import import_from_working_directory
 from agentenv.base.config import keys_in, registry_at
 from agentenv.base.errors import ConfigError
 from agentenv.base.registry import (
     TAG,
     element,
+    import_from_working_directory,
     joined,
     marks_of,
     registry_of,

@@ -17,9 +17,9 @@ from agentenv.assembly.keys.cluster import (
     ResourcesConfig,
     check_reachable,
 )
+from agentenv.assembly.keys.run import ModelConfig, RunConfig
 from agentenv.assembly.keys.supervised import SelfCriticConfig, SFTConfig
 from agentenv.assembly.reports.monitors import RolloutMonitorConfig
-from agentenv.assembly.run.arguments import ModelConfig, RunConfig
 from agentenv.assembly.run.checkpoints import CheckpointConfig
 from agentenv.base.config import ESSENTIAL, ROWS
 from agentenv.base.errors import ConfigError

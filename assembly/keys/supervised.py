@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr, replace
 
+from agentenv.assembly.keys.run import ModelConfig, RunConfig
 from agentenv.assembly.reports.monitors import MonitorConfig
-from agentenv.assembly.run.arguments import ModelConfig, RunConfig
 from agentenv.assembly.run.checkpoints import SavingConfig
 from agentenv.base.config import ESSENTIAL, PATH, ROWS
 from agentenv.base.errors import ConfigError

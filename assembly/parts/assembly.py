@@ -27,10 +27,10 @@ import agentenv.contract.env
 from agentenv.assembly.keys.cluster import FOLDER
 from agentenv.assembly.keys.evaluation import EvaluateConfig, PolicyConfig
 from agentenv.assembly.keys.rl import DataConfig, Sampling, TrainConfig
+from agentenv.assembly.keys.run import RunConfig
 from agentenv.assembly.keys.supervised import SupervisedRunConfig
 from agentenv.assembly.parts.env_processes import EnvProcesses
 from agentenv.assembly.parts.environments import EnvMaker, EnvSettings, try_env
-from agentenv.assembly.run.arguments import RunConfig
 from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.serving.servers import ServerFactory, fill_roles, start_servers
 from agentenv.base.config import RUN, Reporter, Resolve, resolver

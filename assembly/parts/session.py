@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentenv.assembly.run.arguments import EXIT_FAILED, EXIT_INTERRUPTED
 from agentenv.assembly.run.rundir import LOG_FILE, RunDirectory
 from agentenv.assembly.run.terminal import View
 from agentenv.assembly.serving.gpus import gpus_for_others
 from agentenv.base.config import to_plain
+from agentenv.base.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from agentenv.base.installation import require_train
 
 

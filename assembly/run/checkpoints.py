@@ -29,12 +29,13 @@ from agentenv.base.offload import in_thread
 
 if TYPE_CHECKING:
     from agentenv.assembly.run.terminal import View
-    from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+    from agentenv.learners.ranks.learner import DeepSpeedLearner
 
 STATE_FILE = "state.json"
 CLEAN_S = 10.0  # to remove a partial checkpoint from a disk that may hang
 REMOVED = ".removed"
 STEP, COLD_START = "step", "sft"  # phase of a checkpoint
+LATEST = "latest"  # of --resume: the last checkpoint
 
 
 class Checkpoints:

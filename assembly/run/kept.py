@@ -11,8 +11,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from agentenv.assembly.run.arguments import LATEST
-from agentenv.assembly.run.checkpoints import COLD_START, STATE_FILE, Checkpoints
+from agentenv.assembly.run.checkpoints import COLD_START, LATEST, STATE_FILE, Checkpoints
 from agentenv.assembly.run.rundir import CONFIG_FILE, RunDirectory
 from agentenv.base.config import changes, to_plain
 from agentenv.base.disk import PARTIAL, finished_folder, replace_folder, sync

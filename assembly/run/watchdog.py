@@ -26,6 +26,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from agentenv.assembly.run.garbage import collecting_seldom
+from agentenv.base.errors import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
     from asyncio import SelectorEventLoop as Loop
@@ -40,7 +41,6 @@ HELD_S = (1.0, 10.0, 100.0)  # blocked times of the loop that are reported
 BEAT_S = 0.2
 GRACE_S = 5.0
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-EXIT_INTERRUPTED = 130
 NUM_FRAMES = 12  # shown of a stack
 LIBRARY = sysconfig.get_paths()["stdlib"]
 

@@ -53,7 +53,7 @@ from agentenv.learners.algorithms.baselines import GRPO
 from agentenv.learners.algorithms.credit import TreeCredit
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks.backend import RankBackend
-from agentenv.learners.trees.batch import ActionTokens, encode
+from agentenv.learners.trees.encoded_tree import ActionTokens, encode
 from agentenv.learners.trees.minibatch import MiniBatch
 from agentenv.learners.trees.partition import pack
 from agentenv.learners.trees.policy import Policy

@@ -36,7 +36,7 @@ from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task, VersionSpan
 from agentenv.learners.algorithms.credit import tree_credit
 from agentenv.learners.trees.attention import TreeLayout
-from agentenv.learners.trees.batch import (
+from agentenv.learners.trees.encoded_tree import (
     LAYOUTS,
     ActionTokens,
     EncodedTree,

@@ -45,8 +45,9 @@ from msgspec import Struct, msgpack
 from msgspec.structs import asdict
 
 from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.run.exits import run_until_done
 from agentenv.assembly.run.rundir import RunDirectory
-from agentenv.assembly.run.terminal import View, run_until_done
+from agentenv.assembly.run.terminal import View
 from agentenv.base.config import load_config
 from agentenv.base.disk import write_whole
 from agentenv.base.errors import AgentEnvError

@@ -76,15 +76,16 @@ from agentenv.envs.search.upstream import BURST, TokenBucket
 from agentenv.envs.web_search import search_config
 from agentenv.learners.algorithms.credit import CreditedTree
 from agentenv.learners.keys import LearnerConfig, Score
-from agentenv.learners.trees.batch import EncodedTree, encoded_nodes
+from agentenv.learners.trees.encoded_tree import EncodedTree, encoded_nodes
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.frames import JournalConfig
 from agentenv.rollout.journal import COMMIT_S
 from agentenv.rollout.metrics import Metrics
 from agentenv.training.loop.batching import StepBatch
 from agentenv.training.loop.feeder import Feeder, InflightRollout
+from agentenv.training.loop.parity import ParityProbe
 from agentenv.training.loop.parts import NUM_PROBE_PROMPTS, Parts
-from agentenv.training.loop.publishing import DirectoryPublisher, ParityProbe
+from agentenv.training.loop.publishers import DirectoryPublisher
 from agentenv.training.loop.step_report import StepReport
 from agentenv.training.loop.training import Training
 from agentenv.training.start import make_training

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from agentenv.assembly.reports.records import Decode
-from agentenv.assembly.run.terminal import View, exit_code_of
+from agentenv.assembly.run.exits import exit_code_of
+from agentenv.assembly.run.terminal import View
 from agentenv.base.disk import naming
 from agentenv.base.errors import ConfigError, DataError, MissingError
 from agentenv.evaluation.store import CONFIG_FILE as EVALUATION_FILE

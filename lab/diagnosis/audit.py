@@ -26,11 +26,11 @@ from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.parts.assembly import TRAINED
 from agentenv.assembly.parts.environments import EnvMaker
 from agentenv.assembly.reports.records import FAILED, EvalRow, readable, trajectory_rows
-from agentenv.assembly.run.arguments import EXIT_FAILED
+from agentenv.assembly.run.exits import exit_code_of, run_until_done
 from agentenv.assembly.run.kept import find_checkpoint
-from agentenv.assembly.run.terminal import View, exit_code_of, run_until_done
+from agentenv.assembly.run.terminal import View
 from agentenv.base.config import build_config, resolver
-from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.errors import EXIT_FAILED, ConfigError, DataError
 from agentenv.base.model_files import load_tokenizer, read_eos_ids
 from agentenv.base.offload import in_thread
 from agentenv.contract.env import close_shared

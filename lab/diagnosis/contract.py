@@ -33,7 +33,7 @@ from agentenv.envs.search.providers import RemoteSearchConfig, WebConfig
 from agentenv.text.native import NativeRenderer
 from agentenv.text.renderer import Renderer, ToolSchemas
 from agentenv.text.tags import takes_object, written_arguments
-from agentenv.training.loop.publishing import ParityProbe, computes_in_float32, gap_limits
+from agentenv.training.loop.parity import ParityProbe, computes_in_float32, gap_limits
 from agentenv.training.supervised.assembly import TrainingAssembly
 
 ARGUMENT = "1"

@@ -31,8 +31,9 @@ from agentenv.assembly.checks.checks import (
 )
 from agentenv.assembly.keys.help import refuse_verl_keys
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.assembly.run.arguments import RunConfig
-from agentenv.assembly.run.terminal import MAX_FILES, View
+from agentenv.assembly.keys.run import RunConfig
+from agentenv.assembly.run.exits import MAX_FILES
+from agentenv.assembly.run.terminal import View
 from agentenv.assembly.serving.gpus import GIB, find_machine
 from agentenv.base.config import Reporter, Tree, load_config
 from agentenv.base.disk import existing

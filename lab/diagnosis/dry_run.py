@@ -38,7 +38,6 @@ from agentenv.assembly.keys.help import values_of
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.supervised import SupervisedRunConfig
 from agentenv.assembly.parts.assembly import Assembly
-from agentenv.assembly.run.arguments import EXIT_MISSING
 from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.run.lock import JOB_VARIABLE
 from agentenv.assembly.run.rundir import CONFIG_FILE
@@ -47,7 +46,7 @@ from agentenv.assembly.run.terminal import View
 from agentenv.assembly.serving.gpus import GIB, find_machine
 from agentenv.assembly.serving.server_command import find_python
 from agentenv.base.config import Resolve, resolver
-from agentenv.base.errors import AgentEnvError, ConfigError, DataError, MissingError
+from agentenv.base.errors import EXIT_MISSING, AgentEnvError, ConfigError, DataError, MissingError
 from agentenv.base.installation import PACKAGES
 from agentenv.base.model_files import find_on_hub, hub_id
 from agentenv.engines.openai import OpenAIConfig

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from agentenv.base.errors import ConfigError, LearnerError
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.optimizer import OptimizerConfig
-from agentenv.learners.trees.batch import encode_sequence
 from agentenv.learners.trees.context import join_context_group
+from agentenv.learners.trees.encoded_tree import encode_sequence
 from agentenv.learners.trees.partition import MicroBatch, pack
 from agentenv.learners.trees.policy import Policy, tensors
 

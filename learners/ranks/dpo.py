@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 from agentenv.base.errors import DataError
 from agentenv.learners.algorithms.credit import Floats
 from agentenv.learners.keys import Metrics
-from agentenv.learners.trees.batch import ActionTokens, EncodedTree, Longs, from_arrays
+from agentenv.learners.trees.encoded_tree import ActionTokens, EncodedTree, Longs, from_arrays
 
 if TYPE_CHECKING:  # torch is slow to import, and users of pairs do not need it
     from torch import Tensor

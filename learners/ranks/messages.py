@@ -26,7 +26,7 @@ from agentenv.contract.weights import Address, Bucket, Group, SharedWeights, Wir
 from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.keys import Agreement, LearnerConfig, Score
 from agentenv.learners.optimizer import OptimizerConfig
-from agentenv.learners.trees.batch import EncodedTree
+from agentenv.learners.trees.encoded_tree import EncodedTree
 from agentenv.processes.link import frame_of
 
 ADDRESS_VARIABLE = "AGENTENV_LEARNER_ADDRESS"  # host:port of the controller

@@ -1,6 +1,6 @@
 """A learner rank: model, optimizer and counters, and the execution of the controller's commands.
 
-The order of the stack, from the controller to the weights: `deepspeed_learner` (trees in, metrics
+The order of the stack, from the controller to the weights: `learner` (trees in, metrics
 and published weights out) -> `rank_group` (all ranks) -> `rank_process` (one process) -> `rank`
 (its commands) -> `trainer` (updates) -> `backend` (DeepSpeed or torch) -> `policy` (the model).
 """

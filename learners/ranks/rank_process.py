@@ -38,7 +38,7 @@ from agentenv.base.errors import AgentEnvError, ConfigError
 from agentenv.base.untrusted import packed
 from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks.rank import Rank
-from agentenv.learners.trees.batch import EncodedTree
+from agentenv.learners.trees.encoded_tree import EncodedTree
 from agentenv.processes.link import frame_of, receive_frame
 from agentenv.processes.worker_group import Hello
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from agentenv.base.errors import EngineError, LearnerError
 from agentenv.contract.weights import Address, Group, Manifest, SharedWeights, TransferError, Wire
 from agentenv.learners.ranks import messages as wire
-from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.ranks.learner import DeepSpeedLearner
 
 SLACK_S = 60.0  # added to deadlines, so that ranks time out by themselves first
 

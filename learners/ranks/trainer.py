@@ -18,7 +18,7 @@ from agentenv.learners.algorithms.credit import Floats
 from agentenv.learners.keys import Agreement, LearnerConfig, Metrics, Score
 from agentenv.learners.ranks.backend import RankBackend
 from agentenv.learners.ranks.saved_checkpoint import Reference
-from agentenv.learners.trees.batch import ActionTokens, EncodedTree, Layout, computed
+from agentenv.learners.trees.encoded_tree import ActionTokens, EncodedTree, Layout, computed
 from agentenv.learners.trees.minibatch import MiniBatch, over_all, ratios
 from agentenv.learners.trees.partition import MicroBatch, pack, split_by_tree
 from agentenv.learners.trees.policy import Policy

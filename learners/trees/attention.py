@@ -3,8 +3,8 @@
 `use_tree_attention(model)` once; then pass `tree_layout=` and `attention_mask=NO_MASK` to the
 model. Without a layout the model computes as before.
 
-In a packed tree (`agentenv.learners.trees.batch`) query q sees key k iff k <= q < end[k]. The
-layout chooses how to compute that:
+In a packed tree (encoded_tree.py) query q sees key k iff k <= q < end[k]. The layout
+chooses how to compute that:
 
     blocked   on the CPU: blocks of visible pairs without a masked one, `BlockPlan`
     flex      on a GPU: FlexAttention, whose mask of blocks follows from `end`
@@ -32,8 +32,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from agentenv.base.errors import ConfigError
-from agentenv.learners.trees.batch import path_sums
 from agentenv.learners.trees.context import ContextShare
+from agentenv.learners.trees.encoded_tree import path_sums
 from agentenv.learners.trees.flex_attention import MIN_FLEX_WIDTH, block_mask, flex_tree_attention
 
 # Attention of a packed tree by segments: each run of tokens between forks against its path.

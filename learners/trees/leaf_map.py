@@ -10,7 +10,7 @@ import numpy as np
 from agentenv.learners.algorithms.algorithm import Aggregation, Algorithm, Band
 from agentenv.learners.algorithms.credit import Floats, Sharing
 from agentenv.learners.algorithms.losses import MAX_LOG_RATIO
-from agentenv.learners.trees.batch import EncodedTree, leaf_ranges, path_sums
+from agentenv.learners.trees.encoded_tree import EncodedTree, leaf_ranges, path_sums
 
 Gather = Callable[[Any], list[Any]]  # the values of all ranks, by rank; collective
 

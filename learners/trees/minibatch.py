@@ -42,7 +42,7 @@ from agentenv.learners.algorithms.algorithm import Algorithm, Band
 from agentenv.learners.algorithms.credit import Floats
 from agentenv.learners.algorithms.losses import MAX_LOG_RATIO, LossBatch, sequence_terms
 from agentenv.learners.keys import Metrics
-from agentenv.learners.trees.batch import ActionTokens, EncodedTree, computed
+from agentenv.learners.trees.encoded_tree import ActionTokens, EncodedTree, computed
 from agentenv.learners.trees.leaf_map import (
     Gather,
     LeafMap,

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentenv.base.errors import ConfigError
-from agentenv.learners.trees.batch import LAYOUTS, EncodedTree, from_arrays
+from agentenv.learners.trees.encoded_tree import LAYOUTS, EncodedTree, from_arrays
 from agentenv.learners.trees.partition import pack
 from agentenv.learners.trees.policy import Policy, recurrent_kinds, tensors
 

@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from agentenv.base.tree import Scored, TrajectoryTree
 from agentenv.learners.algorithms.credit import CreditedTree, Floats
-from agentenv.learners.trees.batch import (
+from agentenv.learners.trees.encoded_tree import (
     EncodedTree,
     Layout,
     Longs,
@@ -302,8 +302,7 @@ def _scattered(values: NDArray[Any], is_trained: NDArray[np.bool_]) -> array[flo
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Trees and parts of trees side by side; see `agentenv.learners.trees.batch` for pred, depth
-    and end.
+    """Trees and parts of trees side by side; see encoded_tree.py for pred, depth and end.
 
     token_ids, position_ids, end: int64 [length], end counted in this micro-batch.
     source: int64 [tokens], place of each trained token's predecessor; targets: int64 [tokens],

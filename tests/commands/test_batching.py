@@ -22,11 +22,11 @@ from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.algorithms.baselines import DAPO, ReinforcePP
 from agentenv.learners.algorithms.credit import TreeCredit
-from agentenv.learners.trees.batch import encode
+from agentenv.learners.trees.encoded_tree import encode
 from agentenv.training.loop.alarms import Alarms
 from agentenv.training.loop.batching import BatchBuilder, RefusedStepError, StepBatch
 from agentenv.training.loop.evaluations import refuse_failed
-from agentenv.training.loop.publishing import is_exact
+from agentenv.training.loop.parity import is_exact
 from agentenv.training.loop.state import RunState
 from tests.learners.trees import credited, random_tree
 

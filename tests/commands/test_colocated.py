@@ -13,8 +13,7 @@ import pytest
 from agentenv.contract.weights import SharedWeights
 from agentenv.launchers import train
 from agentenv.learners.ranks.senders import MemorySender
-from agentenv.training.loop.publishing import Handover
-from agentenv.training.loop.transports import Colocation, MemoryPublisher
+from agentenv.training.loop.publishers import Colocation, Handover, MemoryPublisher
 from tests.support.warehouse import make_workspace
 
 ENV = """

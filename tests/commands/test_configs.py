@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agentenv.assembly.reports.records import EvalRow
-from agentenv.assembly.run.arguments import EXIT_MISSING
+from agentenv.base.errors import EXIT_MISSING
 from agentenv.evaluation.store import read_rows
 from agentenv.launchers import dpo, evaluate, serve, sft, synthesize, train
 from tests.commands.test_published_values import PUBLISHED

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.assembly.run.arguments import EXIT_MISSING
 from agentenv.assembly.serving.gpus import PlannedMachine
 from agentenv.base.config import load_config
+from agentenv.base.errors import EXIT_MISSING
 from agentenv.envs.quickstart.setup import build_model
 from agentenv.lab.diagnosis.plan import make_plan
 from agentenv.launchers import sft, train

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.assembly.run.arguments import EXIT_MISSING
+from agentenv.base.errors import EXIT_MISSING
 from agentenv.data.data_files import read_rows
 from agentenv.envs.quickstart.setup import build_model
 from agentenv.launchers import dpo, evaluate, sft, train

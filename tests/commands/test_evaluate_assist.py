@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentenv.assembly.reports.records import EvalRow, written
-from agentenv.assembly.run.arguments import EXIT_MISSING
+from agentenv.base.errors import EXIT_MISSING
 from agentenv.envs.quickstart.setup import build_model
 from agentenv.evaluation.store import read_rows
 from agentenv.launchers import evaluate, train

@@ -21,9 +21,8 @@ import pytest
 import yaml
 
 from agentenv.assembly.keys.cluster import SpreadCluster
-from agentenv.assembly.run.arguments import EXIT_BAD_INPUT
-from agentenv.assembly.run.terminal import first_reason
-from agentenv.base.errors import ConfigError, WorkerError
+from agentenv.assembly.run.exits import first_reason
+from agentenv.base.errors import EXIT_BAD_INPUT, ConfigError, WorkerError
 from agentenv.base.ports import hold_port, port_of
 from agentenv.launchers import train
 from agentenv.processes.supervisor import ADDRESS_VARIABLE, TOKEN_VARIABLE

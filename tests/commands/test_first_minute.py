@@ -17,8 +17,9 @@ import pytest
 from rich.console import Console
 
 from agentenv.assembly.run import terminal
+from agentenv.assembly.run.exits import exit_code_of
 from agentenv.assembly.run.tables import Table, as_rich
-from agentenv.assembly.run.terminal import View, exit_code_of
+from agentenv.assembly.run.terminal import View
 from agentenv.training.loop.brief_reports import PHASES, BriefFigures, BriefReport
 from agentenv.training.loop.state import RunState
 from agentenv.training.reports.recorder import brief_line, final_table

@@ -13,7 +13,7 @@ import pytest
 
 from agentenv.assembly.reports import pictures
 from agentenv.assembly.reports.records import write_rows
-from agentenv.assembly.run.terminal import reason_of
+from agentenv.assembly.run.exits import reason_of
 from agentenv.base.disk_errors import explain
 from agentenv.training.reports.recorder import write_samples
 from agentenv.training.supervised import run as supervised

@@ -16,8 +16,8 @@ from agentenv.base.errors import LearnerError
 from agentenv.base.types import Chunk
 from agentenv.contract.request import PartEnd, ServerRequest
 from agentenv.learners.keys import Score
-from agentenv.learners.trees.batch import EncodedTree
-from agentenv.training.loop.publishing import PROBE_S, Gap, ParityCheck, ParityGap, ParityProbe
+from agentenv.learners.trees.encoded_tree import EncodedTree
+from agentenv.training.loop.parity import PROBE_S, Gap, ParityCheck, ParityGap, ParityProbe
 from tests.engines.faulty_server import FaultyServer
 from tests.engines.pool_bench import bench, write_folder
 from tests.support.virtual_clock import run_virtual

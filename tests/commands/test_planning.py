@@ -48,7 +48,7 @@ from agentenv.lab.diagnosis.plan import (
 )
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
-from agentenv.learners.trees.batch import encode_sequence
+from agentenv.learners.trees.encoded_tree import encode_sequence
 from agentenv.learners.trees.partition import pack
 from agentenv.learners.trees.policy import CHUNK_BYTES, TILE_BYTES, Policy, tensors
 from tests.learners.threads import Meeting

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
-from agentenv.assembly.run.terminal import first_reason
+from agentenv.assembly.run.exits import first_reason
 from agentenv.base.errors import ConfigError
 from agentenv.training.loop.training import Training
 from agentenv.training.reports.recorder import RunRecorder

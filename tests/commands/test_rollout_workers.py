@@ -22,11 +22,11 @@ from msgspec.structs import replace
 
 from agentenv.assembly.keys.cluster import SpreadCluster
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.assembly.run.arguments import EXIT_INTERRUPTED
+from agentenv.assembly.run.exits import first_reason
 from agentenv.assembly.run.rundir import RunDirectory
-from agentenv.assembly.run.terminal import View, first_reason
+from agentenv.assembly.run.terminal import View
 from agentenv.base.config import load_config
-from agentenv.base.errors import ConfigError, WorkerError
+from agentenv.base.errors import EXIT_INTERRUPTED, ConfigError, WorkerError
 from agentenv.cluster.engines import Turns
 from agentenv.processes import supervisor as local
 from agentenv.processes.supervisor import NUMBER_VARIABLE

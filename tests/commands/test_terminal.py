@@ -15,7 +15,7 @@ from tests.support.snippets import run_python
 TELLING = """
 import sys
 from pathlib import Path
-from agentenv.assembly.run.terminal import exit_code_of
+from agentenv.assembly.run.exits import exit_code_of
 
 def work(view):
     if len(sys.argv) > 1:
@@ -67,7 +67,7 @@ def test_warnings_of_parts_for_people_and_their_errors_are_on_the_terminal(
 import logging, sys
 from pathlib import Path
 from agentenv.base.errors import SHOWN
-from agentenv.assembly.run.terminal import exit_code_of
+from agentenv.assembly.run.exits import exit_code_of
 
 part = logging.getLogger("agentenv.part")
 
@@ -87,7 +87,7 @@ exit_code_of(work, "it")
 HANGING = """
 import sys, time
 from pathlib import Path
-from agentenv.assembly.run.terminal import exit_code_of
+from agentenv.assembly.run.exits import exit_code_of
 
 def work(view):
     view.log_to(Path(sys.argv[1]))

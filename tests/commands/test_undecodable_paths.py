@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.assembly.run.terminal import exit_code_of
+from agentenv.assembly.run.exits import exit_code_of
 from agentenv.base.disk import undecodable
 from agentenv.base.errors import DataError
 from agentenv.data.data_files import find_files

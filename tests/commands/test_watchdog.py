@@ -14,7 +14,8 @@ import weakref
 import pytest
 
 from agentenv.assembly.run import watchdog
-from agentenv.assembly.run.terminal import View, run_until_done
+from agentenv.assembly.run.exits import run_until_done
+from agentenv.assembly.run.terminal import View
 from agentenv.assembly.run.watchdog import Watchdog, rolling_out
 from agentenv.contract.function_tool import tool
 from tests.support.snippets import ready_python, run_python
@@ -97,7 +98,8 @@ import asyncio, os, signal, sys, threading, time
 if "without" in sys.argv:
     sys.modules["uvloop"] = None
 from agentenv.assembly.run import watchdog
-from agentenv.assembly.run.terminal import View, run_until_done
+from agentenv.assembly.run.terminal import View
+from agentenv.assembly.run.exits import run_until_done
 watchdog.GRACE_S = 0.2
 
 async def work():
@@ -128,7 +130,8 @@ def test_the_second_ctrl_c_ends_a_process_that_ignores_it(uvloop: str) -> None:
 HELD = """
 import asyncio, time
 from agentenv.assembly.run import watchdog
-from agentenv.assembly.run.terminal import View, run_until_done
+from agentenv.assembly.run.terminal import View
+from agentenv.assembly.run.exits import run_until_done
 watchdog.BEAT_S = 0.02
 
 async def work():
@@ -150,7 +153,8 @@ def test_a_worker_abandoned_by_its_controller_exits() -> None:
 
 SAVING = """
 import asyncio, signal
-from agentenv.assembly.run.terminal import View, run_until_done
+from agentenv.assembly.run.terminal import View
+from agentenv.assembly.run.exits import run_until_done
 
 async def work():
     print("ready", flush=True)
@@ -298,7 +302,8 @@ def test_memory_freed_by_a_step_returns_to_the_system() -> None:
     code = """
 import asyncio, psutil
 from agentenv.assembly.run.watchdog import rolling_out
-from agentenv.assembly.run.terminal import View, run_until_done
+from agentenv.assembly.run.terminal import View
+from agentenv.assembly.run.exits import run_until_done
 
 def rss(): return psutil.Process().memory_info().rss / 1e6
 

@@ -20,9 +20,9 @@ from agentenv.engines.remote.weight_sync import Server
 from agentenv.engines.vllm import VLLMServer
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
-from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.ranks.learner import DeepSpeedLearner
 from agentenv.learners.ranks.senders import LearnerSender
-from agentenv.learners.trees.batch import encode_sequence
+from agentenv.learners.trees.encoded_tree import encode_sequence
 from tests.engines.reference import EOS, VOCAB, check_sampled
 from tests.engines.world import prompt
 from tests.learners.ranks import ALGORITHM

@@ -20,8 +20,8 @@ from agentenv.contract.server_config import VLLM_IPC
 from agentenv.contract.weights import TransferError
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks.senders import MemorySender
-from agentenv.learners.trees.batch import encode_sequence
-from agentenv.training.loop.transports import MemoryPublisher
+from agentenv.learners.trees.encoded_tree import encode_sequence
+from agentenv.training.loop.publishers import MemoryPublisher
 from tests.engines.broadcast_checks import TWO_RANKS, Bench, begin_many, bench, clients, cut, until
 from tests.engines.reference import MAX_LENGTH, check_sampled
 from tests.engines.vllm_server import EXTENSION, LOGPROBS, SCALE_OUT, VLLMProcess, require_vllm

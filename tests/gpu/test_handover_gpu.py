@@ -29,11 +29,17 @@ from agentenv.contract.server_config import LaunchConfig, Served
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.vllm import VLLMServer
 from agentenv.learners.keys import LearnerConfig
-from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.ranks.learner import DeepSpeedLearner
 from agentenv.learners.ranks.senders import MemorySender
-from agentenv.learners.trees.batch import EncodedTree, encode_sequence
-from agentenv.training.loop.publishing import DirectoryPublisher, Handover, ParityProbe
-from agentenv.training.loop.transports import Colocation, MemoryPublisher, Publisher
+from agentenv.learners.trees.encoded_tree import EncodedTree, encode_sequence
+from agentenv.training.loop.parity import ParityProbe
+from agentenv.training.loop.publishers import (
+    Colocation,
+    DirectoryPublisher,
+    Handover,
+    MemoryPublisher,
+    Publisher,
+)
 from benchmarks.parts.server_cost import VOCABULARY, make_model
 from tests.gpu.place import HAS_GPU
 from tests.gpu.test_vllm_gpu import PYTHON, SHAPE, prompts

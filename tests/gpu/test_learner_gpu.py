@@ -22,7 +22,7 @@ from agentenv.base.tree import TrajectoryTree
 from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.algorithms.credit import tree_credit
 from agentenv.learners.keys import LearnerConfig
-from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.ranks.learner import DeepSpeedLearner
 from benchmarks.parts.layouts import WARM_UP, grow, load_shapes
 from tests.gpu.place import HAS_GPU
 from tests.gpu.test_tree_gpu import random_policy

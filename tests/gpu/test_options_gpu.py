@@ -12,7 +12,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from agentenv.base.errors import ConfigError
 from agentenv.learners.algorithms.baselines import GRPO
-from agentenv.learners.trees.batch import EncodedTree, encode
+from agentenv.learners.trees.encoded_tree import EncodedTree, encode
 from agentenv.learners.trees.liger import use_liger
 from agentenv.learners.trees.partition import pack
 from agentenv.learners.trees.policy import Policy, tensors

@@ -22,7 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agentenv.learners.algorithms.baselines import GRPO
 from agentenv.learners.trees.attention import TreeLayout
-from agentenv.learners.trees.batch import encode
+from agentenv.learners.trees.encoded_tree import encode
 from agentenv.learners.trees.liger import use_liger
 from agentenv.learners.trees.partition import pack
 from agentenv.learners.trees.policy import LogprobHead, Policy, tensors

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from agentenv.base.tree import TrajectoryTree
 from agentenv.learners.algorithms.algorithm import Algorithm
-from agentenv.learners.trees.batch import ActionTokens, encode
+from agentenv.learners.trees.encoded_tree import ActionTokens, encode
 from agentenv.learners.trees.minibatch import MiniBatch
 from tests.learners.trees import credits_of, random_tree
 

@@ -17,7 +17,7 @@ from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks.backend import RankBackend
 from agentenv.learners.ranks.dpo import encode_pair
 from agentenv.learners.ranks.trainer import Trainer
-from agentenv.learners.trees.batch import EncodedTree, encode
+from agentenv.learners.trees.encoded_tree import EncodedTree, encode
 from agentenv.learners.trees.policy import Policy
 from tests.learners.trees import VOCABULARY, credited, random_tree, tiny_model
 

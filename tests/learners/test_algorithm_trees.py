@@ -20,7 +20,7 @@ from agentenv.learners.algorithms.baselines import (
     DrGRPO,
     ReinforcePP,
 )
-from agentenv.learners.trees.batch import ActionTokens, encode
+from agentenv.learners.trees.encoded_tree import ActionTokens, encode
 from agentenv.learners.trees.leaf_map import LeafMap
 from agentenv.learners.trees.minibatch import MiniBatch
 from tests.learners.flat import figures, grown, tree_form

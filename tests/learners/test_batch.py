@@ -20,7 +20,7 @@ from agentenv.base.types import VersionSpan
 from agentenv.learners.algorithms.aepo import AEPO
 from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.algorithms.baselines import GRPO
-from agentenv.learners.trees.batch import EncodedTree, encode, encode_sequence
+from agentenv.learners.trees.encoded_tree import EncodedTree, encode, encode_sequence
 from agentenv.learners.trees.partition import pack
 from tests.learners.trees import flat_loss, random_tree, tiny_model, tree_loss
 
@@ -109,7 +109,7 @@ def test_encoding_survives_serialization_and_invalid_data_is_refused() -> None:
 def test_configuration_and_encoding_load_no_torch() -> None:
     code = (
         "import sys, json, agentenv.learners.ranks.rank_group;"
-        "import agentenv.learners.ranks.deepspeed_learner;"
+        "import agentenv.learners.ranks.learner;"
         "print(json.dumps([m for m in ('torch', 'deepspeed') if m in sys.modules]))"
     )
     output = subprocess.run(

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from agentenv.base.errors import EngineError
 from agentenv.contract.weights import Group, TransferError
 from agentenv.learners.keys import LearnerConfig
-from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.ranks.learner import DeepSpeedLearner
 from agentenv.learners.ranks.senders import LearnerSender
-from agentenv.learners.trees.batch import encode_sequence
+from agentenv.learners.trees.encoded_tree import encode_sequence
 from tests.learners.ranks import ALGORITHM
 
 TEACHING = [encode_sequence(list(range(1, 20)), [False] + [True] * 18)]

@@ -25,12 +25,12 @@ from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.keys import LearnerConfig, Metrics, check_heads
 from agentenv.learners.lora import LoRAConfig, add_adapters
-from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.ranks.dpo import prefer, with_reference
+from agentenv.learners.ranks.learner import DeepSpeedLearner
 from agentenv.learners.ranks.saved_checkpoint import Checkpoint, restore
 from agentenv.learners.ranks.trainer import Trainer
-from agentenv.learners.trees.batch import EncodedTree, encode, encode_sequence
 from agentenv.learners.trees.context import ContextShare
+from agentenv.learners.trees.encoded_tree import EncodedTree, encode, encode_sequence
 from agentenv.learners.trees.model_check import check_model
 from agentenv.learners.trees.partition import assign, pack, partition
 from tests.learners.flat import grown

@@ -16,7 +16,7 @@ from agentenv.base.types import Task, VersionSpan
 from agentenv.learners.algorithms.baselines import GRPO
 from agentenv.learners.algorithms.credit import group_advantages
 from agentenv.learners.algorithms.losses import LossBatch
-from agentenv.learners.trees.batch import LAYOUTS, encode
+from agentenv.learners.trees.encoded_tree import LAYOUTS, encode
 from tests.learners.trees import tiny_model, tree_loss
 
 ALGORITHM = GRPO(group_size=3, dual_clip=float("inf"))

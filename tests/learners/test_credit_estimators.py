@@ -13,7 +13,7 @@ from agentenv.learners.algorithms.algorithm import Band
 from agentenv.learners.algorithms.baselines import DAPO, GRPO, ReinforcePP, leave_one_out
 from agentenv.learners.algorithms.credit import advantages_of, soft_length_penalty
 from agentenv.learners.trees import leaf_map, minibatch
-from agentenv.learners.trees.batch import encode
+from agentenv.learners.trees.encoded_tree import encode
 from agentenv.learners.trees.leaf_map import LeafMap, coefficients, denominator
 from tests.learners.flat import grown
 from tests.learners.trees import credits_of, truncate

@@ -18,8 +18,8 @@ from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.optimizer import OptimizerConfig
-from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
-from agentenv.learners.trees.batch import EncodedTree, encode, encode_sequence
+from agentenv.learners.ranks.learner import DeepSpeedLearner
+from agentenv.learners.trees.encoded_tree import EncodedTree, encode, encode_sequence
 from tests.learners.ranks import (
     OF_THE_RANKS,
     largest_difference,

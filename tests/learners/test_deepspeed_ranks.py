@@ -18,10 +18,10 @@ from agentenv.base.errors import ConfigError, LearnerError
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks import rank_group
-from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.ranks.learner import DeepSpeedLearner
 from agentenv.learners.ranks.rank_group import RankLink
 from agentenv.learners.ranks.rank_process import Position, failure, find_position
-from agentenv.learners.trees.batch import encode_sequence
+from agentenv.learners.trees.encoded_tree import encode_sequence
 from agentenv.processes.link import PREFIX_BYTES, Link
 from agentenv.processes.worker_group import Hello
 from tests.learners.ranks import (

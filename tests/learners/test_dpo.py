@@ -22,7 +22,7 @@ from agentenv.learners.ranks.dpo import (
     with_reference,
 )
 from agentenv.learners.ranks.trainer import Trainer
-from agentenv.learners.trees.batch import EncodedTree, encode_sequence
+from agentenv.learners.trees.encoded_tree import EncodedTree, encode_sequence
 from agentenv.learners.trees.partition import pack
 from agentenv.learners.trees.policy import Policy
 from tests.learners.trees import VOCABULARY, tiny_model

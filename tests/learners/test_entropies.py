@@ -17,7 +17,7 @@ from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.algorithms.baselines import GRPO
 from agentenv.learners.algorithms.credit import CreditedTree
 from agentenv.learners.keys import Agreement
-from agentenv.learners.trees.batch import ActionTokens, EncodedTree, encode
+from agentenv.learners.trees.encoded_tree import ActionTokens, EncodedTree, encode
 from agentenv.learners.trees.partition import forget_entropies, partition, split_by_tree, write_back
 from agentenv.rollout.metrics import entropy_profile, rollout_metrics
 from tests.learners.test_trainer_options import trainer

@@ -18,7 +18,7 @@ from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.algorithms.baselines import GRPO
 from agentenv.learners.algorithms.credit import are_equal
 from agentenv.learners.keys import LearnerConfig
-from agentenv.learners.ranks.deepspeed_learner import encode_groups
+from agentenv.learners.ranks.learner import encode_groups
 from agentenv.learners.trees.partition import minibatches
 from agentenv.reference.algorithms import released
 from tests.learners.oracle import grow

@@ -21,7 +21,7 @@ from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks.export import WeightFiles, buckets, entries
 from agentenv.learners.ranks.offline_export import export as export_offline
 from agentenv.learners.ranks.rank import Rank
-from agentenv.learners.trees.batch import encode_sequence
+from agentenv.learners.trees.encoded_tree import encode_sequence
 from agentenv.learners.trees.partition import pack
 from agentenv.learners.trees.policy import Policy, tensors
 from tests.learners.ranks import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from agentenv.learners.ranks.trainer import SHORT_PATH, Layouts
-from agentenv.learners.trees.batch import encode_sequence
+from agentenv.learners.trees.encoded_tree import encode_sequence
 from agentenv.learners.trees.policy import Policy
 from tests.learners.ranks import (
     encoded,

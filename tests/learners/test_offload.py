@@ -13,7 +13,7 @@ import torch
 from agentenv.base.errors import LearnerError
 from agentenv.learners.lora import LoRAConfig
 from agentenv.learners.ranks.backend import RankBackend
-from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.ranks.learner import DeepSpeedLearner
 from agentenv.learners.ranks.offloaded_memory import HostMemory, OffloadedMemory, held_tensors
 from tests.learners.ranks import (
     ALGORITHM,

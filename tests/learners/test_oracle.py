@@ -29,9 +29,9 @@ from agentenv.learners.algorithms.baselines import (
 )
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks.backend import RankBackend
-from agentenv.learners.ranks.deepspeed_learner import encode_groups, in_order
+from agentenv.learners.ranks.learner import encode_groups, in_order
 from agentenv.learners.ranks.trainer import Trainer
-from agentenv.learners.trees.batch import EncodedTree
+from agentenv.learners.trees.encoded_tree import EncodedTree
 from agentenv.learners.trees.policy import Policy
 from agentenv.training.loop.batching import credits_of_update
 from tests.learners.oracle import VERSION, Oracle, grow

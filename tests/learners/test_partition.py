@@ -18,9 +18,9 @@ from agentenv.learners.algorithms.algorithm import Algorithm, Band
 from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.algorithms.baselines import GRPO, GSPO, DrGRPO
 from agentenv.learners.keys import LearnerConfig
-from agentenv.learners.ranks.deepspeed_learner import encode_groups, in_order
+from agentenv.learners.ranks.learner import encode_groups, in_order
 from agentenv.learners.ranks.trainer import Trainer
-from agentenv.learners.trees.batch import ActionTokens, EncodedTree, from_arrays
+from agentenv.learners.trees.encoded_tree import ActionTokens, EncodedTree, from_arrays
 from agentenv.learners.trees.leaf_map import LeafMap
 from agentenv.learners.trees.minibatch import MiniBatch
 from agentenv.learners.trees.partition import (

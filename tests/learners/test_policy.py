@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from agentenv.base.errors import ConfigError
-from agentenv.learners.trees.batch import encode_sequence
+from agentenv.learners.trees.encoded_tree import encode_sequence
 from agentenv.learners.trees.partition import pack
 from agentenv.learners.trees.policy import LogprobHead, Policy, tensors
 from tests.learners.trees import tiny_model

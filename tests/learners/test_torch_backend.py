@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks.backend import moved_weights
 from agentenv.learners.ranks.checkpoint import stored_dtype
-from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.ranks.learner import DeepSpeedLearner
 from agentenv.learners.trees.policy import Policy
 from tests.learners.ranks import (
     ALGORITHM,

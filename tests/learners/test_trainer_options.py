@@ -14,7 +14,7 @@ from agentenv.learners.algorithms.baselines import GRPO, GSPO
 from agentenv.learners.keys import Agreement, LearnerConfig
 from agentenv.learners.ranks.backend import RankBackend
 from agentenv.learners.ranks.trainer import Trainer
-from agentenv.learners.trees.batch import ActionTokens, EncodedTree, encode
+from agentenv.learners.trees.encoded_tree import ActionTokens, EncodedTree, encode
 from agentenv.learners.trees.policy import Policy
 from tests.learners.flat import grown
 from tests.learners.trees import tiny_model

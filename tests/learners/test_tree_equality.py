@@ -20,7 +20,7 @@ from agentenv.learners.algorithms.aepo import AEPO
 from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.algorithms.baselines import GRPO
 from agentenv.learners.trees import attention as attention_blocked
-from agentenv.learners.trees.batch import LAYOUTS, ActionTokens, EncodedTree, Layout, encode
+from agentenv.learners.trees.encoded_tree import LAYOUTS, ActionTokens, EncodedTree, Layout, encode
 from agentenv.learners.trees.partition import pack
 from agentenv.learners.trees.policy import Policy, tensors
 from tests.learners.trees import MODELS, flat_loss, random_tree, tiny_model, tree_loss

@@ -30,17 +30,17 @@ from agentenv.learners.optimizer import OptimizerConfig
 from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks import offline_export
 from agentenv.learners.ranks.checkpoint import REFERENCE
-from agentenv.learners.ranks.deepspeed_learner import (
+from agentenv.learners.ranks.dpo import with_reference
+from agentenv.learners.ranks.learner import (
     DeepSpeedLearner,
     encode_groups,
     in_order,
     start_ranks,
 )
-from agentenv.learners.ranks.dpo import with_reference
 from agentenv.learners.ranks.rank import Rank
 from agentenv.learners.ranks.rank_group import RankGroup
 from agentenv.learners.ranks.saved_checkpoint import Checkpoint
-from agentenv.learners.trees.batch import encode_sequence
+from agentenv.learners.trees.encoded_tree import encode_sequence
 from agentenv.learners.trees.partition import minibatches, partition
 from tests.learners.ranks import (
     ALGORITHM,

@@ -38,7 +38,7 @@ from agentenv.base.types import Limit, Task, VersionSpan
 from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.algorithms.credit import CreditedTree, TreeCredit, group_advantages
 from agentenv.learners.algorithms.losses import LossBatch, entropy_statistics
-from agentenv.learners.trees.batch import ActionTokens, EncodedTree, Layout
+from agentenv.learners.trees.encoded_tree import ActionTokens, EncodedTree, Layout
 from agentenv.learners.trees.partition import pack
 from agentenv.learners.trees.policy import Policy, tensors
 

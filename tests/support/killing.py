@@ -50,7 +50,7 @@ from agentenv.learners.ranks import rank_group as wire
 from agentenv.processes import supervisor
 from agentenv.rollout import journal
 from agentenv.rollout.frames import framed
-from agentenv.training.loop.publishing import DirectoryPublisher
+from agentenv.training.loop.publishers import DirectoryPublisher
 from agentenv.training.reports.recorder import RunRecorder
 from tests.support.rank_here import rank_here
 

@@ -92,7 +92,7 @@ def rank_here() -> Iterator[None]:
     """Learners that start within this context have their rank here if possible."""
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentenv.learners.ranks.deepspeed_learner.RankGroup", ranks)
+        patch.setattr("agentenv.learners.ranks.learner.RankGroup", ranks)
         yield
     torch.set_num_threads(threads)
     torch.set_rng_state(state)

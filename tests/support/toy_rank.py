@@ -139,6 +139,6 @@ class ToyRank(RankGroup):
 def toy_ranks() -> Iterator[type[ToyRank]]:
     """Learners that start within this context have such a rank."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentenv.learners.ranks.deepspeed_learner.RankGroup", ToyRank)
+        patch.setattr("agentenv.learners.ranks.learner.RankGroup", ToyRank)
         yield ToyRank
     assert not ToyRank.alive

@@ -24,11 +24,12 @@ from agentenv.base.types import Completion, Info, Limit, Message, SamplingParams
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.learners.algorithms.credit import CreditedTree
 from agentenv.learners.keys import Metrics, Score
-from agentenv.learners.trees.batch import EncodedTree
+from agentenv.learners.trees.encoded_tree import EncodedTree
 from agentenv.rollout.actor import Actor
 from agentenv.text.renderer import TagRenderer
+from agentenv.training.loop.parity import ParityProbe
 from agentenv.training.loop.parts import Parts
-from agentenv.training.loop.publishing import DirectoryPublisher, ParityProbe
+from agentenv.training.loop.publishers import DirectoryPublisher
 from tests.support.toy import TOOL, CharTokenizer
 
 WEIGHTS = "weights.json"

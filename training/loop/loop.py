@@ -3,7 +3,7 @@
     take       the trees of a step, in start order                  agentenv/rollout/queue.py
     credit     parity, credit of each tree, choice of the trained   batching.py
     update     the self-critic's round and the learner's update     learners/
-    publish    new weights into the engine, trees into the archive  publishing.py, recorder.py
+    publish    new weights into the engine, trees into the archive  publishers.py, recorder.py
     release    the slots of the trees, for new rollouts             agentenv/rollout/queue.py
     record     figures, score, the row of metrics                   step_report.py
 
@@ -30,7 +30,7 @@ from agentenv.training.loop.batching import RefusedStepError, StepBatch
 from agentenv.training.loop.clocks import PhaseClock, Stopwatch
 from agentenv.training.loop.evaluations import RunEvaluator
 from agentenv.training.loop.feeder import Feeder
-from agentenv.training.loop.publishing import ParityCheck
+from agentenv.training.loop.parity import ParityCheck
 from agentenv.training.loop.recorder import Recorder
 from agentenv.training.loop.state import RunSaver
 from agentenv.training.loop.step_report import StepReport

@@ -42,13 +42,13 @@ from agentenv.contract.env import Env
 from agentenv.contract.plan import RolloutPlan
 from agentenv.learners.keys import frozen_model, read_saved
 from agentenv.learners.lora import ADAPTER_FOLDER
-from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner, start_ranks
+from agentenv.learners.ranks.learner import DeepSpeedLearner, start_ranks
 from agentenv.learners.ranks.rank_group import RankGroup, RemoteRanks
 from agentenv.processes.supervisor import Placement
 from agentenv.rollout.actor import Actor
 from agentenv.text.encoder import encode_in_process
-from agentenv.training.loop.publishing import ParityProbe
-from agentenv.training.loop.transports import Publisher, make_publisher
+from agentenv.training.loop.parity import ParityProbe
+from agentenv.training.loop.publishers import Publisher, make_publisher
 
 logger = logging.getLogger(__name__)
 

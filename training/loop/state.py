@@ -20,7 +20,7 @@ from agentenv.rollout.archive import Archive
 from agentenv.rollout.journal import Journal
 from agentenv.rollout.metrics import EntropyProfile, Metrics, TreeCounters
 from agentenv.training.loop.brief_reports import BriefReport
-from agentenv.training.loop.publishing import ParityGap
+from agentenv.training.loop.parity import ParityGap
 
 logger = logging.getLogger(__name__)
 

@@ -43,8 +43,8 @@ from agentenv.training.loop.clocks import PhaseClock, Stopwatch
 from agentenv.training.loop.evaluations import RunEvaluator
 from agentenv.training.loop.feeder import Feeder, Workers
 from agentenv.training.loop.loop import Critic, Loop
+from agentenv.training.loop.parity import ParityCheck
 from agentenv.training.loop.parts import Build, Parts
-from agentenv.training.loop.publishing import ParityCheck
 from agentenv.training.loop.recorder import Recorder
 from agentenv.training.loop.state import RunSaver, RunState
 from agentenv.training.loop.step_report import StepReport

@@ -20,7 +20,7 @@ from agentenv.assembly.keys.supervised import SFTStage
 from agentenv.assembly.run.checkpoints import COLD_START, Saver
 from agentenv.base.deadline import uncancelled
 from agentenv.learners.optimizer import optimizer_of
-from agentenv.learners.trees.batch import EncodedTree
+from agentenv.learners.trees.encoded_tree import EncodedTree
 from agentenv.training.loop.parts import Parts
 from agentenv.training.loop.recorder import Recorder
 from agentenv.training.loop.state import Imitating

@@ -28,7 +28,7 @@ from agentenv.contract.instruction import Instruction
 from agentenv.data.data_files import Row, read_rows
 from agentenv.data.file_formats import RawRow
 from agentenv.learners.ranks.dpo import Answer, encode_pair
-from agentenv.learners.trees.batch import EncodedTree
+from agentenv.learners.trees.encoded_tree import EncodedTree
 from agentenv.text.renderer import Renderer
 from agentenv.training.supervised.dialogues import (
     Dialogue,

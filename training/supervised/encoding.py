@@ -26,7 +26,7 @@ from agentenv.base.model_files import GENERATION
 from agentenv.base.types import SYSTEM_KEY, Completion, Message, Task
 from agentenv.contract.instruction import Instruction
 from agentenv.data.rows import repaired
-from agentenv.learners.trees.batch import EncodedTree, encode_sequence
+from agentenv.learners.trees.encoded_tree import EncodedTree, encode_sequence
 from agentenv.text.native import NativeRenderer
 from agentenv.text.renderer import NUM_TAIL_IDS, THOUGHT_OPEN, Renderer, TagRenderer
 from agentenv.text.tags import tag_calls

@@ -35,14 +35,14 @@ from agentenv.base.offload import in_thread
 from agentenv.learners.algorithms.baselines import GRPO
 from agentenv.learners.keys import Metrics, Score
 from agentenv.learners.optimizer import lr_factor
-from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.ranks.dpo import (
     PairTokens,
     preference_metrics,
     preference_sums,
     with_reference,
 )
-from agentenv.learners.trees.batch import EncodedTree
+from agentenv.learners.ranks.learner import DeepSpeedLearner
+from agentenv.learners.trees.encoded_tree import EncodedTree
 from agentenv.text.prompt import load_instruction
 from agentenv.text.renderer import Renderer
 from agentenv.training.supervised.data import Loaded, RowLoader

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from agentenv.assembly.run.terminal import ErrorLines, View, exit_code_of, run_until_done
+from agentenv.assembly.run.exits import exit_code_of, run_until_done
+from agentenv.assembly.run.terminal import ErrorLines, View
 from agentenv.assembly.run.watchdog import rolling_out
 from agentenv.base.config import Reporter
 from agentenv.base.errors import AgentEnvError, ConfigError, WorkerError

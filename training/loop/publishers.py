@@ -1,4 +1,4 @@
-"""Transports of weights from learner to engine: through a directory, by broadcast, through the
+"""Publishers of weights from learner to engine: through a directory, by broadcast, through the
 memory of shared GPUs; and the hand-over of these GPUs."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +20,32 @@ from agentenv.contract.engine import Engine
 from agentenv.contract.weights import TransferError
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.pool.pooled_engine import PooledEngineConfig
-from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.keys import Metrics
+from agentenv.learners.ranks.learner import DeepSpeedLearner
 from agentenv.learners.ranks.senders import LearnerSender, MemorySender
-from agentenv.training.loop.publishing import DirectoryPublisher, Handover, ParityProbe
+from agentenv.training.loop.clocks import Stopwatch
+from agentenv.training.loop.parity import ParityProbe
 
 logger = logging.getLogger(__name__)
+
+
+class Handover(Stopwatch):
+    """Seconds that engine and learner spend on the transfer of weights and GPUs, by part:
+
+    sleep    engine or learner frees its GPU memory
+    wake     the learner, or the engine with unchanged weights, allocates its GPU memory
+    publish  the learner writes, shares or sends its weights
+    load     the engine loads them; a sleeping engine wakes up, and the learner may fall asleep
+             meanwhile
+    """
+
+    prefix = "handover/"
+    METRICS = ("handover/sleep_s", "handover/wake_s", "handover/publish_s", "handover/load_s")
+
+    def take(self) -> Metrics:
+        """The seconds of all parts, and their sum, as metrics."""
+        found = super().take()
+        return dict.fromkeys(self.METRICS, 0.0) | found | {"handover/total_s": sum(found.values())}
 
 
 @dataclass(eq=False)
@@ -91,6 +112,31 @@ class Colocation:
                 with suppress(EngineDeadError), self.handover.part("wake"):
                     await self.engine.wake()  # if it is dead, the next request reports it
                 self.owner = "engine"
+
+
+@dataclass(eq=False)
+class DirectoryPublisher:
+    """The learner writes the whole model to `folder`, or only its LoRA adapter (`is_adapter`: the
+    engine has the base model), and the engine loads it."""
+
+    engine: Engine
+    learner: DeepSpeedLearner
+    folder: Path
+    handover: Handover = field(default_factory=Handover)
+    is_adapter: bool = False
+    release: Callable[[], Awaitable[None]] | None = None  # of GPUs shared with the engine
+
+    async def publish(self) -> None:
+        version = self.learner.policy_version + 1
+        async with self.learner.turn():
+            with self.handover.part("publish"):
+                folder = self.folder / f"v{version}"
+                path = await self.learner.publish(folder, adapter_only=self.is_adapter)
+            if self.release is not None:
+                await self.release()
+        with self.handover.part("load"):
+            await self.engine.load_weights(path, version)
+        await in_thread(shutil.rmtree, self.folder / f"v{version - 1}", ignore_errors=True)
 
 
 @dataclass(eq=False)

@@ -1,14 +1,11 @@
-"""Publishing of new weights from learner to engine, through a directory, and the parity check
-(transports.py: without the disk, and on shared GPUs)."""
+"""The parity check: log-probs of published weights, by the engine and by the learner."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 from msgspec import Struct
@@ -16,13 +13,11 @@ from msgspec import Struct
 from agentenv.assembly.keys.rl import TrainConfig, TrainingConfig
 from agentenv.assembly.serving.gpus import trains_on_gpu
 from agentenv.base.errors import SHOWN, LearnerError
-from agentenv.base.offload import in_thread
 from agentenv.base.types import Completion, SamplingParams
 from agentenv.contract.engine import Engine
 from agentenv.learners.keys import Agreement, Metrics
-from agentenv.learners.ranks.deepspeed_learner import DeepSpeedLearner
-from agentenv.learners.trees.batch import encode_sequence
-from agentenv.training.loop.clocks import Stopwatch
+from agentenv.learners.ranks.learner import DeepSpeedLearner
+from agentenv.learners.trees.encoded_tree import encode_sequence
 
 logger = logging.getLogger(__name__)
 
@@ -205,47 +200,3 @@ def is_exact(config: TrainConfig) -> bool:
     if config.engine.local_model is None:
         return config.engine.capabilities.is_exact
     return config.engine.capabilities.is_exact and computes_in_float32(config)
-
-
-class Handover(Stopwatch):
-    """Seconds that engine and learner spend on the transfer of weights and GPUs, by part:
-
-    sleep    engine or learner frees its GPU memory
-    wake     the learner, or the engine with unchanged weights, allocates its GPU memory
-    publish  the learner writes, shares or sends its weights
-    load     the engine loads them; a sleeping engine wakes up, and the learner may fall asleep
-             meanwhile
-    """
-
-    prefix = "handover/"
-    METRICS = ("handover/sleep_s", "handover/wake_s", "handover/publish_s", "handover/load_s")
-
-    def take(self) -> Metrics:
-        """The seconds of all parts, and their sum, as metrics."""
-        found = super().take()
-        return dict.fromkeys(self.METRICS, 0.0) | found | {"handover/total_s": sum(found.values())}
-
-
-@dataclass(eq=False)
-class DirectoryPublisher:
-    """The learner writes the whole model to `folder`, or only its LoRA adapter (`is_adapter`: the
-    engine has the base model), and the engine loads it."""
-
-    engine: Engine
-    learner: DeepSpeedLearner
-    folder: Path
-    handover: Handover = field(default_factory=Handover)
-    is_adapter: bool = False
-    release: Callable[[], Awaitable[None]] | None = None  # of GPUs shared with the engine
-
-    async def publish(self) -> None:
-        version = self.learner.policy_version + 1
-        async with self.learner.turn():
-            with self.handover.part("publish"):
-                folder = self.folder / f"v{version}"
-                path = await self.learner.publish(folder, adapter_only=self.is_adapter)
-            if self.release is not None:
-                await self.release()
-        with self.handover.part("load"):
-            await self.engine.load_weights(path, version)
-        await in_thread(shutil.rmtree, self.folder / f"v{version - 1}", ignore_errors=True)

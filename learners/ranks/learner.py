@@ -25,7 +25,7 @@ from agentenv.learners.optimizer import OptimizerConfig, optimizer_of
 from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks.messages import R, RankCommand, RankDone
 from agentenv.learners.ranks.rank_group import RankGroup, RemoteRanks
-from agentenv.learners.trees.batch import EncodedTree, computed, encode
+from agentenv.learners.trees.encoded_tree import EncodedTree, computed, encode
 from agentenv.learners.trees.partition import assign, idle_share, minibatches, partition, write_back
 
 logger = logging.getLogger(__name__)
