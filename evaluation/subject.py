@@ -396,12 +396,14 @@ def resolve(
     if given is not None:
         has_sets = given.get("sets") or given.get("data")
         before = {k: v for k, v in raw.items() if k != "sets" or not has_sets}
+        if subject.model is None:
+            engine = given.get("engine") or {}
+            own = engine if engine.get("name") == "openai" else {}
+            if unused := sorted(engine.keys() - own.keys() - {"name"}):
+                report(f"{source}: an endpoint does not use {', '.join(unused)} of [engine]")
+            given = {**given, "engine": merged(own, subject.raw["engine"])}
         raw = merged(before, given)
         leave_out_old_kinds(config_type, raw, before, set(keys_in(given)), report)
-        if subject.model is None:
-            engine = raw.get("engine") or {}
-            own = engine if engine.get("name") == "openai" else {}
-            raw["engine"] = merged(own, subject.raw["engine"])
     if any(text.startswith("data=") for text in overrides):
         raw = {key: value for key, value in raw.items() if key != "sets"}
     if env_id:

@@ -11,8 +11,9 @@ import pytest
 from agentenv.base.errors import ConfigError, EnvError
 from agentenv.base.model_files import read_eos_ids
 from agentenv.base.types import Completion, Message, ToolCall
+from agentenv.engines.chat import ChatRenderer, Pieces
 from agentenv.text.native import NativeRenderer
-from agentenv.text.prompt import PromptConfig
+from agentenv.text.prompt import PromptConfig, _report_tags, preset
 from agentenv.text.renderer import TagRenderer
 from tests.support import chat_models
 
@@ -112,6 +113,26 @@ def test_template_arguments_reach_the_template() -> None:
         without.tokenizer, PromptConfig(chat_template_kwargs={"enable_thinking": False})
     )
     assert tags.decode(tags.prompt(QUESTION, TOOLS)).endswith(closed)
+
+
+@pytest.mark.parametrize(
+    ("text", "replaced"),
+    [(preset("search"), preset("native")), ("Write <search> q </search>.", None), ("Call.", None)],
+)
+@pytest.mark.parametrize("kind", ["policy", "endpoint"])
+def test_a_prompt_of_tags_is_replaced_or_reported_for_native_calls(
+    kind: str, text: str, replaced: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    _report_tags.cache_clear()
+    messages = [Message("system", text), Message("user", "1 + 1?")]
+    if kind == "policy":
+        chosen = renderer("Qwen3")
+        written = chosen.decode(chosen.prompt(messages, TOOLS))
+    else:
+        pieces = Pieces()
+        written = pieces.read(ChatRenderer(pieces, native=True).prompt(messages, TOOLS))[0].text
+    assert (replaced or text) in written
+    assert len(caplog.records) == int("<search>" in text)
 
 
 def test_an_env_may_speak_as_the_user() -> None:

@@ -37,7 +37,7 @@ def test_a_row_overrides_the_template_which_overrides_the_class() -> None:
 
 
 @pytest.mark.parametrize("name", ["search+python", "search", "python", "no_tools", "chinese",
-                                  "direct"])  # fmt: skip
+                                  "direct", "native"])  # fmt: skip
 def test_a_preset_shows_its_required_tags(name: str) -> None:
     text = preset(name)
     tools = {"search+python": "search python", "search": "search", "python": "python",

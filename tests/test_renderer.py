@@ -90,7 +90,7 @@ def test_no_system_message_is_rejected_or_lost(template: str, order: str, after_
     if after_turn:
         written = renderer.decode(renderer.observation(found, [], 100))
     else:
-        written = renderer.decode(renderer.prompt(found, []))
+        written = renderer.decode(renderer.prompt(messages, []))
     places = [written.find(f"text {n}") for n in range(len(order))]
     assert min(places) >= 0
     assert places == sorted(places)

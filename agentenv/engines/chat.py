@@ -22,6 +22,7 @@ from agentenv.contract.http_client import MalformedReplyError
 from agentenv.engines.openai import EndpointEngine, OpenAIConfig, unmeasured
 from agentenv.text.chat_model import CHAT_PATH, ChatChoice, ChatReply, ChatUsage, read_chat
 from agentenv.text.endpoint import Json
+from agentenv.text.prompt import for_native_calls
 from agentenv.text.renderer import (
     CUT_MARKER,
     MAX_CHARS_A_TOKEN,
@@ -95,6 +96,8 @@ class ChatRenderer:
         self._codec = TextCodec(_Markers())
 
     def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]:
+        if self.native:
+            messages = for_native_calls(messages, tools)
         messages = with_tools(messages, tools, self.tools_in_prompt)
         text = "\n\n".join(f"{message.role}: {message.content}" for message in messages)
         piece = ChatPiece(text=text, messages=tuple(messages), tools=tuple(map(dict, tools)))

@@ -26,7 +26,6 @@ def context_ids(
     if not before:
         number = next((n for n, one in enumerate(rest) if _is_turn(one)), len(rest))
         prompt = [one for one in rest[:number] if isinstance(one, Message)]
-        prompt = [*renderer.placed(prompt, after_turn=False)]
         ids, rest = array("i", renderer.prompt(prompt, tools)), rest[number:]
     results: list[Message] = []
     for one in (*rest, None):

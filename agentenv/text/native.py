@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.errors import ConfigError
 from agentenv.base.types import UNKNOWN_TOOL, Completion, Message, Role, ToolCall
 from agentenv.contract.env import check_observation
 from agentenv.text.call_syntax import PARSERS, THOUGHT_CLOSE, THOUGHTS, Parser
 from agentenv.text.contexts import num_common
-from agentenv.text.prompt import PromptConfig
+from agentenv.text.prompt import PromptConfig, for_native_calls
 from agentenv.text.renderer import TextCodec, ToolSchemas, template_errors
 
 Senders = tuple[tuple[str, str | None], ...]  # (role, tool) of each message of an observation
@@ -121,14 +121,7 @@ class NativeRenderer(TextCodec):
     def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]:
         """The token ids of the prompt of the first turn, with the tools' schemas where the template
         puts them."""
-        chat = [{"role": message.role, "content": message.content} for message in messages]
-        try:
-            text = self._render(chat, tools, generation=True)
-        except template_errors() as error:
-            raise DataError(
-                f"the chat template rejects a prompt of {[turn['role'] for turn in chat]}: {error}"
-            ) from error
-        return self.single_bos(self.encode(text))
+        return self._prompt(for_native_calls(messages, tools), tools)
 
     def check_tools(self, tools: ToolSchemas) -> None:
         """Raises ConfigError for a tool whose name this format cannot express."""
@@ -211,17 +204,6 @@ class NativeRenderer(TextCodec):
 
     # inner workings
 
-    def _render(self, chat: list[dict[str, Any]], tools: ToolSchemas, *, generation: bool) -> str:
-        functions = [{"type": "function", "function": dict(tool)} for tool in tools]
-        text = self.tokenizer.apply_chat_template(
-            chat,
-            tools=functions or None,
-            add_generation_prompt=generation,
-            tokenize=False,
-            **self.prompt_config.chat_template_kwargs,
-        )
-        return str(text)
-
     def _try(
         self,
         chat: list[dict[str, Any]],
@@ -230,7 +212,7 @@ class NativeRenderer(TextCodec):
         tools: ToolSchemas = (_SAMPLE_TOOL,),
     ) -> str:
         try:
-            return self._render(chat, tools, generation=generation)
+            return self._chat(chat, tools, generation=generation)
         except template_errors() as error:
             roles = [turn["role"] for turn in chat]
             raise self._refusal(f"refuses {roles}: {error}") from error

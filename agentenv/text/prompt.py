@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -12,12 +13,16 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct, field
 
 from agentenv.base.config import ESSENTIAL
-from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.errors import SHOWN, ConfigError, DataError
+from agentenv.base.types import Message
 from agentenv.contract.instruction import Instruction
 from agentenv.data.data_files import SUFFIXES
 from agentenv.data.system_prompts import shared_system_prompt
 
 WITHOUT_TOOLS = ("no_tools", "direct")  # presets that request an answer without calls
+WITH_TAGS = ("search+python", "search", "python")  # presets that teach the tags of tools
+
+logger = logging.getLogger(__name__)
 
 
 class PromptConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,9 +32,10 @@ class PromptConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         str,
         Meta(
             description="system prompt: 'search+python', 'search', 'python', 'no_tools', "
-            "'chinese', 'direct', or a text file; a file that contains {question} is the whole "
-            "user message; a file of rows, such as data/train.parquet: the system prompt that all "
-            "its rows share; empty: the environment's",
+            "'chinese', 'direct', 'native' (calls in the chat template's form), or a text file; a "
+            "file that contains {question} is the whole user message; a file of rows, such as "
+            "data/train.parquet: the system prompt that all its rows share; empty: the "
+            "environment's",
             extra=ESSENTIAL,
         ),
     ] = ""
@@ -108,3 +114,28 @@ def preset(name: str) -> str:
     """The text of one of `presets()`."""
     file = resources.files("agentenv") / "prompts" / f"{name}.txt"
     return file.read_text(encoding="utf-8").strip()
+
+
+def for_native_calls(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+) -> Sequence[Message]:
+    """The messages of a prompt for calls in the form of the chat template: the preset `native`
+    replaces a preset that teaches the tags of tools. Another prompt that does is reported once."""
+    text = "\n".join(message.content for message in messages)
+    names = [tool["name"] for tool in tools]
+    taught = [name for name in names if f"<{name}>" in text and f"</{name}>" in text]
+    if not taught:
+        return messages
+    tagged = {preset(name) for name in WITH_TAGS}
+    found = [
+        Message(one.role, preset("native")) if one.content in tagged else one for one in messages
+    ]
+    _report_tags(taught[0], is_replaced=found != [*messages])
+    return found
+
+
+@cache
+def _report_tags(name: str, *, is_replaced: bool) -> None:
+    end = "the preset 'native' replaces it" if is_replaced else "set prompt.template = 'native'"
+    text = "renderer.name = 'native', but the prompt teaches calls such as <%s>..</%s>: %s"
+    logger.warning(text, name, name, end, extra=SHOWN)

@@ -25,7 +25,7 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 
 from msgspec import Meta, Struct
 
-from agentenv.base.errors import SHOWN, ConfigError
+from agentenv.base.errors import SHOWN, ConfigError, DataError
 from agentenv.base.model_files import template_end
 from agentenv.base.types import Completion, Message, Role, ToolCall
 from agentenv.base.untrusted import shortened
@@ -300,19 +300,36 @@ class TextCodec:
         """The texts around messages that answer a turn. Raises ConfigError."""
         raise NotImplementedError
 
-    def _chat(self, chat: list[dict[str, Any]]) -> str:
-        """The text of a prompt without tools. Raises template_errors()."""
+    def _chat(
+        self, chat: list[dict[str, Any]], tools: ToolSchemas = (), *, generation: bool = True
+    ) -> str:
+        """The text of messages, up to the next turn if `generation`. Raises template_errors()."""
         config = self.prompt_config
         if not config.apply_chat_template:
             return "\n\n".join(message["content"] for message in chat)
+        functions = [{"type": "function", "function": dict(tool)} for tool in tools]
         return str(
             self.tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, tokenize=False, **config.chat_template_kwargs
+                chat,
+                tools=functions or None,
+                add_generation_prompt=generation,
+                tokenize=False,
+                **config.chat_template_kwargs,
             )
         )
 
-    def single_bos(self, ids: list[int]) -> list[int]:
-        """The ids without a duplicate leading begin-of-sequence token, which a template may add."""
+    def _prompt(self, messages: Sequence[Message], tools: ToolSchemas = ()) -> list[int]:
+        """The ids of a prompt without a duplicate leading begin-of-sequence token, which a template
+        may add. Raises DataError for messages that the template rejects wherever they stand."""
+        messages = self.placed(messages, after_turn=False)
+        chat = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            text = self._chat(chat, tools)
+        except template_errors() as error:
+            raise DataError(
+                f"the chat template rejects a prompt of {[turn['role'] for turn in chat]}: {error}"
+            ) from error
+        ids = self.encode(text)
         bos = getattr(self.tokenizer, "bos_token_id", None)
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
@@ -352,13 +369,7 @@ class TagRenderer(TextCodec):
         if not self.prompt_config.apply_chat_template:
             text = "\n\n".join(message.content for message in messages) + "\n"
             return list(self.tokenizer.encode(text, add_special_tokens=True))
-        chat = [{"role": message.role, "content": message.content} for message in messages]
-        render = self.tokenizer.apply_chat_template
-        keys = {"add_generation_prompt": True, **self.prompt_config.chat_template_kwargs}
-        if self._fast is not None:
-            return self.single_bos(self.encode(str(render(chat, tokenize=False, **keys))))
-        encoded = render(chat, tokenize=True, return_dict=True, **keys)
-        return self.single_bos(list(encoded["input_ids"]))
+        return self._prompt(messages)
 
     def calling(self, text: str, calls: Sequence[ToolCall], tools: ToolSchemas = ()) -> str:
         """A turn with `text` and the call. Raises ConfigError for several calls."""
@@ -462,8 +473,8 @@ class MovedMessages:
         )
         if before > after and not self.number:
             text = (
-                "the chat template rejects or omits a system message where a program sent it; it "
-                "becomes a message of the user that begins with %s (env/program/system_as_user)"
+                "the chat template rejects or omits a system message where it stands; it becomes a "
+                "message of the user that begins with %s (env/program/system_as_user)"
             )
             logger.warning(text, SYSTEM_MARK, extra=SHOWN)
         self.number += before - after

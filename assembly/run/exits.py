@@ -67,6 +67,7 @@ def exit_code_of(
     import_from_working_directory()
     logging.captureWarnings(True)  # those of other packages go to the log of the run
     view = view or View()
+    view.hold()
     try:
         with without_deepspeed():
             check_places()

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from io import StringIO
+from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import Any, TextIO, TypeVar, cast
+from typing import Any, TextIO, cast
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -33,8 +34,6 @@ from rich.text import Text
 from agentenv.assembly.run.tables import Table, as_rich
 from agentenv.base.disk_errors import explain
 from agentenv.base.offload import start_thread
-
-T = TypeVar("T")
 
 
 class LogFile(logging.Handler):
@@ -91,15 +90,16 @@ class LogFile(logging.Handler):
 
 
 class ErrorLines(logging.Handler):
-    """Passes to `show` the first line of each error, and of each warning marked SHOWN, that another
-    logger emits, and whether it is an error; tracebacks are in the log file."""
+    """Passes to `show` the first line of each error, and of each warning marked SHOWN (with
+    `of_all`, of all of them), that another logger emits, and whether it is an error; tracebacks are
+    in the log file."""
 
-    def __init__(self, show: Callable[[str, bool], None]) -> None:
+    def __init__(self, show: Callable[[str, bool], None], *, of_all: bool = False) -> None:
         super().__init__(logging.WARNING)
-        self._show = show
+        self._show, self._unseen = show, ("run", "py.warnings") if of_all else ()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if is_shown(record):
+        if is_shown(record) or (self._unseen and record.name not in self._unseen):
             self._show(record.getMessage().partition("\n")[0], record.levelno >= logging.ERROR)
 
 
@@ -215,15 +215,31 @@ class View:
         finally:
             self.activity = before
 
+    def hold(self) -> None:
+        """Show each warning of all loggers, and keep it for the file of a later `log_to`."""
+        if not self._handlers:
+            held = MemoryHandler(1, flushLevel=sys.maxsize, flushOnClose=False)
+            held.setLevel(logging.WARNING)
+            self._listen(held, ErrorLines(self._print_problem, of_all=True))
+
     def log_to(self, path: Path) -> None:
         """Also write messages, and the log records of all loggers, to the file `path`."""
-        self._handlers = [LogFile(path), ErrorLines(self._print_problem)]
+        before, file = self._handlers, LogFile(path)
+        self._listen(file, ErrorLines(self._print_problem))
         self.folder = path.parent
         for stream in self._streams:
             stream.may_be_lost = True
-        for handler in self._handlers:
-            logging.getLogger().addHandler(handler)
+        for handler in before:
+            logging.getLogger().removeHandler(handler)
+            if isinstance(handler, MemoryHandler):
+                handler.setTarget(file)
+                handler.flush()
         self._logger.setLevel(logging.INFO)
+
+    def _listen(self, *handlers: logging.Handler) -> None:
+        self._handlers = [*handlers]
+        for handler in handlers:
+            logging.getLogger().addHandler(handler)
 
     def log(self, text: str, brief: str = "") -> None:
         """Print and log a text; on a terminal that is too narrow for it, print `brief` instead."""

@@ -6,6 +6,7 @@ with its control socket: the zygote of Python sessions (zygote.py), or process 1
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import select
@@ -132,6 +133,18 @@ NAMESPACES_ADVICE = (
 )
 
 
+LIMITS = {
+    errno.ENOSPC: "The kernel allows no further namespace: raise sysctl user.max_user_namespaces, "
+    "user.max_pid_namespaces, user.max_mnt_namespaces and user.max_net_namespaces",
+    errno.EAGAIN: "The kernel starts no further process: raise ulimit -u, the container's limit of "
+    "processes (docker --pids-limit, podPidsLimit), sysctl kernel.threads-max or kernel.pid_max",
+    errno.ENOMEM: "There is no memory for a further process: raise the container's memory, use "
+    "fewer sessions, or set sysctl vm.overcommit_memory=1",
+    errno.EMFILE: "The process has too many open files: raise ulimit -n",
+    errno.ENFILE: "The machine has too many open files: raise sysctl fs.file-max",
+}
+
+
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 _READ_BY_MALLOC = ("enabled", "hpage_pmd_size")
 
@@ -180,9 +193,16 @@ def parents(path: str) -> list[str]:
 
 
 def advised(reason: str) -> str:
-    """The reason of bubblewrap, with advice if namespaces are not permitted."""
-    forbidden = "namespace" in reason or "ermi" in reason
-    return f"{reason}. {NAMESPACES_ADVICE}" if forbidden else reason
+    """The reason of bubblewrap or of a session, with the remedy for the limit of the kernel that it
+    names."""
+    found = [
+        advice
+        for code, advice in LIMITS.items()
+        if os.strerror(code) in reason or f"({errno.errorcode[code]})" in reason
+    ]
+    if not found and ("namespace" in reason or "ermi" in reason):
+        found = [NAMESPACES_ADVICE]
+    return ". ".join([reason, *found])
 
 
 def bubblewrap(python: Interpreter) -> list[str]:

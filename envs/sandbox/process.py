@@ -234,7 +234,8 @@ class ZygoteProcess:
         try:
             message = await process.started()
             if not message:
-                reason = advised(await process.stop() or "no reason given")
+                reason = await process.stop() or f"it ended with {process.process.returncode}"
+                reason = advised(reason)
                 raise ConfigError(f"the Python sandbox cannot start: {reason}")
             report = decode(message, _Report)
             check_missing(report.missing, python)
@@ -264,7 +265,8 @@ class ZygoteProcess:
                 async with asyncio.timeout(START_S):
                     answer = await process.receive()
                     if not answer.ready:
-                        raise InfraError(f"a sandbox session did not start: {answer.error}")
+                        problem = advised(f"a sandbox session did not start: {answer.error}")
+                        raise InfraError(problem)
                     process.pidfd = await born
             except TimeoutError as error:
                 raise InfraError(f"no sandbox session within {START_S:g} s") from error

@@ -111,7 +111,7 @@ class Program:
                 await (program.close() if program else uncancelled(in_thread(kept.close)))
                 raise
         except OSError as error:
-            problem = f"the program cannot be started: {error}"
+            problem = advised(f"the program cannot be started: {error}")
             lacks = isinstance(error, FileNotFoundError | PermissionError)
             raise (ConfigError(problem) if lacks else InfraError(problem)) from error
         return program
@@ -171,7 +171,7 @@ class Program:
         if text.startswith("bwrap:"):
             return _no_sandbox(text)
         code = self._process.process.returncode
-        return InfraError(f"the sandbox of a program died ({code}): {text or 'no reason given'}")
+        return InfraError(advised(f"the sandbox of a program died ({code}): {text or 'no reason'}"))
 
 
 def _new_folder(kept: ExitStack, spec: ProgramSpec, uid: int | None) -> Path:

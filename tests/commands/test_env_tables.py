@@ -21,7 +21,7 @@ from agentenv.contract.tool_env import ToolEnv
 from agentenv.envs.code_interpreter import PythonTool
 from agentenv.envs.grading.reward import ExactMatch
 from agentenv.envs.search.service import SearchPagesTool
-from agentenv.evaluation.subject import of_run
+from agentenv.evaluation.subject import find_subject, of_run, resolve
 
 INTERPRETER = {"timeout_s": 3.0, "preload": []}
 SEARCH = {"mode": "pages", "max_results": 2}
@@ -210,3 +210,14 @@ def test_an_evaluation_inherits_the_tables_of_its_run(tmp_path: Path) -> None:
     assert tables_of(again) == tables_of(config)
     assert again.search is not None
     assert again.grader is None
+
+
+def test_the_engine_keys_that_an_endpoint_does_not_use_are_named() -> None:
+    subject, lines = find_subject("http://h:1", model="m"), list[str]()
+    engine = {"name": "vllm", "max_model_len": 9, "servers": {}}
+    given = {"engine": engine, "env": {"id": "a/b-v0"}}
+    build = lambda raw, _: raw["engine"]  # noqa: E731
+    found = resolve(subject, "f.toml", given, [], "", EvaluateConfig, build, lines.append)
+    assert (found["name"], found["url"]) == ("openai", "http://h:1")
+    assert [line.partition(" ")[0] for line in lines] == ["f.toml:"]
+    assert ["max_model_len, servers" in line for line in lines] == [True]

@@ -72,6 +72,7 @@ from agentenv.assembly.run.exits import exit_code_of
 part = logging.getLogger("agentenv.part")
 
 def work(view):
+    part.warning("before the log")
     view.log_to(Path(sys.argv[1]))
     part.warning("for the log")
     part.warning("for people\\nwith more in the log", extra=SHOWN)
@@ -80,8 +81,9 @@ def work(view):
 exit_code_of(work, "it")
 """
     log = tmp_path / "run.log"
-    assert run_python(code, log).stderr.splitlines() == ["warning: for people", "error: an error"]
-    assert "for the log" in log.read_text()
+    shown = ["warning: before the log", "warning: for people", "error: an error"]
+    assert run_python(code, log).stderr.splitlines() == shown
+    assert [f"{one} the log" in log.read_text() for one in ("before", "for")] == [True, True]
 
 
 HANGING = """

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from agentenv.base.errors import ConfigError, InfraError
 from agentenv.envs.sandbox import confine
 from agentenv.envs.sandbox import process as zygote_process
 from agentenv.envs.sandbox.keys import PythonConfig
-from agentenv.envs.sandbox.launch import Interpreter
+from agentenv.envs.sandbox.launch import Interpreter, advised
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.lab.diagnosis.doctor import RUNGS
 from tests.support.sandboxes import children, num_descriptors, output_of, until_processes
@@ -187,3 +189,19 @@ async def test_a_path_without_a_working_interpreter_is_refused(tmp_path: Path) -
     program.chmod(0o755)
     with pytest.raises(ConfigError, match="does not work"):
         await Sandbox(PythonConfig(interpreter=str(tmp_path))).start()
+
+
+@pytest.mark.parametrize("namespace", ["user", "pid", "net"])
+def test_a_limit_of_namespaces_has_its_remedy(namespace: str) -> None:
+    limit = f"echo 0 > /proc/sys/user/max_{namespace}_namespaces"
+    start = f"{limit}; bwrap --unshare-user --unshare-{namespace} --ro-bind / / true"
+    ended = subprocess.run(["unshare", "-Ur", "sh", "-c", start], capture_output=True, text=True)
+    assert f"user.max_{namespace}_namespaces" in advised(ended.stderr)
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"), [("EAGAIN", "ulimit -u"), ("ENOMEM", "memory"), ("EMFILE", "ulimit -n")]
+)
+def test_each_limit_of_the_kernel_has_its_own_remedy(code: str, remedy: str) -> None:
+    error = OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
+    assert remedy in advised(f"a sandbox session did not start: {error}")
