@@ -260,6 +260,14 @@ class KubernetesCluster(JobCluster, frozen=True, kw_only=True, tag="kubernetes")
     ] = ""
     mount: Annotated[str, Meta(description="mount point of the claim")] = "/shared"
     memory: Annotated[str, Meta(description="memory of the controller and of each worker")] = "8Gi"
+    seccomp: Annotated[
+        Literal["RuntimeDefault", "Unconfined"],
+        Meta(
+            description="seccomp profile of the pods: RuntimeDefault fits a namespace with the "
+            "profile restricted, and leaves Python code the sandbox's level landlock; programs "
+            "need Unconfined"
+        ),
+    ] = "RuntimeDefault"
     secret: Annotated[
         str,
         Meta(description="Secret whose keys become environment variables of all pods; empty: none"),

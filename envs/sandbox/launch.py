@@ -129,7 +129,8 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 NAMESPACES_ADVICE = (
     "Unprivileged user namespaces must be allowed: sysctl kernel.unprivileged_userns_clone=1 "
     "(Debian), sysctl kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu 24.04 and later), "
-    "--security-opt seccomp=unconfined or --privileged (Docker)"
+    "--security-opt seccomp=unconfined or --privileged (Docker), cluster.seccomp = Unconfined "
+    "(Kubernetes)"
 )
 
 

@@ -10,12 +10,12 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 from packaging.requirements import Requirement
 from rich.markup import escape
-from rich.table import Table
 
 from agentenv.assembly.checks.checks import (
     RUNS,
@@ -107,17 +107,13 @@ def _refuse_others(raw: Tree, source: str) -> None:
 
 def show(result: CheckResult, view: View) -> None:
     """Print a result, with its remedy if it failed."""
-    grid = Table.grid(padding=(0, 1))
-    grid.add_column(width=4, no_wrap=True)
-    grid.add_column(width=32, no_wrap=True)
-    grid.add_column(overflow="fold")
     message = escape(result.message)
     if result.state == "skipped":
         message = f"[dim]{message}[/]"
-    grid.add_row(MARKS[result.state], result.name, message)
+    lines = [f"{MARKS[result.state]} {escape(result.name):32} {message}"]
     if result.remedy:
-        grid.add_row("", "", f"[bold]remedy:[/] {escape(result.remedy)}")
-    view.console.print(grid)
+        lines.append(f"{' ' * 38}[bold]remedy:[/] {escape(result.remedy)}")
+    view.console.print("\n".join(lines), soft_wrap=True)  # paths and commands stay whole
 
 
 # The machine.
@@ -139,9 +135,15 @@ async def packages(folder: Path) -> str:
         raise Skip(
             "agentenv is not installed as a package, so required versions are unknown"
         ) from None
-    problems, found = [], []
+    problems, found, extra = [], [], NEEDED
+    if find_spec("torch") is None:
+        extra = ""
+        found = [
+            "environments, view and evaluation of endpoints alone; for training and models: "
+            + install_hint(NEEDED)
+        ]
     for one in map(Requirement, required):
-        if one.marker is not None and not one.marker.evaluate({"extra": NEEDED}):
+        if one.marker is not None and not one.marker.evaluate({"extra": extra}):
             continue
         try:
             version = importlib.metadata.version(one.name)

@@ -46,7 +46,14 @@ from agentenv.assembly.run.terminal import View
 from agentenv.assembly.serving.gpus import GIB, find_machine
 from agentenv.assembly.serving.server_command import find_python
 from agentenv.base.config import Resolve, resolver
-from agentenv.base.errors import EXIT_MISSING, AgentEnvError, ConfigError, DataError, MissingError
+from agentenv.base.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_MISSING,
+    AgentEnvError,
+    ConfigError,
+    DataError,
+    MissingError,
+)
 from agentenv.base.installation import PACKAGES
 from agentenv.base.model_files import find_on_hub, hub_id
 from agentenv.engines.openai import OpenAIConfig
@@ -332,6 +339,7 @@ def _model_of(config: AnyRun, path: str, resolve: Resolve, plan: Plan) -> Path |
 # A run as a job of Slurm or as objects of Kubernetes, from the files in `templates/`.
 
 TRAIN = ("-m", "agentenv.launchers", "train")  # arguments of Python
+CONTROL = ("-m", "agentenv.launchers", "ctl")
 WORKER = ("-m", "agentenv.training.workers.rollout_worker")
 RANK = ("-m", "agentenv.learners.ranks.rank_process")
 NAME_LENGTH = 40
@@ -341,6 +349,7 @@ FACTS = {
     "wait_s": 1800,  # for the controller, which may create or load a model first
     "drain_s": 60,  # for a worker to end
     "grace_s": 300,  # for a controller to save its checkpoint
+    "bad_input": EXIT_BAD_INPUT,
     "num_starts": 100,  # of the controller, each with a restart of its workers
     "controller_cpus": 4,
     "token_variable": TOKEN_VARIABLE,
@@ -391,6 +400,7 @@ def job_of(config: TrainConfig, path: Path, overrides: Sequence[str], run: Path)
                 *("sh", "-c"),
                 f"if [ -f {begun} ]; then exec {command} --resume; fi; exec {command}",
             ],
+            control=["python", *CONTROL, str(run)],
             worker=["python", *WORKER],
         )
     return ""

@@ -339,8 +339,15 @@ def test_manifests_for_kubernetes(capsys: pytest.CaptureFixture[str], tmp_path: 
     for job in (controller, workers):
         pod = job["template"]["spec"]
         (container,) = pod["containers"]
-        assert pod["restartPolicy"] == "OnFailure"
+        assert pod["restartPolicy"] == "Never", "for the policy of failures"
+        rule = job["podFailurePolicy"]["rules"][0]
+        assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [EXIT_BAD_INPUT])
         assert pod["securityContext"]["fsGroup"] == 1000, "the user of the image writes the claim"
+        rights = pod["securityContext"] | container["securityContext"]
+        assert rights["runAsNonRoot"]
+        assert not rights["allowPrivilegeEscalation"]
+        assert rights["capabilities"] == {"drop": ["ALL"]}
+        assert rights["seccompProfile"] == {"type": "RuntimeDefault"}
         assert container["workingDir"] == "/shared"
         assert container["image"] == "registry.example/agentenv:1"
         mounted = {one["name"] for one in container["volumeMounts"]}
@@ -352,6 +359,10 @@ def test_manifests_for_kubernetes(capsys: pytest.CaptureFixture[str], tmp_path: 
     port = service["ports"][0]["port"]
     assert variables[ADDRESS_VARIABLE] == f"{name}:{port}"
     assert pod["terminationGracePeriodSeconds"] > float(variables[DRAIN_VARIABLE])
+    (container,) = controller["template"]["spec"]["containers"]
+    lives = container["livenessProbe"]["exec"]["command"]
+    assert lives == container["startupProbe"]["exec"]["command"]
+    assert lives[-2:] == ["ctl", "/shared/runs/quickstart"]
     limits = controller["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert limits["nvidia.com/gpu"] == 2
 

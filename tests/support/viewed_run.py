@@ -18,7 +18,7 @@ from agentenv.rollout.archive import ARCHIVE, Archive, Credit, KeptTree, StepHea
 from agentenv.rollout.frames import ArchiveConfig
 
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
-RESULT = "</pre></div><iframe src=javascript:parent.hacked=1></iframe> héllo ✓"
+RESULT = "</pre></div><iframe src=javascript:parent.hacked=1></iframe> héllo ✓ \u202eflip"
 
 
 def make_tokenizer(folder: Path) -> Any:

@@ -10,11 +10,18 @@ export const isLive = kind === "server";
 
 export class Missing extends Error {}
 
+/** An answer in which characters that reorder or hide text are shown by their code. */
+async function read(reply: Response): Promise<unknown> {
+  const hidden = /\p{Bidi_Control}|[\u{200B}\u{2060}-\u{2064}\u{E0000}-\u{E007F}]/gu;
+  const code = (one: string) => `[U+${one.codePointAt(0)!.toString(16).toUpperCase().padStart(4, "0")}]`;
+  return JSON.parse((await reply.text()).replace(hidden, code));
+}
+
 async function fromServer(path: string, query: Query): Promise<unknown> {
   const text = new URLSearchParams(query).toString();
   const reply = await fetch(`api/${path}${text && `?${text}`}`);
   if (reply.status === 403) throw new Error("The server was restarted: open the address that it printed.");
-  const body = (await reply.json()) as { error?: string };
+  const body = (await read(reply)) as { error?: string };
   if (!reply.ok) throw new Missing(body.error ?? reply.statusText);
   return body;
 }
@@ -24,7 +31,7 @@ async function fromFile(path: string): Promise<unknown> {
   if (element === null) throw new Missing("Not in this export: agentenv view RUN shows everything.");
   const bytes = Uint8Array.from(atob((element.textContent ?? "").trim()), (c) => c.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return new Response(stream).json();
+  return read(new Response(stream));
 }
 
 /** An answer. Immutable answers are cached. */

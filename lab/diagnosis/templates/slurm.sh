@@ -43,10 +43,11 @@ fi
 controller=$!
 trap 'kill -TERM "$controller"' TERM INT
 
-# rollout workers; one that ends before the run is over is started again
+# rollout workers; one that ends before the run is over is started again,
+# but not after bad input
 # shellcheck disable=SC2016
 srun --overlap --nodes={{ cluster.nodes }} --ntasks={{ cluster.workers }} --cpus-per-task={{ cluster.cpus_per_worker }} --kill-on-bad-exit=0 \
-    bash -c 'until "$0" {{ worker }}; do sleep 5; done' "$python" &
+    bash -c 'until "$0" {{ worker }}; do [ $? != {{ bad_input }} ] || exit; sleep 5; done' "$python" &
 workers=$!
 {% if learner.launch == "external" %}
 
