@@ -105,7 +105,7 @@ async def start_workers(loop: Loop, stack: AsyncExitStack) -> RolloutWorkers | N
         parts.ray.follow(spec.name, workers.leave)
         placement = parts.ray
     logs = folder / FOLDER
-    processes = Supervisor(spec, workers, setup, logs, view.warn, placement, token)
+    processes = Supervisor(spec, workers, setup, logs, view.warn, placement, token, view.log)
     stack.push_async_callback(processes.close)
     with view.doing("the start of the rollout workers"):
         await processes.start()

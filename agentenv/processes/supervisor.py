@@ -252,8 +252,10 @@ class Supervisor:
         report: Callable[[str], None],
         placement: Placement | None = None,
         token: str | None = None,
+        news: Callable[[str], None] | None = None,
     ) -> None:
         self._spec, self._group, self._report = spec, group, report
+        self._news = report if news is None else news  # takes good news
         self._setup = msgspec.msgpack.encode(setup)
         self._folder = folder
         self._placement: Placement = LocalPlacement() if placement is None else placement
@@ -422,7 +424,7 @@ class Supervisor:
                 why = f"{name} failed to start: {error}"
             else:
                 if is_late:
-                    self._report(f"{name} is {'back' if restarts.num else 'ready'}")
+                    self._news(f"{name} is {'back' if restarts.num else 'ready'}")
                 self._links.discard(link)  # `join` closes it
                 left = await self._group.join(name, link)
                 if self._is_closing:

@@ -25,7 +25,7 @@ class Table(Struct, kw_only=True):
 
 
 def as_rich(table: Table) -> rich.table.Table:
-    """The table for the terminal. Texts wrap, figures do not."""
+    """The table for the terminal. Texts wrap, figures and the names of rows do not."""
     found = rich.table.Table(
         title=escape(plain(table.title)),
         title_justify="left",
@@ -39,7 +39,9 @@ def as_rich(table: Table) -> rich.table.Table:
         is_text = number in table.left
         side: Literal["left", "right"] = "left" if is_text else "right"
         heading = escape(plain(column))
-        found.add_column(heading, justify=side, no_wrap=not is_text, overflow="fold")
+        wraps = is_text and number > 0
+        how: Literal["fold", "ellipsis"] = "fold" if wraps else "ellipsis"
+        found.add_column(heading, justify=side, no_wrap=not wraps, overflow=how)
     for number, row in enumerate(table.rows):
         if number in table.sections:
             found.add_section()

@@ -12,6 +12,7 @@ from typing import Any
 import agentenv
 from agentenv.assembly.serving.gpus import GIB, memory_of
 from agentenv.base.errors import ConfigError
+from agentenv.base.installation import CLONE
 from agentenv.base.model_files import num_experts, read_model_config
 from agentenv.contract.server_config import SGLANG_RESERVED, VLLM_IPC, LaunchConfig, Served
 from agentenv.processes.supervisor import GPUS
@@ -26,12 +27,13 @@ MIN_BATCHED_TOKENS = 4096  # of one step of vLLM on the CPU
 SGLANG_CPU_PLATFORM = "plaincpu"
 CPU_CACHE_GIB = 1  # KV cache on the CPU
 MAX_CPU_TOKENS = 65536  # of SGLang's cache on the CPU
-HOW_TO_MAKE = {
-    "vllm": "create one with `sh .ci/engine-vllm` (CPU), or on a GPU host with `python3 -m venv "
-    ".venv-vllm && .venv-vllm/bin/pip install vllm`",
-    "sglang": "create one with `sh .ci/engine-sglang` (CPU), or on a GPU host with `python3 -m "
-    "venv .venv-sglang && .venv-sglang/bin/pip install sglang`",
-}
+
+
+def how_to_make(engine: str) -> str:
+    """The commands that make an environment for an engine."""
+    made = f"`python3 -m venv .venv-{engine} && .venv-{engine}/bin/pip install {engine}`"
+    on_cpu = f" (for the CPU: `sh .ci/engine-{engine}`)" if CLONE.is_file() else ""
+    return f"create one with {made}{on_cpu}"
 
 
 def find_python(engine: str, config: LaunchConfig, key: str) -> str:
@@ -47,7 +49,7 @@ def find_python(engine: str, config: LaunchConfig, key: str) -> str:
         return str(path.absolute())
     raise ConfigError(
         f"{key}: {engine} is neither installed for {sys.executable} nor in {path} of this folder: "
-        f"{HOW_TO_MAKE[engine]}; or set an interpreter with {key}.python"
+        f"{how_to_make(engine)}; or set an interpreter with {key}.python"
     )
 
 
