@@ -19,6 +19,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import resource
 import sys
 import tempfile
@@ -26,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -432,6 +434,15 @@ def _keep(folder: Path, rows: Mapping[str, Sequence[Any]], model: Any, tokenizer
 _one_at_a_time = threading.Lock()
 
 
+OPTION = re.compile(r"--(resume|model|tokenizer|env|data|sets?|checkpoint|max-tasks|out)\b")
+
+
+def _parameter(option: re.Match[str]) -> str:
+    """The parameter of `train` or `evaluate` for an option of their commands."""
+    name = option[1].replace("-", "_")
+    return f"`{'sets' if name == 'set' else name}`"
+
+
 @contextmanager
 def _process(view: View, writing: str) -> Iterator[tuple[View, ExitStack]]:
     """Inside, the process settings of a command apply, and errors become those that the command
@@ -452,7 +463,10 @@ def _process(view: View, writing: str) -> Iterator[tuple[View, ExitStack]]:
             yield view, stack
     except (ImportError, OSError, AgentEnvError, ExceptionGroup) as error:
         reason = reason_of(error, view.folder, writing)
-        if reason is None or reason is error:
+        if isinstance(reason, AgentEnvError):
+            reason = copy(reason)
+            reason.args = (OPTION.sub(_parameter, str(reason)),)
+        if reason is None or str(reason) == str(error):
             raise
         raise reason from error
     finally:

@@ -201,8 +201,10 @@ def test_mistakes_are_errors_with_the_text_of_the_command(
 
 
 def test_an_existing_run_is_refused_unless_resumed(warehouse: Path, finished: Path) -> None:
-    with pytest.raises(ConfigError, match="already contains a"):
+    with pytest.raises(ConfigError, match=r"already contains a.*with `resume`"):
         train(warehouse, {"run.name": finished.name}, is_quiet=True)
+    with pytest.raises(ConfigError, match=r"^`model` and `tokenizer` require"):
+        evaluate(warehouse.parent, model="m")
 
 
 def test_train_works_inside_a_running_event_loop(warehouse: Path, tmp_path: Path) -> None:
