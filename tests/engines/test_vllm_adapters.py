@@ -109,15 +109,16 @@ class Turns:
             self.done.append((ids, await self._pool.generate(ids, sampling, session=str(seed))))
             again.set()
 
-    def check(self, models: dict[int, Any], old: int, new: int) -> None:
-        """All are of the old or the new weights, some began with one and ended with the other, and
-        none found a prefix of another version."""
+    def check(self, models: dict[int, Any], old: int, new: int) -> bool:
+        """All are of the old or the new weights, and none found a prefix of another version.
+        Returns whether some began with one and ended with the other: not all that run had ended
+        before the pause, as on a machine that is busy just then."""
         kinds = [versions(done) for _, done in self.done]
         assert all(kind in ([old], [old, new], [new]) for kind in kinds)
-        assert [old, new] in kinds
         for ids, done in self.done:
             check_sampled(models, ids, done, greedy=True)
             assert done.num_cached_tokens == 0
+        return [old, new] in kinds
 
 
 def versions(done: Completion) -> list[int]:
@@ -127,14 +128,14 @@ def versions(done: Completion) -> list[int]:
 async def test_each_version_samples_from_its_loaded_adapter(served: Served) -> None:
     """Greedy tokens and log-probs are those of peft's model; running turns continue under the new
     adapter, with its keys and values, without a retry; no prefix hit crosses versions."""
-    ids = prompt(3, 100)
+    ids, continued = prompt(3, 100), []
     async with served.pool() as pool:
         for version, adapter in enumerate(served.adapters, 1):
             await pool.generate(ids, replace(GREEDY, max_tokens=2), session="s")
             turns = Turns(pool, 1000 * version)
             async with turns.under_way():
                 await pool.load_weights(adapter, version)
-            turns.check(served.models, version - 1, version)
+            continued.append(turns.check(served.models, version - 1, version))
             first = await pool.generate(ids, GREEDY, session="s")
             again = await pool.generate(ids, GREEDY, session="s")
             assert first.num_cached_tokens == 0 < again.num_cached_tokens
@@ -143,7 +144,8 @@ async def test_each_version_samples_from_its_loaded_adapter(served: Served) -> N
                 check_sampled(served.models, ids, done, greedy=True)
             assert len(await served.names()) == 2  # the old adapter is unloaded
         assert pool.stats()["retries"] == 0
-        assert pool.stats()["continuations"] >= 3
+        assert any(continued)
+        assert pool.stats()["continuations"] >= sum(continued)
         await pool.load_weights(served.base, 4)
         plain = await pool.generate(ids, GREEDY, session="s")
         check_sampled({4: served.models[0]}, ids, plain, greedy=True)
@@ -165,26 +167,27 @@ async def test_an_adapter_of_another_model_is_refused(served: Served, tmp_path: 
 
 
 async def test_turns_continue_after_a_sleep_with_new_weights(served: Served) -> None:
-    ids = prompt(5, 40)
+    ids, continued = prompt(5, 40), []
     async with served.pool() as pool:
         pool.require("sleep")
         await pool.load_weights(served.adapters[0], 1)
-        for publish in (False, True):
-            turns = Turns(pool, 5000 + 1000 * publish)
+        for before, after in ((1, 1), (1, 2), (2, 3)):
+            turns = Turns(pool, 5000 + 1000 * after + before)
             async with turns.under_way():
                 await pool.sleep()
                 later = asyncio.create_task(pool.generate(ids, GREEDY, session="s"))
                 await asyncio.sleep(0.3)
                 assert not later.done()
-                if publish:
-                    await pool.load_weights(served.adapters[1], 2)
+                if after > before:
+                    await pool.load_weights(served.adapters[after - 1], after)
                 else:
                     await pool.wake()
-            after = 2 if publish else 1
-            if publish:
-                turns.check(served.models, 1, 2)
-            assert {version for _, done in turns.done for version in versions(done)} <= {1, after}
+            if after > before:
+                continued.append(turns.check(served.models, before, after))
+            found = {version for _, done in turns.done for version in versions(done)}
+            assert found <= {before, after}
             check_sampled(served.models, ids, await later, greedy=True)
             assert versions(await later) == [after]
+        assert any(continued)
         assert pool.stats()["retries"] == 0
         assert pool.outage_s > 0.5
