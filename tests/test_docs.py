@@ -28,7 +28,7 @@ from agentenv.assembly.keys.evaluation import EvaluateConfig, SynthesisConfig
 from agentenv.assembly.keys.help import describe
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.supervised import DPORunConfig, SFTRunConfig
-from agentenv.assembly.run import terminal
+from agentenv.assembly.run import exits
 from agentenv.base.config import build_config, load_config
 from agentenv.base.errors import ConfigError
 from tests.support.warehouse import ROOT
@@ -185,10 +185,10 @@ def test_the_docs_have_blocks_and_commands() -> None:
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher ends where its work would begin."""
-    monkeypatch.setattr(terminal, "exit_code_of", lambda *_, **__: 0)
+    monkeypatch.setattr(exits, "exit_code_of", lambda *_, **__: 0)
     for path in (ROOT / "launchers").rglob("*.py"):
         name = ".".join(["agentenv", *path.relative_to(ROOT).with_suffix("").parts])
-        if "exit_code_of" in path.read_text(encoding="utf-8") and path.stem != "terminal":
+        if "exit_code_of" in path.read_text(encoding="utf-8") and path.stem != "exits":
             module = importlib.import_module(name)
             if hasattr(module, "exit_code_of"):
                 monkeypatch.setattr(module, "exit_code_of", lambda *_, **__: 0)

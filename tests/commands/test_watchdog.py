@@ -196,8 +196,8 @@ HANGING = """
 import sys, time
 from agentenv.base import offload
 from agentenv.base.errors import StallError
-from agentenv.assembly.run import terminal
-offload.HANGS_S = terminal.SHOWN_S = 0.2
+from agentenv.assembly.run import exits
+offload.HANGS_S = exits.SHOWN_S = 0.2
 
 def read():
     time.sleep(60)
@@ -207,7 +207,7 @@ async def work():
     print("ready", flush=True)
     await offload.in_thread(read)
 
-sys.exit(terminal.exit_code_of(lambda view: terminal.run_until_done(work(), view), "it"))
+sys.exit(exits.exit_code_of(lambda view: exits.run_until_done(work(), view), "it"))
 """
 
 
