@@ -9,6 +9,7 @@ from agentenv.base.untrusted import decode
 from agentenv.endpoint.chat import common
 from agentenv.endpoint.messages import (
     ERRORS,
+    LEFT_OUT,
     MAX_CALLS,
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -21,13 +22,13 @@ from agentenv.endpoint.messages import (
     Request,
     ServedCall,
     ServedTurn,
-    check_keys,
     checked,
     earlier,
     get,
     instructed,
     number,
     objects,
+    part_text,
     read_call,
     stops,
     text_of,
@@ -37,7 +38,6 @@ from agentenv.endpoint.structured import schema_of, with_form
 SIGNATURE = "agentenv"  # of thoughts; clients return it with them
 RESULT_PARTS = ("text", TOOL_REFERENCE)
 TOOL_SEARCH = "tool_search_tool"  # begins the types of the searches that a server runs
-BLOCKS = ("text", "tool_result", "tool_use", "thinking", "redacted_thinking")
 
 
 class Anthropic:
@@ -61,10 +61,10 @@ class Anthropic:
             if body.get("tools") is None:
                 own = ("tools", "custom", "namespaces")
                 shared |= {key: getattr(turn.request, key) for key in own}
-        system = text_of(body.get("system"), "system", ("text",), ignored)
+        system = text_of(body.get("system"), "system", ("text",))
         messages = instructed(messages, system, again=bool(messages))
         for place, one in enumerate(objects(body.get("messages"), "messages", MAX_MESSAGES)):
-            messages += _messages(one, f"messages[{place}]", ignored)
+            messages += _messages(one, f"messages[{place}]")
         max_tokens = number(body, "max_tokens", int, 1, 1 << 24)
         if max_tokens is None:
             raise ApiError(
@@ -211,10 +211,9 @@ def _offered(content: Any) -> Iterator[Any]:
         yield from _offered(one)
 
 
-def _messages(raw: Json, where: str, ignored: set[str]) -> Iterator[Given]:
+def _messages(raw: Json, where: str) -> Iterator[Given]:
     """The messages in a raw one: a user message may contain tool results, which are separate
     messages, in order."""
-    check_keys(raw, "message", where + ".", ignored)
     role, content = raw.get("role"), raw.get("content")
     if role not in ("user", "assistant", "system"):
         what = f"expected user or assistant, got {role!r:.60}"
@@ -228,15 +227,13 @@ def _messages(raw: Json, where: str, ignored: set[str]) -> Iterator[Given]:
     place = f"{where}.content"
     for number_, block in enumerate(objects(content, place, MAX_CALLS)):
         spot, kind = f"{place}[{number_}]", block.get("type")
-        if kind in BLOCKS:
-            check_keys(block, "part", spot + ".", ignored)
-        if kind == "text":
-            texts.append(get(block, "text", str, "", spot + "."))
+        if kind == "text" or (kind in LEFT_OUT and kind != "redacted_thinking"):
+            texts.append(part_text(block, spot, ("text",)))
         elif kind == "tool_result" and role == "user":
             if texts:
                 yield Given("user", "\n".join(texts))
                 texts = []
-            text = text_of(block.get("content"), f"{spot}.content", RESULT_PARTS, ignored)
+            text = text_of(block.get("content"), f"{spot}.content", RESULT_PARTS)
             yield Given("tool", text, answers=get(block, "tool_use_id", str, "", spot + "."))
         elif kind == "tool_use" and role == "assistant":
             calls.append(read_call(block.get("id"), block.get("name"), block.get("input"), spot))

@@ -54,7 +54,7 @@ class Chat:
         ignored: set[str] = set()
         shared = common(body, "chat", ignored)
         found = objects(body.get("messages"), "messages", MAX_MESSAGES)
-        messages = [_message(one, f"messages[{i}]", ignored) for i, one in enumerate(found)]
+        messages = [_message(one, f"messages[{i}]") for i, one in enumerate(found)]
         options = get(body, "stream_options", dict, {})
         schema = schema_of(get(body, "response_format", dict, {}), "response_format")
         return checked(
@@ -138,7 +138,7 @@ Api = Literal["chat", "responses", "messages"]
 
 def common(body: Json, api: Api, ignored: set[str]) -> Json:
     """The fields that the APIs share. Raises ApiError for a key that is not supported."""
-    check_keys(body, api, ignored=ignored)
+    check_keys(body, api, ignored)
     sampling = {key for key in KEYS[api].sampling if body.get(key) is not None}
     return {
         "model": get(body, "model", str, ""),
@@ -168,7 +168,7 @@ def read_tools(body: Json, api: Api, ignored: set[str]) -> Json:
         if kind not in (("custom",) if api == "messages" else ("function", "custom")):
             ignored.add(f"tools.{kind[:40]}")
             continue
-        check_keys(tool, "tool", where, ignored)
+        check_keys(tool, "tool", ignored, where)
         own = get(tool, kind, dict, {}, where) if api == "chat" else tool
         if kind == "custom" and api != "messages":
             own = {**own, "parameters": ONE_TEXT}
@@ -250,10 +250,9 @@ def read_role(raw: Json, where: str) -> Role:
     return ROLES[role]
 
 
-def _message(raw: Json, where: str, ignored: set[str]) -> Given:
-    check_keys(raw, "message", where + ".", ignored)
+def _message(raw: Json, where: str) -> Given:
     role = read_role(raw, where)
-    text = text_of(raw.get("content"), f"{where}.content", ("text", "refusal"), ignored)
+    text = text_of(raw.get("content"), f"{where}.content", ("text", "refusal"))
     if role == "tool":
         answers = get(raw, "tool_call_id", str, "", where + ".")
         return Given("tool", text, answers=answers, name=get(raw, "name", str, "") or None)
@@ -269,7 +268,6 @@ def _message(raw: Json, where: str, ignored: set[str]) -> Given:
 
 
 def _read_call(raw: Json, where: str) -> ServedCall:
-    check_keys(raw, "call", where + ".")
     custom = get(raw, "custom", dict, {}, where + ".")
     if custom:
         return read_call(raw.get("id"), custom.get("name"), {INPUT: custom.get("input")}, where)
