@@ -16,7 +16,15 @@ from msgspec.structs import replace
 from agentenv.assembly.checks.checks import refuse
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.parts.assembly import Questions
-from agentenv.assembly.reports.records import FAILED, EvalRow, Wanted, observed, prediction, written
+from agentenv.assembly.reports.records import (
+    FAILED,
+    EvalRow,
+    Wanted,
+    noted,
+    observed,
+    prediction,
+    written,
+)
 from agentenv.assembly.run.exits import first_reason
 from agentenv.assembly.run.rundir import LOG_FILE
 from agentenv.assembly.run.terminal import View
@@ -129,6 +137,7 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
             if "abandoned" in node.info
         ],
         policy_versions=[min(versions), max(versions)] if versions else [],
+        endpoint=noted(leaf),
     )
 
 

@@ -699,7 +699,7 @@ def test_each_trajectory_shows_its_refused_and_ignored_keys_once() -> None:
         return 1.0
 
     tree = captured(program, said, Counting, plan=Forks(2))
-    shown = {"ignored/user": 3, "refused/unsupported_value/n": 3}
+    shown = {"ignored/user": 3, "refused/unsupported_value/n": 3, "ignored/tool_call_id": 2}
     assert [row["endpoint"] for row in trajectory_rows(tree, lambda ids: "")] == [shown] * 2
     assert rollout_metrics([tree], 0)["rollout/refused"] == 2
 
@@ -912,16 +912,40 @@ def test_a_schema_that_no_renderer_could_read_is_refused() -> None:
     assert (leaf.error or "").startswith("CallRefusedError: ")
 
 
-def test_a_damaged_or_too_large_body_is_a_refused_call() -> None:
+def test_a_body_that_cannot_be_read_and_an_unknown_route_are_refused_calls() -> None:
+    large = gzip.compress(b" " * 10**8)
+    bodies = {"gzip": large, "deflate": b"damaged", "br": b"{}", "zstd": b"{}"}
+
     async def program(client: Client) -> float:
-        headers = {**client.headers, "Content-Encoding": "gzip", "Connection": "close"}
-        for body in (gzip.compress(b" " * 10**8), b"damaged"):
+        for coding, body in bodies.items():
+            headers = {**client.headers, "Content-Encoding": coding, "Connection": "close"}
             await client.http.post(client.url, data=body, headers=headers)
+        other = client.url.replace("chat/completions", "embeddings")
+        await client.http.post(other, json={}, headers=client.headers)
         await client.ask([user("one")])
         return 1.0
 
     counts = captured(program, said, Counting).leaves()[0].info["endpoint"]
-    assert counts["refused/request_too_large"] == counts["refused/malformed"] == 1
+    assert {name: count for name, count in counts.items() if name.startswith("refused/")} == {
+        "refused/request_too_large": 1, "refused/malformed": 1,
+        "refused/unsupported_value/Content-Encoding": 2, "refused/not_found/v1/embeddings": 1,
+    }  # fmt: skip
+
+
+def test_parts_that_the_policy_cannot_read_leave_a_mark_and_are_counted() -> None:
+    """Also in results, one of which answers no call."""
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    seen: list[str] = []
+
+    async def program(client: Client) -> float:
+        messages = [{"role": role, "content": [image]} for role in ("user", "tool")]
+        await client.ask([*messages, user("go")])
+        return 1.0
+
+    (leaf,) = captured(program, lambda prompt, rng: seen.append(prompt) or "no").leaves()
+    assert seen[0].count("[image_url left out: the policy reads text]") == 2
+    assert leaf.info["endpoint"] == {"calls": 1, "discarded": 0, "ignored/part.image_url": 1,
+                                     "ignored/tool_call_id": 1}  # fmt: skip
 
 
 def test_results_stand_in_the_order_of_their_calls() -> None:

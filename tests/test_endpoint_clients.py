@@ -93,8 +93,9 @@ KINDS = {
     "choice": "`tool_choice`", "named": "A tool in `tool_choice`", "format": "A form of replies",
     "schema": "`json_schema`", "setting": "An object without an effect", "message": "A message",
     "part": "A part of a content", "part_type": "Types of parts", "call": "A call of a message",
-    "called": "Its function", "item": "An item of Responses", "item_type": "Types of items",
-    "tool": "A tool", "thread_type": "Types of `thread`",
+    "call_type": "Types of calls", "called": "The function of a call", "tool": "A tool",
+    "item": "An item of Responses", "item_type": "Types of items",
+    "thread_type": "Types of `thread`",
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from agentenv.base.untrusted import decode
-from agentenv.endpoint.chat import common
+from agentenv.endpoint.chat import common, request_of
 from agentenv.endpoint.messages import (
     ERRORS,
     LEFT_OUT,
@@ -22,7 +22,6 @@ from agentenv.endpoint.messages import (
     Request,
     ServedCall,
     ServedTurn,
-    checked,
     earlier,
     get,
     instructed,
@@ -33,7 +32,7 @@ from agentenv.endpoint.messages import (
     stops,
     text_of,
 )
-from agentenv.endpoint.structured import schema_of, with_form
+from agentenv.endpoint.structured import schema_of
 
 SIGNATURE = "agentenv"  # of thoughts; clients return it with them
 RESULT_PARTS = ("text", TOOL_REFERENCE)
@@ -48,8 +47,10 @@ class Anthropic:
 
     def read(self, body: Json, handed: Handed) -> Request:
         """Raises ApiError."""
-        ignored: set[str] = set()
-        shared = common(_plain(body, ignored), "messages", ignored)
+        plain = _plain(body)
+        shared = common(plain, "messages")
+        if plain.get("context_management") != body.get("context_management"):
+            shared["ignored"].add("context_management.keep")
         form = get(get(body, "output_config", dict, {}), "format", dict, {}, "output_config.")
         schema = schema_of(form, "output_config.format")
         messages: list[Given] = []
@@ -72,16 +73,8 @@ class Anthropic:
             )
         metadata = get(body, "metadata", dict, {})
         shared["session"] = get(metadata, "user_id", str, "", "metadata.")
-        return checked(
-            Request(
-                messages=tuple(with_form(messages, schema)),
-                schema=schema,
-                max_tokens=max_tokens,
-                stop=stops(body, "stop_sequences"),
-                ignored=frozenset(ignored),
-                **shared,
-            )
-        )
+        stop = stops(body, "stop_sequences")
+        return request_of(messages, schema, max_tokens=max_tokens, stop=stop, **shared)
 
     def reply(self, request: Request, answers: Sequence[ServedTurn]) -> Json:
         (answer,) = answers
@@ -183,14 +176,13 @@ def _usage(answer: ServedTurn) -> Json:
     }  # fmt: skip
 
 
-def _plain(body: Json, ignored: set[str]) -> Json:
+def _plain(body: Json) -> Json:
     """The request without edits of the context that keep all of it, and without deferred tools that
     the program has not offered yet; a server that searches them would offer all of them."""
     edits = get(get(body, "context_management", dict, {}), "edits", list, [])
     tools = objects(body.get("tools") or [], "tools", MAX_TOOLS)
     kept = [one for one in edits if not (isinstance(one, dict) and one.get("keep") == "all")]
     if len(kept) < len(edits):
-        ignored.add("context_management.keep")
         body = {**body, "context_management": {**body["context_management"], "edits": kept}}
     if any(tool.get("defer_loading") for tool in tools) and not any(
         str(tool.get("type")).startswith(TOOL_SEARCH) for tool in tools

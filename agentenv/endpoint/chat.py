@@ -51,26 +51,22 @@ class Chat:
 
     def read(self, body: Json, handed: Handed) -> Request:
         """Raises ApiError."""
-        ignored: set[str] = set()
-        shared = common(body, "chat", ignored)
+        shared = common(body, "chat")
         found = objects(body.get("messages"), "messages", MAX_MESSAGES)
         messages = [_message(one, f"messages[{i}]") for i, one in enumerate(found)]
         options = get(body, "stream_options", dict, {})
         schema = schema_of(get(body, "response_format", dict, {}), "response_format")
-        return checked(
-            Request(
-                messages=tuple(with_form(messages, schema)),
-                schema=schema,
-                usage_in_stream=get(options, "include_usage", bool, False),
-                n=number(body, "n", int, 1, MAX_CHOICES) or 1,
-                max_tokens=number(body, "max_completion_tokens", int, 1, 1 << 24)
-                or number(body, "max_tokens", int, 1, 1 << 24)
-                or 0,
-                stop=stops(body, "stop"),
-                logprobs=get(body, "logprobs", bool, False),
-                ignored=frozenset(ignored),
-                **shared,
-            )
+        return request_of(
+            messages,
+            schema,
+            usage_in_stream=get(options, "include_usage", bool, False),
+            n=number(body, "n", int, 1, MAX_CHOICES) or 1,
+            max_tokens=number(body, "max_completion_tokens", int, 1, 1 << 24)
+            or number(body, "max_tokens", int, 1, 1 << 24)
+            or 0,
+            stop=stops(body, "stop"),
+            logprobs=get(body, "logprobs", bool, False),
+            **shared,
         )
 
     def reply(self, request: Request, answers: Sequence[ServedTurn]) -> Json:
@@ -136,8 +132,14 @@ class ChatWriter:
 Api = Literal["chat", "responses", "messages"]
 
 
-def common(body: Json, api: Api, ignored: set[str]) -> Json:
+def request_of(messages: Sequence[Given], schema: Json | None, **keys: Any) -> Request:
+    """The checked request, whose messages get the form of the reply."""
+    return checked(Request(messages=tuple(with_form(messages, schema)), schema=schema, **keys))
+
+
+def common(body: Json, api: Api) -> Json:
     """The fields that the APIs share. Raises ApiError for a key that is not supported."""
+    ignored: set[str] = set()
     check_keys(body, api, ignored)
     sampling = {key for key in KEYS[api].sampling if body.get(key) is not None}
     return {
@@ -151,7 +153,8 @@ def common(body: Json, api: Api, ignored: set[str]) -> Json:
         "seed": number(body, "seed", int, -(2**63), 2**64 - 1),
         "session": get(body, "prompt_cache_key", str, ""),
         "raw": get(body, "raw", bool, False),
-        "own_sampling": frozenset(sampling),
+        "own_sampling": sampling,
+        "ignored": ignored,
         "body": body,
         **read_tools(body, api, ignored),
     }

@@ -97,8 +97,8 @@ class Request(Struct, kw_only=True):
     schema: Json | None = None
     forced: tuple[str, ...] = ()
     single: bool = False
-    ignored: frozenset[str] = frozenset()
-    own_sampling: frozenset[str] = frozenset()
+    ignored: set[str] = set()
+    own_sampling: set[str] = set()
     stream: bool = False
     usage_in_stream: bool = False
     n: int = 1
@@ -392,7 +392,7 @@ def checked(request: Request) -> Request:
         raise ApiError("unsupported", what, "messages")
     called = {call.id for one in request.messages for call in one.calls}
     if any(one.role == "tool" and one.answers not in called for one in request.messages):
-        request.ignored |= {"tool_call_id"}
+        request.ignored.add("tool_call_id")
     return request
 
 

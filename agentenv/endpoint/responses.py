@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any
 
 from agentenv.base.untrusted import decode
-from agentenv.endpoint.chat import common, openai_error, read_role, token_logprobs
+from agentenv.endpoint.chat import common, openai_error, read_role, request_of, token_logprobs
 from agentenv.endpoint.messages import (
     INPUT,
     MAX_MESSAGES,
@@ -18,7 +18,6 @@ from agentenv.endpoint.messages import (
     Json,
     Request,
     ServedTurn,
-    checked,
     earlier,
     get,
     input_text,
@@ -29,7 +28,7 @@ from agentenv.endpoint.messages import (
     stops,
     text_of,
 )
-from agentenv.endpoint.structured import schema_of, with_form
+from agentenv.endpoint.structured import schema_of
 
 LOGPROBS = "message.output_text.logprobs"
 PARTS = ("input_text", "output_text", "text", "refusal")
@@ -43,8 +42,7 @@ class Responses:
 
     def read(self, body: Json, handed: Handed) -> Request:
         """Raises ApiError."""
-        ignored: set[str] = set()
-        shared = common(body, "responses", ignored)
+        shared = common(body, "responses")
         form = get(get(body, "text", dict, {}), "format", dict, {}, "text.")
         schema = schema_of(form, "text.format")
         names = {own: name for name, own in shared["namespaces"].items()}
@@ -56,17 +54,14 @@ class Responses:
         text = get(body, "instructions", str, "")
         messages = instructed(messages, text, again=bool(previous))
         include = get(body, "include", list, [])
-        ignored |= {f"include.{one}"[:60] for one in include if one != LOGPROBS}
-        return checked(
-            Request(
-                messages=tuple(with_form(messages, schema)),
-                schema=schema,
-                max_tokens=number(body, "max_output_tokens", int, 1, 1 << 24) or 0,
-                stop=stops(body, "stop"),
-                logprobs=LOGPROBS in include,
-                ignored=frozenset(ignored),
-                **shared,
-            )
+        shared["ignored"] |= {f"include.{one}"[:60] for one in include if one != LOGPROBS}
+        return request_of(
+            messages,
+            schema,
+            max_tokens=number(body, "max_output_tokens", int, 1, 1 << 24) or 0,
+            stop=stops(body, "stop"),
+            logprobs=LOGPROBS in include,
+            **shared,
         )
 
     def reply(self, request: Request, answers: Sequence[ServedTurn]) -> Json:

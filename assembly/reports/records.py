@@ -86,6 +86,7 @@ class EvalRow(Struct, kw_only=True):
     same_as: int | None = None
     assist: dict[str, float] = field(default_factory=dict)  # uses, successes, tokens of helpers
     abandoned: list[str] = field(default_factory=list)  # turns that the backtracer discarded
+    endpoint: dict[str, int] = field(default_factory=dict)  # counts of a program's calls (`noted`)
     policy_versions: list[int] = field(default_factory=list)  # oldest and newest policy
 
     @property
