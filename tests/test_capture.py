@@ -370,7 +370,8 @@ def test_an_altered_message_is_never_mapped_to_sampled_tokens(cause: str) -> Non
     assert not first.observation_ids
     assert not contains(context.observation_ids, root.observation_ids + first.action_ids)
     assert ProgramEnv.last.counts == {
-        "calls": 2, "context/altered": 1, f"altered/{cause}": 1, "discarded": 0
+        "calls": 2, "context/altered": 1, f"altered/{cause}": 1, "discarded": 0,
+        "ignored/tool_call_id": 1,
     }  # fmt: skip
 
 
