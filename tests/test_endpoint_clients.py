@@ -390,8 +390,10 @@ def test_a_key_is_done_or_neutral_or_refused_by_its_name(api: str) -> None:
         "anthropic": [{"name": "search", "input_schema": SCHEMA}],
     }
 
+    seen = Seen()
+
     async def work() -> None:
-        async with serving(NativeRenderer(make_tokenizer(QWEN3)), Seen()) as client:
+        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
             for key, value, *place in REFUSED[api]:
                 body = asked(api, tools[api], **{key: value})
                 status, data = await client.post(PATHS[api], body)
@@ -399,6 +401,7 @@ def test_a_key_is_done_or_neutral_or_refused_by_its_name(api: str) -> None:
             await client.ask(PATHS[api], asked(api, tools[api], **USUAL[api]))
 
     asyncio.run(work())
+    assert seen.prompts[-1].count(" left out: the policy reads text]") == 2
 
 
 def test_allowed_tools_are_those_that_the_policy_sees() -> None:

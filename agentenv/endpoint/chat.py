@@ -74,19 +74,17 @@ class Chat:
         choices = []
         for index, answer in enumerate(answers):
             given = answer.message
-            message: Json = {"role": "assistant", "content": given.text or None, "refusal": None}
-            if not given.calls:
-                message["content"] = given.text
+            text = given.text or (None if given.calls else "")
+            message: Json = {"role": "assistant", "content": text, "refusal": None}
             if given.thoughts:
                 message["reasoning_content"] = given.thoughts
             if given.calls:
                 message["tool_calls"] = [_call(one, request) for one in given.calls]
             if answer.raw is not None:
                 message["raw"] = answer.raw
-            choice = {"index": index, "message": message, "finish_reason": answer.finish}
-            choice["logprobs"] = logprobs_of(answer.logprobs)
-            choice["stop_reason"] = answer.stop
-            choices.append(choice)
+            last = {"stop_reason": answer.stop, "logprobs": logprobs_of(answer.logprobs)}
+            head = {"index": index, "message": message, "finish_reason": answer.finish}
+            choices.append(head | last)
         return {**_head(request), "choices": choices, "usage": _usage(answers)}
 
     def writer(self, request: Request, index: int) -> ChatWriter:

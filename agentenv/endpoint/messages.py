@@ -206,27 +206,34 @@ class Keys(Struct, frozen=True, forbid_unknown_fields=True):
 _TABLE = Path(__file__).with_name("keys.toml").read_text(encoding="utf-8")
 KEYS = msgspec.convert(tomllib.loads(_TABLE), dict[str, Keys])  # by the kind of object
 LEFT_OUT = KEYS["part_type"].neutral
+_TABLES = {  # each with its types, and the keys that need no look
+    name: (one, KEYS.get(f"{name}_type"), (one.done | one.sampling | one.served) - {*one.within})
+    for name, one in KEYS.items()
+}
 
 
 def check_keys(body: Mapping[str, Any], kind: str, ignored: set[str], where: str = "") -> None:
     """Refuse each key and type of an object, and of those within, that is neither done nor neutral;
     add the neutral ones to `ignored`, with their kind where that is not an API."""
-    known, types, own = KEYS[kind], KEYS.get(f"{kind}_type"), body.get("type")
-    if types is not None and own is not None and types.ignores(str(own), f"{where}type"):
+    known, types, plain = _TABLES[kind]
+    own = body.get("type")
+    if types is not None and own is not None and types.ignores(str(own), where + "type"):
         ignored.add(f"{kind}.{own}")
         return
     for key, value in body.items():
-        if value is None or (key in known.usual and value == known.usual[key]):
+        if key in plain or value is None or (key in known.usual and value == known.usual[key]):
             continue
         found = ignored
-        if known.ignores(key, where + key[:60]):
+        if key not in known.done and known.ignores(key, where + key[:60]):
             ignored.add(f"{kind}.{key}" if where else key)
             found = set()  # it is counted as a whole
-        values = (value if isinstance(value, list) else [value]) if key in known.within else ()
-        for place, one in enumerate(values):
-            spot = f"{where}{key}[{place}]." if isinstance(value, list) else f"{where}{key}."
-            if isinstance(one, dict):
-                check_keys(one, known.within[key], found, spot)
+        inner = known.within.get(key)
+        if inner is not None and isinstance(value, dict):
+            check_keys(value, inner, found, f"{where}{key}.")
+        elif inner is not None and isinstance(value, list):
+            for place, one in enumerate(value):
+                if isinstance(one, dict):
+                    check_keys(one, inner, found, f"{where}{key}[{place}].")
 
 
 # Decoding client input.
@@ -312,8 +319,7 @@ def read_call(id: Any, name: Any, arguments: Any, where: str) -> ServedCall:
     if not isinstance(id, str) or not isinstance(name, str) or not name:
         raise ApiError("invalid", "expected a call with an id and a name", where)
     if arguments is None or isinstance(arguments, dict):
-        arguments = arguments or {}
-        return ServedCall(id, name, arguments_text(arguments))
+        return ServedCall(id, name, arguments_text(arguments or {}))
     if not isinstance(arguments, str):
         raise ApiError("invalid", f"expected JSON as a string, got {_kind(arguments)}", where)
     return ServedCall(id, name, arguments)

@@ -143,8 +143,9 @@ def calls_that_ran(row: EvalRow) -> Counter[str]:
     return Counter(call["name"] for call in row.tool_calls if call.get("ok", True))
 
 
-def prediction(messages: list[Message]) -> str:
+def prediction(row: EvalRow) -> str:
     """The final answer, as graders read it: from the last message, tagged, boxed, or plain."""
+    messages = written(row)
     return final_answer(messages[-1].content) if messages else ""
 
 
