@@ -106,15 +106,15 @@ def page() -> str:
         "",
         "Made from `agentenv/endpoint/keys.toml` by `python -m tests.test_endpoint_clients`. A key "
         "that is missing, null, or has its usual value makes no difference. Neutral keys have no "
-        "effect; their use is counted (`env/endpoint/ignored/KEY`). Neutral parts are left out, "
-        "and a text marks their place. Every other key is refused, at any depth.",
+        "effect, a text stands for neutral parts; both are counted (`env/endpoint/ignored/KEY`). "
+        "Every other key is refused.",
     ]
     for kind, table in KEYS.items():
         lines += ["", f"## {KINDS.get(kind, f'`{kind}`')}", ""]
         groups: dict[str, Any] = {
             "done": table.done,
-            "neutral in a run, done by `agentenv serve`": table.sampling,
-            "refused in a run, done by `agentenv serve`": table.served,
+            "neutral in a run, done by `serve`": table.sampling,
+            "refused in a run, done by `serve`": table.served,
             "neutral": table.neutral,
             **{f"refused ({remedy})": keys for remedy, keys in sorted(table.refused.items())},
         }

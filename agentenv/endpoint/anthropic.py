@@ -87,7 +87,7 @@ class Anthropic:
 
     def error(self, error: ApiError) -> Json:
         kind = ERRORS[error.name][3]
-        where = f"{error.param}: " if error.param else ""
+        where = f"{error.param}: " if error.param and error.param not in str(error) else ""
         return {"type": "error", "error": {"type": kind, "message": f"{where}{error}"}}
 
 

@@ -199,7 +199,8 @@ class Keys(Struct, frozen=True, forbid_unknown_fields=True):
         if name not in self.neutral:
             remedies = (remedy for remedy, names in self.refused.items() if name in names)
             remedy = next(remedies, "it is unknown; omit it")
-            raise ApiError("unsupported", f"{name:.60} is not supported: {remedy}", param)
+            shown = param if param.endswith(name[:60]) else f"{param} {name!r:.60}"
+            raise ApiError("unsupported", f"{shown} is not supported: {remedy}", param)
         return True
 
 
