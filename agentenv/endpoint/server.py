@@ -362,7 +362,7 @@ async def _healthy(http: web.Request) -> web.Response:
 
 
 _HTTP = {404: "no_route", 405: "no_method", 413: "too_large"}
-_FIND = web.AppKey("find", Callable[[str], Handler])
+_FIND: web.AppKey[Callable[[str], Handler]] = web.AppKey("find")
 
 
 @web.middleware
