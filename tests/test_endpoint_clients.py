@@ -395,7 +395,7 @@ def test_a_key_is_done_or_neutral_or_refused_by_its_name(api: str) -> None:
     async def work() -> None:
         async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
             for key, value, *place in REFUSED[api]:
-                body = asked(api, tools[api], **{key: value})
+                body = {**asked(api, tools[api]), key: value}
                 status, data = await client.post(PATHS[api], body)
                 assert (status, (place or [key])[0] in data.decode()) == (400, True), (key, data)
             await client.ask(PATHS[api], asked(api, tools[api], **USUAL[api]))

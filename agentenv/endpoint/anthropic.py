@@ -231,9 +231,7 @@ def _messages(raw: Json, where: str) -> Iterator[Given]:
             calls.append(read_call(block.get("id"), block.get("name"), block.get("input"), spot))
         elif kind == "thinking" and role == "assistant":
             thoughts.append(get(block, "thinking", str, "", spot + "."))
-        elif kind == "redacted_thinking" and role == "assistant":
-            continue
-        else:
+        elif kind != "redacted_thinking" or role != "assistant":
             what = f"blocks of type {kind!r:.60} are not supported in a message of role {role}"
             raise ApiError("unsupported", what, spot)
     if role == "assistant":

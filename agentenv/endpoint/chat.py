@@ -164,7 +164,7 @@ def read_tools(body: Json, api: Api, ignored: set[str]) -> Json:
     custom: set[str] = set()
     namespaces: dict[str, tuple[str, str]] = {}
     given = objects(body.get("tools") or [], "tools", MAX_TOOLS)
-    for tool, namespace, where in _flat(given, "tools"):
+    for tool, namespace, where in _flat(given, "tools", ignored):
         kind = str(tool.get("type") or ("custom" if api == "messages" else "function"))
         if kind not in (("custom",) if api == "messages" else ("function", "custom")):
             ignored.add(f"tools.{kind[:40]}")
@@ -204,15 +204,16 @@ def read_tools(body: Json, api: Api, ignored: set[str]) -> Json:
 ONE_TEXT = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
 
 
-def _flat(tools: Sequence[Json], where: str) -> Iterator[tuple[Json, str, str]]:
+def _flat(tools: Sequence[Json], where: str, ignored: set[str]) -> Iterator[tuple[Json, str, str]]:
     """Each tool with its namespace, if any, and its place."""
     for place, tool in enumerate(tools):
         spot = f"{where}[{place}]."
         if tool.get("type") != "namespace":
             yield tool, "", spot
             continue
+        check_keys(tool, "tool", ignored, spot)
         inner = objects(tool.get("tools") or [], f"{spot}tools", MAX_TOOLS)
-        for one, _, there in _flat(inner, f"{spot}tools"):
+        for one, _, there in _flat(inner, f"{spot}tools", ignored):
             yield one, str(tool.get("name")), there
 
 
