@@ -90,6 +90,7 @@ class Figures(Struct, kw_only=True):
     tools: dict[str, ToolUse]
     agreement: Agreement | None
     assist: dict[str, float] = {}  # totals of EvalRow.assist
+    endpoint: dict[str, float] = {}  # totals of EvalRow.endpoint, with failed trajectories
     num_retries: int = 0
     num_misformatted: int = 0
 
@@ -182,6 +183,7 @@ def figures_of(
         tools=_tools(done),
         agreement=agreement_of(done),
         assist=_total(row.assist for row in done),
+        endpoint=_total(row.endpoint for row in rows),
         num_retries=sum(row.num_retries for row in rows),
         num_misformatted=sum(map(_is_misformatted, done)),
     )

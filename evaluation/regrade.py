@@ -147,7 +147,7 @@ async def regraded(row: EvalRow, graders: Graders) -> EvalRow:
     ended = "truncated" if row.limit else "terminated"
     return replace(
         graded_row,
-        prediction=prediction(written(row)),
+        prediction=prediction(row),
         end=ended if row.end == FAILED else row.end,
         error=None,
         reward=grade.reward,

@@ -84,6 +84,8 @@ def hints_of(summary: Summary, folder: str) -> list[str]:
         for name, use in summary.overall.tools.items()
         if use.calls >= FEW_CALLS and use.num_same > use.calls / 2
     ]
+    if noted := [f"{name} {count:.0f}" for name, count in summary.overall.endpoint.items()]:
+        hints.append(f"counted of the program's calls (docs/metrics.md): {', '.join(noted)}")
     count = summary.overall.num_misformatted
     if not count:
         return hints

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from agentenv.assembly.checks.checks import refuse
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.parts.assembly import Questions
-from agentenv.assembly.reports.records import FAILED, EvalRow, Wanted, observed, prediction, written
+from agentenv.assembly.reports.records import FAILED, EvalRow, Wanted, noted, observed, prediction
 from agentenv.assembly.run.exits import first_reason
 from agentenv.assembly.run.rundir import LOG_FILE
 from agentenv.assembly.run.terminal import View
@@ -113,7 +113,7 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
     return replace(
         row,
         seed=seed,
-        prediction=prediction(written(row)) if row.end != FAILED else "",
+        prediction=prediction(row) if row.end != FAILED else "",
         num_turns=sum(bool(node.action_ids) for node in trajectory.path),
         num_retries=answer.num_retries,
         prompt_tokens=prompt_tokens,
@@ -130,6 +130,7 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
             if "abandoned" in node.info
         ],
         policy_versions=[min(versions), max(versions)] if versions else [],
+        endpoint=noted(leaf),
     )
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 from agentenv.assembly.keys.benchmarks import benchmark_of
-from agentenv.assembly.reports.records import FAILED, EvalRow, prediction, whole_text, written
+from agentenv.assembly.reports.records import FAILED, EvalRow, prediction, whole_text
 from agentenv.base.installation import install_hint
 from agentenv.base.offload import in_thread
 from agentenv.envs.grading.layers import Layered, compare
@@ -51,7 +51,7 @@ class Scorer:
         """All scores of a row that did not fail. Raises GraderError if math-verify cannot run."""
         if self.compat:
             return _reference_scores(row)
-        answer = row.prediction or prediction(written(row))
+        answer = row.prediction or prediction(row)
         scores = text_scores(answer, row.answers)
         known = benchmark_of(row.metadata)
         ordered = known is not None and known.ordered

@@ -370,7 +370,8 @@ def test_an_altered_message_is_never_mapped_to_sampled_tokens(cause: str) -> Non
     assert not first.observation_ids
     assert not contains(context.observation_ids, root.observation_ids + first.action_ids)
     assert ProgramEnv.last.counts == {
-        "calls": 2, "context/altered": 1, f"altered/{cause}": 1, "discarded": 0
+        "calls": 2, "context/altered": 1, f"altered/{cause}": 1, "discarded": 0,
+        "ignored/tool_call_id": 1,
     }  # fmt: skip
 
 
@@ -675,16 +676,21 @@ def test_a_lost_last_answer_is_not_trained() -> None:
 
 
 def test_replies_of_another_form_are_counted_and_keys_without_an_effect() -> None:
+    """Also parts that are no text, and a result that answers no call."""
+
     async def program(client: Client) -> float:
         form = {"type": "json_object"}
-        await client.ask([user("one")], response_format=form, temperature=0.2, user="me")
+        image = {"role": "tool", "tool_call_id": "x", "content": [{"type": "image_url"}]}
+        await client.ask([user("one"), image], response_format=form, temperature=0.2, user="me")
         return 1.0
 
     for text, invalid in (("{}", 0), ("no", 1)):
         (leaf,) = captured(program, lambda prompt, rng: text).leaves()  # noqa: B023
         counts = leaf.info["endpoint"]
         assert counts.get("invalid_output", 0) == invalid
-        assert counts["ignored/temperature"] == counts["ignored/user"] == 1
+        ignored = {name for name in counts if name.startswith("ignored/")}
+        keys = ("temperature", "user", "part.image_url", "tool_call_id")
+        assert ignored == {f"ignored/{key}" for key in keys}
 
 
 def test_each_trajectory_shows_its_refused_and_ignored_keys_once() -> None:
@@ -699,7 +705,7 @@ def test_each_trajectory_shows_its_refused_and_ignored_keys_once() -> None:
         return 1.0
 
     tree = captured(program, said, Counting, plan=Forks(2))
-    shown = {"ignored/user": 3, "refused/unsupported_value/n": 3}
+    shown = {"ignored/user": 3, "refused/unsupported_value/n": 3, "ignored/tool_call_id": 2}
     assert [row["endpoint"] for row in trajectory_rows(tree, lambda ids: "")] == [shown] * 2
     assert rollout_metrics([tree], 0)["rollout/refused"] == 2
 
@@ -912,16 +918,24 @@ def test_a_schema_that_no_renderer_could_read_is_refused() -> None:
     assert (leaf.error or "").startswith("CallRefusedError: ")
 
 
-def test_a_damaged_or_too_large_body_is_a_refused_call() -> None:
+def test_a_body_that_cannot_be_read_and_an_unknown_route_are_refused_calls() -> None:
+    large = gzip.compress(b" " * 10**8)
+    bodies = {"gzip": large, "deflate": b"damaged", "br": b"{}", "zstd": b"{}"}
+
     async def program(client: Client) -> float:
-        headers = {**client.headers, "Content-Encoding": "gzip", "Connection": "close"}
-        for body in (gzip.compress(b" " * 10**8), b"damaged"):
+        for coding, body in bodies.items():
+            headers = {**client.headers, "Content-Encoding": coding, "Connection": "close"}
             await client.http.post(client.url, data=body, headers=headers)
+        other = client.url.replace("chat/completions", "embeddings")
+        await client.http.post(other, json={}, headers=client.headers)
         await client.ask([user("one")])
         return 1.0
 
     counts = captured(program, said, Counting).leaves()[0].info["endpoint"]
-    assert counts["refused/request_too_large"] == counts["refused/malformed"] == 1
+    assert {name: count for name, count in counts.items() if name.startswith("refused/")} == {
+        "refused/request_too_large": 1, "refused/malformed": 1,
+        "refused/unsupported_value/Content-Encoding": 2, "refused/not_found/v1/embeddings": 1,
+    }  # fmt: skip
 
 
 def test_results_stand_in_the_order_of_their_calls() -> None:

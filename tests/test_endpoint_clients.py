@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import anthropic
 import openai
 import pytest
+import typing_extensions
 from anthropic.types import message_create_params
-from anthropic.types.beta import beta_content_block_param, beta_message_param, beta_tool_union_param
 from anthropic.types.beta import message_create_params as beta_create_params
-from openai.types.chat import chat_completion_message_param, completion_create_params
-from openai.types.responses import response_create_params, response_input_item_param, tool_param
+from openai.types.chat import completion_create_params
+from openai.types.responses import response_create_params
 
 from agentenv.endpoint.messages import KEYS, read_body
 from agentenv.endpoint.structured import fits
@@ -31,19 +31,12 @@ DATA: Json = json.loads((ROOT / "tests" / "fixtures" / "endpoint.json").read_tex
 
 
 def members(kind: Any) -> Iterator[Any]:
-    """The members of a union, without annotations."""
-    origin = typing.get_origin(kind)
-    if origin is typing.Union or str(origin) == "<class 'types.UnionType'>":
+    """The objects of a type: members of its unions and lists, at any depth."""
+    if typing_extensions.is_typeddict(kind):
+        yield kind
+    elif not isinstance(kind, type) and typing.get_origin(kind) is not typing.Literal:
         for one in typing.get_args(kind):
             yield from members(one)
-    elif origin is typing.Annotated:
-        yield from members(typing.get_args(kind)[0])
-    else:
-        yield kind
-
-
-def keys_of(kind: Any) -> set[str]:
-    return {key for one in kind.__mro__ for key in getattr(one, "__annotations__", ())}
 
 
 BODIES = {
@@ -54,30 +47,56 @@ BODIES = {
         beta_create_params.MessageCreateParamsBase,
     ],
 }
+FREE = ("metadata", "client_metadata", "parameters", "input_schema", "schema", "headers")
+
+
+def check_object(kind: Any, name: str, place: str, seen: set[Any]) -> None:
+    """Each key of a client's object is in the table, as is its type, and what it holds."""
+    if (kind, name) in seen:
+        return
+    seen.add((kind, name))
+    hints, table, types = typing.get_type_hints(kind), KEYS[name], KEYS.get(f"{name}_type")
+    own = [one for one in typing.get_args(hints.get("type")) if isinstance(one, str)]
+    if types is not None and own:
+        assert set(own) <= listed(types), place
+        if not types.done.issuperset(own):
+            return
+    assert hints.keys() <= listed(table), (place, hints.keys() - listed(table))
+    for key, hint in hints.items():
+        if key in table.within:
+            for one in members(hint):
+                check_object(one, table.within[key], f"{place}.{key}", seen)
+        elif key in table.done and key not in ("tools", *FREE):
+            assert not [*members(hint)], f"{place}.{key}"
+
+
+def listed(table: Any) -> set[str]:
+    groups = [table.done, table.neutral, table.sampling, table.served, *table.refused.values()]
+    found = set().union(*groups)
+    assert sum(map(len, groups)) == len(found), "each key is in one group"
+    assert table.usual.keys() <= set().union(*table.refused.values())
+    return found
 
 
 @pytest.mark.parametrize("api", BODIES)
 def test_each_key_of_a_stock_client_is_in_the_table(api: str) -> None:
-    table = KEYS[api]
-    alone = table.sampling | table.served
-    listed = table.done | table.neutral | alone | table.refused.keys()
     for kind in BODIES[api]:
-        assert keys_of(kind) - listed == set()
-    groups = [table.done, table.neutral, alone, table.refused.keys()]
-    assert sum(map(len, groups)) == len(listed), "each key is in one group"
-    assert table.usual.keys() <= table.refused.keys()
+        check_object(kind, api, api, set())
+        for tool in members(typing.get_type_hints(kind)["tools"]):
+            own = typing.get_args(typing.get_type_hints(tool)["type"])
+            if {"function", "custom", "namespace"} & {*own}:
+                check_object(tool, "tool", f"{api}.tools", set())
 
 
-APIS = {
-    "chat": "Chat completions",
-    "responses": "Responses",
-    "messages": "Messages",
-    "message": "A message",
-    "part": "A part of a content",
-    "call": "A call of a message",
-    "item": "An item of Responses",
-    "tool": "A tool",
-}
+KINDS = {
+    "chat": "Chat completions", "responses": "Responses", "messages": "Messages",
+    "choice": "`tool_choice`", "named": "A tool in `tool_choice`", "format": "A form of replies",
+    "schema": "`json_schema`", "setting": "An object without an effect", "message": "A message",
+    "part": "A part of a content", "part_type": "Types of parts", "call": "A call of a message",
+    "call_type": "Types of calls", "called": "The function of a call", "tool": "A tool",
+    "item": "An item of Responses", "item_type": "Types of items",
+    "thread_type": "Types of `thread`",
+}  # fmt: skip
 
 
 def page() -> str:
@@ -87,58 +106,27 @@ def page() -> str:
         "",
         "Made from `agentenv/endpoint/keys.toml` by `python -m tests.test_endpoint_clients`. A key "
         "that is missing, null, or has its usual value makes no difference. Neutral keys have no "
-        "effect; their use is counted (`env/endpoint/ignored/KEY`). Every other key is refused.",
+        "effect, a text stands for neutral parts; both are counted (`env/endpoint/ignored/KEY`). "
+        "Every other key is refused.",
     ]
     for kind, table in KEYS.items():
-        lines += [
-            "",
-            f"## {APIS[kind]}",
-            "",
-            "| key | in a run | `agentenv serve` |",
-            "|---|---|---|",
-        ]
-        rows = [
-            (table.done, "done", "done"),
-            (table.sampling, "neutral", "done"),
-            (table.served, "refused", "done"),
-        ]
-        for group, *cells in (*rows, (table.neutral, "neutral", "neutral")):
-            shown = ", ".join(f"`{key}`" for key in sorted(group))
-            lines += [f"| {' | '.join((shown, *cells))} |"] if group else []
-        for key, remedy in sorted(table.refused.items()):
-            usual = f" unless {json.dumps(table.usual[key])}" if key in table.usual else ""
-            lines.append(f"| `{key}` | refused{usual}: {remedy} | the same |")
+        lines += ["", f"## {KINDS.get(kind, f'`{kind}`')}", ""]
+        groups: dict[str, Any] = {
+            "done": table.done,
+            "neutral in a run, done by `serve`": table.sampling,
+            "refused in a run, done by `serve`": table.served,
+            "neutral": table.neutral,
+            **{f"refused ({remedy})": keys for remedy, keys in sorted(table.refused.items())},
+        }
+        for title, keys in groups.items():
+            usual = {key: f" unless {json.dumps(one)}" for key, one in table.usual.items()}
+            shown = ", ".join(f"`{key}`{usual.get(key, '')}" for key in sorted(keys))
+            lines += [f"- {title}: {shown}"] if keys else []
     return "\n".join(lines) + "\n"
 
 
 def test_the_page_has_the_table() -> None:
     assert (ROOT / "docs" / "endpoint-keys.md").read_text(encoding="utf-8") == page()
-
-
-def test_each_key_of_a_message_that_the_policy_can_read_is_in_the_table() -> None:
-    table = KEYS
-    known = {name: one.done | one.neutral | one.refused.keys() for name, one in table.items()}
-    for kind in members(chat_completion_message_param.ChatCompletionMessageParam):
-        assert keys_of(kind) <= known["message"], kind
-    for kind in members(beta_message_param.BetaMessageParam):
-        assert keys_of(kind) <= known["message"], kind
-    read = {"BetaTextBlockParam", "BetaThinkingBlockParam", "BetaRedactedThinkingBlockParam",
-            "BetaToolUseBlockParam", "BetaToolResultBlockParam",
-            "BetaToolReferenceBlockParam"}  # fmt: skip
-    for kind in members(beta_content_block_param.BetaContentBlockParam):
-        if kind.__name__ in read:
-            assert keys_of(kind) <= known["part"], kind
-    items = {"EasyInputMessageParam", "Message", "ResponseOutputMessageParam", "ItemReference",
-             "ResponseFunctionToolCallParam", "FunctionCallOutput", "ResponseReasoningItemParam",
-             "ResponseCustomToolCallOutputParam", "ResponseCustomToolCallParam"}  # fmt: skip
-    for kind in members(response_input_item_param.ResponseInputItemParam):
-        if kind.__name__ in items:
-            assert keys_of(kind) <= known["item"], kind
-    tools = {"FunctionToolParam", "CustomToolParam", "NamespaceToolParam", "BetaToolParam"}
-    every = (tool_param.ToolParam, beta_tool_union_param.BetaToolUnionParam)
-    for kind in (one for union in every for one in members(union)):
-        if kind.__name__ in tools:
-            assert keys_of(kind) <= known["tool"], kind
 
 
 # Turns of the policy, each returned by the stock clients, streamed and not.
@@ -390,7 +378,7 @@ def test_a_namespace_is_its_functions() -> None:
 
 # Keys.
 
-REFUSED: dict[str, list[tuple[str, Any]]] = DATA["refused"]
+REFUSED: dict[str, list[tuple[Any, ...]]] = DATA["refused"]
 USUAL: dict[str, Json] = DATA["usual"]
 
 
@@ -402,15 +390,18 @@ def test_a_key_is_done_or_neutral_or_refused_by_its_name(api: str) -> None:
         "anthropic": [{"name": "search", "input_schema": SCHEMA}],
     }
 
+    seen = Seen()
+
     async def work() -> None:
-        async with serving(NativeRenderer(make_tokenizer(QWEN3)), Seen()) as client:
-            for key, value in REFUSED[api]:
-                body = asked(api, tools[api], **{key: value})
+        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
+            for key, value, *place in REFUSED[api]:
+                body = {**asked(api, tools[api]), key: value}
                 status, data = await client.post(PATHS[api], body)
-                assert (status, key in data.decode()) == (400, True), (key, data)
+                assert (status, (place or [key])[0] in data.decode()) == (400, True), (key, data)
             await client.ask(PATHS[api], asked(api, tools[api], **USUAL[api]))
 
     asyncio.run(work())
+    assert seen.prompts[-1].count(" left out: the policy reads text]") == 2
 
 
 def test_allowed_tools_are_those_that_the_policy_sees() -> None:

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from agentenv.base.untrusted import decode
-from agentenv.endpoint.chat import common
+from agentenv.endpoint.chat import common, request_of
 from agentenv.endpoint.messages import (
     ERRORS,
+    LEFT_OUT,
     MAX_CALLS,
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -21,23 +22,21 @@ from agentenv.endpoint.messages import (
     Request,
     ServedCall,
     ServedTurn,
-    check_keys,
-    checked,
     earlier,
     get,
     instructed,
     number,
     objects,
+    part_text,
     read_call,
     stops,
     text_of,
 )
-from agentenv.endpoint.structured import schema_of, with_form
+from agentenv.endpoint.structured import schema_of
 
 SIGNATURE = "agentenv"  # of thoughts; clients return it with them
 RESULT_PARTS = ("text", TOOL_REFERENCE)
 TOOL_SEARCH = "tool_search_tool"  # begins the types of the searches that a server runs
-BLOCKS = ("text", "tool_result", "tool_use", "thinking", "redacted_thinking")
 
 
 class Anthropic:
@@ -48,8 +47,10 @@ class Anthropic:
 
     def read(self, body: Json, handed: Handed) -> Request:
         """Raises ApiError."""
-        ignored: set[str] = set()
-        shared = common(_plain(body, ignored), "messages", ignored)
+        plain = _plain(body)
+        shared = common(plain, "messages")
+        if plain.get("context_management") != body.get("context_management"):
+            shared["ignored"].add("context_management.keep")
         form = get(get(body, "output_config", dict, {}), "format", dict, {}, "output_config.")
         schema = schema_of(form, "output_config.format")
         messages: list[Given] = []
@@ -61,10 +62,10 @@ class Anthropic:
             if body.get("tools") is None:
                 own = ("tools", "custom", "namespaces")
                 shared |= {key: getattr(turn.request, key) for key in own}
-        system = text_of(body.get("system"), "system", ("text",), ignored)
+        system = text_of(body.get("system"), "system", ("text",))
         messages = instructed(messages, system, again=bool(messages))
         for place, one in enumerate(objects(body.get("messages"), "messages", MAX_MESSAGES)):
-            messages += _messages(one, f"messages[{place}]", ignored)
+            messages += _messages(one, f"messages[{place}]")
         max_tokens = number(body, "max_tokens", int, 1, 1 << 24)
         if max_tokens is None:
             raise ApiError(
@@ -72,16 +73,8 @@ class Anthropic:
             )
         metadata = get(body, "metadata", dict, {})
         shared["session"] = get(metadata, "user_id", str, "", "metadata.")
-        return checked(
-            Request(
-                messages=tuple(with_form(messages, schema)),
-                schema=schema,
-                max_tokens=max_tokens,
-                stop=stops(body, "stop_sequences"),
-                ignored=frozenset(ignored),
-                **shared,
-            )
-        )
+        stop = stops(body, "stop_sequences")
+        return request_of(messages, schema, max_tokens=max_tokens, stop=stop, **shared)
 
     def reply(self, request: Request, answers: Sequence[ServedTurn]) -> Json:
         (answer,) = answers
@@ -94,7 +87,7 @@ class Anthropic:
 
     def error(self, error: ApiError) -> Json:
         kind = ERRORS[error.name][3]
-        where = f"{error.param}: " if error.param else ""
+        where = f"{error.param}: " if error.param and error.param not in str(error) else ""
         return {"type": "error", "error": {"type": kind, "message": f"{where}{error}"}}
 
 
@@ -183,14 +176,13 @@ def _usage(answer: ServedTurn) -> Json:
     }  # fmt: skip
 
 
-def _plain(body: Json, ignored: set[str]) -> Json:
+def _plain(body: Json) -> Json:
     """The request without edits of the context that keep all of it, and without deferred tools that
     the program has not offered yet; a server that searches them would offer all of them."""
     edits = get(get(body, "context_management", dict, {}), "edits", list, [])
     tools = objects(body.get("tools") or [], "tools", MAX_TOOLS)
     kept = [one for one in edits if not (isinstance(one, dict) and one.get("keep") == "all")]
     if len(kept) < len(edits):
-        ignored.add("context_management.keep")
         body = {**body, "context_management": {**body["context_management"], "edits": kept}}
     if any(tool.get("defer_loading") for tool in tools) and not any(
         str(tool.get("type")).startswith(TOOL_SEARCH) for tool in tools
@@ -211,10 +203,9 @@ def _offered(content: Any) -> Iterator[Any]:
         yield from _offered(one)
 
 
-def _messages(raw: Json, where: str, ignored: set[str]) -> Iterator[Given]:
+def _messages(raw: Json, where: str) -> Iterator[Given]:
     """The messages in a raw one: a user message may contain tool results, which are separate
     messages, in order."""
-    check_keys(raw, "message", where + ".", ignored)
     role, content = raw.get("role"), raw.get("content")
     if role not in ("user", "assistant", "system"):
         what = f"expected user or assistant, got {role!r:.60}"
@@ -228,23 +219,19 @@ def _messages(raw: Json, where: str, ignored: set[str]) -> Iterator[Given]:
     place = f"{where}.content"
     for number_, block in enumerate(objects(content, place, MAX_CALLS)):
         spot, kind = f"{place}[{number_}]", block.get("type")
-        if kind in BLOCKS:
-            check_keys(block, "part", spot + ".", ignored)
-        if kind == "text":
-            texts.append(get(block, "text", str, "", spot + "."))
+        if kind == "text" or (kind in LEFT_OUT and kind != "redacted_thinking"):
+            texts.append(part_text(block, spot, ("text",)))
         elif kind == "tool_result" and role == "user":
             if texts:
                 yield Given("user", "\n".join(texts))
                 texts = []
-            text = text_of(block.get("content"), f"{spot}.content", RESULT_PARTS, ignored)
+            text = text_of(block.get("content"), f"{spot}.content", RESULT_PARTS)
             yield Given("tool", text, answers=get(block, "tool_use_id", str, "", spot + "."))
         elif kind == "tool_use" and role == "assistant":
             calls.append(read_call(block.get("id"), block.get("name"), block.get("input"), spot))
         elif kind == "thinking" and role == "assistant":
             thoughts.append(get(block, "thinking", str, "", spot + "."))
-        elif kind == "redacted_thinking" and role == "assistant":
-            continue
-        else:
+        elif kind != "redacted_thinking" or role != "assistant":
             what = f"blocks of type {kind!r:.60} are not supported in a message of role {role}"
             raise ApiError("unsupported", what, spot)
     if role == "assistant":

@@ -371,7 +371,7 @@ class CaptureSession:
         self.counts.update(f"ignored/{key}" for key in found)
         new = sorted(key for key in found if self._is_new(f"ignored/{key}"))
         if new:
-            text = "calls of the program have keys without an effect in a run: %s"
+            text = "calls of the program have keys or parts without an effect in a run: %s"
             own = request.own_sampling and "; its sampling is that of the configuration"
             logger.warning(text + (own or ""), ", ".join(new), extra=SHOWN)
 
@@ -381,7 +381,7 @@ class CaptureSession:
             raise ApiError("ended", self._closed)
         reward = body.get("reward")
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not isfinite(reward):
-            raise ApiError("bad_request", 'expected {"reward": NUMBER}', "reward")
+            raise ApiError("invalid", 'expected {"reward": NUMBER}', "reward")
         self.posted = body
         self._rewarded.set()
 

@@ -51,26 +51,22 @@ class Chat:
 
     def read(self, body: Json, handed: Handed) -> Request:
         """Raises ApiError."""
-        ignored: set[str] = set()
-        shared = common(body, "chat", ignored)
+        shared = common(body, "chat")
         found = objects(body.get("messages"), "messages", MAX_MESSAGES)
-        messages = [_message(one, f"messages[{i}]", ignored) for i, one in enumerate(found)]
+        messages = [_message(one, f"messages[{i}]") for i, one in enumerate(found)]
         options = get(body, "stream_options", dict, {})
         schema = schema_of(get(body, "response_format", dict, {}), "response_format")
-        return checked(
-            Request(
-                messages=tuple(with_form(messages, schema)),
-                schema=schema,
-                usage_in_stream=get(options, "include_usage", bool, False),
-                n=number(body, "n", int, 1, MAX_CHOICES) or 1,
-                max_tokens=number(body, "max_completion_tokens", int, 1, 1 << 24)
-                or number(body, "max_tokens", int, 1, 1 << 24)
-                or 0,
-                stop=stops(body, "stop"),
-                logprobs=get(body, "logprobs", bool, False),
-                ignored=frozenset(ignored),
-                **shared,
-            )
+        return request_of(
+            messages,
+            schema,
+            usage_in_stream=get(options, "include_usage", bool, False),
+            n=number(body, "n", int, 1, MAX_CHOICES) or 1,
+            max_tokens=number(body, "max_completion_tokens", int, 1, 1 << 24)
+            or number(body, "max_tokens", int, 1, 1 << 24)
+            or 0,
+            stop=stops(body, "stop"),
+            logprobs=get(body, "logprobs", bool, False),
+            **shared,
         )
 
     def reply(self, request: Request, answers: Sequence[ServedTurn]) -> Json:
@@ -78,19 +74,17 @@ class Chat:
         choices = []
         for index, answer in enumerate(answers):
             given = answer.message
-            message: Json = {"role": "assistant", "content": given.text or None, "refusal": None}
-            if not given.calls:
-                message["content"] = given.text
+            text = given.text or (None if given.calls else "")
+            message: Json = {"role": "assistant", "content": text, "refusal": None}
             if given.thoughts:
                 message["reasoning_content"] = given.thoughts
             if given.calls:
                 message["tool_calls"] = [_call(one, request) for one in given.calls]
             if answer.raw is not None:
                 message["raw"] = answer.raw
-            choice = {"index": index, "message": message, "finish_reason": answer.finish}
-            choice["logprobs"] = logprobs_of(answer.logprobs)
-            choice["stop_reason"] = answer.stop
-            choices.append(choice)
+            last = {"stop_reason": answer.stop, "logprobs": logprobs_of(answer.logprobs)}
+            head = {"index": index, "message": message, "finish_reason": answer.finish}
+            choices.append(head | last)
         return {**_head(request), "choices": choices, "usage": _usage(answers)}
 
     def writer(self, request: Request, index: int) -> ChatWriter:
@@ -136,9 +130,15 @@ class ChatWriter:
 Api = Literal["chat", "responses", "messages"]
 
 
-def common(body: Json, api: Api, ignored: set[str]) -> Json:
+def request_of(messages: Sequence[Given], schema: Json | None, **keys: Any) -> Request:
+    """The checked request, whose messages get the form of the reply."""
+    return checked(Request(messages=tuple(with_form(messages, schema)), schema=schema, **keys))
+
+
+def common(body: Json, api: Api) -> Json:
     """The fields that the APIs share. Raises ApiError for a key that is not supported."""
-    check_keys(body, api, ignored=ignored)
+    ignored: set[str] = set()
+    check_keys(body, api, ignored)
     sampling = {key for key in KEYS[api].sampling if body.get(key) is not None}
     return {
         "model": get(body, "model", str, ""),
@@ -151,7 +151,8 @@ def common(body: Json, api: Api, ignored: set[str]) -> Json:
         "seed": number(body, "seed", int, -(2**63), 2**64 - 1),
         "session": get(body, "prompt_cache_key", str, ""),
         "raw": get(body, "raw", bool, False),
-        "own_sampling": frozenset(sampling),
+        "own_sampling": sampling,
+        "ignored": ignored,
         "body": body,
         **read_tools(body, api, ignored),
     }
@@ -163,12 +164,12 @@ def read_tools(body: Json, api: Api, ignored: set[str]) -> Json:
     custom: set[str] = set()
     namespaces: dict[str, tuple[str, str]] = {}
     given = objects(body.get("tools") or [], "tools", MAX_TOOLS)
-    for tool, namespace, where in _flat(given, "tools"):
+    for tool, namespace, where in _flat(given, "tools", ignored):
         kind = str(tool.get("type") or ("custom" if api == "messages" else "function"))
         if kind not in (("custom",) if api == "messages" else ("function", "custom")):
             ignored.add(f"tools.{kind[:40]}")
             continue
-        check_keys(tool, "tool", where, ignored)
+        check_keys(tool, "tool", ignored, where)
         own = get(tool, kind, dict, {}, where) if api == "chat" else tool
         if kind == "custom" and api != "messages":
             own = {**own, "parameters": ONE_TEXT}
@@ -203,15 +204,16 @@ def read_tools(body: Json, api: Api, ignored: set[str]) -> Json:
 ONE_TEXT = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
 
 
-def _flat(tools: Sequence[Json], where: str) -> Iterator[tuple[Json, str, str]]:
+def _flat(tools: Sequence[Json], where: str, ignored: set[str]) -> Iterator[tuple[Json, str, str]]:
     """Each tool with its namespace, if any, and its place."""
     for place, tool in enumerate(tools):
         spot = f"{where}[{place}]."
         if tool.get("type") != "namespace":
             yield tool, "", spot
             continue
+        check_keys(tool, "tool", ignored, spot)
         inner = objects(tool.get("tools") or [], f"{spot}tools", MAX_TOOLS)
-        for one, _, there in _flat(inner, f"{spot}tools"):
+        for one, _, there in _flat(inner, f"{spot}tools", ignored):
             yield one, str(tool.get("name")), there
 
 
@@ -250,10 +252,9 @@ def read_role(raw: Json, where: str) -> Role:
     return ROLES[role]
 
 
-def _message(raw: Json, where: str, ignored: set[str]) -> Given:
-    check_keys(raw, "message", where + ".", ignored)
+def _message(raw: Json, where: str) -> Given:
     role = read_role(raw, where)
-    text = text_of(raw.get("content"), f"{where}.content", ("text", "refusal"), ignored)
+    text = text_of(raw.get("content"), f"{where}.content", ("text", "refusal"))
     if role == "tool":
         answers = get(raw, "tool_call_id", str, "", where + ".")
         return Given("tool", text, answers=answers, name=get(raw, "name", str, "") or None)
@@ -269,7 +270,6 @@ def _message(raw: Json, where: str, ignored: set[str]) -> Given:
 
 
 def _read_call(raw: Json, where: str) -> ServedCall:
-    check_keys(raw, "call", where + ".")
     custom = get(raw, "custom", dict, {}, where + ".")
     if custom:
         return read_call(raw.get("id"), custom.get("name"), {INPUT: custom.get("input")}, where)

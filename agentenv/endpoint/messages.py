@@ -97,8 +97,8 @@ class Request(Struct, kw_only=True):
     schema: Json | None = None
     forced: tuple[str, ...] = ()
     single: bool = False
-    ignored: frozenset[str] = frozenset()
-    own_sampling: frozenset[str] = frozenset()
+    ignored: set[str] = set()
+    own_sampling: set[str] = set()
     stream: bool = False
     usage_in_stream: bool = False
     n: int = 1
@@ -182,38 +182,59 @@ class Dialect(Protocol):
 
 
 class Keys(Struct, frozen=True, forbid_unknown_fields=True):
-    """The keys of one kind of object, see keys.toml."""
+    """The keys, or the types, of one kind of object, see keys.toml. `refused`: by remedy."""
 
-    done: frozenset[str]
-    neutral: frozenset[str]
+    done: frozenset[str] = frozenset()
+    neutral: frozenset[str] = frozenset()
     sampling: frozenset[str] = frozenset()
     served: frozenset[str] = frozenset()
     usual: Json = {}
-    refused: dict[str, str] = {}
+    refused: dict[str, frozenset[str]] = {}
+    within: dict[str, str] = {}
+
+    def ignores(self, name: str, param: str) -> bool:
+        """Whether a key or type is neutral. Raises ApiError unless it is known."""
+        if name in self.done or name in self.sampling or name in self.served:
+            return False
+        if name not in self.neutral:
+            remedies = (remedy for remedy, names in self.refused.items() if name in names)
+            remedy = next(remedies, "it is unknown; omit it")
+            shown = param if param.endswith(name[:60]) else f"{param} {name!r:.60}"
+            raise ApiError("unsupported", f"{shown} is not supported: {remedy}", param)
+        return True
 
 
 _TABLE = Path(__file__).with_name("keys.toml").read_text(encoding="utf-8")
 KEYS = msgspec.convert(tomllib.loads(_TABLE), dict[str, Keys])  # by the kind of object
+LEFT_OUT = KEYS["part_type"].neutral
+_TABLES = {  # each with its types, and the keys that need no look
+    name: (one, KEYS.get(f"{name}_type"), (one.done | one.sampling | one.served) - {*one.within})
+    for name, one in KEYS.items()
+}
 
 
-def check_keys(
-    body: Mapping[str, Any], kind: str, where: str = "", ignored: set[str] | None = None
-) -> None:
-    """Refuse each key of an object that is neither done nor neutral; add the neutral ones to
-    `ignored`, with their kind where that is not an API."""
-    known = KEYS[kind]
+def check_keys(body: Mapping[str, Any], kind: str, ignored: set[str], where: str = "") -> None:
+    """Refuse each key and type of an object, and of those within, that is neither done nor neutral;
+    add the neutral ones to `ignored`, with their kind where that is not an API."""
+    known, types, plain = _TABLES[kind]
+    own = body.get("type")
+    if types is not None and own is not None and types.ignores(str(own), where + "type"):
+        ignored.add(f"{kind}.{own}")
+        return
     for key, value in body.items():
-        if value is None or key in known.done:
+        if key in plain or value is None or (key in known.usual and value == known.usual[key]):
             continue
-        if key in known.sampling or key in known.served:
-            continue
-        if key in known.usual and value == known.usual[key]:
-            continue
-        if key not in known.neutral:
-            remedy = known.refused.get(key, "this key is unknown; omit it")
-            raise ApiError("unsupported", f"{key:.60} is not supported: {remedy}", where + key[:60])
-        if ignored is not None:
+        found = ignored
+        if key not in known.done and known.ignores(key, where + key[:60]):
             ignored.add(f"{kind}.{key}" if where else key)
+            found = set()  # it is counted as a whole
+        inner = known.within.get(key)
+        if inner is not None and isinstance(value, dict):
+            check_keys(value, inner, found, f"{where}{key}.")
+        elif inner is not None and isinstance(value, list):
+            for place, one in enumerate(value):
+                if isinstance(one, dict):
+                    check_keys(one, inner, found, f"{where}{key}[{place}].")
 
 
 # Decoding client input.
@@ -273,23 +294,25 @@ def objects(value: Any, where: str, most: int) -> list[Json]:
     return value
 
 
-def text_of(content: Any, where: str, kinds: Sequence[str], ignored: set[str] | None = None) -> str:
+def text_of(content: Any, where: str, kinds: Sequence[str]) -> str:
     """The text of a content: a string, or a list of parts of these kinds, joined by line breaks as
     by vLLM."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    parts = []
-    for place, part in enumerate(objects(content, where, MAX_MESSAGES)):
-        kind = part.get("type", "text")
-        if kind not in kinds:
-            shown = f"expected {' or '.join(kinds)}, got a part of type {kind!r:.60}"
-            raise ApiError("unsupported", shown, f"{where}[{place}].type")
-        check_keys(part, "part", f"{where}[{place}].", ignored)
-        key = {"refusal": "refusal", TOOL_REFERENCE: "tool_name"}.get(kind, "text")
-        parts.append(get(part, key, str, "", f"{where}[{place}]."))
-    return "\n".join(parts)
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = objects(content, where, MAX_MESSAGES)
+    return "\n".join(part_text(one, f"{where}[{n}]", kinds) for n, one in enumerate(parts))
+
+
+def part_text(part: Json, where: str, kinds: Sequence[str]) -> str:
+    """The text of a part; a mark for one that the policy cannot read."""
+    kind = part.get("type", "text")
+    if kind not in kinds:
+        if kind in LEFT_OUT:
+            return f"[{kind} left out: the policy reads text]"
+        shown = f"expected {' or '.join(kinds)}, got a part of type {kind!r:.60}"
+        raise ApiError("unsupported", shown, f"{where}.type")
+    key = {"refusal": "refusal", TOOL_REFERENCE: "tool_name"}.get(kind, "text")
+    return get(part, key, str, "", f"{where}.")
 
 
 def read_call(id: Any, name: Any, arguments: Any, where: str) -> ServedCall:
@@ -297,8 +320,7 @@ def read_call(id: Any, name: Any, arguments: Any, where: str) -> ServedCall:
     if not isinstance(id, str) or not isinstance(name, str) or not name:
         raise ApiError("invalid", "expected a call with an id and a name", where)
     if arguments is None or isinstance(arguments, dict):
-        arguments = arguments or {}
-        return ServedCall(id, name, arguments_text(arguments))
+        return ServedCall(id, name, arguments_text(arguments or {}))
     if not isinstance(arguments, str):
         raise ApiError("invalid", f"expected JSON as a string, got {_kind(arguments)}", where)
     return ServedCall(id, name, arguments)
@@ -375,6 +397,9 @@ def checked(request: Request) -> Request:
     if request.messages[-1].role == "assistant":
         what = "the last message is the assistant's; expected one of the user or a tool"
         raise ApiError("unsupported", what, "messages")
+    called = {call.id for one in request.messages for call in one.calls}
+    if any(one.role == "tool" and one.answers not in called for one in request.messages):
+        request.ignored.add("tool_call_id")
     return request
 
 

@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any
 
 from agentenv.base.untrusted import decode
-from agentenv.endpoint.chat import common, openai_error, read_role, token_logprobs
+from agentenv.endpoint.chat import common, openai_error, read_role, request_of, token_logprobs
 from agentenv.endpoint.messages import (
     INPUT,
     MAX_MESSAGES,
@@ -18,8 +18,6 @@ from agentenv.endpoint.messages import (
     Json,
     Request,
     ServedTurn,
-    check_keys,
-    checked,
     earlier,
     get,
     input_text,
@@ -30,7 +28,7 @@ from agentenv.endpoint.messages import (
     stops,
     text_of,
 )
-from agentenv.endpoint.structured import schema_of, with_form
+from agentenv.endpoint.structured import schema_of
 
 LOGPROBS = "message.output_text.logprobs"
 PARTS = ("input_text", "output_text", "text", "refusal")
@@ -44,12 +42,11 @@ class Responses:
 
     def read(self, body: Json, handed: Handed) -> Request:
         """Raises ApiError."""
-        ignored: set[str] = set()
-        shared = common(body, "responses", ignored)
+        shared = common(body, "responses")
         form = get(get(body, "text", dict, {}), "format", dict, {}, "text.")
         schema = schema_of(form, "text.format")
         names = {own: name for name, own in shared["namespaces"].items()}
-        messages = _messages(body.get("input"), handed, names, ignored)
+        messages = _messages(body.get("input"), handed, names)
         previous = get(body, "previous_response_id", str, "")
         if previous:
             turn = earlier(previous, "resp_", handed, "previous_response_id")
@@ -57,17 +54,14 @@ class Responses:
         text = get(body, "instructions", str, "")
         messages = instructed(messages, text, again=bool(previous))
         include = get(body, "include", list, [])
-        ignored |= {f"include.{one}"[:60] for one in include if one != LOGPROBS}
-        return checked(
-            Request(
-                messages=tuple(with_form(messages, schema)),
-                schema=schema,
-                max_tokens=number(body, "max_output_tokens", int, 1, 1 << 24) or 0,
-                stop=stops(body, "stop"),
-                logprobs=LOGPROBS in include,
-                ignored=frozenset(ignored),
-                **shared,
-            )
+        shared["ignored"] |= {f"include.{one}"[:60] for one in include if one != LOGPROBS}
+        return request_of(
+            messages,
+            schema,
+            max_tokens=number(body, "max_output_tokens", int, 1, 1 << 24) or 0,
+            stop=stops(body, "stop"),
+            logprobs=LOGPROBS in include,
+            **shared,
         )
 
     def reply(self, request: Request, answers: Sequence[ServedTurn]) -> Json:
@@ -230,15 +224,14 @@ def _response(request: Request, answer: ServedTurn | None) -> Json:
 Names = Mapping[tuple[str, str], str]  # of tools, by their namespace and own name
 
 
-def _messages(value: Any, handed: Handed, names: Names, ignored: set[str]) -> list[Given]:
+def _messages(value: Any, handed: Handed, names: Names) -> list[Given]:
     """The items as messages; consecutive items of an assistant's turn form one message."""
     if isinstance(value, str):
         return [Given("user", value)]
     messages: list[Given] = []
     for place, item in enumerate(objects(value or [], "input", MAX_MESSAGES)):
         where = f"input[{place}]"
-        found = _message(item, where, handed, names, ignored)
-        check_keys(item, "item", where + ".", ignored)
+        found = _message(item, where, handed, names)
         last = messages[-1] if messages else None
         if last is not None and last.role == found.role == "assistant":
             messages[-1] = last._replace(
@@ -251,10 +244,10 @@ def _messages(value: Any, handed: Handed, names: Names, ignored: set[str]) -> li
     return messages
 
 
-def _message(item: Json, where: str, handed: Handed, names: Names, ignored: set[str]) -> Given:
+def _message(item: Json, where: str, handed: Handed, names: Names) -> Given:
     kind = item.get("type") or ("message" if "role" in item else "item_reference")
     if kind == "message":
-        text = text_of(item.get("content"), f"{where}.content", PARTS, ignored)
+        text = text_of(item.get("content"), f"{where}.content", PARTS)
         return Given(read_role(item, where), text)
     if kind in ("function_call", "custom_tool_call"):
         custom = kind == "custom_tool_call"
@@ -264,15 +257,12 @@ def _message(item: Json, where: str, handed: Handed, names: Names, ignored: set[
         call = read_call(item.get("call_id"), name, arguments, where)
         return Given("assistant", "", calls=(call,))
     if kind in ("function_call_output", "custom_tool_call_output"):
-        text = text_of(item.get("output"), f"{where}.output", PARTS, ignored)
+        text = text_of(item.get("output"), f"{where}.output", PARTS)
         return Given("tool", text, answers=get(item, "call_id", str, "", where + "."))
     if kind == "reasoning":
-        text = text_of(item.get("content"), f"{where}.content", ("reasoning_text",), ignored)
+        text = text_of(item.get("content"), f"{where}.content", ("reasoning_text",))
         return Given("assistant", "", text)
-    if kind == "item_reference":
-        return _referenced(get(item, "id", str, "", where + "."), handed, f"{where}.id")
-    what = f"items of type {kind!r:.60} are not supported; leave them out"
-    raise ApiError("unsupported", what, f"{where}.type")
+    return _referenced(get(item, "id", str, "", where + "."), handed, f"{where}.id")
 
 
 def _referenced(id: str, handed: Handed, where: str) -> Given:

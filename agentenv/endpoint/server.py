@@ -14,8 +14,9 @@ import asyncio
 import errno
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import zlib
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from hmac import compare_digest
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ import msgspec
 from aiohttp import web
 
 from agentenv.base.errors import ConfigError
+from agentenv.base.offload import in_thread
 from agentenv.base.ports import port_of, stop_listening
 from agentenv.endpoint.anthropic import Anthropic
 from agentenv.endpoint.chat import Chat
@@ -84,7 +86,10 @@ class Handler(Protocol):
 
 
 class Listener:
-    """An application that listens at `port`."""
+    """An application that listens at `port`. `unpacks`: aiohttp decodes compressed bodies; it
+    answers encodings that it does not know by itself."""
+
+    unpacks = True
 
     def __init__(self) -> None:
         self._runner: web.AppRunner | None = None
@@ -97,8 +102,9 @@ class Listener:
         """Listen, also at the Unix socket `path` if any; port 0 is any free one. Raises
         ConfigError."""
         self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
-        )
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S,
+            auto_decompress=self.unpacks,
+        )  # fmt: skip
         await self._runner.setup()
         loop, answer = asyncio.get_running_loop(), self._runner.server
         assert answer is not None
@@ -128,6 +134,8 @@ class ApiServer(Listener):
     """Serves the three APIs. `find` returns the handler of a key, or raises ApiError; `models` are
     those of /v1/models. `created` is the time of all replies, in seconds since 1970."""
 
+    unpacks = False
+
     def __init__(
         self, find: Callable[[str], Handler], models: Callable[[], Sequence[Json]], created: int = 0
     ) -> None:
@@ -137,6 +145,7 @@ class ApiServer(Listener):
     async def start(self, host: str = "127.0.0.1", port: int = 0, path: str | None = None) -> None:
         """Listen, as in `listen`."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+        app[_FIND] = self._find
         app.router.add_get("/health", _healthy)
         app.router.add_get("/v1/models", self._list)
         app.router.add_get("/v1/models/{name:.+}", self._one)
@@ -166,19 +175,17 @@ class ApiServer(Listener):
 
     async def _call(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
         handler = self._handler(http)
-        with _refusing(handler):
-            request = dialect.read(await _body(http), handler.handed)
+        request = dialect.read(await _body(http), handler.handed)
         request.compact = not isinstance(dialect, Anthropic) and _writes_compact(http)
         request.repeats = http.headers.get("Idempotency-Key", "")
         request.id, request.created = handler.new_id(), self._created
         is_written = False
         try:
-            with _refusing(handler):
-                if request.stream:
-                    response = await self._stream(dialect, http, handler, request)
-                else:
-                    answers = await handler.answer(request, None)
-                    response = json_response(dialect.reply(request, answers))
+            if request.stream:
+                response = await self._stream(dialect, http, handler, request)
+            else:
+                answers = await handler.answer(request, None)
+                response = json_response(dialect.reply(request, answers))
             await _end(response, http)
             is_written = True
         finally:
@@ -187,13 +194,12 @@ class ApiServer(Listener):
 
     async def _count(self, http: web.Request) -> web.Response:
         handler = self._handler(http)
-        with _refusing(handler):
-            body = {"max_tokens": 1, **await _body(http)}
-            if isinstance(found := body.get("messages"), list) and found:
-                body["messages"] = [*found, {"role": "user"}]  # they may end with the policy's
-            request = DIALECTS[-1].read(body, handler.handed)
-            request.messages = request.messages[:-1]
-            return json_response({"input_tokens": await handler.count(request)})
+        body = {"max_tokens": 1, **await _body(http)}
+        if isinstance(found := body.get("messages"), list) and found:
+            body["messages"] = [*found, {"role": "user"}]  # they may end with the policy's
+        request = DIALECTS[-1].read(body, handler.handed)
+        request.messages = request.messages[:-1]
+        return json_response({"input_tokens": await handler.count(request)})
 
     async def _reward(self, http: web.Request) -> web.Response:
         """The reward of a program with captured calls."""
@@ -269,16 +275,7 @@ def only(key: str, handler: Handler) -> Callable[[str], Handler]:
 
 
 DIALECTS: tuple[Chat, Responses, Anthropic] = (Chat(), Responses(), Anthropic())
-
-
-@contextmanager
-def _refusing(handler: Handler) -> Iterator[None]:
-    """Within the block, the handler learns of each error."""
-    try:
-        yield
-    except ApiError as error:
-        handler.refused(error)
-        raise
+SERVED = f"the served paths are {', '.join(dialect.path for dialect in DIALECTS)}"
 
 
 async def _end(response: web.StreamResponse, http: web.Request) -> None:
@@ -294,16 +291,32 @@ def _writes_compact(http: web.Request) -> bool:
     return _COMPACT.search(" ".join(client)) is not None
 
 
+_BROKEN = web.PayloadAccessError, web.RequestPayloadError, ConnectionError, ValueError, zlib.error
+
+
 async def _body(http: web.Request) -> Json:
     try:
         async with asyncio.timeout(BODY_S):
-            return read_body(await http.read())
+            data = await http.read()
+        coding = http.headers.get("Content-Encoding", "identity").lower()
+        return read_body(data if coding == "identity" else await in_thread(_plain, data, coding))
     except TimeoutError as error:
         raise ApiError("too_slow", f"the request did not arrive within {BODY_S:g} s") from error
     except web.HTTPRequestEntityTooLarge as error:
         raise ApiError("too_large", str(error.text)) from error
-    except (web.PayloadAccessError, web.RequestPayloadError, ConnectionError, ValueError) as error:
+    except _BROKEN as error:
         raise ApiError("malformed", f"the body cannot be read: {error}") from error
+
+
+def _plain(data: bytes, coding: str) -> bytes:
+    """A body without its Content-Encoding."""
+    if coding not in ("gzip", "deflate"):
+        what = f"a body in {coding:.60} is not supported: send it as it is, or in gzip"
+        raise ApiError("unsupported", what, "Content-Encoding")
+    data = zlib.decompressobj(wbits=47).decompress(data, MAX_BODY_BYTES + 1)
+    if len(data) > MAX_BODY_BYTES:
+        raise ApiError("too_large", f"the body exceeds {MAX_BODY_BYTES} bytes")
+    return data
 
 
 async def _begin(http: web.Request, writers: Sequence[Writer]) -> web.StreamResponse:
@@ -349,25 +362,30 @@ async def _healthy(http: web.Request) -> web.Response:
 
 
 _HTTP = {404: "no_route", 405: "no_method", 413: "too_large"}
+_FIND: web.AppKey[Callable[[str], Handler]] = web.AppKey("find")
 
 
 @web.middleware
 async def _errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Whatever goes wrong has the form of the API."""
+    """Whatever goes wrong has the form of the API; the handler of the key, if any, learns of it."""
     try:
         return await handler(request)
     except ApiError as error:
         found = error
     except web.HTTPException as error:
         name = _HTTP.get(error.status, "malformed")
-        found = ApiError(name, f"{request.method} {request.path}: {error.reason}")
+        what = f"{request.method} {request.path}: {error.reason}; {SERVED}"
+        found = ApiError(name, what, request.path.strip("/")[:60])
     except (TimeoutError, ConnectionError):
         raise  # the client is gone
     except Exception:
         logger.exception("a request of the endpoint failed")
         found = ApiError("bug", "internal error of the endpoint; the traceback is in its log")
+    if request.path.startswith("/v1/"):
+        with suppress(ApiError):
+            request.app[_FIND](key_of(request)).refused(found)
     anthropic = "anthropic-version" in request.headers or request.path.startswith(Anthropic.path)
     dialect: Dialect = DIALECTS[-1] if anthropic else DIALECTS[0]
     with suppress(ConnectionError):

@@ -86,6 +86,7 @@ class EvalRow(Struct, kw_only=True):
     same_as: int | None = None
     assist: dict[str, float] = field(default_factory=dict)  # uses, successes, tokens of helpers
     abandoned: list[str] = field(default_factory=list)  # turns that the backtracer discarded
+    endpoint: dict[str, int] = field(default_factory=dict)  # counts of a program's calls (`noted`)
     policy_versions: list[int] = field(default_factory=list)  # oldest and newest policy
 
     @property
@@ -142,8 +143,9 @@ def calls_that_ran(row: EvalRow) -> Counter[str]:
     return Counter(call["name"] for call in row.tool_calls if call.get("ok", True))
 
 
-def prediction(messages: list[Message]) -> str:
+def prediction(row: EvalRow) -> str:
     """The final answer, as graders read it: from the last message, tagged, boxed, or plain."""
+    messages = written(row)
     return final_answer(messages[-1].content) if messages else ""
 
 

@@ -83,6 +83,13 @@ async def test_answers_with_only_a_wrong_format_are_counted():
     assert (await figures(rows)).overall.num_misformatted == 2
 
 
+async def test_the_report_shows_the_counts_of_the_programs_calls():
+    counts = ({"refused/x": 2, "discarded": 1}, {"refused/x": 1}, {})
+    rows = [row(str(n), endpoint=one) for n, one in enumerate(counts)]
+    (said,) = hints_of(await figures(rows), "evals/x")
+    assert said.endswith(": discarded 1, refused/x 3")
+
+
 async def test_the_report_warns_if_most_calls_of_a_tool_fail_alike():
     """Beyond numbers; calls above the limit are mistakes of the policy."""
     bad = [{"name": "order", "ok": False, "error": f"order {i}: HTTP 401"} for i in range(4)]

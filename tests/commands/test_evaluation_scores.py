@@ -26,7 +26,7 @@ def test_messages_are_the_texts_of_the_policy_without_end_of_turn_tokens():
     found = written(row(answer="Paris"))
     assert [bool(message.tool_calls) for message in found] == [True, True, False]
     assert found[-1].content.endswith(r"<answer>\boxed{Paris}</answer>")
-    assert prediction(found) == "Paris"
+    assert prediction(row(answer="Paris")) == "Paris"
     assert not any("Let us look" in m.content and "<result>" in m.content for m in found)
 
 
@@ -36,7 +36,7 @@ def test_a_thought_that_the_prompt_opened_is_part_of_the_message():
         segments=[{"env": "user\nhi\nassistant\n<think>\n"}, {"policy": "so</think>Rome"}],
     )  # fmt: skip
     assert written(plain)[0].content == "<think>\nso</think>Rome"
-    assert prediction(written(plain)) == "Rome"
+    assert prediction(plain) == "Rome"
 
 
 def test_a_call_truncated_by_a_limit_is_still_a_call():

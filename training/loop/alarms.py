@@ -113,8 +113,8 @@ class Alarms:
             self._num_without_forks >= FEW_TRAJECTORIES,
             f"the first {self._num_without_forks} trajectories have no fork point, so that the "
             "algorithm has roots alone: forks begin after a tool result or a message of the "
-            "environment; of a program, only where a call continues its last turn "
-            "(env/endpoint/context/extends)",
+            "environment; of a program, at a later call with an answer of the policy among its "
+            "messages, or that grew in one of the user (env/endpoint/edited/user)",
         )
 
     def _check_signal(self, num_equal: int, num_trees: int, success: float) -> None:

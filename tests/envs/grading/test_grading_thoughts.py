@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from agentenv.assembly.reports.records import EvalRow, prediction, written
+from agentenv.assembly.reports.records import EvalRow, prediction
 from agentenv.base.types import Message, Task
 from agentenv.contract.env import Grader, graded
 from agentenv.envs.dialogue import DialogueEnv
@@ -50,7 +50,7 @@ DIALOGUE = DialogueEnv(TASK, [], make_grader(), user=[])
 READERS: dict[str, Callable[[str], bool]] = {
     **{kind: by(make_grader({"kind": kind})) for kind in ("exact", "f1", "layered")},
     "tools": by(ToolReward()),
-    "row": lambda text: prediction(written(row("?", text))) == "2",
+    "row": lambda text: prediction(row("?", text)) == "2",
     "program": lambda text: (
         "2" in ProgramResult((message(text),), Ended(exit=0), None, str).last_message
     ),
@@ -70,7 +70,7 @@ def test_an_answer_is_read_after_the_thoughts_and_never_within(reader: str) -> N
 
 
 def test_an_unfinished_thought_that_the_prompt_opened_has_no_answer() -> None:
-    assert prediction(written(row("user\n<think>\n", "So <answer>2</answer>"))) == ""
+    assert prediction(row("user\n<think>\n", "So <answer>2</answer>")) == ""
 
 
 @pytest.mark.parametrize("style", ["harmony", "atem"])
