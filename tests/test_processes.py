@@ -33,12 +33,11 @@ def spec_of(folder: Path, code: str, **changes: object) -> ProcessSpec:
     return ProcessSpec("one", [sys.executable, "-c", code], **keys)  # type: ignore[arg-type]
 
 
-async def test_a_process_inherits_variables_except_those_unset_by_its_spec(
+async def test_a_process_inherits_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLOR_OF_SKY", "blue")
-    monkeypatch.setenv("COLOR_OF_GRASS", "green")
-    spec = spec_of(tmp_path, SHOW, env={"COLOR_OF_SNOW": "white"}, unset=["COLOR_OF_GRASS"])
+    spec = spec_of(tmp_path, SHOW, env={"COLOR_OF_SNOW": "white"})
     process = LocalProcess(spec)
     await process.start()
     await process.ended()

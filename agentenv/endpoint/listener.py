@@ -1,0 +1,178 @@
+"""One guard for every HTTP and WebSocket server: who may ask, and the form of errors.
+
+    421   on loopback, a Host that is no name of loopback: the name of a page leads here
+    403   an Origin or a Sec-Fetch-Site of another page; a link may lead here
+    401   a wrong key, or none; GET /health needs none
+    408, 413, 400   a body that is late, larger than `max_bytes`, or unreadable
+
+A browser sends requests to loopback for any page that its user opens, so that a server without a
+key needs the first two. Beyond loopback a server has a key, and any Host. Every error is the JSON
+of an `ApiError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from hmac import compare_digest
+from typing import Any, ClassVar
+
+import msgspec
+from aiohttp import web
+
+from agentenv.base.errors import ConfigError
+from agentenv.base.ports import BACKLOG, is_loopback, open_server, port_of, stop_listening
+from agentenv.endpoint.chat import openai_error
+from agentenv.endpoint.messages import ApiError, Json
+
+BODY_S = 60.0  # for a client to send its request, and to receive each part of a reply
+SHUTDOWN_S = 1.0
+NO_KEY = "send the key as Authorization: Bearer KEY or x-api-key: KEY"
+OPEN_PATH = "/health"
+OWN_SITES = ("none", "same-origin")  # of Sec-Fetch-Site
+_NAMES = {404: "no_route", 405: "no_method", 413: "too_large"}
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+logger = logging.getLogger(__name__)
+encode = msgspec.json.Encoder(enc_hook=str).encode
+
+
+class Listener:
+    """Routes that are served at `port`. A client needs the `key`, if any; a server with other keys
+    (`has_keys`) overrides `check`."""
+
+    has_keys: ClassVar[bool] = False
+    max_bytes: ClassVar[int] = 64 << 20  # of a request's body
+    headers: ClassVar[Mapping[str, str]] = {
+        "X-Content-Type-Options": "nosniff",
+        "Cross-Origin-Resource-Policy": "same-origin",
+    }
+
+    def __init__(self, key: str = "") -> None:
+        self._key = key
+        self._runner: web.AppRunner | None = None
+        self._servers: list[asyncio.Server] = []
+        self._is_local = True
+        self.port = 0
+
+    def check(self, http: web.Request) -> None:
+        """Raises ApiError for a request without the key."""
+        if self._key and not same_key(key_of(http), self._key):
+            raise ApiError("no_key", NO_KEY)
+
+    def error(self, http: web.Request, error: ApiError) -> Json:
+        """The body of an error."""
+        return openai_error(error)
+
+    async def listen(
+        self,
+        gets: Mapping[str, Answer],
+        posts: Mapping[str, Answer],
+        host: str,
+        port: int,
+        path: str | None = None,
+    ) -> None:
+        """Serve these routes, also at the Unix socket `path` if any; port 0 is any free one. Raises
+        ConfigError."""
+        app = web.Application(client_max_size=self.max_bytes, middlewares=[self._guard])
+        gets = {OPEN_PATH: _healthy, **gets}
+        app.router.add_routes([web.get(route, answer) for route, answer in gets.items()])
+        app.router.add_routes([web.post(route, answer) for route, answer in posts.items()])
+        app.on_response_prepare.append(self._mark)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
+        )
+        await self._runner.setup()
+        answer, self._is_local = self._runner.server, is_loopback(host)
+        assert answer is not None
+        has_key = self.has_keys or bool(self._key)
+        try:
+            self._servers = [await open_server(answer, host, port, has_key=has_key)]
+        except ConfigError:
+            await self.close()
+            raise
+        self.port = port_of(self._servers[0].sockets[0])
+        if path is not None:
+            loop = asyncio.get_running_loop()
+            self._servers.append(await loop.create_unix_server(answer, path, backlog=BACKLOG))
+
+    async def close(self) -> None:
+        """Stop listening, and cancel running requests. Idempotent."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            while self._servers:
+                await stop_listening(self._servers.pop())
+            await runner.cleanup()
+
+    def _refuse(self, http: web.Request) -> None:
+        """Raises ApiError for a request that a page of others, or no known client, sends."""
+        host, origin = http.headers.get("Host", ""), http.headers.get("Origin")
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        if self._is_local and not is_loopback(name):
+            raise ApiError("other_host", f"this is not {host}")
+        site, mode = (http.headers.get(f"Sec-Fetch-{one}", "none") for one in ("Site", "Mode"))
+        is_link = http.method == "GET" and mode == "navigate"
+        if origin not in (None, f"http://{host}") or not (site in OWN_SITES or is_link):
+            raise ApiError("other_page", "requests of other pages are rejected")
+        if http.path != OPEN_PATH:
+            self.check(http)
+
+    @web.middleware
+    async def _guard(self, http: web.Request, handler: Answer) -> web.StreamResponse:
+        try:
+            self._refuse(http)
+            return await handler(http)
+        except ApiError as error:
+            found = error
+        except web.HTTPException as error:
+            name = _NAMES.get(error.status, "malformed")
+            found = ApiError(name, f"{http.method} {http.path}: {error.reason}")
+        except (TimeoutError, ConnectionError):
+            raise  # the client is gone
+        except Exception:
+            logger.exception("a request failed")
+            found = ApiError("bug", "internal error of the server; the traceback is in its log")
+        with suppress(ConnectionError):
+            return json_response(self.error(http, found), found.status)
+        raise ConnectionResetError
+
+    async def _mark(self, http: web.Request, response: web.StreamResponse) -> None:
+        response.headers.update(self.headers)
+
+
+async def _healthy(http: web.Request) -> web.Response:
+    return json_response({"status": "ok"})
+
+
+def key_of(http: web.Request) -> str:
+    """The key of a request, from `Authorization: Bearer KEY` or `x-api-key: KEY`."""
+    kind, _, key = http.headers.get("Authorization", "").partition(" ")
+    if kind.lower() != "bearer":
+        key = http.headers.get("x-api-key", "")
+    return key.strip()
+
+
+def same_key(given: str, key: str) -> bool:
+    """Whether it is the key, in a time that does not depend on it."""
+    return compare_digest(given.encode(errors="surrogateescape"), key.encode())
+
+
+async def body_of(http: web.Request) -> bytes:
+    """The body of a request. Raises ApiError."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await http.read()
+    except TimeoutError as error:
+        raise ApiError("too_slow", f"the request did not arrive within {BODY_S:g} s") from error
+    except web.HTTPRequestEntityTooLarge as error:
+        raise ApiError("too_large", str(error.text)) from error
+    except (web.PayloadAccessError, web.RequestPayloadError, ConnectionError, ValueError) as error:
+        raise ApiError("malformed", f"the body cannot be read: {error}") from error
+
+
+def json_response(body: Any, status: int = 200) -> web.Response:
+    """The response of an API."""
+    return web.Response(body=encode(body), status=status, content_type="application/json")
