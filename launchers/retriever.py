@@ -15,8 +15,8 @@ both return [documents, scores]. GET /health returns {"status": "ok"}. With a ke
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,11 +27,11 @@ from agentenv.assembly.keys.help import KeysParser, add_key_help
 from agentenv.assembly.run.exits import exit_code_of, run_until_done
 from agentenv.assembly.run.terminal import View
 from agentenv.base.config import build_config, load_config
-from agentenv.base.errors import ForeignError, InfraError, ToolError
+from agentenv.base.errors import ForeignError
 from agentenv.base.overrides import apply_overrides
 from agentenv.base.result_cache import ResultCache
 from agentenv.base.untrusted import decode
-from agentenv.contract.server_config import read_key
+from agentenv.contract.server_config import ClientKeyEnv, ListenHost, ListenPort, read_key
 from agentenv.endpoint.listener import Listener, body_of, json_response
 from agentenv.endpoint.messages import ApiError
 from agentenv.envs.search.bm25 import BM25Config
@@ -47,13 +47,9 @@ class RetrieverConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The keys of `agentenv retriever`."""
 
     backend: Annotated[AnyBackend, Meta(description="corpus and index")] = BM25Config()
-    host: Annotated[str, Meta(description="address to listen on; 0.0.0.0: every address")] = (
-        "127.0.0.1"
-    )
-    api_key_env: Annotated[
-        str, Meta(description="environment variable with the clients' key, for hosts but loopback")
-    ] = ""
-    port: Annotated[int, Meta(ge=0, le=65535, description="0: any free port")] = 8000
+    host: ListenHost = "127.0.0.1"
+    port: ListenPort = 8000
+    api_key_env: ClientKeyEnv = ""
     topk: Annotated[int, Meta(ge=1, le=100, description="default number of results")] = 5
 
 
@@ -87,40 +83,34 @@ class Retriever(Listener):
         posts = {"/retrieve": self.retrieve, "/search": self.search, "/batch_search": self.search}
         await self.listen({}, posts, self.config.host, self.config.port)
 
-    async def retrieve(self, request: web.Request) -> web.Response:
+    async def retrieve(self, http: web.Request) -> web.Response:
         """/retrieve in both formats; status 400 for a bad request, with the expected format."""
-        expected = 'expected {"queries": [text, ...]} or {"query": text}, with "topk" up to 100'
-
-        async def answer() -> Any:
-            body = decode(await body_of(request), _Request)
+        with _expecting('{"queries": [text, ...]} or {"query": text}, with "topk" up to 100'):
+            body = decode(await body_of(http), _Request)
             if (body.query is None) == (body.queries is None):
                 raise ValueError("exactly one of query and queries is required")
             queries = [body.query] if body.query is not None else body.queries or []
             found = await self._search(queries, body.topk or self.config.topk)
-            return {"result": [[_row(hit, body.return_scores) for hit in hits] for hits in found]}
+        rows = [[_row(hit, body.return_scores) for hit in hits] for hits in found]
+        return json_response({"result": rows})
 
-        return await _response(answer(), expected)
-
-    async def search(self, request: web.Request) -> web.Response:
+    async def search(self, http: web.Request) -> web.Response:
         """Tool-Star's routes: /search takes one query, /batch_search a list."""
-        many = request.path == "/batch_search"
+        many = http.path == "/batch_search"
         query = "[text, ...]" if many else "text"
-
-        async def answer() -> Any:
-            body = decode(await body_of(request), _SearchRequest)
+        with _expecting(f'{{"query": {query}}}, with "top_n" up to 100'):
+            body = decode(await body_of(http), _SearchRequest)
             if many != isinstance(body.query, list):
                 raise ValueError(f"query is {'not a list' if many else 'a list'}")
             queries = [body.query] if isinstance(body.query, str) else body.query
             if not many and not queries[0].strip():
                 raise ValueError("query is empty")
             found = await self._search(queries, body.top_n)
-            documents: list[Any] = [[_document(hit) for hit in hits] for hits in found]
-            scores: list[Any] = [[hit.score for hit in hits] for hits in found]
-            if not many:
-                documents, scores = documents[0], scores[0]
-            return [documents, scores] if body.return_score else documents
-
-        return await _response(answer(), f'expected {{"query": {query}}}, with "top_n" up to 100')
+        documents: list[Any] = [[_document(hit) for hit in hits] for hits in found]
+        scores: list[Any] = [[hit.score for hit in hits] for hits in found]
+        if not many:
+            documents, scores = documents[0], scores[0]
+        return json_response([documents, scores] if body.return_score else documents)
 
     async def _search(self, queries: list[str], num_results: int) -> list[list[Hit]]:
         if len(queries) > MAX_QUERIES:
@@ -129,15 +119,13 @@ class Retriever(Listener):
         return await asyncio.gather(*map(self.backend.search, texts))
 
 
-async def _response(answer: Coroutine[Any, Any, Any], expected: str) -> web.Response:
-    """The answer; 400 for a bad request or query, 503 for an infrastructure failure."""
+@contextmanager
+def _expecting(form: str) -> Iterator[None]:
+    """Within the block, the form is named in the error of a bad request."""
     try:
-        return json_response(await answer)
+        yield
     except (ForeignError, ValueError) as error:
-        raise ApiError("invalid", f"{error}; {expected}") from error
-    except (ToolError, InfraError) as error:
-        name = "invalid" if isinstance(error, ToolError) else "unavailable"
-        raise ApiError(name, str(error)) from error
+        raise ApiError("invalid", f"{error}; expected {form}") from error
 
 
 def _document(hit: Hit) -> dict[str, object]:

@@ -22,14 +22,13 @@ from typing import Any, ClassVar
 import msgspec
 from aiohttp import web
 
-from agentenv.base.errors import ConfigError
+from agentenv.base.errors import ConfigError, InfraError, ToolError
 from agentenv.base.ports import BACKLOG, is_loopback, open_server, port_of, stop_listening
 from agentenv.endpoint.chat import openai_error
 from agentenv.endpoint.messages import ApiError, Json
 
 BODY_S = 60.0  # for a client to send its request, and to receive each part of a reply
 SHUTDOWN_S = 1.0
-NO_KEY = "send the key as Authorization: Bearer KEY or x-api-key: KEY"
 OPEN_PATH = "/health"
 OWN_SITES = ("none", "same-origin")  # of Sec-Fetch-Site
 _NAMES = {404: "no_route", 405: "no_method", 413: "too_large"}
@@ -61,7 +60,7 @@ class Listener:
     def check(self, http: web.Request) -> None:
         """Raises ApiError for a request without the key."""
         if self._key and not same_key(key_of(http), self._key):
-            raise ApiError("no_key", NO_KEY)
+            raise ApiError("no_key", "send the key as Authorization: Bearer KEY or x-api-key: KEY")
 
     def error(self, http: web.Request, error: ApiError) -> Json:
         """The body of an error."""
@@ -127,6 +126,9 @@ class Listener:
             return await handler(http)
         except ApiError as error:
             found = error
+        except (ToolError, InfraError) as error:
+            name = "invalid" if isinstance(error, ToolError) else "unavailable"
+            found = ApiError(name, str(error))
         except web.HTTPException as error:
             name = _NAMES.get(error.status, "malformed")
             found = ApiError(name, f"{http.method} {http.path}: {error.reason}")

@@ -21,16 +21,7 @@ from aiohttp import web
 
 from agentenv.endpoint.anthropic import Anthropic
 from agentenv.endpoint.chat import Chat
-from agentenv.endpoint.listener import (
-    BODY_S,
-    NO_KEY,
-    Listener,
-    body_of,
-    encode,
-    json_response,
-    key_of,
-    same_key,
-)
+from agentenv.endpoint.listener import BODY_S, Listener, body_of, encode, json_response, key_of
 from agentenv.endpoint.messages import (
     ApiError,
     Dialect,
@@ -81,15 +72,20 @@ class Handler(Protocol):
 
 
 class ApiServer(Listener):
-    """Serves the three APIs. `find` returns the handler of a key, or raises ApiError; `models` are
-    those of /v1/models. `created` is the time of all replies, in seconds since 1970."""
+    """Serves the three APIs. `find` returns the handler of a key, or raises ApiError; `key`: the
+    only one, if any. `models` are those of /v1/models. `created` is the time of all replies, in
+    seconds since 1970."""
 
     has_keys = True
 
     def __init__(
-        self, find: Callable[[str], Handler], models: Callable[[], Sequence[Json]], created: int = 0
+        self,
+        find: Callable[[str], Handler],
+        models: Callable[[], Sequence[Json]],
+        created: int = 0,
+        key: str = "",
     ) -> None:
-        super().__init__()
+        super().__init__(key)
         self._find, self._models, self._created = find, models, created
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, path: str | None = None) -> None:
@@ -101,6 +97,7 @@ class ApiServer(Listener):
 
     def check(self, http: web.Request) -> None:
         """The key belongs to a handler."""
+        super().check(http)
         self._handler(http)
 
     def _handler(self, http: web.Request) -> Handler:
@@ -207,17 +204,6 @@ class ApiServer(Listener):
             answering.cancel()
         await _write(response, dialect.done)
         return response
-
-
-def only(key: str, handler: Handler) -> Callable[[str], Handler]:
-    """A `find` for a single handler."""
-
-    def find(given: str) -> Handler:
-        if not same_key(given, key):
-            raise ApiError("no_key", NO_KEY)
-        return handler
-
-    return find
 
 
 DIALECTS: tuple[Chat, Responses, Anthropic] = (Chat(), Responses(), Anthropic())

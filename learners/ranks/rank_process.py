@@ -35,7 +35,7 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 
 from agentenv.base.disk_errors import DIR_KEY, explain
 from agentenv.base.errors import AgentEnvError, ConfigError
-from agentenv.base.ports import is_loopback
+from agentenv.base.ports import LOOPBACK_DEVICE, is_loopback
 from agentenv.base.untrusted import packed
 from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks.broadcast import open_store
@@ -228,7 +228,7 @@ def main() -> None:
         own, store = own_address(connection, host), None
         if is_loopback(own):
             # without it gloo listens at the address of the machine's name
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+            os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_DEVICE
         if position.num_ranks > 1 and not position.rank:
             store = open_store(own)
         hello = Hello(
