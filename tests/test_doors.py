@@ -20,7 +20,6 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
-from aiohttp import web
 
 from agentenv.base.errors import ConfigError
 from agentenv.base.ports import LOOPBACK_DEVICE, open_server
@@ -33,7 +32,6 @@ from agentenv.lab.viewing.page import FolderServer
 from agentenv.launchers.retriever import Retriever, RetrieverConfig
 from tests.commands.test_viewer_page import CHROMIUM, FLAGS
 from tests.envs.bridges.test_openenv import TASKS, CounterEnv
-from tests.support.listening import listening
 from tests.support.sockets import sockets_of
 from tests.support.sources import ROOT, sources
 from tests.support.viewed_run import make_run
@@ -127,20 +125,15 @@ async def test_a_page_of_others_in_chromium_gets_nothing(tmp_path: Path) -> None
     """A page at another address, and one whose name then leads to the server."""
     from playwright.async_api import async_playwright
 
-    async def page(http: web.Request) -> web.Response:
-        return web.Response(text="<title>evil</title>", content_type="text/html")
-
-    app = web.Application()
-    app.router.add_get("/", page)
     async with AsyncExitStack() as stack:
-        url = await stack.enter_async_context(listening(app))
         playwright = await stack.enter_async_context(async_playwright())
         flags = [*FLAGS, "--host-resolver-rules=MAP evil.example 127.0.0.1"]
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
         opened = await browser.new_page()
+        await opened.route("http://evil.example/", lambda route: route.fulfill(body="evil"))
         for kind, (_, path, _) in SERVERS.items():
             port = await stack.enter_async_context(served(kind, tmp_path))
-            await opened.goto(url.replace("127.0.0.1", "evil.example"))
+            await opened.goto("http://evil.example/")
             assert await opened.evaluate(ATTACK, [port, path]) == [], kind
             reply = await opened.goto(f"http://evil.example:{port}{path}")
             assert reply is not None

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
 import socket
-import subprocess
-import sys
 import tomllib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -28,6 +25,7 @@ from agentenv.envs.search.providers import HttpBackend, RemoteBackend, RemoteSea
 from agentenv.envs.web_search import WebSearchEnv
 from agentenv.launchers.retriever import Retriever, RetrieverConfig, main, read_config
 from tests.support.dense import TEXTS, make, save_encoder
+from tests.support.retriever import interrupted
 from tests.support.warehouse import ROOT
 
 EVALUATION = tomllib.loads((ROOT / "configs" / "eval_tool_star.toml").read_text(encoding="utf-8"))
@@ -225,28 +223,12 @@ def test_the_address_and_the_next_command_are_printed(
     corpus: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """And nothing of other packages before, such as the loggers of BM25."""
-    assert interrupted_when_it_listens([f"backend.corpus={corpus}", "port=0"]) == 0
-    out, err = capfd.readouterr()
-    assert err == ""
-    first, *rest = out.splitlines()
+    first, *rest = interrupted("retriever", f"backend.corpus={corpus}", at="search.backend")
+    assert capfd.readouterr().err == ""
     assert first.startswith("serving on http://127.0.0.1:")
     address = first.split()[2]
-    assert rest[-1] == "stopping"
     assert f"{address}/retrieve" in rest[1]
     assert f'url = "{address}"' in rest[3]
-    assert max(map(len, out.splitlines())) <= 80
-
-
-def interrupted_when_it_listens(arguments: list[str]) -> int:
-    """Its exit code after Ctrl-C."""
-    command = [sys.executable, "-m", "agentenv.launchers", "retriever", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            sys.stdout.write(line)
-            if "search.backend" in line:
-                process.send_signal(signal.SIGINT)
-    return process.returncode
 
 
 def test_a_port_in_use_is_refused(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
