@@ -106,14 +106,15 @@ async def test_a_server_answers_no_page_of_others(kind: str, tmp_path: Path) -> 
 async def test_beyond_loopback_a_server_needs_a_key() -> None:
     with pytest.raises(ConfigError, match="api_key_env"):
         await open_server(asyncio.Protocol, "0.0.0.0", 0, has_key=False)
-    key = Listener("a-key")
-    await key.listen({}, {}, "0.0.0.0", 0)
-    async with aiohttp.ClientSession(f"http://127.0.0.1:{key.port}") as http:
-        host = {"Host": "retriever.service"}
-        for path, status in (("/health", 200), ("/x", 401)):
-            async with http.get(path, headers=host) as reply:
+    server = Listener("a-key")
+    await server.listen({}, {}, "0.0.0.0", 0)
+    with pytest.raises(ConfigError, match=f":{server.port}: .* 0 for any free"):
+        await open_server(asyncio.Protocol, "127.0.0.1", server.port, has_key=False)
+    async with aiohttp.ClientSession(headers={"Host": "retriever.service"}) as http:
+        for path, status in (("health", 200), ("x", 401)):
+            async with http.get(f"http://127.0.0.1:{server.port}/{path}") as reply:
                 assert reply.status == status
-    await key.close()
+    await server.close()
 
 
 ATTACK = (ROOT / "tests" / "support" / "attack.js").read_text(encoding="utf-8")

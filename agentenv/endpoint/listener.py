@@ -29,8 +29,6 @@ from agentenv.endpoint.messages import ApiError, Json
 
 BODY_S = 60.0  # for a client to send its request, and to receive each part of a reply
 SHUTDOWN_S = 1.0
-OPEN_PATH = "/health"
-OWN_SITES = ("none", "same-origin")  # of Sec-Fetch-Site
 _NAMES = {404: "no_route", 405: "no_method", 413: "too_large"}
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -77,7 +75,7 @@ class Listener:
         """Serve these routes, also at the Unix socket `path` if any; port 0 is any free one. Raises
         ConfigError."""
         app = web.Application(client_max_size=self.max_bytes, middlewares=[self._guard])
-        gets = {OPEN_PATH: _healthy, **gets}
+        gets = {"/health": _healthy, **gets}
         app.router.add_routes([web.get(route, answer) for route, answer in gets.items()])
         app.router.add_routes([web.post(route, answer) for route, answer in posts.items()])
         app.on_response_prepare.append(self._mark)
@@ -113,10 +111,11 @@ class Listener:
         if self._is_local and not is_loopback(name):
             raise ApiError("other_host", f"this is not {host}")
         site, mode = (http.headers.get(f"Sec-Fetch-{one}", "none") for one in ("Site", "Mode"))
-        is_link = http.method == "GET" and mode == "navigate"
-        if origin not in (None, f"http://{host}") or not (site in OWN_SITES or is_link):
+        is_own = origin in (None, f"http://{host}") and site in ("none", "same-origin")
+        is_link = origin is None and http.method == "GET" and mode == "navigate"
+        if not (is_own or is_link):
             raise ApiError("other_page", "requests of other pages are rejected")
-        if http.path != OPEN_PATH:
+        if http.path != "/health":
             self.check(http)
 
     @web.middleware

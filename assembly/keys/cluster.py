@@ -188,9 +188,7 @@ class ExternalCluster(WideCluster, frozen=True, kw_only=True, tag="external"):
     """Rollout workers are started externally, on any machine that reaches the controller
     (docs/clusters.md): `python -m agentenv.training.workers.rollout_worker`."""
 
-    host: Annotated[
-        str, Meta(description="address to listen on for workers; 0.0.0.0: all of this machine")
-    ]
+    host: Annotated[str, Meta(description="address to listen on for workers; 0.0.0.0: every one")]
 
     def token(self) -> str:
         """The shared secret of controller and workers. Raises ConfigError if it is not set."""
@@ -220,9 +218,7 @@ class JobCluster(ExternalCluster, frozen=True, kw_only=True, tag="-job"):
     """A job that --dry-run writes for `submit`."""
 
     submit: ClassVar[str]
-    host: Annotated[str, Meta(description="address of the controller's node to listen on")] = (
-        "0.0.0.0"
-    )
+    host: Annotated[str, Meta(description="address that the controller listens on")] = "0.0.0.0"
     port: Annotated[int, Meta(ge=1, le=65535, description="port of the controller")] = 29700
     gpus: Annotated[int, Meta(ge=0, description="GPUs of the controller's node; 0: none")] = 0
     script: Annotated[str, Meta(description="file that --dry-run writes; empty: print it")] = ""

@@ -283,9 +283,7 @@ class RemoteSearchConfig(BackendConfig, frozen=True, forbid_unknown_fields=True,
             "empty: keep them in memory, for this run"
         ),
     ] = ""
-    api_key_env: Annotated[
-        str, Meta(description="environment variable with the retriever's key; empty: none")
-    ] = ""
+    api_key_env: Annotated[str, Meta(description="environment variable with its key")] = ""
 
     @property
     def cache_name(self) -> str:
@@ -334,19 +332,16 @@ class RemoteBackend(HttpBackend):
         key = read_key(config.api_key_env, "search.backend.api_key_env")
         self._secret = _bearer(key) if key else {}
 
-    def _asked(self, body: Any) -> HttpRequest:
-        return HttpRequest("POST", self._url, json=body, secret_headers=self._secret)
-
     async def search(self, query: Query) -> list[Hit]:
         """Search with the retriever."""
-        if self._dialect == "tool_star":
-            many = {"query": [query.text], "top_n": query.max_results, "return_score": True}
-            reply = await self.send(self._asked(many), query)
-            return batch_hits(reply, self._url)[: query.max_results]
-        fields = {"query": query.text} if self._dialect == "skyrl" else {"queries": [query.text]}
-        body = {**fields, "topk": query.max_results, "return_scores": True}
-        reply = await self.send(self._asked(body), query)
-        return retrieved_hits(reply, self._url)[: query.max_results]
+        is_batch, text = self._dialect == "tool_star", query.text
+        body: dict[str, Any] = {"query": text} if self._dialect == "skyrl" else {"queries": [text]}
+        body |= {"topk": query.max_results, "return_scores": True}
+        if is_batch:
+            body = {"query": [text], "top_n": query.max_results, "return_score": True}
+        request = HttpRequest("POST", self._url, json=body, secret_headers=self._secret)
+        hits = batch_hits if is_batch else retrieved_hits
+        return hits(await self.send(request, query), self._url)[: query.max_results]
 
 
 _RETRIEVED = '{"result": [[{"document": {"contents": text}, "score": number}]]}'

@@ -113,9 +113,10 @@ def own_address(connection: socket.socket, controller: str) -> str:
     address = str(connection.getsockname()[0])
     if not is_loopback(address) or is_loopback(controller):
         return address
-    with socket.socket(type=socket.SOCK_DGRAM) as routed:
+    with socket.socket(type=socket.SOCK_DGRAM) as routed, suppress(OSError):
         routed.connect(("192.0.2.1", 9))  # of TEST-NET; sends nothing
-        return str(routed.getsockname()[0])
+        address = str(routed.getsockname()[0])
+    return address  # on loopback only where no route leads away
 
 
 PR_SET_PDEATHSIG = 1  # Linux: signal this process when its parent ends

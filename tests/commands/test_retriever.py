@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import tomllib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -229,13 +228,6 @@ def test_the_address_and_the_next_command_are_printed(
     address = first.split()[2]
     assert f"{address}/retrieve" in rest[1]
     assert f'url = "{address}"' in rest[3]
-
-
-def test_a_port_in_use_is_refused(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert main([f"backend.corpus={corpus}", f"port={port}"]) == 2
-    assert f"127.0.0.1:{port}: " in capsys.readouterr().err
 
 
 def test_errors_and_help_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:

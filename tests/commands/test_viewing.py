@@ -18,12 +18,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.errors import DataError
 from agentenv.endpoint.listener import encode
 from agentenv.evaluation.figures import figures_of, questions_of
 from agentenv.evaluation.store import read_rows
 from agentenv.lab.viewing.folder import Folder
-from agentenv.lab.viewing.page import HEADERS, FolderServer, export, serve
+from agentenv.lab.viewing.page import HEADERS, FolderServer, export
 from agentenv.launchers import view
 from agentenv.rollout.archive import steps_of
 from agentenv.rollout.archive_reader import columns_of, read_step
@@ -105,11 +105,6 @@ async def test_unknown_paths_and_writes_are_refused(server: FolderServer) -> Non
         session.post(url, data=b"{}") as reply,
     ):
         assert reply.status == 405
-
-
-async def test_a_port_in_use_is_reported(server: FolderServer) -> None:
-    with pytest.raises(ConfigError, match=f":{server.port}: .* 0 for any free"):
-        await serve(FolderServer(server.folder), server.port, print)
 
 
 # replies

@@ -130,6 +130,7 @@ class ClusterServers(WorkerGroup[Worker]):
 
 # The process on a node
 
+
 class EngineHolder:
     """Keeps a server running until the connection to the controller ends."""
 
