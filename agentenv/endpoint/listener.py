@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from hmac import compare_digest
 from typing import Any, ClassVar
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from agentenv.base.errors import ConfigError, InfraError, ToolError
 from agentenv.base.ports import BACKLOG, is_loopback, open_server, port_of, stop_listening
@@ -30,8 +31,6 @@ from agentenv.endpoint.messages import ApiError, Json
 BODY_S = 60.0  # for a client to send its request, and to receive each part of a reply
 SHUTDOWN_S = 1.0
 _NAMES = {404: "no_route", 405: "no_method", 413: "too_large"}
-
-Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 logger = logging.getLogger(__name__)
 encode = msgspec.json.Encoder(enc_hook=str).encode
@@ -66,8 +65,8 @@ class Listener:
 
     async def listen(
         self,
-        gets: Mapping[str, Answer],
-        posts: Mapping[str, Answer],
+        gets: Mapping[str, Handler],
+        posts: Mapping[str, Handler],
         host: str,
         port: int,
         path: str | None = None,
@@ -119,10 +118,10 @@ class Listener:
             self.check(http)
 
     @web.middleware
-    async def _guard(self, http: web.Request, handler: Answer) -> web.StreamResponse:
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            self._refuse(http)
-            return await handler(http)
+            self._refuse(request)
+            return await handler(request)
         except ApiError as error:
             found = error
         except (ToolError, InfraError) as error:
@@ -130,14 +129,14 @@ class Listener:
             found = ApiError(name, str(error))
         except web.HTTPException as error:
             name = _NAMES.get(error.status, "malformed")
-            found = ApiError(name, f"{http.method} {http.path}: {error.reason}")
+            found = ApiError(name, f"{request.method} {request.path}: {error.reason}")
         except (TimeoutError, ConnectionError):
             raise  # the client is gone
         except Exception:
             logger.exception("a request failed")
             found = ApiError("bug", "internal error of the server; the traceback is in its log")
         with suppress(ConnectionError):
-            return json_response(self.error(http, found), found.status)
+            return json_response(self.error(request, found), found.status)
         raise ConnectionResetError
 
     async def _mark(self, http: web.Request, response: web.StreamResponse) -> None:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -91,7 +91,7 @@ class ApiServer(Listener):
     async def start(self, host: str = "127.0.0.1", port: int = 0, path: str | None = None) -> None:
         """Listen, as in `listen`."""
         gets = {"/v1/models": self._list, "/v1/models/{name:.+}": self._one}
-        posts = {dialect.path: partial(self._call, dialect) for dialect in DIALECTS}
+        posts: dict[str, Any] = {one.path: partial(self._call, one) for one in DIALECTS}
         posts |= {f"{Anthropic.path}/count_tokens": self._count, "/v1/reward": self._reward}
         await self.listen(gets, posts, host, port, path)
 

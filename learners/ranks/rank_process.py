@@ -90,9 +90,8 @@ def join_ranks(
     device = position.local_rank % torch.cuda.device_count() if has_gpu else position.local_rank
     host, _, port = (store_address or "127.0.0.1:29500").rpartition(":")
     names = {"RANK": position.rank, "WORLD_SIZE": position.num_ranks, "LOCAL_RANK": device}
-    names |= {"MASTER_ADDR": host, "MASTER_PORT": port}  # else DeepSpeed searches for MPI
-    for name, value in names.items():
-        os.environ[name] = str(value)
+    os.environ |= {name: str(value) for name, value in names.items()}
+    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": port}  # else DeepSpeed searches for MPI
     if has_gpu:
         torch.cuda.set_device(device)
     store: Store = HashStore()
