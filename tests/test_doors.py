@@ -164,3 +164,17 @@ def test_a_run_listens_where_the_page_on_security_says(tmp_path: Path) -> None:
     assert {module for module, _, _ in seen} <= named
     assert {address for _, address, _ in seen} == {"127.0.0.1"}
     assert len({one for one in seen if one[0] == "rank_process"}) == 3  # a store, gloo twice
+
+
+RAY = """
+from agentenv.training.workers import ray_driver, ray_placement
+from tests.support.sockets import sockets_of
+ray_driver.Ray(ray_placement.RaySetup("", "", [], 10.0)).connect()
+print("on", *{address for _, address, _ in sockets_of()})"""
+
+
+def test_the_ray_of_a_run_listens_on_loopback() -> None:
+    pytest.importorskip("ray")
+    command = [sys.executable, "-c", RAY]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert {*shown.splitlines()[-1].split()} == {"on", "127.0.0.1", "::ffff:127.0.0.1"}
