@@ -85,7 +85,7 @@ async def served(kind: str, folder: Path) -> AsyncIterator[int]:
 async def test_a_server_answers_no_page_of_others(kind: str, tmp_path: Path) -> None:
     (_, path, damaged), before = SERVERS[kind], sockets_of()
     async with served(kind, tmp_path) as port, aiohttp.ClientSession() as http:
-        assert [place for _, place, _ in sockets_of() - before] == ["127.0.0.1"]
+        assert [place for place, _ in sockets_of().keys() - before] == ["127.0.0.1"]
 
         async def ask(method: str, path: str, headers: Any, data: bytes = b"") -> tuple[int, Any]:
             given = {name: text.format(port=port) for name, text in headers.items()}
@@ -151,26 +151,26 @@ def test_a_run_listens_where_the_page_on_security_says(tmp_path: Path) -> None:
     command += [*keys, "engine.name=embedded", "train.num_steps=1"]
     device = next(name for name in psutil.net_if_addrs() if name != LOOPBACK_DEVICE)
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "GLOO_SOCKET_IFNAME": device}
-    seen = set()
+    seen = dict[tuple[str, int], str]()
     with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
-            seen |= sockets_of(psutil.Process(process.pid))
+            seen = sockets_of(psutil.Process(process.pid)) | seen
             time.sleep(0.1)
     assert process.returncode == 0
     table = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
     rows = [row for row in table.splitlines() if row.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
-    assert {module for module, _, _ in seen} == {"launchers", "rank_process", "rollout_worker"}
-    assert {module for module, _, _ in seen} <= named
-    assert {address for _, address, _ in seen} == {"127.0.0.1"}
-    assert len({one for one in seen if one[0] == "rank_process"}) == 3  # a store, gloo twice
+    assert {*seen.values()} == {"launchers", "rank_process", "rollout_worker"}
+    assert {*seen.values()} <= named
+    assert {address for address, _ in seen} == {"127.0.0.1"}
+    assert [*seen.values()].count("rank_process") == 3  # a store, gloo twice
 
 
 RAY = """
 from agentenv.training.workers import ray_driver, ray_placement
 from tests.support.sockets import sockets_of
 ray_driver.Ray(ray_placement.RaySetup("", "", [], 10.0)).connect()
-print("on", *{address for _, address, _ in sockets_of()})"""
+print("on", *{address for address, _ in sockets_of()})"""
 
 
 def test_the_ray_of_a_run_listens_on_loopback() -> None:
