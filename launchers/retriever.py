@@ -8,14 +8,15 @@ POST /retrieve accepts {"queries": [text, ...], "topk": 5, "return_scores": true
 "score"}, ...], ...]}, a list for each query. The routes of Tool-Star's server: POST /search
 accepts {"query": text, "top_n": 10, "return_score": false} and returns [{"id", "contents"}, ...];
 POST /batch_search accepts {"query": [text, ...], ...} and returns a list of these; with scores,
-both return [documents, scores]. GET /health returns {"status": "ok"}.
+both return [documents, scores]. GET /health returns {"status": "ok"}. With a key, the others need
+`Authorization: Bearer KEY`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,18 +27,19 @@ from agentenv.assembly.keys.help import KeysParser, add_key_help
 from agentenv.assembly.run.exits import exit_code_of, run_until_done
 from agentenv.assembly.run.terminal import View
 from agentenv.base.config import build_config, load_config
-from agentenv.base.errors import ForeignError, InfraError, ToolError
+from agentenv.base.errors import ForeignError
 from agentenv.base.overrides import apply_overrides
 from agentenv.base.result_cache import ResultCache
 from agentenv.base.untrusted import decode
-from agentenv.endpoint.server import Listener, json_response
+from agentenv.contract.server_config import ClientKeyEnv, ListenHost, ListenPort, read_key
+from agentenv.endpoint.listener import Listener, body_of, json_response
+from agentenv.endpoint.messages import ApiError
 from agentenv.envs.search.bm25 import BM25Config
 from agentenv.envs.search.corpus import Backend, Hit, Query, joined_contents
 from agentenv.envs.search.keys import AnyBackend, SearchConfig
 from agentenv.envs.search.service import build_backend
 from agentenv.launchers.command import until_stopped
 
-MAX_BODY_BYTES = 4_000_000
 MAX_QUERIES, MAX_QUERY_CHARS = 512, 10_000  # of a request; of a query
 
 
@@ -45,10 +47,9 @@ class RetrieverConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The keys of `agentenv retriever`."""
 
     backend: Annotated[AnyBackend, Meta(description="corpus and index")] = BM25Config()
-    host: Annotated[str, Meta(description="address to listen on; 0.0.0.0: every address")] = (
-        "127.0.0.1"
-    )
-    port: Annotated[int, Meta(ge=0, le=65535, description="0: any free port")] = 8000
+    host: ListenHost = "127.0.0.1"
+    port: ListenPort = 8000
+    api_key_env: ClientKeyEnv = ""
     topk: Annotated[int, Meta(ge=1, le=100, description="default number of results")] = 5
 
 
@@ -67,60 +68,49 @@ class _SearchRequest(Struct):
     return_score: bool = False
 
 
-class Retriever:
+class Retriever(Listener):
     """The HTTP service: /retrieve, /search and /batch_search over one backend."""
 
+    max_bytes = 4_000_000
+
     def __init__(self, config: RetrieverConfig, backend: Backend) -> None:
+        super().__init__(read_key(config.api_key_env, "api_key_env"))
         self.config = config
         self.backend = backend
 
-    def app(self) -> web.Application:
-        """The aiohttp application."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
-        app.router.add_post("/retrieve", self.retrieve)
-        app.router.add_post("/search", self.search)
-        app.router.add_post("/batch_search", self.search)
-        app.router.add_get("/health", self.health)
-        return app
+    async def start(self) -> None:
+        """Listen, as in `listen`."""
+        posts = {"/retrieve": self.retrieve, "/search": self.search, "/batch_search": self.search}
+        await self.listen({}, posts, self.config.host, self.config.port)
 
-    async def health(self, request: web.Request) -> web.Response:
-        """Responds once the index is loaded."""
-        return web.json_response({"status": "ok"})
-
-    async def retrieve(self, request: web.Request) -> web.Response:
+    async def retrieve(self, http: web.Request) -> web.Response:
         """/retrieve in both formats; status 400 for a bad request, with the expected format."""
-        expected = 'expected {"queries": [text, ...]} or {"query": text}, with "topk" up to 100'
-
-        async def answer() -> Any:
-            body = decode(await request.read(), _Request)
+        with _expecting('{"queries": [text, ...]} or {"query": text}, with "topk" up to 100'):
+            body = decode(await body_of(http), _Request)
             if (body.query is None) == (body.queries is None):
                 raise ValueError("exactly one of query and queries is required")
             queries = [body.query] if body.query is not None else body.queries or []
             found = await self._search(queries, body.topk or self.config.topk)
-            return {"result": [[_row(hit, body.return_scores) for hit in hits] for hits in found]}
+        rows = [[_row(hit, body.return_scores) for hit in hits] for hits in found]
+        return json_response({"result": rows})
 
-        return await _response(answer(), expected)
-
-    async def search(self, request: web.Request) -> web.Response:
+    async def search(self, http: web.Request) -> web.Response:
         """Tool-Star's routes: /search takes one query, /batch_search a list."""
-        many = request.path == "/batch_search"
+        many = http.path == "/batch_search"
         query = "[text, ...]" if many else "text"
-
-        async def answer() -> Any:
-            body = decode(await request.read(), _SearchRequest)
+        with _expecting(f'{{"query": {query}}}, with "top_n" up to 100'):
+            body = decode(await body_of(http), _SearchRequest)
             if many != isinstance(body.query, list):
                 raise ValueError(f"query is {'not a list' if many else 'a list'}")
             queries = [body.query] if isinstance(body.query, str) else body.query
             if not many and not queries[0].strip():
                 raise ValueError("query is empty")
             found = await self._search(queries, body.top_n)
-            documents: list[Any] = [[_document(hit) for hit in hits] for hits in found]
-            scores: list[Any] = [[hit.score for hit in hits] for hits in found]
-            if not many:
-                documents, scores = documents[0], scores[0]
-            return [documents, scores] if body.return_score else documents
-
-        return await _response(answer(), f'expected {{"query": {query}}}, with "top_n" up to 100')
+        documents: list[Any] = [[_document(hit) for hit in hits] for hits in found]
+        scores: list[Any] = [[hit.score for hit in hits] for hits in found]
+        if not many:
+            documents, scores = documents[0], scores[0]
+        return json_response([documents, scores] if body.return_score else documents)
 
     async def _search(self, queries: list[str], num_results: int) -> list[list[Hit]]:
         if len(queries) > MAX_QUERIES:
@@ -129,17 +119,13 @@ class Retriever:
         return await asyncio.gather(*map(self.backend.search, texts))
 
 
-async def _response(answer: Coroutine[Any, Any, Any], expected: str) -> web.Response:
-    """The response: 200 with the answer, 400 for a bad request or query, 503 for an
-    infrastructure failure."""
-    status = 200
+@contextmanager
+def _expecting(form: str) -> Iterator[None]:
+    """Within the block, the form is named in the error of a bad request."""
     try:
-        content = await answer
+        yield
     except (ForeignError, ValueError) as error:
-        status, content = 400, {"error": f"{error}; {expected}"}
-    except (ToolError, InfraError) as error:
-        status, content = 400 if isinstance(error, ToolError) else 503, {"error": str(error)}
-    return json_response(content, status)
+        raise ApiError("invalid", f"{error}; expected {form}") from error
 
 
 def _document(hit: Hit) -> dict[str, object]:
@@ -154,15 +140,16 @@ def _row(hit: Hit, with_score: bool) -> dict[str, object]:
 async def serve(config: RetrieverConfig, view: View) -> None:
     """Load the index, listen, print the address, and serve until a signal. Raises ConfigError and
     DataError."""
-    cache, listener = ResultCache(), Listener()
+    cache = ResultCache()
     backend = build_backend(SearchConfig(backend=config.backend), cache)
+    retriever = Retriever(config, backend)
     async with AsyncExitStack() as stack:
-        for one in (cache, backend, listener):
+        for one in (cache, backend, retriever):
             stack.push_async_callback(one.close)
         view.wait_for("loading the index", "the address")
         await backend.start()
-        await listener.listen(Retriever(config, backend).app(), config.host, config.port)
-        url = f"http://{config.host}:{listener.port}"
+        await retriever.start()
+        url = f"http://{config.host}:{retriever.port}"
         lines = [
             f"serving on {url} (POST /retrieve, /search, /batch_search)",
             "Ctrl-C stops the server; in another terminal:",

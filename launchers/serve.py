@@ -106,7 +106,7 @@ async def serve_policy(
 ) -> None:
     """Start the engine, listen, and serve until `until` returns, which gets lines about how to
     reach the model."""
-    from agentenv.endpoint.server import ApiServer, only
+    from agentenv.endpoint.server import ApiServer
 
     key = read_key(config.api_key_env, "api_key_env") or secrets.token_urlsafe(NUM_KEY_BYTES)
     async with AsyncExitStack() as stack:
@@ -119,7 +119,7 @@ async def serve_policy(
             "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created)),
             "max_model_len": handler.max_model_len,
         }  # fmt: skip
-        server = ApiServer(only(key, handler), lambda: [model], created)
+        server = ApiServer(lambda _: handler, lambda: [model], created, key)
         stack.push_async_callback(server.close)
         await server.start(config.host, config.port)
         url = f"http://{config.host}:{server.port}"

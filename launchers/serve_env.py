@@ -13,9 +13,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from agentenv.assembly.keys.help import KeysParser, add_key_help
@@ -30,7 +28,7 @@ from agentenv.base.errors import ConfigError
 from agentenv.base.overrides import blaming, override_kinds
 from agentenv.base.types import Limits
 from agentenv.contract.env import close_shared
-from agentenv.contract.server_config import read_key
+from agentenv.contract.server_config import ClientKeyEnv, ListenHost, ListenPort, read_key
 from agentenv.endpoint.openenv import EnvServer
 from agentenv.evaluation.store import load_run_config
 from agentenv.launchers.command import until_stopped
@@ -44,15 +42,9 @@ class ServeEnvConfig(EnvSettings, frozen=True, kw_only=True, forbid_unknown_fiel
     prompt: PromptConfig = PromptConfig()
     data: DataConfig
     eval: EvalConfig = EvalConfig()
-    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="0: any free port")] = 8000
-    api_key_env: Annotated[
-        str,
-        Meta(
-            description="environment variable with the key; empty: clients need no key, and only "
-            "this machine can connect"
-        ),
-    ] = ""
+    host: ListenHost = "127.0.0.1"
+    port: ListenPort = 8000
+    api_key_env: ClientKeyEnv = ""
 
     def __post_init__(self) -> None:
         force_setattr(self, "eval", self.eval.with_sources_of(self.data))

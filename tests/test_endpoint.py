@@ -19,7 +19,7 @@ from agentenv.base.errors import EngineDeadError, EngineError
 from agentenv.base.types import Chunk, SamplingParams
 from agentenv.endpoint.messages import ERRORS
 from agentenv.endpoint.policy import PolicyHandler
-from agentenv.endpoint.server import ApiServer, only
+from agentenv.endpoint.server import ApiServer
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.text.native import NativeRenderer
 from agentenv.text.renderer import ContextRenderer, TagRenderer
@@ -71,7 +71,7 @@ async def serving(
     renderer = renderer or NativeRenderer(tokenizer)
     params = SamplingParams(max_tokens=1)
     handler = PolicyHandler(started, renderer, params, MAX_LENGTH, ["policy"], 200, **more)
-    server = ApiServer(only(KEY, handler), lambda: [{"id": "policy"}])
+    server = ApiServer(lambda _: handler, lambda: [{"id": "policy"}], key=KEY)
     await server.start()
     async with aiohttp.ClientSession() as http:
         yield Client(http, f"http://127.0.0.1:{server.port}")

@@ -20,7 +20,7 @@ from aiohttp import web
 from agentenv.assembly.reports.monitors import Axis, Monitors, RolloutMonitorConfig
 from agentenv.base.config import build_config
 from agentenv.base.errors import ConfigError
-from agentenv.endpoint.server import Listener
+from agentenv.endpoint.listener import Listener
 from examples.monitors import otel
 from examples.monitors.otel import OtelConfig
 from examples.monitors.trackio_runs import TrackioConfig, TrackioMonitor
@@ -56,10 +56,8 @@ class Receiver:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
 
     async def _start(self) -> str:
-        app = web.Application()
-        app.router.add_post("/v1/metrics", self._take)
-        app.router.add_post("/v1/traces", self._take)
-        await self._listener.listen(app, "127.0.0.1", 0)
+        posts = dict.fromkeys(("/v1/metrics", "/v1/traces"), self._take)
+        await self._listener.listen({}, posts, "127.0.0.1", 0)
         return f"http://127.0.0.1:{self._listener.port}"
 
     async def _take(self, request: web.Request) -> web.Response:

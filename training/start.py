@@ -99,7 +99,7 @@ async def start_workers(loop: Loop, stack: AsyncExitStack) -> RolloutWorkers | N
     spec = spec._replace(sees_gpus=encodes_on_gpu(config))
     placement: Placement | None = None
     if isinstance(cluster, ExternalCluster):
-        placement, token = ExternalPlacement(cluster.host or "0.0.0.0"), cluster.token()
+        placement, token = ExternalPlacement(cluster.host), cluster.token()
     elif isinstance(cluster, RayCluster):
         assert isinstance(parts.ray, RayPlacement)
         parts.ray.follow(spec.name, workers.leave)

@@ -1,11 +1,53 @@
-"""Reserved ports, and the end of listening."""
+"""Sockets that listen: reserved ports, and the one door of every server.
+
+`docs/security.md` lists all of them; `tests/test_doors.py` finds those that are opened elsewhere.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
+import sys
+from collections.abc import Callable
+from ipaddress import ip_address
+
+from agentenv.base.errors import ConfigError
 
 ACCEPT_TURNS = 4
+LOOPBACK_DEVICE = "lo" if sys.platform == "linux" else "lo0"
+BACKLOG = 4096  # concurrent connects; a client that the kernel drops retries after seconds
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches this address or name."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+async def open_server(
+    make: Callable[[], asyncio.BaseProtocol], host: str, port: int, *, has_key: bool
+) -> asyncio.Server:
+    """Listen at `host`; port 0 is any free one. `has_key`: clients need a key or a token, without
+    which only loopback is served. Raises ConfigError."""
+    if not has_key and not is_loopback(host):
+        raise ConfigError(f"host {host} is reachable from other machines; set a key (api_key_env)")
+    loop = asyncio.get_running_loop()
+    try:
+        server = await loop.create_server(make, host, port, backlog=BACKLOG, start_serving=False)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE:
+            reason = "the port is in use; choose another one, or 0 for any free one"
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
+    try:
+        await server.start_serving()
+    except BaseException:  # a cancellation would leave the socket open
+        server.close()
+        raise
+    return server
 
 
 def hold_port(host: str = "127.0.0.1", port: int = 0) -> socket.socket:

@@ -35,6 +35,13 @@ def read_key(variable: str, key: str) -> str:
     return found
 
 
+# of servers that clients ask: `agentenv serve`, `serve-env`, `retriever`
+ListenHost = Annotated[str, Meta(description="address to listen on; beyond loopback with a key")]
+ListenPort = Annotated[int, Meta(ge=0, le=65535, description="0: any free port")]
+ClientKeyEnv = Annotated[
+    str, Meta(description="environment variable with the clients' key; empty: none, or new (serve)")
+]
+
 MAX_SHARE = 0.9  # of a GPU's memory, for servers, besides the CUDA contexts of others
 
 

@@ -38,13 +38,16 @@ ERRORS: dict[str, tuple[int, str, str | None, str]] = {
     "too_long": (400, "invalid_request_error", "context_length_exceeded", "invalid_request_error"),
     "no_key": (401, "authentication_error", "invalid_api_key", "authentication_error"),
     "ended": (403, "permission_error", "branch_ended", "permission_error"),
+    "other_page": (403, "permission_error", "other_page", "permission_error"),
     "no_route": (404, "invalid_request_error", "not_found", "not_found_error"),
     "no_model": (404, "invalid_request_error", "model_not_found", "not_found_error"),
     "no_method": (405, "invalid_request_error", "method_not_allowed", "invalid_request_error"),
     "too_slow": (408, "invalid_request_error", "request_timeout", "timeout_error"),
     "too_large": (413, "invalid_request_error", "request_too_large", "request_too_large"),
+    "other_host": (421, "invalid_request_error", "other_host", "invalid_request_error"),
     "engine": (502, "server_error", "engine_failed", "api_error"),
     "engine_dead": (503, "server_error", "engine_dead", "overloaded_error"),
+    "unavailable": (503, "server_error", "unavailable", "api_error"),
     "bug": (500, "server_error", "internal_error", "api_error"),
 }
 

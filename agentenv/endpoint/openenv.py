@@ -21,12 +21,10 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from hmac import compare_digest
 from random import Random, SystemRandom
 from typing import Annotated, Any
 
 from aiohttp import WSMsgType, web
-from aiohttp.typedefs import Handler, Middleware
 from msgspec import Meta, Struct, field
 
 from agentenv.base.deadline import uncancelled
@@ -35,12 +33,10 @@ from agentenv.base.types import Limit, Message, Task, ToolCall
 from agentenv.base.untrusted import convert, decode
 from agentenv.contract.env import Env
 from agentenv.contract.function_tool import argument_schema
-from agentenv.endpoint.server import Listener, encode, json_response, key_of
+from agentenv.endpoint.listener import BODY_S, Listener, body_of, encode, json_response
 from agentenv.endpoint.sessions import ServeSession, SessionRefused, Sessions
 
 VERSION = "1.0.0"  # of the protocol
-MAX_BYTES = 64 << 20  # of a request
-SEND_S = 60.0
 CODES = {  # of errors, for WebSockets and JSON-RPC
     "invalid": ("VALIDATION_ERROR", -32602), "unknown": ("UNKNOWN_TYPE", -32601),
     "full": ("CAPACITY_REACHED", -32000), "ended": ("EXECUTION_ERROR", -32600),
@@ -120,18 +116,14 @@ class EnvServer(Listener):
         idle_s: float = 3600.0,
         timeout_s: float = 600.0,
     ) -> None:
-        super().__init__()
-        self.name, self._splits, self._key = name, splits, key
+        super().__init__(key)
+        self.name, self._splits = name, splits
         self._sessions = Sessions(make_env, max_sessions, idle_s, timeout_s)
         self._tools: list[Json] = []
         self._capabilities: list[str] = []
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
         """Test the environment, then listen; port 0 is any free one. Raises ConfigError."""
-        if not self._key and host not in ("127.0.0.1", "::1", "localhost"):
-            raise ConfigError(
-                f"host {host} is reachable from other machines; set a key (api_key_env)"
-            )
         first = ServeSession()
         try:
             await self._reset(first, {"seed": 0, "index": 0})
@@ -140,13 +132,10 @@ class EnvServer(Listener):
             raise ConfigError(f"{self.name}: {error}") from error
         finally:
             await self._sessions.end(first)
-        app = web.Application(client_max_size=MAX_BYTES, middlewares=[self._guard()])
-        pages = [web.get(path, partial(_show, page)) for path, page in self._pages().items()]
-        attended = [web.get(path, self._attend) for path in ("/ws", "/mcp")]
-        posted = [web.post(path, self._post) for path in ("/mcp", "/reset", "/step")]
-        tasks = web.post(f"/{self.name}/{{what:num_tasks|task|task_range}}", self._list)
-        app.router.add_routes([*pages, *attended, *posted, tasks])
-        await self.listen(app, host, port)
+        gets = {path: partial(_show, page) for path, page in self._pages().items()}
+        posts = dict.fromkeys(("/mcp", "/reset", "/step"), self._post)
+        posts[f"/{self.name}/{{what:num_tasks|task|task_range}}"] = self._list
+        await self.listen(gets | {"/ws": self._attend, "/mcp": self._attend}, posts, host, port)
 
     async def close(self) -> None:
         """Stop listening and end all sessions. Idempotent."""
@@ -172,24 +161,8 @@ class EnvServer(Listener):
             f"/{self.name}/splits": [{"name": name, "type": kind} for name, kind in types.items()],
         }
 
-    def _guard(self) -> Middleware:
-        @web.middleware
-        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-            """Check the key, and convert errors to the protocol's form."""
-            known = compare_digest(key_of(request).encode(), self._key.encode())
-            if self._key and not known and request.path != "/health":
-                return json_response({"detail": "send the key as Authorization: Bearer KEY"}, 401)
-            try:
-                return await handler(request)
-            except web.HTTPException as error:
-                return json_response({"detail": error.text}, error.status)
-            except SessionRefused as error:
-                return json_response({"detail": str(error)}, 422)
-
-        return guard
-
     async def _list(self, http: web.Request) -> web.Response:
-        request, what = _read(await _body(http) or "{}", dict), http.match_info["what"]
+        request, what = _read(await body_of(http) or b"{}", dict), http.match_info["what"]
         tasks = self._tasks(request.get("split"))
         span = slice(request.get("start"), request.get("stop"))
         places = [request.get("index")] if what == "task" else range(len(tasks))[span]
@@ -204,10 +177,10 @@ class EnvServer(Listener):
 
     async def _post(self, http: web.Request) -> web.Response:
         """JSON-RPC, or a reset and a step without a session."""
-        body, session = await _body(http), ServeSession()
+        body, session = await body_of(http), ServeSession()
         if http.path == "/mcp":
             return json_response(await self._rpc(body, None))
-        request = _read(body or "{}", dict)
+        request = _read(body or b"{}", dict)
         try:
             found = await self._reset(session, request if http.path == "/reset" else {})
             if http.path == "/step":
@@ -218,7 +191,7 @@ class EnvServer(Listener):
 
     async def _attend(self, http: web.Request) -> web.WebSocketResponse:
         """Serve a WebSocket; its session ends with it."""
-        ws = web.WebSocketResponse(compress=False, max_msg_size=MAX_BYTES)
+        ws = web.WebSocketResponse(compress=False, max_msg_size=self.max_bytes)
         answer = self._rpc if http.path == "/mcp" else self._answer
         attached: list[ServeSession] = []
         try:
@@ -266,7 +239,7 @@ class EnvServer(Listener):
         reply = {"message": str(error), "code": CODES[error.code][0]}
         return {"type": "error", "data": reply | (counts if error.code == "full" else {})}
 
-    async def _rpc(self, given: str | Json, session: ServeSession | None) -> Json:
+    async def _rpc(self, given: str | bytes | Json, session: ServeSession | None) -> Json:
         answer: Json = {"jsonrpc": "2.0", "id": None}
         try:
             request = _read(given, _Request)
@@ -332,7 +305,7 @@ class EnvServer(Listener):
 
 def _read(given: Any, kind: type[Any]) -> Any:
     try:
-        return decode(given, kind) if isinstance(given, str) else convert(given, kind)
+        return decode(given, kind) if isinstance(given, str | bytes) else convert(given, kind)
     except ForeignError as error:
         raise SessionRefused("invalid", f"Invalid message: {error}") from error
 
@@ -361,11 +334,6 @@ async def _show(page: Any, http: web.Request) -> web.Response:
     return json_response(page)
 
 
-async def _body(http: web.Request) -> str:
-    async with asyncio.timeout(SEND_S):
-        return await http.text()
-
-
 async def _send(ws: web.WebSocketResponse, answer: Json) -> None:
-    async with asyncio.timeout(SEND_S):
+    async with asyncio.timeout(BODY_S):
         await ws.send_str(encode(answer).decode())

@@ -11,24 +11,17 @@ route's API, and a name of ERRORS.
 from __future__ import annotations
 
 import asyncio
-import errno
-import logging
 import re
-import zlib
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from hmac import compare_digest
 from typing import Any, Protocol
 
-import msgspec
 from aiohttp import web
 
-from agentenv.base.errors import ConfigError
-from agentenv.base.offload import in_thread
-from agentenv.base.ports import port_of, stop_listening
 from agentenv.endpoint.anthropic import Anthropic
 from agentenv.endpoint.chat import Chat
+from agentenv.endpoint.listener import BODY_S, Listener, body_of, encode, json_response, key_of
 from agentenv.endpoint.messages import (
     ApiError,
     Dialect,
@@ -42,16 +35,11 @@ from agentenv.endpoint.messages import (
 )
 from agentenv.endpoint.responses import Responses
 
-MAX_BODY_BYTES = 64 << 20
-BODY_S = 60.0  # for a client to send its request, and to receive each part of a reply
-SHUTDOWN_S = 1.0
 _COMPACT = re.compile(r"\b(?:js|node|bun|deno|undici|ai-sdk|pydantic-ai)\b", re.IGNORECASE)
-BACKLOG = 4096  # concurrent connects; a client that the kernel drops retries after seconds
+
+DIALECTS: tuple[Chat, Responses, Anthropic] = (Chat(), Responses(), Anthropic())
 
 Delta = Callable[[int, str, str], None]  # (choice, "thoughts" or "text", new text)
-
-logger = logging.getLogger(__name__)
-encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 class Handler(Protocol):
@@ -85,97 +73,66 @@ class Handler(Protocol):
         ...
 
 
-class Listener:
-    """An application that listens at `port`. `unpacks`: aiohttp decodes compressed bodies; it
-    answers encodings that it does not know by itself."""
-
-    unpacks = True
-
-    def __init__(self) -> None:
-        self._runner: web.AppRunner | None = None
-        self._servers: list[asyncio.Server] = []
-        self.port = 0
-
-    async def listen(
-        self, app: web.Application, host: str, port: int, path: str | None = None
-    ) -> None:
-        """Listen, also at the Unix socket `path` if any; port 0 is any free one. Raises
-        ConfigError."""
-        self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S,
-            auto_decompress=self.unpacks,
-        )  # fmt: skip
-        await self._runner.setup()
-        loop, answer = asyncio.get_running_loop(), self._runner.server
-        assert answer is not None
-        try:
-            self._servers = [await loop.create_server(answer, host, port, backlog=BACKLOG)]
-        except OSError as error:
-            await self.close()
-            if error.errno == errno.EADDRINUSE:
-                reason = "the port is in use; choose another one, or 0 for any free one"
-            else:
-                reason = error.strerror or str(error)
-            raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
-        self.port = port_of(self._servers[0].sockets[0])
-        if path is not None:
-            self._servers.append(await loop.create_unix_server(answer, path, backlog=BACKLOG))
-
-    async def close(self) -> None:
-        """Stop listening, and cancel running requests. Idempotent."""
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            while self._servers:
-                await stop_listening(self._servers.pop())
-            await runner.cleanup()
-
-
 class ApiServer(Listener):
-    """Serves the three APIs. `find` returns the handler of a key, or raises ApiError; `models` are
-    those of /v1/models. `created` is the time of all replies, in seconds since 1970."""
+    """Serves the three APIs. `find` returns the handler of a key, or raises ApiError; `key`: the
+    only one, if any. `models` are those of /v1/models. `created` is the time of all replies, in
+    seconds since 1970."""
 
-    unpacks = False
+    has_keys = True
+    hint = f"; the served paths are {', '.join(dialect.path for dialect in DIALECTS)}"
 
     def __init__(
-        self, find: Callable[[str], Handler], models: Callable[[], Sequence[Json]], created: int = 0
+        self,
+        find: Callable[[str], Handler],
+        models: Callable[[], Sequence[Json]],
+        created: int = 0,
+        key: str = "",
     ) -> None:
-        super().__init__()
+        super().__init__(key)
         self._find, self._models, self._created = find, models, created
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, path: str | None = None) -> None:
         """Listen, as in `listen`."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
-        app[_FIND] = self._find
-        app.router.add_get("/health", _healthy)
-        app.router.add_get("/v1/models", self._list)
-        app.router.add_get("/v1/models/{name:.+}", self._one)
-        for dialect in DIALECTS:
-            app.router.add_post(dialect.path, partial(self._call, dialect))
-        app.router.add_post(f"{Anthropic.path}/count_tokens", self._count)
-        app.router.add_post("/v1/reward", self._reward)
-        await self.listen(app, host, port, path)
+        gets = {"/v1/models": self._list, "/v1/models/{name:.+}": self._one}
+        posts: dict[str, Any] = {one.path: partial(self._call, one) for one in DIALECTS}
+        posts |= {f"{Anthropic.path}/count_tokens": self._count, "/v1/reward": self._reward}
+        await self.listen(gets, posts, host, port, path)
+
+    def check(self, http: web.Request) -> None:
+        """The key belongs to a handler."""
+        super().check(http)
+        self._handler(http)
+
+    def _handler(self, http: web.Request) -> Handler:
+        return self._find(key_of(http))
+
+    def error(self, http: web.Request, error: ApiError) -> Json:
+        """In the form of the route's API."""
+        anthropic = "anthropic-version" in http.headers or http.path.startswith(Anthropic.path)
+        return DIALECTS[-1 if anthropic else 0].error(error)
+
+    def refused(self, http: web.Request, error: ApiError) -> None:
+        """The handler of the key, if any, learns of it."""
+        if http.path.startswith("/v1/"):
+            with suppress(ApiError):
+                self._handler(http).refused(error)
 
     async def _list(self, http: web.Request) -> web.Response:
-        self._handler(http)
         found = [*self._models()]
         names = [one["id"] for one in found] or [None]
         ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return json_response({"object": "list", "data": found, **ends})
 
     async def _one(self, http: web.Request) -> web.Response:
-        self._handler(http)
         name = http.match_info["name"]
         for model in self._models():
             if model["id"] == name:
                 return json_response(model)
         raise ApiError("no_model", f"unknown model {name!r:.200}", "model")
 
-    def _handler(self, http: web.Request) -> Handler:
-        return self._find(key_of(http))
-
     async def _call(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
         handler = self._handler(http)
-        request = dialect.read(await _body(http), handler.handed)
+        request = dialect.read(read_body(await body_of(http)), handler.handed)
         request.compact = not isinstance(dialect, Anthropic) and _writes_compact(http)
         request.repeats = http.headers.get("Idempotency-Key", "")
         request.id, request.created = handler.new_id(), self._created
@@ -194,7 +151,7 @@ class ApiServer(Listener):
 
     async def _count(self, http: web.Request) -> web.Response:
         handler = self._handler(http)
-        body = {"max_tokens": 1, **await _body(http)}
+        body = {"max_tokens": 1, **read_body(await body_of(http))}
         if isinstance(found := body.get("messages"), list) and found:
             body["messages"] = [*found, {"role": "user"}]  # they may end with the policy's
         request = DIALECTS[-1].read(body, handler.handed)
@@ -206,7 +163,7 @@ class ApiServer(Listener):
         rewarded = getattr(self._handler(http), "rewarded", None)
         if rewarded is None:
             raise ApiError("no_route", "only a program with captured calls has a reward")
-        rewarded(await _body(http))
+        rewarded(read_body(await body_of(http)))
         return json_response({"ok": True})
 
     async def _stream(
@@ -255,29 +212,6 @@ class ApiServer(Listener):
         return response
 
 
-def key_of(http: web.Request) -> str:
-    """The key of a request, from `Authorization: Bearer KEY` or `x-api-key: KEY`."""
-    kind, _, key = http.headers.get("Authorization", "").partition(" ")
-    if kind.lower() != "bearer":
-        key = http.headers.get("x-api-key", "")
-    return key.strip()
-
-
-def only(key: str, handler: Handler) -> Callable[[str], Handler]:
-    """A `find` for a single handler."""
-
-    def find(given: str) -> Handler:
-        if not compare_digest(given.encode(), key.encode()):
-            raise ApiError("no_key", "send the key as Authorization: Bearer KEY or x-api-key: KEY")
-        return handler
-
-    return find
-
-
-DIALECTS: tuple[Chat, Responses, Anthropic] = (Chat(), Responses(), Anthropic())
-SERVED = f"the served paths are {', '.join(dialect.path for dialect in DIALECTS)}"
-
-
 async def _end(response: web.StreamResponse, http: web.Request) -> None:
     """Write all of a response, so that a lost connection raises here."""
     async with asyncio.timeout(BODY_S):
@@ -289,34 +223,6 @@ def _writes_compact(http: web.Request) -> bool:
     """Whether the client writes JSON without blanks. In Anthropic's API arguments are no text."""
     client = http.headers.get("X-Stainless-Lang", ""), http.headers.get("User-Agent", "")
     return _COMPACT.search(" ".join(client)) is not None
-
-
-_BROKEN = web.PayloadAccessError, web.RequestPayloadError, ConnectionError, ValueError, zlib.error
-
-
-async def _body(http: web.Request) -> Json:
-    try:
-        async with asyncio.timeout(BODY_S):
-            data = await http.read()
-        coding = http.headers.get("Content-Encoding", "identity").lower()
-        return read_body(data if coding == "identity" else await in_thread(_plain, data, coding))
-    except TimeoutError as error:
-        raise ApiError("too_slow", f"the request did not arrive within {BODY_S:g} s") from error
-    except web.HTTPRequestEntityTooLarge as error:
-        raise ApiError("too_large", str(error.text)) from error
-    except _BROKEN as error:
-        raise ApiError("malformed", f"the body cannot be read: {error}") from error
-
-
-def _plain(data: bytes, coding: str) -> bytes:
-    """A body without its Content-Encoding."""
-    if coding not in ("gzip", "deflate"):
-        what = f"a body in {coding:.60} is not supported: send it as it is, or in gzip"
-        raise ApiError("unsupported", what, "Content-Encoding")
-    data = zlib.decompressobj(wbits=47).decompress(data, MAX_BODY_BYTES + 1)
-    if len(data) > MAX_BODY_BYTES:
-        raise ApiError("too_large", f"the body exceeds {MAX_BODY_BYTES} bytes")
-    return data
 
 
 async def _begin(http: web.Request, writers: Sequence[Writer]) -> web.StreamResponse:
@@ -350,44 +256,3 @@ def _error_event(dialect: Dialect, error: ApiError) -> Event:
     if isinstance(dialect, Responses):
         body = {"type": "error", "sequence_number": 0, **body["error"]}
     return "error", body
-
-
-def json_response(body: Any, status: int = 200) -> web.Response:
-    """The response of an API."""
-    return web.Response(body=encode(body), status=status, content_type="application/json")
-
-
-async def _healthy(http: web.Request) -> web.Response:
-    return json_response({"status": "ok"})
-
-
-_HTTP = {404: "no_route", 405: "no_method", 413: "too_large"}
-_FIND: web.AppKey[Callable[[str], Handler]] = web.AppKey("find")
-
-
-@web.middleware
-async def _errors(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Whatever goes wrong has the form of the API; the handler of the key, if any, learns of it."""
-    try:
-        return await handler(request)
-    except ApiError as error:
-        found = error
-    except web.HTTPException as error:
-        name = _HTTP.get(error.status, "malformed")
-        what = f"{request.method} {request.path}: {error.reason}; {SERVED}"
-        found = ApiError(name, what, request.path.strip("/")[:60])
-    except (TimeoutError, ConnectionError):
-        raise  # the client is gone
-    except Exception:
-        logger.exception("a request of the endpoint failed")
-        found = ApiError("bug", "internal error of the endpoint; the traceback is in its log")
-    if request.path.startswith("/v1/"):
-        with suppress(ApiError):
-            request.app[_FIND](key_of(request)).refused(found)
-    anthropic = "anthropic-version" in request.headers or request.path.startswith(Anthropic.path)
-    dialect: Dialect = DIALECTS[-1] if anthropic else DIALECTS[0]
-    with suppress(ConnectionError):
-        return json_response(dialect.error(found), found.status)
-    raise ConnectionResetError

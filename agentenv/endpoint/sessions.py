@@ -23,6 +23,7 @@ from agentenv.base.deadline import uncancelled
 from agentenv.base.errors import AgentEnvError
 from agentenv.base.types import Info, Limit, Message, Task
 from agentenv.contract.env import Env, StepResult, check_finish, check_reset, check_step
+from agentenv.endpoint.messages import ApiError
 
 # invalid: the request is invalid; unknown: not supported; full: no session is left; ended: no
 # episode is running; made: an environment cannot be made; lost: an environment failed, which ends
@@ -32,11 +33,11 @@ Code = Literal["invalid", "unknown", "full", "ended", "made", "lost"]
 logger = logging.getLogger(__name__)
 
 
-class SessionRefused(Exception):
+class SessionRefused(ApiError):
     """The error that answers a request."""
 
     def __init__(self, code: Code, text: str) -> None:
-        super().__init__(text)
+        super().__init__("invalid", text)
         self.code = code
 
 

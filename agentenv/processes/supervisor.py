@@ -54,8 +54,7 @@ TAIL_BYTES = 2000
 
 class ProcessSpec(Struct, array_like=True, frozen=True):
     """A process to start: its name, its command, additional environment variables, its log file,
-    its resources in Ray's form ({"CPU": 1}), its working directory, and variables of this process
-    that it must not inherit."""
+    its resources in Ray's form ({"CPU": 1}), and its working directory."""
 
     name: str
     command: list[str]
@@ -63,7 +62,6 @@ class ProcessSpec(Struct, array_like=True, frozen=True):
     log: str
     resources: dict[str, float] = {}
     cwd: str | None = None
-    unset: list[str] = []
 
 
 class LocalProcess:
@@ -85,7 +83,6 @@ class LocalProcess:
         return None if self._guard is None else self._guard.returncode
 
     async def start(self) -> None:
-        env = {name: text for name, text in os.environ.items() if name not in self.spec.unset}
         opened = _Log(Path(self.spec.log))
         try:
             log = await in_thread(opened.open)
@@ -94,7 +91,7 @@ class LocalProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=env | self.spec.env,
+                env={**os.environ, **self.spec.env},
                 cwd=self.spec.cwd,
                 start_new_session=True,
             )
@@ -273,11 +270,8 @@ class Supervisor:
         host, port = self._placement.host, self._spec.port
         try:
             await self._reception.open(host, port)
-        except OSError as error:
-            raise ConfigError(
-                f"{self._spec.table}.host and port: cannot listen on {host}:{port}: {error}; "
-                "expected an address of this machine and a free port (0: any)"
-            ) from error
+        except ConfigError as error:
+            raise ConfigError(f"{self._spec.table}.host and port: {error}") from error
         self._kept = set(range(self._spec.num))
         starting = [asyncio.create_task(self._start(number)) for number in self._kept]
         try:

@@ -26,7 +26,7 @@ from msgspec import Struct
 from agentenv.base import errors
 from agentenv.base.errors import AgentEnvError
 from agentenv.base.installation import package_folders
-from agentenv.base.ports import stop_listening
+from agentenv.base.ports import open_server, stop_listening
 from agentenv.processes.link import Link
 
 BEAT_S = 1.0  # between heartbeats
@@ -39,8 +39,7 @@ NUM_LOSSES, NUM_TRIALS = 2, 3  # see PoisonTasks
 class Hello(Struct, array_like=True, frozen=True):
     """The first frame of a worker, or of a learner's rank. `code` is the digest of its sources
     (`own_code`). Of a rank: `total` is the number of ranks, `store` the host:port of the rendezvous
-    store that rank 0 opened, empty if the launcher provides one (MASTER_ADDR), and for a single
-    rank."""
+    store that rank 0 of many opened."""
 
     token: str
     number: int
@@ -128,7 +127,7 @@ class Reception:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def open(self, host: str, port: int) -> None:
-        """Listen. Raises OSError."""
+        """Listen. Raises ConfigError."""
         waiting = self._waiting
 
         class Arriving(asyncio.StreamReaderProtocol):
@@ -136,11 +135,9 @@ class Reception:
                 waiting.add(transport)
                 super().connection_made(transport)
 
-        # Not serving yet: a cancellation during the start would leave the socket open.
-        self._server = await asyncio.get_running_loop().create_server(
-            lambda: Arriving(asyncio.StreamReader(), self._accept), host, port, start_serving=False
+        self._server = await open_server(
+            lambda: Arriving(asyncio.StreamReader(), self._accept), host, port, has_key=True
         )
-        await self._server.start_serving()
 
     async def close(self) -> None:
         """Stop listening, and close connections that were not admitted. Idempotent."""

@@ -15,6 +15,7 @@ from msgspec import Meta, Struct, field
 from agentenv.assembly.keys.run import RunConfig
 from agentenv.base.config import ESSENTIAL
 from agentenv.base.errors import ConfigError
+from agentenv.base.ports import is_loopback
 from agentenv.contract.engine import EngineConfig
 from agentenv.contract.server_config import ROLES, LaunchConfig, RoleConfig
 
@@ -187,6 +188,8 @@ class ExternalCluster(WideCluster, frozen=True, kw_only=True, tag="external"):
     """Rollout workers are started externally, on any machine that reaches the controller
     (docs/clusters.md): `python -m agentenv.training.workers.rollout_worker`."""
 
+    host: Annotated[str, Meta(description="address to listen on for workers; 0.0.0.0: every one")]
+
     def token(self) -> str:
         """The shared secret of controller and workers. Raises ConfigError if it is not set."""
         from agentenv.processes.supervisor import TOKEN_VARIABLE  # slow to load
@@ -215,6 +218,7 @@ class JobCluster(ExternalCluster, frozen=True, kw_only=True, tag="-job"):
     """A job that --dry-run writes for `submit`."""
 
     submit: ClassVar[str]
+    host: Annotated[str, Meta(description="address that the controller listens on")] = "0.0.0.0"
     port: Annotated[int, Meta(ge=1, le=65535, description="port of the controller")] = 29700
     gpus: Annotated[int, Meta(ge=0, description="GPUs of the controller's node; 0: none")] = 0
     script: Annotated[str, Meta(description="file that --dry-run writes; empty: print it")] = ""
@@ -311,7 +315,7 @@ def check_reachable(
     if engine.launched is not None and not getattr(cluster, "engines", False):
         started["engine.servers"] = engine.launched
     for key, launched in started.items():
-        if launched.host in ("127.0.0.1", "localhost", "::1"):
+        if is_loopback(launched.host):
             raise ConfigError(
                 f"{key}.host = {launched.host}: rollout workers on other machines connect to this "
                 f"server directly; set {key}.host = 0.0.0.0, which opens it to the networks of "

@@ -26,7 +26,7 @@ from agentenv.base.errors import ConfigError
 from agentenv.base.registry import Registry
 from agentenv.base.types import Limits
 from agentenv.contract.engine import EngineConfig
-from agentenv.contract.server_config import RoleConfig
+from agentenv.contract.server_config import ClientKeyEnv, ListenHost, ListenPort, RoleConfig
 from agentenv.data.rows import RowsConfig
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.reference.helpers import AssistConfig
@@ -138,12 +138,9 @@ class PolicyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         int, Meta(ge=1, description="tokens of a turn, if a request omits it")
     ] = 4096
     name: Annotated[str, Meta(description="name of the model; empty: that of SUBJECT")] = ""
-    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="0: any free port")] = 8000
-    api_key_env: Annotated[
-        str,
-        Meta(description="environment variable with the key; empty: a new key, which is printed"),
-    ] = ""
+    host: ListenHost = "127.0.0.1"
+    port: ListenPort = 8000
+    api_key_env: ClientKeyEnv = ""
 
 
 def resolve_sets(raw: Tree, source: str) -> EvaluateConfig:

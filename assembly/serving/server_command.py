@@ -14,6 +14,7 @@ from agentenv.assembly.serving.gpus import GIB, memory_of
 from agentenv.base.errors import ConfigError
 from agentenv.base.installation import CLONE
 from agentenv.base.model_files import num_experts, read_model_config
+from agentenv.base.ports import LOOPBACK_DEVICE, is_loopback
 from agentenv.contract.server_config import SGLANG_RESERVED, VLLM_IPC, LaunchConfig, Served
 from agentenv.processes.supervisor import GPUS
 
@@ -63,6 +64,8 @@ def command(python: str, served: Served, config: LaunchConfig) -> list[str]:
 def environment(served: Served, config: LaunchConfig) -> dict[str, str]:
     """The server's environment variables, in addition to ours."""
     env = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "", "TOKENIZERS_PARALLELISM": "false"}
+    if is_loopback(config.host):  # else gloo and vLLM listen at the machine's own address
+        env |= {"GLOO_SOCKET_IFNAME": LOOPBACK_DEVICE, "VLLM_HOST_IP": "127.0.0.1"}
     if served.engine == "vllm":
         env |= {"VLLM_NO_USAGE_STATS": "1"}
         if served.trained:

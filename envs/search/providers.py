@@ -18,6 +18,7 @@ from agentenv.base.config import ESSENTIAL
 from agentenv.base.errors import ConfigError, ForeignError, InfraError, ToolError
 from agentenv.base.untrusted import convert, decode
 from agentenv.contract.http import public_url
+from agentenv.contract.server_config import read_key
 from agentenv.envs.search.corpus import BackendConfig, Hit, Query, split_contents
 from agentenv.envs.search.keys import TrafficConfig
 from agentenv.envs.search.upstream import HttpRequest, Reply, Upstream
@@ -282,6 +283,7 @@ class RemoteSearchConfig(BackendConfig, frozen=True, forbid_unknown_fields=True,
             "empty: keep them in memory, for this run"
         ),
     ] = ""
+    api_key_env: Annotated[str, Meta(description="environment variable with its key")] = ""
 
     @property
     def cache_name(self) -> str:
@@ -327,17 +329,19 @@ class RemoteBackend(HttpBackend):
         path = "/batch_search" if config.dialect == "tool_star" else "/retrieve"
         self._url = config.url.rstrip("/").removesuffix(path) + path
         self._dialect = config.dialect
+        key = read_key(config.api_key_env, "search.backend.api_key_env")
+        self._secret = _bearer(key) if key else {}
 
     async def search(self, query: Query) -> list[Hit]:
         """Search with the retriever."""
-        if self._dialect == "tool_star":
-            many = {"query": [query.text], "top_n": query.max_results, "return_score": True}
-            reply = await self.send(HttpRequest("POST", self._url, json=many), query)
-            return batch_hits(reply, self._url)[: query.max_results]
-        fields = {"query": query.text} if self._dialect == "skyrl" else {"queries": [query.text]}
-        body = {**fields, "topk": query.max_results, "return_scores": True}
-        reply = await self.send(HttpRequest("POST", self._url, json=body), query)
-        return retrieved_hits(reply, self._url)[: query.max_results]
+        is_batch, text = self._dialect == "tool_star", query.text
+        body: dict[str, Any] = {"query": text} if self._dialect == "skyrl" else {"queries": [text]}
+        body |= {"topk": query.max_results, "return_scores": True}
+        if is_batch:
+            body = {"query": [text], "top_n": query.max_results, "return_score": True}
+        request = HttpRequest("POST", self._url, json=body, secret_headers=self._secret)
+        hits = batch_hits if is_batch else retrieved_hits
+        return hits(await self.send(request, query), self._url)[: query.max_results]
 
 
 _RETRIEVED = '{"result": [[{"document": {"contents": text}, "score": number}]]}'

@@ -1,8 +1,8 @@
 """The page of a run or an evaluation: served over HTTP, or exported.
 
 The server is for one user on this machine and listens on loopback. Clients need the token in the
-printed address: the page is opened with it and gets a cookie for later requests. A request with
-another host, or from a page of another origin, is rejected. All requests are read-only.
+printed address: the page is opened with it and gets a cookie for later requests, which are all
+read-only.
 
 An export contains the responses that the page would request, in one self-contained HTML file. It
 includes the newest trees first; the rest is left out, and reported.
@@ -18,7 +18,7 @@ import hashlib
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import resources
 from itertools import permutations
@@ -30,27 +30,25 @@ from agentenv.base.deadline import uncancelled
 from agentenv.base.disk import write_whole
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.offload import in_thread
-from agentenv.endpoint.server import Listener, encode
+from agentenv.endpoint.listener import Listener, encode, same_key
+from agentenv.endpoint.messages import ApiError
 from agentenv.lab.viewing.evaluations import CHUNK
 from agentenv.lab.viewing.folder import Folder
 
 HOST = "127.0.0.1"
-NAMES = (HOST, "localhost", "[::1]")
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src "
     "'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
+    **Listener.headers,
     "Content-Security-Policy": POLICY,
-    "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
 STATIC = {"viewer.js": "text/javascript", "viewer.css": "text/css"}  # of the folder `static`
 NUM_AT_ONCE = 4  # responses that are computed concurrently
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def static(name: str) -> bytes:
@@ -60,6 +58,8 @@ def static(name: str) -> bytes:
 
 class FolderServer(Listener):
     """Serves the page of one run or evaluation. After `start`, it can be opened at `address`."""
+
+    has_keys, headers = True, HEADERS
 
     def __init__(self, folder: Folder) -> None:
         super().__init__()
@@ -73,45 +73,20 @@ class FolderServer(Listener):
 
     async def start(self, port: int = 0) -> None:
         """Listen, as in `listen`."""
-        app = web.Application(middlewares=[self._guard])
-        app.router.add_get("/", self._page)
-        app.router.add_get("/static/{name}", self._static)
-        app.router.add_get("/api/{path:.+}", self._answer)
-        await self.listen(app, HOST, port)
+        gets = {"/": self._page, "/static/{name}": self._static, "/api/{path:.+}": self._answer}
+        await self.listen(gets, {}, HOST, port)
 
     @property
     def cookie(self) -> str:
         """The cookie's name, with the port: cookies do not distinguish ports."""
         return f"agentenv-view-{self.port}"
 
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        refused = self._refusal(request)
-        try:
-            response = refused or await handler(request)
-        except web.HTTPException as error:
-            response = web.Response(text=error.text, status=error.status)
-        response.headers.update(HEADERS)
-        return response
-
-    def _refusal(self, request: web.Request) -> web.Response | None:
-        hosts = {f"{name}:{self.port}" for name in NAMES}
-        if request.host not in hosts:
-            return web.Response(text=f"this is not {request.host}\n", status=421)
-        origin = request.headers.get("Origin")
-        site = request.headers.get("Sec-Fetch-Site", "none")
-        if (origin is not None and origin not in {f"http://{one}" for one in hosts}) or (
-            site not in ("none", "same-origin")
-            # other pages may link to this one, but not load content from it
-            and request.headers.get("Sec-Fetch-Mode") != "navigate"
-        ):
-            return web.Response(text="requests from other pages are rejected\n", status=403)
-        given = request.query.get("token") if request.path == "/" else None
-        given = given or request.cookies.get(self.cookie, "")
-        if not secrets.compare_digest(given.encode(), self.token.encode()):
-            text = "open the address that agentenv view printed: it contains a token\n"
-            return web.Response(text=text, status=403)
-        return None
+    def check(self, http: web.Request) -> None:
+        """The page's address has the token, later requests the cookie."""
+        given = http.query.get("token") if http.path == "/" else None
+        if not same_key(given or http.cookies.get(self.cookie, ""), self.token):
+            text = "open the address that agentenv view printed: it contains a token"
+            raise ApiError("no_key", text)
 
     async def _page(self, request: web.Request) -> web.Response:
         page = await in_thread(static, "index.html")
@@ -129,17 +104,16 @@ class FolderServer(Listener):
 
     async def _answer(self, request: web.Request) -> web.Response:
         async with self._slots:
-            status, body = await uncancelled(in_thread(self._encoded, request))
-        return web.Response(body=body, status=status, content_type="application/json")
+            body = await uncancelled(in_thread(self._encoded, request))
+        return web.Response(body=body, content_type="application/json")
 
-    def _encoded(self, request: web.Request) -> tuple[int, bytes]:
+    def _encoded(self, request: web.Request) -> bytes:
         try:
-            path, query = request.match_info["path"], dict(request.query)
-            return 200, encode(self.folder.answer(path, query))
+            return encode(self.folder.answer(request.match_info["path"], dict(request.query)))
         except DataError as error:
-            return 404, encode({"error": str(error)})
+            raise ApiError("no_route", str(error)) from error
         except OSError as error:
-            return 500, encode({"error": f"{error.filename}: {error.strerror}"})
+            raise ApiError("bug", f"{error.filename}: {error.strerror}") from error
 
 
 async def serve(server: FolderServer, port: int, report: Callable[[str], None]) -> None:

@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import BroadcastOptions
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
 
+from agentenv.base.ports import hold_port, port_of
 from agentenv.contract.weights import Address, Bucket, Group
 from agentenv.learners.ranks.backend import RankBackend
 from agentenv.learners.ranks.export import BUCKET_BYTES, WeightEntry, buckets, entries, gathered
@@ -174,6 +175,20 @@ class Broadcaster:
             time.sleep(POLL_S)
 
 
+def open_store(host: str, timeout_s: float = 300.0) -> TCPStore:
+    """A rendezvous store that listens at `host` alone, a free port. Torch's own listens on all
+    addresses, and has no key."""
+    held = hold_port(host)
+    port = port_of(held)
+    return TCPStore(
+        *(host, port),
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=held.detach(),
+    )
+
+
 def packs(model: Any) -> list[list[WeightEntry]]:
     """Runs of entries that are broadcast together: of one dtype, gathered together."""
     return [
@@ -193,13 +208,7 @@ class TorchLink:
 
     def __init__(self, backend: str, host: str, command: OpenGroup) -> None:
         self._others = open_sockets()  # sockets of others than the link
-        self._store: Any = TCPStore(
-            "0.0.0.0",
-            0,  # any free port
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=command.timeout_s),
-        )
+        self._store: Any = open_store(host, command.timeout_s)
         self.address = Address(host, self._store.port, backend)
         self._group: Any = None
         self._own: dict[int, str] = {}

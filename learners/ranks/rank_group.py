@@ -52,7 +52,6 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 ENDED_S = 3.0  # from the end of a connection to the end of its process, on a busy machine
-LAUNCHER_VARIABLES = ["MASTER_ADDR", "MASTER_PORT"]  # they may belong to an enclosing job
 
 
 class RemoteRanks(NamedTuple):
@@ -211,7 +210,6 @@ class RankGroup:
             {**({} if remote is None else remote.env), **env},
             str(self._log_of(rank).absolute()),
             {} if remote is None else dict(remote.resources),
-            unset=LAUNCHER_VARIABLES,
         )
         self._started.append(spec.name)
         await placement.start(spec)

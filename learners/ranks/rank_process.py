@@ -35,8 +35,10 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 
 from agentenv.base.disk_errors import DIR_KEY, explain
 from agentenv.base.errors import AgentEnvError, ConfigError
+from agentenv.base.ports import LOOPBACK_DEVICE, is_loopback
 from agentenv.base.untrusted import packed
 from agentenv.learners.ranks import messages as wire
+from agentenv.learners.ranks.broadcast import open_store
 from agentenv.learners.ranks.rank import Rank
 from agentenv.learners.trees.encoded_tree import EncodedTree
 from agentenv.processes.link import frame_of, receive_frame
@@ -53,7 +55,6 @@ class Position(Struct, frozen=True):
     rank: int
     num_ranks: int
     local_rank: int
-    master: str  # host:port from the launcher; empty: rank 0 opens a store
 
 
 def find_position(environ: Mapping[str, str]) -> Position:
@@ -67,13 +68,7 @@ def find_position(environ: Mapping[str, str]) -> Position:
         )
     if rank is not None and not 0 <= rank < (num_ranks or 0):
         raise ConfigError(f"a learner rank has RANK = {rank} of WORLD_SIZE = {num_ranks}")
-    address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
-    return Position(
-        rank or 0,
-        num_ranks or 1,
-        _first(environ, LOCAL_RANK) or 0,
-        f"{address}:{port}" if address and port else "",
-    )
+    return Position(rank or 0, num_ranks or 1, _first(environ, LOCAL_RANK) or 0)
 
 
 def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
@@ -83,52 +78,44 @@ def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
     return None
 
 
-def open_store(position: Position) -> TCPStore | None:
-    """The rendezvous store, on rank 0; None if the launcher has one, and for a single rank."""
-    if position.rank or position.num_ranks == 1 or position.master:
-        return None
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
 def join_ranks(
     position: Position, own_store: TCPStore | None, store_address: str, timeout_s: float
 ) -> None:
-    """Join the process group; returns when all ranks have joined. `own_store`: from `open_store`;
-    `store_address`: host:port of rank 0's store, from the controller. Idempotent."""
+    """Join the process group; returns when all ranks have joined. `own_store`: on rank 0 of many;
+    `store_address`: its host:port, from the controller. Idempotent."""
     if dist.is_initialized():  # this Init replaces the model of an earlier one
         return
     has_gpu = torch.cuda.is_available()
     # Slurm may show each rank only its own GPU.
     device = position.local_rank % torch.cuda.device_count() if has_gpu else position.local_rank
+    host, _, port = (store_address or "127.0.0.1:29500").rpartition(":")
     names = {"RANK": position.rank, "WORLD_SIZE": position.num_ranks, "LOCAL_RANK": device}
-    for name, value in names.items():
-        os.environ[name] = str(value)
+    os.environ |= {name: str(value) for name, value in names.items()}
+    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": port}  # else DeepSpeed searches for MPI
     if has_gpu:
         torch.cuda.set_device(device)
-    host, _, port = (store_address or position.master or "127.0.0.1:29500").rpartition(":")
-    # Without these, DeepSpeed searches for MPI.
-    os.environ.setdefault("MASTER_ADDR", host)
-    os.environ.setdefault("MASTER_PORT", port)
-    if position.num_ranks == 1:
-        store: Store | None = HashStore()
-    elif position.master:
-        store = None  # torch uses the launcher's variables
-    else:
+    store: Store = HashStore()
+    if position.num_ranks > 1:  # not the launcher's, which all addresses reach
         store = own_store or TCPStore(host, int(port), is_master=False)
     dist.init_process_group(
         "nccl" if has_gpu else "gloo",
         store=store,
-        rank=position.rank if store is not None else -1,
-        world_size=position.num_ranks if store is not None else -1,
+        rank=position.rank,
+        world_size=position.num_ranks,
         timeout=timedelta(seconds=timeout_s),
     )
 
 
 def own_address(connection: socket.socket, controller: str) -> str:
-    """This machine's address as others see it."""
+    """This machine's address as others see it: that of the connection to the controller. If that is
+    on this machine, and its name does not say so, that of the route to other machines."""
     address = str(connection.getsockname()[0])
-    is_seen = not address.startswith("127.") or controller.startswith("127.")
-    return address if is_seen else socket.gethostname()
+    if not is_loopback(address) or is_loopback(controller):
+        return address
+    with socket.socket(type=socket.SOCK_DGRAM) as routed, suppress(OSError):
+        routed.connect(("192.0.2.1", 9))  # of TEST-NET; sends nothing
+        address = str(routed.getsockname()[0])
+    return address  # on loopback only where no route leads away
 
 
 PR_SET_PDEATHSIG = 1  # Linux: signal this process when its parent ends
@@ -236,10 +223,14 @@ def main() -> None:
             raise ConfigError(f"{name} is not set: a learner rank needs it to reach its controller")
     host, port = os.environ[wire.ADDRESS_VARIABLE].rsplit(":", 1)
     position = find_position(os.environ)
-    store = open_store(position)
     with connect(host, int(port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        own = own_address(connection, host)
+        own, store = own_address(connection, host), None
+        if is_loopback(own):
+            # without it gloo listens at the address of the machine's name
+            os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_DEVICE
+        if position.num_ranks > 1 and not position.rank:
+            store = open_store(own)
         hello = Hello(
             token=os.environ.pop(wire.TOKEN_VARIABLE),
             number=position.rank,

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import signal
-import socket
-import subprocess
-import sys
 import tomllib
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer
+from aiohttp.test_utils import TestServer
 
 from agentenv.base.errors import ConfigError, InfraError, ToolError
 from agentenv.base.types import Message, Task, ToolCall
@@ -26,6 +24,7 @@ from agentenv.envs.search.providers import HttpBackend, RemoteBackend, RemoteSea
 from agentenv.envs.web_search import WebSearchEnv
 from agentenv.launchers.retriever import Retriever, RetrieverConfig, main, read_config
 from tests.support.dense import TEXTS, make, save_encoder
+from tests.support.retriever import interrupted
 from tests.support.warehouse import ROOT
 
 EVALUATION = tomllib.loads((ROOT / "configs" / "eval_tool_star.toml").read_text(encoding="utf-8"))
@@ -44,12 +43,30 @@ def corpus(tmp_path: Path) -> Path:
     return path
 
 
+@asynccontextmanager
+async def served(corpus: Any, **keys: Any) -> AsyncIterator[Any]:
+    """A client of a retriever with a key."""
+    config = RetrieverConfig(port=0, api_key_env="RETRIEVER_KEY", **keys)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RETRIEVER_KEY", "a-key")
+        retriever = Retriever(config, corpus)
+        await retriever.start()
+        url, headers = f"http://127.0.0.1:{retriever.port}", {"x-api-key": "a-key"}
+        async with aiohttp.ClientSession(url, headers=headers) as client:
+            yield client
+    await retriever.close()
+    await corpus.close()
+
+
+def remote(client: Any, dialect: Any = "search_r1") -> RemoteBackend:
+    url = str(client._base_url)
+    return RemoteBackend(RemoteSearchConfig(url, dialect, api_key_env="RETRIEVER_KEY"))
+
+
 @pytest.fixture
 async def client(corpus: Path) -> AsyncIterator[Any]:
-    backend = BM25Backend(corpus)
-    async with TestClient(TestServer(Retriever(RetrieverConfig(), backend).app())) as client:
+    async with served(BM25Backend(corpus)) as client:
         yield client
-    await backend.close()
 
 
 async def post(client: Any, path: str, body: Any) -> Any:
@@ -98,8 +115,8 @@ async def test_an_invalid_request_is_refused_with_the_expected_form(
 ) -> None:
     status, found = await post(client, path, body)
     assert status == 400
-    assert says in found["error"]
-    assert 'expected {"quer' in found["error"]
+    assert says in found["error"]["message"]
+    assert 'expected {"quer' in found["error"]["message"]
 
 
 async def test_a_failing_backend_is_unavailable_and_not_empty() -> None:
@@ -110,19 +127,22 @@ async def test_a_failing_backend_is_unavailable_and_not_empty() -> None:
         async def search(self, query: Query) -> Any:
             raise ToolError("too long") if query.text == "long" else InfraError("down")
 
-    server = TestServer(Retriever(RetrieverConfig(), Failing()).app())
-    async with TestClient(server) as client:
-        assert await retrieve(client, {"query": "a"}) == (503, {"error": "down"})
-        assert await retrieve(client, {"query": "long"}) == (400, {"error": "too long"})
-        remote = RemoteBackend(RemoteSearchConfig(str(client.make_url("/"))))
+        async def close(self) -> None:
+            pass
+
+    async with served(Failing()) as client:
+        for text, status, says in (("a", 503, "down"), ("long", 400, "too long")):
+            found = await retrieve(client, {"query": text})
+            assert (found[0], found[1]["error"]["message"]) == (status, says)
+        backend = remote(client)
         with pytest.raises(ToolError, match="with status 400"):
-            await remote.search(Query("long"))
-        await remote.close()
+            await backend.search(Query("long"))
+        await backend.close()
 
 
 @pytest.mark.parametrize("dialect", ["search_r1", "skyrl", "tool_star"])
 async def test_our_client_finds_documents_of_the_corpus(client: Any, dialect: Any) -> None:
-    backend = RemoteBackend(RemoteSearchConfig(str(client.make_url("/")), dialect))
+    backend = remote(client, dialect)
     (hit,) = await backend.search(Query("peru", 1))
     assert (hit.id, hit.title, hit.text) == ("lima", "Lima", ROWS[0]["text"])
     assert not hit.url.startswith(CORPUS_SCHEME)  # no document is to be had from afar
@@ -161,9 +181,8 @@ async def test_the_sets_of_tool_star_get_e5_and_faiss_passages_over_the_server(
     (tmp_path / "encoder").mkdir()
     keys = make(tmp_path, save_encoder(tmp_path / "encoder"))
     config = EVALUATION["sets"]["hotpotqa"]["search"]
-    backend = FaissBackend(keys)
-    async with TestServer(Retriever(RetrieverConfig(backend=keys), backend).app()) as server:
-        config["backend"]["url"] = str(server.make_url("/"))
+    async with served(FaissBackend(keys), backend=keys) as client:
+        config["backend"] |= {"url": str(client._base_url), "api_key_env": "RETRIEVER_KEY"}
         env = WebSearchEnv(Task("t", "e", TEXTS[1], ("norway",)), config, open_page=False)
         await env.reset(seed=0)
         asked = Message("assistant", "", (ToolCall("search", {"query": TEXTS[1]}),))
@@ -173,7 +192,6 @@ async def test_the_sets_of_tool_star_get_e5_and_faiss_passages_over_the_server(
         assert sorted(passages) == [f'"T{n}"\n{text}' for n, text in enumerate(TEXTS)]
         await env.close()
         await close_shared()
-    await backend.close()
 
 
 @pytest.mark.parametrize("reply", ["{}", "[[], []]", '[[[{"id": "a"}]], [[1]]]'])
@@ -204,35 +222,12 @@ def test_the_address_and_the_next_command_are_printed(
     corpus: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """And nothing of other packages before, such as the loggers of BM25."""
-    assert interrupted_when_it_listens([f"backend.corpus={corpus}", "port=0"]) == 0
-    out, err = capfd.readouterr()
-    assert err == ""
-    first, *rest = out.splitlines()
+    first, *rest = interrupted("retriever", f"backend.corpus={corpus}", at="search.backend")
+    assert capfd.readouterr().err == ""
     assert first.startswith("serving on http://127.0.0.1:")
     address = first.split()[2]
-    assert rest[-1] == "stopping"
     assert f"{address}/retrieve" in rest[1]
     assert f'url = "{address}"' in rest[3]
-    assert max(map(len, out.splitlines())) <= 80
-
-
-def interrupted_when_it_listens(arguments: list[str]) -> int:
-    """Its exit code after Ctrl-C."""
-    command = [sys.executable, "-m", "agentenv.launchers", "retriever", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            sys.stdout.write(line)
-            if "search.backend" in line:
-                process.send_signal(signal.SIGINT)
-    return process.returncode
-
-
-def test_a_port_in_use_is_refused(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert main([f"backend.corpus={corpus}", f"port={port}"]) == 2
-    assert f"127.0.0.1:{port}: " in capsys.readouterr().err
 
 
 def test_errors_and_help_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,23 +13,13 @@ import pytest
 
 from agentenv.envs.quickstart.setup import build_model
 from agentenv.launchers import serve
-
-SERVER = """#!{python}
-import http.server, sys
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200); self.end_headers()
-        self.wfile.write(" ".join(sys.argv).encode())
-    def log_message(self, *_): pass
-port = int(sys.argv[sys.argv.index("--port") + 1])
-http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
-"""
+from tests.support.small_server import SERVER
 
 
 def test_models_are_served_until_interrupted(tmp_path: Path) -> None:
     build_model(tmp_path / "model", seed=0)
     program = tmp_path / "python"
-    program.write_text(SERVER.format(python=sys.executable))
+    program.write_text(f"#!{sys.executable}\n{SERVER}")
     program.chmod(0o755)
     config = tmp_path / "servers.toml"
     config.write_text(

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from PIL import Image, ImageSequence
 
-from agentenv.endpoint.server import encode
+from agentenv.endpoint.listener import encode
 from agentenv.lab.viewing.folder import Folder
 from tests.support.viewed_run import (
     HOSTILE,

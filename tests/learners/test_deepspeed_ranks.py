@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -92,84 +90,36 @@ def test_an_out_of_memory_error_gives_a_hint() -> None:
     assert failure(RuntimeError("else"), "traceback").traceback == "traceback"
 
 
-@asynccontextmanager
-async def controller(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """Two ranks find it by its environment; yields a function that runs an update with them."""
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"],
+    "deepspeed": ["deepspeed.launcher.runner", "--num_accelerators=2", "--module"],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+async def test_ranks_of_a_launcher_connect_to_the_controller(
+    launcher: str, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(wire.TOKEN_VARIABLE, "a secret")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-    async def update() -> None:
-        log = tmp_path / "learner.log"
-        learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, log)
-        try:
-            metrics = await learner.update(credited(uneven_trees(3), ALGORITHM))
-            assert metrics["num_steps"] == 1
-        finally:
-            await learner.close()
-
     with held_ports(1) as (port,):
         address = f"127.0.0.1:{port}"
         monkeypatch.setenv(wire.ADDRESS_VARIABLE, address)
         config = two_ranks(zero_stage=1, launch="external", address=address)
-        yield update
-
-
-@pytest.fixture
-def master_port() -> Iterator[int]:
-    with held_ports(1) as (port,):
-        yield port
-
-
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-async def test_ranks_of_a_launcher_connect_to_the_controller(
-    launcher: str,
-    model_dir: Path,
-    tmp_path: Path,
-    master_port: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    options = {
-        "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"],
-        "deepspeed": [
-            *("deepspeed.launcher.runner", "--num_accelerators=2"),
-            *(f"--master_port={master_port}", "--module"),
-        ],
-    }
-    async with controller(model_dir, tmp_path, monkeypatch) as update:
         with Command(
-            *("-m", *options[launcher], "agentenv.learners.ranks.rank_process"),
+            *("-m", *LAUNCHERS[launcher], "agentenv.learners.ranks.rank_process"),
             log=tmp_path / "launcher.log",
             modules=("agentenv.learners.ranks.rank_process", "deepspeed.launcher.launch"),
         ) as process:
-            await update()
+            log = tmp_path / "learner.log"
+            learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, log)
+            try:
+                metrics = await learner.update(credited(uneven_trees(3), ALGORITHM))
+                assert metrics["num_steps"] == 1
+            finally:
+                await learner.close()
             output = await asyncio.to_thread(process.read_log)
             assert process.returncode == 0, output
-
-
-async def test_tasks_of_slurm_connect_to_the_controller(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Slurm starts each of them."""
-    async with controller(model_dir, tmp_path, monkeypatch) as update:
-        with ExitStack() as stack:
-            tasks = []
-            for rank in "01":
-                with pytest.MonkeyPatch.context() as own:
-                    own.setenv("SLURM_PROCID", rank)
-                    own.setenv("SLURM_NTASKS", "2")
-                    own.setenv("SLURM_LOCALID", rank)
-                    task = Command(
-                        "-m",
-                        "agentenv.learners.ranks.rank_process",
-                        log=tmp_path / f"task-{rank}.log",
-                    )
-                    tasks.append(stack.enter_context(task))
-            await update()
-            for task in tasks:
-                output = await asyncio.to_thread(task.read_log)
-                assert task.returncode == 0, output
 
 
 async def test_external_ranks_need_a_secret(
@@ -214,28 +164,16 @@ async def test_a_cancelled_start_keeps_no_connection(
 @pytest.mark.parametrize(
     ("environment", "place"),
     [
-        ({}, Position(0, 1, 0, "")),
-        (
-            {
-                "RANK": "5",
-                "WORLD_SIZE": "8",
-                "LOCAL_RANK": "1",
-                "MASTER_ADDR": "node0",
-                "MASTER_PORT": "29500",
-            },
-            Position(5, 8, 1, "node0:29500"),
-        ),
-        (
-            {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"},
-            Position(3, 4, 1, ""),
-        ),
+        ({}, Position(0, 1, 0)),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, Position(5, 8, 1)),
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}, Position(3, 4, 1)),
         (
             {
                 "OMPI_COMM_WORLD_RANK": "1",
                 "OMPI_COMM_WORLD_SIZE": "2",
                 "OMPI_COMM_WORLD_LOCAL_RANK": "1",
             },
-            Position(1, 2, 1, ""),
+            Position(1, 2, 1),
         ),
     ],
     ids=["alone", "torchrun and deepspeed", "slurm", "mpi"],

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 
-# Answers on the port that is its last argument. Its child ignores SIGTERM and has left the process
-# group. Both log their process ids.
+# Answers with its command line on the port of --port, or of its last argument. Its child ignores
+# SIGTERM and has left the process group. Both log their process ids.
 SERVER = """
 import http.server, os, signal, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c",
@@ -19,8 +19,10 @@ print("child", child.pid, "server", os.getpid(), "gpus", os.environ.get("GPUS"),
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.end_headers()
+        self.wfile.write(" ".join(sys.argv).encode())
     def log_message(self, *_): pass
-http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
+port = sys.argv[sys.argv.index("--port") + 1 if "--port" in sys.argv else -1]
+http.server.ThreadingHTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
 """
 
 

@@ -22,6 +22,7 @@ from agentenv.assembly.keys.cluster import RayCluster
 from agentenv.assembly.serving.servers import MAX_RESTARTS, ServerFactory
 from agentenv.base.errors import WorkerError
 from agentenv.base.offload import in_thread
+from agentenv.base.ports import is_loopback
 from agentenv.cluster.messages import Alive, Notice, WorkerFigures, pack, read_answer
 from agentenv.contract.server_config import LaunchConfig, Served, ServersConfig
 from agentenv.processes.link import Link
@@ -129,8 +130,6 @@ class ClusterServers(WorkerGroup[Worker]):
 
 # The process on a node
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
 
 class EngineHolder:
     """Keeps a server running until the connection to the controller ends."""
@@ -156,7 +155,7 @@ async def build(
             f"{served.model} is not a model directory on this node: it must be at the same path on "
             "every node"
         )
-    host = link.own if config.host in LOOPBACK else config.host
+    host = link.own if is_loopback(config.host) else config.host
     port = config.port + number if config.port else 0
     config = replace(config, num_servers=1, gpus=[], host=host, port=port)
     folder = Path(setup.folder) / f"of-engine-{number}"

@@ -130,6 +130,8 @@ class Ray:
     """The used part of Ray's API. Its methods block and are called in threads."""
 
     def __init__(self, setup: RaySetup) -> None:
+        if not setup.address:  # on Linux, Ray's sockets would listen on all addresses
+            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         try:
             import ray
         except ImportError as error:

@@ -20,9 +20,9 @@ async function read(reply: Response): Promise<unknown> {
 async function fromServer(path: string, query: Query): Promise<unknown> {
   const text = new URLSearchParams(query).toString();
   const reply = await fetch(`api/${path}${text && `?${text}`}`);
-  if (reply.status === 403) throw new Error("The server was restarted: open the address that it printed.");
-  const body = (await read(reply)) as { error?: string };
-  if (!reply.ok) throw new Missing(body.error ?? reply.statusText);
+  if (reply.status === 401) throw new Error("The server was restarted: open the address that it printed.");
+  const body = (await read(reply)) as { error?: { message: string } };
+  if (!reply.ok) throw new Missing(body.error?.message ?? reply.statusText);
   return body;
 }
 
