@@ -22,6 +22,7 @@ from agentenv.base.config import Tree, changes
 from agentenv.base.disk import PARTIAL, append_whole, write_whole
 from agentenv.base.disk_errors import explain
 from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.secrets import SECRETS
 
 LOCK_FILE = ".lock"
 
@@ -94,7 +95,7 @@ class Store:
         found = []
         for one in wanted:
             row = self.rows.get(one.key)
-            if row is not None and row.question != one.task.question:
+            if row is not None and row.question != SECRETS.known(one.task.question):
                 raise ConfigError(
                     f"{self.path}: sets.{one.dataset}: question {one.task.id} differs from the "
                     "recorded one: the file has changed; choose another --out"
@@ -161,8 +162,8 @@ def load_rows(folder: Path) -> list[EvalRow]:
 
 
 def save(folder: Path, saved: Saved) -> None:
-    """Write config.json."""
-    text = msgspec.json.format(msgspec.json.encode(saved), indent=2) + b"\n"
+    """Write config.json, without secrets."""
+    text = msgspec.json.format(msgspec.json.encode(SECRETS.tree(saved)), indent=2) + b"\n"
     write_whole(folder / CONFIG_FILE, text)
 
 
@@ -170,7 +171,9 @@ def load_saved(folder: Path) -> Saved:
     """Read config.json of an evaluation. Raises DataError."""
     path = folder / CONFIG_FILE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Saved)
+        saved = msgspec.json.decode(path.read_bytes(), type=Saved)
+        SECRETS.learn(saved.config)
+        return saved
     except (OSError, msgspec.DecodeError) as error:
         within = [*folder.glob(f"*/{ROWS_FILE}"), *folder.glob(f"eval/*/{ROWS_FILE}")]
         within.sort(key=lambda rows: rows.stat().st_mtime)
@@ -184,7 +187,9 @@ def load_run_config(run: Path) -> Tree:
     """Read config.json of a training run. Raises DataError."""
     path = run / CONFIG_FILE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        saved: Tree = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        SECRETS.learn(saved)
+        return saved
     except (OSError, msgspec.DecodeError) as error:
         why = f"{_reason(error)}; expected the folder of a run"
         raise DataError(f"{path} cannot be read: {why}") from error
@@ -196,7 +201,7 @@ def _reason(error: Exception) -> str:
 
 def identity(saved: Saved) -> Tree:
     """The keys that must be equal for rows to belong to the same evaluation."""
-    config = saved.config
+    config = SECRETS.tree(saved.config)
     tree: Tree = {key: value for key, value in config.items() if key not in _FREE}
     tree["engine"] = {key: config["engine"].get(key) for key in _ENGINE_KEYS}
     tree["roles"] = {name: role.get("model") for name, role in config.get("roles", {}).items()}

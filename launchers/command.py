@@ -141,7 +141,7 @@ async def until_stopped(view: View, lines: Iterable[str]) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     view.end()
     for line in lines:
-        view.log(line)
+        view.console.print(line, markup=False, soft_wrap=True)  # with a new key
     await stop.wait()
     view.log("stopping")
 

@@ -18,13 +18,13 @@ from agentenv.base.errors import (
     OutageError,
     TooManyFailuresError,
 )
+from agentenv.base.secrets import SECRETS
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Limits, Message, Task, ToolCall
 from agentenv.contract.plan import Independent
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.failure_log import MAX_TEXTS, FailureLog, failure_of
 from agentenv.rollout.failures import WINDOW, Failures
-from agentenv.rollout.redactor import Redactor
 from tests.support.toy import CountingEnv
 from tests.test_actor import make_actor, rollout
 
@@ -194,7 +194,8 @@ def test_secrets_are_redacted_and_texts_bounded(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHOP_TOKEN_OF_MINE", "bolts-and-nuts")
-    log = FailureLog(Redactor({}))
+    SECRETS.learn({})
+    log = FailureLog()
     error = raised(
         EnvError("https://me:pass@shop.example?key=abc says\nbolts-and-nuts " + "x" * 9000)
     )

@@ -12,6 +12,7 @@ from msgspec import Meta, Struct, field
 from agentenv.base.config import ESSENTIAL
 from agentenv.base.errors import ConfigError
 from agentenv.base.retries import backoff_s
+from agentenv.base.secrets import SECRETS
 
 # Settings of engine servers that a run starts by itself.
 
@@ -32,6 +33,7 @@ def read_key(variable: str, key: str) -> str:
     found = os.environ.get(variable, "") if variable else ""
     if variable and not found:
         raise ConfigError(f"{key}: {variable} is not set")
+    SECRETS.add(found)
     return found
 
 

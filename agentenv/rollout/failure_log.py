@@ -13,9 +13,9 @@ from msgspec import Struct
 
 from agentenv.base.crashes import origin_of
 from agentenv.base.errors import SHOWN, CancelledRolloutError, CrashError, GraderError, OutageError
+from agentenv.base.secrets import SECRETS
 from agentenv.base.tree import CANCELLED
 from agentenv.base.types import Message, Task
-from agentenv.rollout.redactor import Redactor
 
 MAX_TEXT, MAX_ACTION = 600, 300  # logged characters
 MAX_TEXTS = 100  # messages that are counted separately; the others are counted by kind
@@ -60,14 +60,14 @@ def kind_of(error: Exception) -> str:
 
 def failure_of(error: Exception, task: Task, action: Message | None = None) -> Failure:
     """The failure of a rollout of `task` by `error`; `action` is the policy's last action."""
-    kind = kind_of(error)
-    summary = error.summary if isinstance(error, CrashError) and error.summary else str(error)
+    kind, text = kind_of(error), SECRETS.text(str(error))
+    summary = error.summary if isinstance(error, CrashError) and error.summary else text
     return Failure(
         task_id=task.id,
         kind=kind,
-        text=bounded(str(error), MAX_TEXT),
+        text=bounded(text, MAX_TEXT),
         place=origin_of(error) or f"the environment {task.env_id}",
-        action=bounded(_described(action), MAX_ACTION),
+        action=bounded(SECRETS.text(_described(action)), MAX_ACTION),
         same=f"{kind}: {VARIES.sub('#', bounded(summary.replace(task.id, '#'), MAX_TEXT))}",
         counts=not isinstance(error, OutageError | CancelledRolloutError),
         is_bug=isinstance(error, CrashError),
@@ -97,10 +97,9 @@ class _Seen(Struct):
 
 class FailureLog:
     """Logs the first failure of each cause, with its traceback in the log, and counts the rest.
-    `redactor` removes secrets from the log. Several actors may share one log."""
+    Several actors may share one log."""
 
-    def __init__(self, redactor: Redactor | None = None) -> None:
-        self.redactor = redactor or Redactor({})
+    def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
 
     def add(self, failure: Failure, error: BaseException | None, who: str) -> None:
@@ -113,13 +112,12 @@ class FailureLog:
         self._seen[same] = _Seen(failure)
         if failure.kind == CANCELLED:  # a person knows
             return
-        text = self.redactor.text(f"{failure}{f' (in {who})' if who else ''}; its rollout fails")
+        text = f"{failure}{f' (in {who})' if who else ''}; its rollout fails"
         if failure.is_bug:
             logger.error("%s", text, exc_info=error)
             return
         lines = [] if error is None else format_exception(error)  # its frames refer to the tree
-        trace = self.redactor.text("".join(lines)).rstrip()
-        logger.warning("%s", f"{text}\n{trace}".rstrip(), extra=SHOWN)
+        logger.warning("%s", "".join([f"{text}\n", *lines]).rstrip(), extra=SHOWN)
 
     def named(self, same: str, count: int) -> str:
         """A cause with its count."""
@@ -128,8 +126,7 @@ class FailureLog:
             return f"{count} x {same}"
         first = seen.first
         place = "" if first.place in first.text else f" ({first.place})"
-        line = f"{count} x {first.kind}: {first.text}{place}, first in task {first.task_id}"
-        return self.redactor.text(line)
+        return f"{count} x {first.kind}: {first.text}{place}, first in task {first.task_id}"
 
     def lines(self) -> list[str]:
         """Each cause with its count, the most frequent first."""

@@ -27,10 +27,10 @@ from agentenv.base.disk import write_whole
 from agentenv.base.errors import ConfigError, ForeignError, MissingError
 from agentenv.base.installation import install_hint
 from agentenv.base.registry import Registry
+from agentenv.base.secrets import SECRETS
 from agentenv.base.untrusted import decode
 from agentenv.contract.monitoring import Monitoring
 from agentenv.data.data_files import Row
-from agentenv.rollout.redactor import Redactor
 
 # Weights & Biases as a monitor.
 #
@@ -304,8 +304,7 @@ class Monitors(Monitoring):
         self._calls: queue.Queue[tuple[str, Callable[[], None]] | None] = queue.Queue(MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._dropped = 0
-        self._redactor = Redactor(settings)
-        self._working = make_monitors(config, run, self._redactor.tree(settings))
+        self._working = make_monitors(config, run, SECRETS.tree(settings))
 
     def add(self, name: str, monitor: Monitor) -> None:
         """Add a monitor; `name` identifies it in warnings."""
@@ -335,7 +334,7 @@ class Monitors(Monitoring):
             self._enqueue(shown, partial(self._show, monitor, title, rows, self._axis))
 
     def _show(self, monitor: Monitor, title: str, rows: Sequence[Row], axis: Axis) -> None:
-        monitor.trajectories(title, [self._redactor.tree(row) for row in rows], axis)
+        monitor.trajectories(title, SECRETS.tree(list(rows)), axis)
 
     def finish(self, exit_code: int) -> None:
         """Flush, and wait at most FINISH_TIMEOUT_S for it."""

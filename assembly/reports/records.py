@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from msgspec import Struct, field
 
 from agentenv.base.disk import write_whole
+from agentenv.base.secrets import SECRETS
 from agentenv.base.tree import Node, Trajectory, TrajectoryTree, of_frame
 from agentenv.base.types import Message, Task, ToolCall
 from agentenv.data.data_files import Row
@@ -165,6 +166,7 @@ class TrajectoryWriter:
 
     def __call__(self, job: dict[str, Any]) -> dict[str, Any]:
         """`write_rows` with the arguments in `job`; trees are frames, rows are JSON."""
+        SECRETS.add(*job["secrets"])
         trees = map(of_frame, job["trees"])
         path = Path(job["path"]) if job["path"] else None
         num_bytes, shown = write_rows(trees, self._decode, path, job["wanted"])

@@ -16,6 +16,7 @@ from msgspec.structs import asdict
 
 from agentenv.base.config import ESSENTIAL
 from agentenv.base.errors import ConfigError, ForeignError, InfraError, ToolError
+from agentenv.base.secrets import SECRETS
 from agentenv.base.untrusted import convert, decode
 from agentenv.contract.http import public_url
 from agentenv.envs.search.corpus import BackendConfig, Hit, Query, split_contents
@@ -86,6 +87,7 @@ def api_key(variable: str, needed_by: str) -> str:
             f"{needed_by} requires a key in the environment variable {variable}, which is not set; "
             f"set it before starting: export {variable}=..."
         )
+    SECRETS.add(key)
     return key
 
 
@@ -112,8 +114,8 @@ class HttpBackend:
             self._num_refused = 0
             return reply
         self._num_refused += 1
-        text = reply.body[:10_000].decode("utf-8", "replace")
-        text = " ".join((text.replace(self._key, "...") if self._key else text).split())
+        text = SECRETS.known(reply.body[:10_000].decode("utf-8", "replace"))
+        text = " ".join(text.split())
         name, reason = self.upstream.name, f"status {reply.status}: {text[:MAX_REASON_CHARS]}"
         if _OF_ACCOUNT.search(text.replace(query.text, "")):
             raise ConfigError(f"{name} rejects the account or the key, {reason}")
@@ -323,7 +325,8 @@ class RemoteBackend(HttpBackend):
     """A retriever in one of the dialects: the two of /retrieve, and Tool-Star's /batch_search."""
 
     def __init__(self, config: RemoteSearchConfig) -> None:
-        super().__init__(Upstream(f"retriever {config.url}", config.traffic))
+        SECRETS.learn(config.url)
+        super().__init__(Upstream(f"retriever {public_url(config.url)}", config.traffic))
         path = "/batch_search" if config.dialect == "tool_star" else "/retrieve"
         self._url = config.url.rstrip("/").removesuffix(path) + path
         self._dialect = config.dialect

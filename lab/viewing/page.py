@@ -30,6 +30,7 @@ from agentenv.base.deadline import uncancelled
 from agentenv.base.disk import write_whole
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.offload import in_thread
+from agentenv.base.secrets import SECRETS
 from agentenv.endpoint.server import Listener, encode
 from agentenv.lab.viewing.evaluations import CHUNK
 from agentenv.lab.viewing.folder import Folder
@@ -56,6 +57,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def static(name: str) -> bytes:
     """A built file of the page."""
     return resources.files("agentenv.lab.viewing").joinpath("static", name).read_bytes()
+
+
+def shown(answer: object) -> bytes:
+    """An answer as JSON, without secrets."""
+    return SECRETS.encoded(encode(answer))
 
 
 class FolderServer(Listener):
@@ -135,7 +141,7 @@ class FolderServer(Listener):
     def _encoded(self, request: web.Request) -> tuple[int, bytes]:
         try:
             path, query = request.match_info["path"], dict(request.query)
-            return 200, encode(self.folder.answer(path, query))
+            return 200, shown(self.folder.answer(path, query))
         except DataError as error:
             return 404, encode({"error": str(error)})
         except OSError as error:
@@ -245,7 +251,7 @@ class _Page:
     def add(self, path: str, answer: object, *, share: float = 1.0, always: bool = False) -> bool:
         """Add a response if it fits, or `always`; `share`: the usable share of the size limit.
         Returns whether it was added."""
-        data = base64.b64encode(gzip.compress(encode(answer), 6, mtime=0))
+        data = base64.b64encode(gzip.compress(shown(answer), 6, mtime=0))
         if not always and self._left - len(data) < (1 - share) * self._max_bytes:
             return False
         self._left -= len(data)

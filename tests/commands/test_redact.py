@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.rollout.redactor import REDACTED, Redactor
+from agentenv.base.secrets import REDACTED, Redactor
 
 ENVIRONMENT = {
     "SERPER_API_KEY": "q7Rz0pLmX2",
@@ -86,7 +86,7 @@ def test_trees_are_redacted_down_to_their_leaves_and_keep_variable_names(
         "api_key_env": "JUDGE_ACCESS",
         "X-API-Key": REDACTED,
         "Private-Token": REDACTED,
-        "headers": [{"x": f"Bearer {REDACTED}"}, [REDACTED, 3, None, 0.5]],
+        "headers": [{"x": f"Bearer {REDACTED}"}, (REDACTED, 3, None, 0.5)],
         "max_tokens": 5,
         REDACTED: "as a key",
         "token_ids": [1, 2],

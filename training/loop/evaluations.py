@@ -32,7 +32,6 @@ from agentenv.evaluation import statistics
 from agentenv.evaluation.run import broken, named_causes, sample_into
 from agentenv.evaluation.store import Saved, Store, identity, load_saved, read_rows
 from agentenv.evaluation.subject import evaluation_of
-from agentenv.rollout.redactor import Redactor
 from agentenv.training.loop.brief_reports import EVALUATIONS, PHASES, BriefFigures, BriefReport
 from agentenv.training.loop.clocks import PhaseClock
 from agentenv.training.loop.parts import Parts
@@ -294,7 +293,7 @@ def refuse_failed(name: str, rows: Sequence[EvalRow], *, is_before: bool = False
     errors = [one for one in errors if not one.startswith(f"{CANCELLED}:")]
     if not errors or len(errors) < len(rows) * (MAX_FAILED if is_before else 1):
         return
-    named = named_causes(errors, Redactor({}))
+    named = named_causes(errors)
     number = f"all {len(rows)}" if len(errors) == len(rows) else f"{len(errors)} of {len(rows)}"
     raise broken(errors)(
         f"{number} trajectories of the evaluation of eval.sets.{name} failed"

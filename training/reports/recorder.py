@@ -23,6 +23,7 @@ from agentenv.base.deadline import uncancelled
 from agentenv.base.disk import append_whole, write_whole
 from agentenv.base.errors import ConfigError, InfraError
 from agentenv.base.offload import in_thread, poll_pause
+from agentenv.base.secrets import SECRETS
 from agentenv.base.tree import TrajectoryTree, to_frame
 from agentenv.contract.engine import Engine
 from agentenv.data.data_files import Row
@@ -480,7 +481,9 @@ class RunRecorder:
                     handler, name="trajectories", arguments=arguments, max_jobs=1
                 )
             frames = await in_thread(lambda: [to_frame(tree) for tree in trees])
-            job = {"trees": frames, "path": str(path or ""), "wanted": wanted}
+            job = {"trees": frames, "path": str(path or ""), "wanted": wanted} | {
+                "secrets": SECRETS.values
+            }
             try:
                 done = await self._writer.run(job, WRITE_S)
                 return done["num_bytes"], [json.loads(row) for row in done["shown"]]

@@ -1,0 +1,284 @@
+"""Secrets, removed from everything that a process writes, prints, logs, exports or tells a policy.
+
+    SECRETS.learn(settings)    of a configuration, a URL, headers, a command line
+    SECRETS.known(text)        observations, errors, files, standard output
+    SECRETS.text(text)         logs, standard error, exports: also what looks like a secret
+
+Observations lose secrets before they are tokenized. Stored tokens are never changed: what a policy
+sampled is redacted where it is displayed (`pieces`).
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import logging
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TextIO, TypeVar, cast
+from urllib.parse import quote, quote_plus, unquote_plus
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+T = TypeVar("T")
+
+REDACTED = "[redacted]"
+MIN_CHARS = 8  # of a secret; shorter values occur in ordinary text
+MIN_HEAD = 12  # of the beginning of a secret that was cut
+
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+_NAMED = re.compile(r"(?i)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)")
+_SECRET_KEY = re.compile(
+    r"(?i)(.*[_-])?(api[_-]?key|password|passwd|authorization|cookie|"
+    r"(access|auth|refresh|bearer|private|client|secret)[_-]?(token|key|secret))"
+)
+_PUBLIC_HEADER = re.compile(r"(?i)accept.*|cache-control|content-.*|host|origin|referer|user-agent")
+_USER = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://([^/\s@\"'<>?#]+)@")
+_QUERY = re.compile(
+    r"(?i)[?&;](?:[\w-]*(?:key|token|secret|password|passwd|signature)|sig)=([^&;\s\"'<>#]+)"
+)
+_JOINT = re.compile(r"\\[nrt\n]|=\r?\n|\s")  # where a text may be broken, also inside of a secret
+# keys of known providers, and JSON Web Tokens
+_STARTS = (
+    *("sk-", "pk-", "hf_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "xox"),
+    *("tvly-", "AKIA", "AIza", "wandb_v1_", "eyJ"),
+)
+_KEYS = re.compile(
+    r"\b(?:[sp]k-(?=[\w-]*\d|[a-zA-Z]{16})[\w-]{16,}|hf_[a-zA-Z0-9]{16,}|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]+)?|"
+    r"(?:gh[pousr]_|github_pat_|glpat-|xox[abeprs]-|tvly-|AKIA|AIza|wandb_v1_)[\w-]{12,})"
+)
+_LIKELY = (  # group 1 is the secret
+    _USER,
+    _QUERY,
+    # a bearer token has a digit, or is too long for a word
+    re.compile(r"(?i)\bbearer\s+((?=[\w.~+/=-]*\d|[\w.~+/=-]{32})[\w.~+/=-]{8,})"),
+    re.compile(r"(?i)\bauthorization[\"']?\s*[:=]\s*[\"']?basic\s+([\w+/=-]+)"),
+    re.compile(
+        r"(?i)(?:api[_-]?key|secret|password|passwd|access[_-]?token|auth[_-]?token)"
+        r"[\"']?\s*[:=]\s*[\"']?(?!\[redacted)([^\s\"',;<>&]{8,})"
+    ),
+)
+Spans = list[tuple[int, int]]
+
+
+class Redactor:
+    """Removes secrets (keys, tokens, passwords) from texts and JSON values.
+
+    `known` finds values: of environment variables with names such as SERPER_API_KEY, or that a
+    configuration names in a key that ends in `_env` or as "${NAME}"; of its headers, of user,
+    password and keys in its URLs; in any usual encoding, broken over lines, or cut; and the forms
+    of known providers. `text` also finds what looks like a secret: bearer tokens, URLs with a
+    password, assignments.
+    """
+
+    def __init__(self, settings: Any = None, environment: Mapping[str, str] = os.environ) -> None:
+        self._environment = environment
+        self._values: set[str] = set()
+        self._forms: set[tuple[str, str]] = set()  # (head, whole), without whitespace
+        self.learn(settings)
+
+    @property
+    def values(self) -> list[str]:
+        """The known secrets, for `add` in another process."""
+        return sorted(self._values)
+
+    def learn(self, settings: Any) -> None:
+        """Add the secrets that a configuration, or another text or JSON value, contains or names,
+        and those of the environment."""
+        named = [one for name, one in self._environment.items() if _NAMED.search(name)]
+        self.add(*named, *_secrets(settings, self._environment))
+
+    def add(self, *values: str) -> None:
+        """Add secrets; those shorter than MIN_CHARS, numbers, and paths of files, are ignored."""
+        for value in {one.strip() for one in values} - self._values:
+            if len(value) < MIN_CHARS or (value.startswith("/") and os.path.exists(value)):
+                continue
+            self._values.add(value)
+            for form in _encodings(value):
+                whole = _JOINT.sub("", form)
+                if len(whole) >= MIN_CHARS and not whole.isdecimal():  # may be a number of JSON
+                    self._forms.add((whole[: max(MIN_HEAD, len(whole) // 2)], whole))
+
+    def known(self, text: str) -> str:
+        """The text with each known secret replaced by "[redacted]"."""
+        return _without(text, self._found(text))
+
+    def text(self, text: str) -> str:
+        """As `known`, also without what looks like a secret."""
+        likely = [found.span(1) for form in _LIKELY for found in form.finditer(text)]
+        return _without(text, self._found(text) + likely)
+
+    def encoded(self, data: bytes) -> bytes:
+        """As `known`, for UTF-8; other data are returned as they are."""
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            return data
+        return _without(text, found).encode() if (found := self._found(text)) else data
+
+    def pieces(self, texts: Sequence[str]) -> list[str]:
+        """As `known`, for a text in pieces, such as tokens: the first piece of a secret becomes
+        "[redacted]", the others are empty."""
+        shown, start = list(texts), 0
+        ends = self._found("".join(texts))
+        for place, text in enumerate(texts):
+            end = start + len(text)
+            for first, last in ends:
+                if start < last and first < end:
+                    shown[place] = REDACTED if start <= first else ""
+            start = end
+        return shown
+
+    def tree(self, value: T, *, only_known: bool = False) -> T:
+        """As `text`, for all texts of lists, tuples, dicts and structs; the value of a key such as
+        api_key is replaced as a whole. `only_known`: as `known`."""
+        return cast(T, self._changed(value, self.known if only_known else self.text))
+
+    def _changed(self, value: Any, clean: Callable[[str], str]) -> Any:
+        if isinstance(value, str):
+            return clean(value)
+        if isinstance(value, Mapping):
+            return {
+                clean(key) if isinstance(key, str) else key: REDACTED
+                if clean != self.known
+                and isinstance(one, str)
+                and one
+                and _SECRET_KEY.fullmatch(str(key))
+                else self._changed(one, clean)
+                for key, one in value.items()
+            }
+        if isinstance(value, list) or type(value) is tuple:
+            return type(value)(self._changed(one, clean) for one in value)
+        if isinstance(value, Struct):
+            pairs = ((name, getattr(value, name)) for name in value.__struct_fields__)
+            return replace(value, **{name: self._changed(one, clean) for name, one in pairs})
+        return value
+
+    def _found(self, text: str) -> Spans:
+        """The places of known secrets, which line breaks may interrupt."""
+        spans: Spans = []
+        if any(start in text for start in _STARTS):
+            spans += [found.span() for found in _KEYS.finditer(text)]
+        is_plain = "\\" not in text and "=" not in text
+        bare = "".join(text.split()) if is_plain else _JOINT.sub("", text)
+        if not (forms := [pair for pair in self._forms if pair[0] in bare]):
+            return spans
+        places, end = list[int](), 0
+        for joint in _JOINT.finditer(text):
+            places += range(end, joint.start())
+            end = joint.end()
+        places += range(end, len(text))
+        for head, whole in forms:
+            start = bare.find(head)
+            while start >= 0:
+                pair = bare[start : start + len(whole)], whole
+                same = os.path.commonprefix(pair)  # noqa: RUF071
+                spans.append((places[start], places[start + len(same) - 1] + 1))
+                start = bare.find(head, start + len(same))
+        return spans
+
+
+def _without(text: str, spans: Spans) -> str:
+    """The text without these parts, which may overlap."""
+    parts, end = list[str](), 0
+    for first, last in sorted(spans):
+        if first >= end:
+            parts += [text[end:first], REDACTED]
+        end = max(end, last)
+    return "".join([*parts, text[end:]]) if spans else text
+
+
+def _secrets(value: Any, environment: Mapping[str, str], key: str = "") -> Iterator[str]:
+    """The secrets in a JSON value, and those of the environment variables that it names."""
+    if isinstance(value, Mapping):
+        is_headers = key.lower().endswith("headers")
+        for name, one in value.items():
+            if is_headers and isinstance(one, str) and not _PUBLIC_HEADER.fullmatch(str(name)):
+                text = _VARIABLE.sub(lambda found: environment.get(found[1], ""), one)
+                yield from (text, text.rpartition(" ")[2])  # for "Bearer abc" also abc
+                yield from (part.partition("=")[2] for part in text.split(";"))  # of cookies
+            yield from _secrets(one, environment, str(name))
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _secrets(one, environment)
+    elif isinstance(value, str):
+        names = [value] if key.endswith("_env") else _VARIABLE.findall(value)
+        yield from (environment.get(name, "") for name in names)
+        if _SECRET_KEY.fullmatch(key) or (key.isupper() and _NAMED.search(key)):
+            yield value
+        for found in _USER.findall(value):
+            plain = unquote_plus(found)
+            yield from (found, plain, base64.b64encode(plain.encode()).decode())
+            yield from (found.partition(":")[2], plain.partition(":")[2])
+        for found in _QUERY.findall(value):
+            yield from (found, unquote_plus(found))
+
+
+def _encodings(value: str) -> Iterator[str]:
+    """The value as URLs, JSON, Python, HTML, base64 and hexadecimal texts contain it."""
+    data = value.encode(errors="surrogateescape")
+    for url in (quote(data, safe=""), quote_plus(data)):
+        yield from (url, re.sub("%..", lambda found: found[0].lower(), url))
+    yield from (value, html.escape(value), repr(value)[1:-1], data.hex())
+    yield from (json.dumps(value, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False))
+    for encode in (base64.b64encode, base64.urlsafe_b64encode):
+        for before, shared in ((0, 0), (1, 2), (2, 3)):  # bytes, and characters that they affect
+            text = encode(bytes(before) + data).decode().rstrip("=")
+            yield text[shared : len(text) - ((before + len(data)) % 3 > 0)]
+
+
+SECRETS = Redactor()  # of this process
+
+
+# What a process prints and logs.
+
+
+class _SafeRecord(logging.LogRecord):
+    """A log record whose message and traceback contain no secret, whatever handler formats it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.exc_info:
+            lines: Iterable[str] = traceback.format_exception(*self.exc_info)
+            self.exc_text = SECRETS.text("".join(lines)).rstrip("\n")
+
+    def getMessage(self) -> str:
+        return SECRETS.text(super().getMessage())
+
+
+class _SafeStream:
+    """Standard output or error without secrets."""
+
+    def __init__(self, stream: TextIO, clean: Callable[[str], str]) -> None:
+        self._stream, self._clean = stream, clean
+
+    def write(self, text: str) -> int:
+        self._stream.write(self._clean(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def seal_logs() -> None:
+    """From now on no handler of this process logs a secret. Idempotent."""
+    logging.setLogRecordFactory(_SafeRecord)
+
+
+def seal_output() -> None:
+    """As `seal_logs`, also for standard output and error, for prints of libraries and for uncaught
+    exceptions. Idempotent. Standard output keeps what only looks like a secret, such as an address
+    to open."""
+    seal_logs()
+    for name, clean in (("stdout", SECRETS.known), ("stderr", SECRETS.text)):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _SafeStream):
+            setattr(sys, name, cast(TextIO, _SafeStream(stream, clean)))
