@@ -173,9 +173,11 @@ class Redactor:
             start = bare.find(head)
             while start >= 0:
                 pair = bare[start : start + len(whole)], whole
-                same = os.path.commonprefix(pair)  # noqa: RUF071
-                spans.append((places[start], places[start + len(same) - 1] + 1))
-                start = bare.find(head, start + len(same))
+                end = start + len(os.path.commonprefix(pair))  # noqa: RUF071
+                span = text[places[start] : places[end - 1] + 1]
+                cut = (len(span) - len(span.rstrip("\\"))) % 2  # an escape of JSON
+                spans.append((places[start], places[end - 1] + 1 + cut))
+                start = bare.find(head, end)
         return spans
 
 

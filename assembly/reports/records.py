@@ -179,6 +179,7 @@ def write_rows(
     """Write each trajectory as a line of JSON, if `path` is given. Returns the number of bytes
     written, and the first `wanted` rows."""
     every = chain.from_iterable(trajectory_rows(tree, decode) for tree in trees)
+    every = (SECRETS.tree(row, only_known=True) for row in every)
     if path is None:
         return 0, list(islice(every, wanted))
     shown = list[Row]()

@@ -145,7 +145,7 @@ class RunDirectory:
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file atomically."""
-        write_whole(self.path / name, json.dumps(value, indent=2) + "\n")
+        write_whole(self.path / name, json.dumps(SECRETS.tree(value, only_known=True), indent=2) + "\n")
 
     def write_metrics(self, row: Row) -> None:
         """Add a row to metrics.jsonl. Blocks."""

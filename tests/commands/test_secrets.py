@@ -1,0 +1,227 @@
+"""No export contains a secret: neither one of the environment nor a text that looks like one."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from base64 import b64decode, b64encode
+from collections.abc import Iterable
+from pathlib import Path
+from random import Random
+from typing import Any
+from urllib.parse import quote_plus
+
+import pytest
+
+from agentenv.base.secrets import REDACTED, Redactor
+from agentenv.launchers import doctor, evaluate, train, view
+from tests.support.echoes import echoes
+
+ENVIRONMENT = {
+    "SERPER_API_KEY": "q7Rz0pLmX2",
+    "BRIGHTDATA_API_KEY": "9f3b-long-value-of-a-zone",
+    "JUDGE_ACCESS": "judge-access-4711",  # named by the configuration only
+    "SHORT_KEY": "abc",
+    "MAPS_LOGIN": "login-of-the-maps",  # named by a header only
+    "HOME": "/home/somebody",
+}
+SETTINGS = {
+    "grader": {"judge": {"api_key_env": "JUDGE_ACCESS"}},
+    "roles": [{"api_key_env": ""}],
+    "env": {"tools": [{"kwargs": {"headers": {"X-Login": "Bearer ${MAPS_LOGIN}"}}}]},
+}
+
+
+@pytest.fixture
+def redactor() -> Redactor:
+    return Redactor(SETTINGS, ENVIRONMENT)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("key q7Rz0pLmX2 sent", f"key {REDACTED} sent"),
+        ("9f3b-long-value-of-a-zone", REDACTED),
+        ("judge-access-4711!", f"{REDACTED}!"),
+        ("login-of-the-maps!", f"{REDACTED}!"),
+        ("Authorization: Bearer eyJhbGciOi.J9-x", f"Authorization: Bearer {REDACTED}"),
+        ('{"Authorization": "Basic dXNlcjpwYXNz"}', f'{{"Authorization": "Basic {REDACTED}"}}'),
+        ("https://user:pa55@host:8080/a?b=1", f"https://{REDACTED}@host:8080/a?b=1"),
+        ("postgres://token@db/x", f"postgres://{REDACTED}@db/x"),
+        ("http://h/s?q=a&api_key=XY12&n=3", f"http://h/s?q=a&api_key={REDACTED}&n=3"),
+        ("http://h/s?access_token=XY12", f"http://h/s?access_token={REDACTED}"),
+        ("API_KEY=abcdefgh1234 python x.py", f"API_KEY={REDACTED} python x.py"),
+        ("password: 'hunter22222'", f"password: '{REDACTED}'"),
+        ("sk-proj-abcdefghij0123456789", REDACTED),
+        ("hf_abcdefghijklmnopqrstuv", REDACTED),
+    ],
+)
+def test_secrets_are_removed_from_texts(redactor: Redactor, text: str, expected: str) -> None:
+    assert redactor.text(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "the bearer certificates of the bank",
+        "a basic mathematics course",
+        "write to somebody@example.org about https://example.org/a@b",
+        "abc is short, and /home/somebody a folder",
+        "key: 42 tokens, max_tokens=4096, ?q=keys",
+        "the secret: it was late",
+    ],
+)
+def test_texts_without_secrets_are_unchanged(redactor: Redactor, text: str) -> None:
+    assert redactor.text(text) == text
+
+
+def test_trees_are_redacted_down_to_their_leaves_and_keep_variable_names(
+    redactor: Redactor,
+) -> None:
+    tree: dict[str, Any] = {
+        "api_key": "anything",
+        "api_key_env": "JUDGE_ACCESS",
+        "X-API-Key": "abc",
+        "Private-Token": "abc",
+        "headers": [{"x": "Bearer abcdefg123"}, ("q7Rz0pLmX2", 3, None, 0.5)],
+        "max_tokens": 5,
+        "q7Rz0pLmX2": "as a key",
+        "token_ids": [1, 2],
+    }
+    clean = redactor.tree(tree)
+    assert clean == {
+        "api_key": REDACTED,
+        "api_key_env": "JUDGE_ACCESS",
+        "X-API-Key": REDACTED,
+        "Private-Token": REDACTED,
+        "headers": [{"x": f"Bearer {REDACTED}"}, (REDACTED, 3, None, 0.5)],
+        "max_tokens": 5,
+        REDACTED: "as a key",
+        "token_ids": [1, 2],
+    }
+    assert not any(value in json.dumps(clean) for value in ("q7Rz0pLmX2", "anything"))
+
+
+# Real commands, with a secret in each place and servers that repeat all of them in every reply.
+
+MARKED = {
+    "ENGINE_KEY": "ZqEngineSecret-11",
+    "JUDGE_ACCESS": "ZqJudgeAccess-22",
+    "LOGIN_OF_TOOL": "ZqLoginOfTool-33",
+    "SHOP_TOKEN": 'ZqShop/Token+44="\\',
+    "SEARCH_PASSWORD": "ZqSearchPassword-55",
+    "JUDGE_QUERY": "ZqJudgeQuery-66",
+    "EXTRA_BODY": "ZqExtraBody-77",
+    "COOKIE": "ZqCookieValue-88",
+    "TOOL_HEADER": "ZqToolHeader-99",
+}
+OF_TOOL = {"LOGIN_OF_TOOL", "COOKIE", "TOOL_HEADER"}
+TOOL = '''
+from agentenv.contract.function_tool import tool
+from agentenv.contract.http import HttpClient
+
+class Shop:
+    def __init__(self, url, headers):
+        self.api = HttpClient(url, headers=headers)
+    async def load(self):
+        @tool
+        async def shop(item: str) -> str:
+            """Ask the shop."""
+            return str(await self.api.get("/x"))
+        return [shop]
+'''
+
+
+def forms(names: Iterable[str]) -> list[str]:
+    """Secrets as servers repeat them."""
+    told = []
+    for one in [*map(MARKED.__getitem__, names), f"me:{MARKED['SEARCH_PASSWORD']}"]:
+        told += [one, f"{one[:9]}\n{one[9:]}", quote_plus(one), json.dumps(one), repr(one)]
+        told += [b64encode(f"{before}{one}".encode()).decode() for before in ("", "a", "bc")]
+    return told
+
+
+def leaks(data: bytes) -> set[str]:
+    """The marked secrets that the data contain."""
+    found, bare = set(), b"".join(data.replace(rb"\n", b"").split())
+    for name, value in MARKED.items():
+        cores = [value[:10].encode(), quote_plus(value[:10]).encode()]
+        for before in range(3):
+            core = b64encode(bytes(before) + value[:12].encode())[4:-4]
+            cores.append(core)
+        found |= {name for core in cores if core in bare}
+    return found
+
+
+def leaks_in(folder: Path) -> dict[str, set[str]]:
+    """The leaks of each file; of a page also those in its compressed parts."""
+    found = {}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            data = path.read_bytes()
+            for part in re.findall(rb'data-path="[^"]*">([^<]*)<', data):
+                data += gzip.decompress(b64decode(part))
+            found[str(path)] = leaks(data)
+    return {path: names for path, names in found.items() if names}
+
+
+def test_no_file_page_or_line_contains_a_secret_that_servers_repeat(
+    here: None,
+    warehouse: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("ENGINE_KEY", "JUDGE_ACCESS", "LOGIN_OF_TOOL", "SHOP_TOKEN"):
+        monkeypatch.setenv(name, MARKED[name])
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "shop_tool.py").write_text(TOOL)
+    runs, evals = tmp_path / "runs", tmp_path / "evals"
+    repeated = forms(MARKED.keys() - OF_TOOL)
+    with echoes(repeated) as host:
+        search = f"http://me:{MARKED['SEARCH_PASSWORD']}@{host}"
+        judge = f"http://{host}/judge/v1?api_key={MARKED['JUDGE_QUERY']}"
+        headers = f'Authorization="Bearer {MARKED["TOOL_HEADER"]}", X-Login="${{LOGIN_OF_TOOL}}"'
+        headers += f', Cookie="sid={MARKED["COOKIE"]}; b=1"'
+        keys = [
+            "env={id='agentenv/WebSearch-v0'}", "prompt.template=search",
+            "search.backend.name=remote", f"search.backend.url={search}",
+            f"search.cache={tmp_path}/results.sqlite",
+            "grader.kind=judge", f"grader.judge.url={judge}", "grader.judge.model=m",
+            "grader.judge.api_key_env=JUDGE_ACCESS",
+            f"grader.judge.cache={tmp_path}/verdicts.sqlite",
+            f"grader.judge.extra_body={{api_key='{MARKED['EXTRA_BODY']}'}}",
+            "limits.max_prompt_tokens=740", "limits.max_response_tokens=280",
+            "limits.max_tool_result_tokens=100", "limits.max_failed_share=1.0",
+        ]  # fmt: skip
+        kwargs = f"{{url='http://{host}/shop', headers={{{headers}}}}}"
+        shop = (f"env.tools=[{{name='shop_tool:Shop', kwargs={kwargs}}}]",)
+        script = f"engine.script={__name__}:shopping"
+        train_keys = [f"run.dir={runs}", "run.name=r", "train.num_steps=1", script, *keys]
+        assert train.main([str(warehouse), *train_keys]) == 0
+        data = [f"data={warehouse.parent}/a.jsonl", "--n", "2", "--env", "agentenv/WebSearch-v0"]
+        engine = ["--model", "m", "engine.api_key_env=ENGINE_KEY", "engine.num_retries=0"]
+        codes = []
+        for name, path, more in (("a", "", ()), ("b", "/shop/v1", shop), ("c", "/deny/v1", shop)):
+            repeated[:] = forms(MARKED if more else MARKED.keys() - OF_TOOL)
+            asked = [f"http://{host}{path}", *engine, *data, *keys, *more]
+            codes.append(evaluate.main([*asked, "--out", str(evals / name)]))
+        assert codes == [0, 0, 2]
+        assert doctor.main(["--config", str(warehouse), *train_keys, *shop, "--offline"]) == 0
+    for folder in (runs / "r", evals / "a", evals / "b"):
+        view.main([str(folder), "--export", str(tmp_path / f"{folder.name}.html")])
+    printed = capfd.readouterr()
+    assert leaks((printed.out + printed.err).encode()) == set()
+    assert leaks_in(tmp_path) == {}
+    texts = [*runs.rglob("step-*.jsonl"), *evals.rglob("rows.jsonl")]
+    assert all(REDACTED.encode() in path.read_bytes() for path in texts)
+
+
+def shopping(prompt: str, rng: Random) -> str:
+    """A policy that calls both tools, and then says secrets."""
+    calls = ("<search>bolts</search>", "<shop>nuts</shop>")
+    if (num_results := prompt.count("<result>\n")) < 2:
+        return f"<think>look</think>{calls[num_results]}"
+    return f"<think>{forms(MARKED)[0]}</think><answer>{MARKED['ENGINE_KEY']}</answer>"
