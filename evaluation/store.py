@@ -162,8 +162,8 @@ def load_rows(folder: Path) -> list[EvalRow]:
 
 
 def save(folder: Path, saved: Saved) -> None:
-    """Write config.json, without secrets."""
-    text = msgspec.json.format(msgspec.json.encode(SECRETS.tree(saved)), indent=2) + b"\n"
+    """Write config.json."""
+    text = msgspec.json.format(msgspec.json.encode(saved), indent=2) + b"\n"
     write_whole(folder / CONFIG_FILE, text)
 
 
@@ -171,9 +171,7 @@ def load_saved(folder: Path) -> Saved:
     """Read config.json of an evaluation. Raises DataError."""
     path = folder / CONFIG_FILE
     try:
-        saved = msgspec.json.decode(path.read_bytes(), type=Saved)
-        SECRETS.learn(saved.config)
-        return saved
+        return msgspec.json.decode(path.read_bytes(), type=Saved)
     except (OSError, msgspec.DecodeError) as error:
         within = [*folder.glob(f"*/{ROWS_FILE}"), *folder.glob(f"eval/*/{ROWS_FILE}")]
         within.sort(key=lambda rows: rows.stat().st_mtime)
@@ -187,9 +185,7 @@ def load_run_config(run: Path) -> Tree:
     """Read config.json of a training run. Raises DataError."""
     path = run / CONFIG_FILE
     try:
-        saved: Tree = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        SECRETS.learn(saved)
-        return saved
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError) as error:
         why = f"{_reason(error)}; expected the folder of a run"
         raise DataError(f"{path} cannot be read: {why}") from error
@@ -201,7 +197,7 @@ def _reason(error: Exception) -> str:
 
 def identity(saved: Saved) -> Tree:
     """The keys that must be equal for rows to belong to the same evaluation."""
-    config = SECRETS.tree(saved.config)
+    config = saved.config
     tree: Tree = {key: value for key, value in config.items() if key not in _FREE}
     tree["engine"] = {key: config["engine"].get(key) for key in _ENGINE_KEYS}
     tree["roles"] = {name: role.get("model") for name, role in config.get("roles", {}).items()}

@@ -139,8 +139,8 @@ def substituted(value: Any, resolve: Resolve) -> Any:
 
 
 def to_plain(config: msgspec.Struct) -> Tree:
-    """The resolved configuration as plain values, for saving with the run."""
-    return cast(Tree, msgspec.to_builtins(config))
+    """The resolved configuration as plain values without secrets, for saving with the run."""
+    return cast(Tree, SECRETS.tree(msgspec.to_builtins(config)))
 
 
 def changes(before: Any, after: Any, path: str = "") -> Iterator[str]:

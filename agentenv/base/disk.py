@@ -30,7 +30,7 @@ def write_whole(path: Path, data: str | bytes | Iterable[bytes], *, durable: boo
     with naming(path):
         with removing(partial):
             with partial.open("wb") as file:
-                file.writelines(map(_clean, pieces))
+                file.writelines(map(SECRETS.encoded, pieces))
                 if durable:
                     file.flush()
                     os.fsync(file.fileno())
@@ -42,7 +42,7 @@ def write_whole(path: Path, data: str | bytes | Iterable[bytes], *, durable: boo
 def append_whole(path: Path, data: str | bytes) -> None:
     """Append all of `data` to a file, without secrets, or nothing; the file must have a single
     writer. Raises OSError."""
-    view = memoryview(_clean(data))
+    view = memoryview(SECRETS.encoded(data))
     with naming(path), path.open("ab", buffering=0) as file:
         size = file.tell()
         try:
@@ -52,10 +52,6 @@ def append_whole(path: Path, data: str | bytes) -> None:
             with suppress(OSError):
                 file.truncate(size)
             raise
-
-
-def _clean(data: str | bytes) -> bytes:
-    return SECRETS.encoded(data.encode() if isinstance(data, str) else data)
 
 
 def make_folder(folder: Path) -> None:

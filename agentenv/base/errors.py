@@ -42,13 +42,9 @@ class AgentEnvError(Exception):
     secrets. Lone surrogates, which quoted text may contain and files cannot, become "?"."""
 
     def __init__(self, *args: Any) -> None:
+        clean = SECRETS.tree(args, only_known=True)
         super().__init__(
-            *(
-                SECRETS.known(one.encode("utf-8", "replace").decode())
-                if isinstance(one, str)
-                else one
-                for one in args
-            )
+            *(x.encode("utf-8", "replace").decode() if isinstance(x, str) else x for x in clean)
         )
 
 

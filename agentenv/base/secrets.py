@@ -18,8 +18,9 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TextIO, TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial, reduce
+from typing import Any, TypeVar, cast
 from urllib.parse import quote, quote_plus, unquote_plus
 
 from msgspec import Struct
@@ -37,7 +38,7 @@ _SECRET_KEY = re.compile(
     r"(?i)(.*[_-])?(api[_-]?key|password|passwd|authorization|cookie|"
     r"(access|auth|refresh|bearer|private|client|secret)[_-]?(token|key|secret))"
 )
-_PUBLIC_HEADER = re.compile(r"(?i)accept.*|cache-control|content-.*|host|origin|referer|user-agent")
+_PUBLIC_HEADER = re.compile(r"(?i)headers\.(accept.*|content-.*|host|origin|referer|user-agent)")
 _USER = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://([^/\s@\"'<>?#]+)@")
 _QUERY = re.compile(
     r"(?i)[?&;](?:[\w-]*(?:key|token|secret|password|passwd|signature)|sig)=([^&;\s\"'<>#]+)"
@@ -46,8 +47,8 @@ _QUERY = re.compile(
 _JOINTS = ("\\n", "\\r", "\\t", "\\\n", "=\r\n", "=\n", " ", "\n", "\r", "\t")
 _PARTS = ("k-", "_", "glpat-", "xox", "tvly-", "AKIA", "AIza", "eyJ")  # of these, found faster
 _KEYS = re.compile(
-    r"\b(?:[sp]k-(?=[\w-]*\d|[a-zA-Z]{16})[\w-]{16,}|hf_[a-zA-Z0-9]{16,}|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]+)?|"
-    r"(?:gh[pousr]_|github_pat_|glpat-|xox[abeprs]-|tvly-|AKIA|AIza|wandb_v1_)[\w-]{12,})"
+    r"\b(?:[sp]k-(?=[\w-]*\d|[a-zA-Z]{16})[\w-]{16,}|hf_[a-zA-Z0-9]{16,}|"
+    r"eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]+)?|(?:gh[pousr]_|github_pat_|glpat-|xox[abeprs]-|tvly-|AKIA|AIza|wandb_v1_)[\w-]{12,})"
 )
 _LIKELY = (  # group 1 is the secret
     _USER,
@@ -74,15 +75,9 @@ class Redactor:
     """
 
     def __init__(self, settings: Any = None, environment: Mapping[str, str] = os.environ) -> None:
-        self._environment = environment
-        self._values: set[str] = set()
+        self._environment, self.values = environment, set[str]()
         self._forms: set[tuple[str, str]] = set()  # (head, whole), without whitespace
         self.learn(settings)
-
-    @property
-    def values(self) -> list[str]:
-        """The known secrets, for `add` in another process."""
-        return sorted(self._values)
 
     def learn(self, settings: Any) -> None:
         """Add the secrets that a configuration, or another text or JSON value, contains or names,
@@ -92,10 +87,10 @@ class Redactor:
 
     def add(self, *values: str) -> None:
         """Add secrets; those shorter than MIN_CHARS, numbers, and paths of files, are ignored."""
-        for value in {one.strip() for one in values} - self._values:
+        for value in {one.strip() for one in values} - self.values:
             if len(value) < MIN_CHARS or (value.startswith("/") and os.path.exists(value)):
                 continue
-            self._values.add(value)
+            self.values.add(value)
             for form in _encodings(value):
                 whole = _bare(form)
                 if len(whole) >= MIN_CHARS and not whole.isdecimal():  # may be a number of JSON
@@ -103,8 +98,6 @@ class Redactor:
 
     def known(self, text: str) -> str:
         """The text with each known secret replaced by "[redacted]"."""
-        if len(text) < MIN_CHARS:
-            return text
         return _without(text, self._found(text))
 
     def text(self, text: str) -> str:
@@ -112,56 +105,43 @@ class Redactor:
         likely = [found.span(1) for form in _LIKELY for found in form.finditer(text)]
         return _without(text, self._found(text) + likely)
 
-    def encoded(self, data: bytes) -> bytes:
-        """As `known`, for UTF-8; other data are returned as they are."""
-        try:
-            text = data.decode()
-        except UnicodeDecodeError:
-            return data
-        return _without(text, found).encode() if (found := self._found(text)) else data
+    def encoded(self, data: str | bytes) -> bytes:
+        """As `known`, in UTF-8; other bytes stay as they are."""
+        text = data if isinstance(data, str) else data.decode(errors="surrogateescape")
+        return self.known(text).encode(errors="surrogateescape")
 
-    def pieces(self, texts: Sequence[str]) -> list[str]:
-        """As `known`, for a text in pieces, such as tokens: the first piece of a secret becomes
-        "[redacted]", the others are empty."""
-        shown, start = list(texts), 0
-        ends = self._found("".join(texts))
-        for place, text in enumerate(texts):
-            end = start + len(text)
-            for first, last in ends:
-                if start < last and first < end:
-                    shown[place] = REDACTED if start <= first else ""
-            start = end
-        return shown
+    def pieces(self, texts: list[str]) -> list[str]:
+        """As `known`, for a text in pieces, such as tokens; all are one if it has a secret."""
+        clean = self.known(whole := "".join(texts))
+        return texts if clean == whole else [clean, *("" for _ in texts[1:])]
 
     def tree(self, value: T, *, only_known: bool = False) -> T:
         """As `text`, for all texts of lists, tuples, dicts and structs; the value of a key such as
         api_key is replaced as a whole. `only_known`: as `known`."""
-        return cast(T, self._changed(value, self.known if only_known else self.text))
+        clean = self.known if only_known else self.text
 
-    def _changed(self, value: Any, clean: Callable[[str], str]) -> Any:
-        if type(value) is str:
-            return clean(value)
-        if isinstance(value, dict):
-            return {
-                clean(key) if type(key) is str else key: REDACTED
-                if one
-                and type(one) is str
-                and clean != self.known
-                and _SECRET_KEY.fullmatch(str(key))
-                else self._changed(one, clean)
-                for key, one in value.items()
-            }
-        if type(value) in (list, tuple):
-            return type(value)([self._changed(one, clean) for one in value])
-        if isinstance(value, Struct):
-            names = value.__struct_fields__
-            return replace(value, **{n: self._changed(getattr(value, n), clean) for n in names})
-        return value
+        def changed(one: Any, key: Any = "") -> Any:
+            if isinstance(one, str):
+                is_whole = one and not only_known and _SECRET_KEY.fullmatch(str(key))
+                return REDACTED if is_whole else clean(one)
+            if isinstance(one, dict):
+                return {changed(name): changed(inner, name) for name, inner in one.items()}
+            if type(one) in (list, tuple):
+                return type(one)([changed(inner) for inner in one])
+            if isinstance(one, Struct):
+                names = one.__struct_fields__
+                return replace(one, **{name: changed(getattr(one, name)) for name in names})
+            return one
+
+        return cast(T, changed(value))
 
     def _found(self, text: str) -> Spans:
         """The places of known secrets, which line breaks may interrupt."""
-        is_likely = any(part in text for part in _PARTS)
-        spans = [found.span() for found in _KEYS.finditer(text)] if is_likely else []
+        spans: Spans = []
+        if len(text) < MIN_CHARS:
+            return spans
+        if any(part in text for part in _PARTS):
+            spans += [found.span() for found in _KEYS.finditer(text)]
         bare = _bare(text) if self._forms else ""
         if not (forms := [pair for pair in self._forms if pair[0] in bare]):
             return spans
@@ -182,19 +162,14 @@ class Redactor:
 
 
 def _bare(text: str) -> str:
-    for joint in _JOINTS:
-        text = text.replace(joint, "")
-    return text
+    return reduce(lambda left, joint: left.replace(joint, ""), _JOINTS, text)
 
 
 def _without(text: str, spans: Spans) -> str:
     """The text without these parts, which may overlap."""
-    if not spans:
-        return text
     parts, end = list[str](), 0
     for first, last in sorted(spans):
-        if first >= end:
-            parts += [text[end:first], REDACTED]
+        parts += [text[end:first], REDACTED] if first >= end else []
         end = max(end, last)
     return "".join([*parts, text[end:]])
 
@@ -202,27 +177,23 @@ def _without(text: str, spans: Spans) -> str:
 def _secrets(value: Any, environment: Mapping[str, str], key: str = "") -> Iterator[str]:
     """The secrets in a JSON value, and those of the environment variables that it names."""
     if isinstance(value, Mapping):
-        is_headers = key.lower().endswith("headers")
         for name, one in value.items():
-            if is_headers and isinstance(one, str) and not _PUBLIC_HEADER.fullmatch(str(name)):
-                text = _VARIABLE.sub(lambda found: environment.get(found[1], ""), one)
-                yield from (text, text.rpartition(" ")[2])  # for "Bearer abc" also abc
-                yield from (part.partition("=")[2] for part in text.split(";"))  # of cookies
-            yield from _secrets(one, environment, str(name))
+            yield from _secrets(one, environment, f"{key}.{name}" if key == "headers" else name)
     elif isinstance(value, list | tuple):
         for one in value:
             yield from _secrets(one, environment)
     elif isinstance(value, str):
+        text = _VARIABLE.sub(lambda found: environment.get(found[1], ""), value)
         names = [value] if key.endswith("_env") else _VARIABLE.findall(value)
         yield from (environment.get(name, "") for name in names)
-        if _SECRET_KEY.fullmatch(key) or (key.isupper() and _NAMED.search(key)):
-            yield value
-        for found in _USER.findall(value):
-            plain = unquote_plus(found)
-            yield from (found, plain, base64.b64encode(plain.encode()).decode())
-            yield from (found.partition(":")[2], plain.partition(":")[2])
-        for found in _QUERY.findall(value):
-            yield from (found, unquote_plus(found))
+        if key.startswith("headers.") and not _PUBLIC_HEADER.fullmatch(key):
+            yield from (text, text.rpartition(" ")[2])  # for "Bearer abc" also abc
+            yield from (part.partition("=")[2] for part in text.split(";"))  # of cookies
+        elif _SECRET_KEY.fullmatch(key) or (key.isupper() and _NAMED.search(key)):
+            yield text
+        for found in _USER.findall(text) + _QUERY.findall(text):
+            for one in (found, unquote_plus(found)):
+                yield from (one, one.partition(":")[2])
 
 
 def _encodings(value: str) -> Iterator[str]:
@@ -230,8 +201,7 @@ def _encodings(value: str) -> Iterator[str]:
     data = value.encode(errors="surrogateescape")
     for url in (quote(data, safe=""), quote_plus(data)):
         yield from (url, re.sub("%..", lambda found: found[0].lower(), url))
-    yield from (value, html.escape(value), repr(value)[1:-1])
-    yield from (json.dumps(value, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False))
+    yield from (value, html.escape(value), repr(value)[1:-1], json.dumps(value)[1:-1])
     for encode in (base64.b64encode, base64.urlsafe_b64encode):
         for before, shared in ((0, 0), (1, 2), (2, 3)):  # bytes, and characters that they affect
             text = encode(bytes(before) + data).decode().rstrip("=")
@@ -250,28 +220,11 @@ class _SafeRecord(logging.LogRecord):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         if self.exc_info:
-            lines: Iterable[str] = traceback.format_exception(*self.exc_info)
+            lines = traceback.format_exception(*self.exc_info)
             self.exc_text = SECRETS.text("".join(lines)).rstrip("\n")
 
     def getMessage(self) -> str:
         return SECRETS.text(super().getMessage())
-
-
-class _SafeStream:
-    """Standard output or error without secrets."""
-
-    def __init__(self, stream: TextIO, clean: Callable[[str], str]) -> None:
-        self._stream, self._clean = stream, clean
-
-    def write(self, text: str) -> int:
-        self._stream.write(self._clean(text))
-        return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        self.write("".join(lines))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def seal_logs() -> None:
@@ -285,6 +238,10 @@ def seal_output() -> None:
     to open."""
     seal_logs()
     for name, clean in (("stdout", SECRETS.known), ("stderr", SECRETS.text)):
-        stream = getattr(sys, name)
-        if stream is not None and not isinstance(stream, _SafeStream):
-            setattr(sys, name, cast(TextIO, _SafeStream(stream, clean)))
+        stream: Any = getattr(sys, name)
+        if stream is not None and "write" not in vars(stream):
+            stream.write = partial(_write, stream.write, clean)
+
+
+def _write(write: Callable[[str], int], clean: Callable[[str], str], text: str) -> int:
+    return write(clean(text))

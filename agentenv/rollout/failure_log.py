@@ -13,7 +13,6 @@ from msgspec import Struct
 
 from agentenv.base.crashes import origin_of
 from agentenv.base.errors import SHOWN, CancelledRolloutError, CrashError, GraderError, OutageError
-from agentenv.base.secrets import SECRETS
 from agentenv.base.tree import CANCELLED
 from agentenv.base.types import Message, Task
 
@@ -60,14 +59,14 @@ def kind_of(error: Exception) -> str:
 
 def failure_of(error: Exception, task: Task, action: Message | None = None) -> Failure:
     """The failure of a rollout of `task` by `error`; `action` is the policy's last action."""
-    kind, text = kind_of(error), SECRETS.text(str(error))
-    summary = error.summary if isinstance(error, CrashError) and error.summary else text
+    kind = kind_of(error)
+    summary = error.summary if isinstance(error, CrashError) and error.summary else str(error)
     return Failure(
         task_id=task.id,
         kind=kind,
-        text=bounded(text, MAX_TEXT),
+        text=bounded(str(error), MAX_TEXT),
         place=origin_of(error) or f"the environment {task.env_id}",
-        action=bounded(SECRETS.text(_described(action)), MAX_ACTION),
+        action=bounded(_described(action), MAX_ACTION),
         same=f"{kind}: {VARIES.sub('#', bounded(summary.replace(task.id, '#'), MAX_TEXT))}",
         counts=not isinstance(error, OutageError | CancelledRolloutError),
         is_bug=isinstance(error, CrashError),

@@ -40,7 +40,6 @@ from agentenv.base.errors import (
     EnvError,
     WorkerError,
 )
-from agentenv.base.secrets import SECRETS
 from agentenv.base.tree import Node, packed_ids
 from agentenv.base.types import Limit, Message
 from agentenv.rollout.branch import Branch, BranchNow
@@ -323,7 +322,7 @@ class Rollout(Growth):
     def _fail(self, branch: Branch, error: AgentEnvError) -> None:
         """Record the failure, and replace the branch by a fresh root while retries remain."""
         leaf = branch.leaf(self.tree, "failed")
-        leaf.error = f"{kind_of(error)}: {SECRETS.text(str(error))}"
+        leaf.error = f"{kind_of(error)}: {error}"
         self._complete(branch, [leaf])
         failure = failure_of(error, self.tree.task, branch.action)
         self.actor.failures.add(failure, error, again=self.again)

@@ -304,7 +304,7 @@ class Monitors(Monitoring):
         self._calls: queue.Queue[tuple[str, Callable[[], None]] | None] = queue.Queue(MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._dropped = 0
-        self._working = make_monitors(config, run, SECRETS.tree(settings))
+        self._working = make_monitors(config, run, settings)
 
     def add(self, name: str, monitor: Monitor) -> None:
         """Add a monitor; `name` identifies it in warnings."""

@@ -16,7 +16,6 @@ from agentenv.assembly.run.rundir import CONFIG_FILE, RunDirectory
 from agentenv.base.config import changes, to_plain
 from agentenv.base.disk import PARTIAL, finished_folder, replace_folder, sync
 from agentenv.base.errors import ConfigError, DataError
-from agentenv.base.secrets import SECRETS
 
 BEST = "best"
 
@@ -152,6 +151,6 @@ def resume_from(
     for path in newer:
         report(f"moved a newer checkpoint to {path}")
     saved = json.loads((run.path / CONFIG_FILE).read_text(encoding="utf-8"))
-    for change in changes(saved, json.loads(json.dumps(SECRETS.tree(to_plain(config))))):
+    for change in changes(saved, json.loads(json.dumps(to_plain(config)))):
         report(f"changed since the start: {change}")
     return bool(newer)

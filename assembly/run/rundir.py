@@ -33,7 +33,6 @@ from agentenv.base.config import to_plain
 from agentenv.base.disk import PARTIAL, append_whole, make_folder, write_whole
 from agentenv.base.disk_errors import DIR_KEY, WEIGHTS_PREFIX, explain
 from agentenv.base.errors import ConfigError
-from agentenv.base.secrets import SECRETS
 from agentenv.contract.monitoring import Monitoring
 from agentenv.rollout.archive import ARCHIVE
 
@@ -127,7 +126,7 @@ class RunDirectory:
 
     def begin(self, config: Struct) -> None:
         """Mark the directory as a run, after all checks have passed."""
-        self.write_json(CONFIG_FILE, SECRETS.tree(to_plain(config)))
+        self.write_json(CONFIG_FILE, to_plain(config))
 
     def forget_unless_begun(self) -> None:
         """Remove the folder of a run that failed its checks, including the output of its set-up and
@@ -145,7 +144,7 @@ class RunDirectory:
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file atomically."""
-        write_whole(self.path / name, json.dumps(SECRETS.tree(value, only_known=True), indent=2) + "\n")
+        write_whole(self.path / name, json.dumps(value, indent=2) + "\n")
 
     def write_metrics(self, row: Row) -> None:
         """Add a row to metrics.jsonl. Blocks."""

@@ -6,7 +6,6 @@ compared with its documentation.
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlencode
@@ -19,6 +18,7 @@ from agentenv.base.errors import ConfigError, ForeignError, InfraError, ToolErro
 from agentenv.base.secrets import SECRETS
 from agentenv.base.untrusted import convert, decode
 from agentenv.contract.http import public_url
+from agentenv.contract.server_config import read_key
 from agentenv.envs.search.corpus import BackendConfig, Hit, Query, split_contents
 from agentenv.envs.search.keys import TrafficConfig
 from agentenv.envs.search.upstream import HttpRequest, Reply, Upstream
@@ -74,21 +74,6 @@ class WebConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="web
     def build(self) -> WebBackend:
         """The provider, with the key from the environment variable."""
         return WebBackend(self)
-
-
-def api_key(variable: str, needed_by: str) -> str:
-    """The key in an environment variable. Raises ConfigError, naming the variable, if it is not
-    set."""
-    if not variable:  # it needs none
-        return ""
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise ConfigError(
-            f"{needed_by} requires a key in the environment variable {variable}, which is not set; "
-            f"set it before starting: export {variable}=..."
-        )
-    SECRETS.add(key)
-    return key
 
 
 class HttpBackend:
@@ -152,7 +137,7 @@ class WebBackend(HttpBackend):
             )
         needed_by = f"search.backend.provider = {config.provider!r}"
         upstream = Upstream(config.provider, config.traffic, refused_hint=hint)
-        super().__init__(upstream, api_key(provider.key_variable, needed_by))
+        super().__init__(upstream, read_key(provider.key_variable, needed_by))
 
     async def search(self, query: Query) -> list[Hit]:
         """Search with the provider. Raises ToolError for a query beyond its length limit."""
@@ -325,7 +310,6 @@ class RemoteBackend(HttpBackend):
     """A retriever in one of the dialects: the two of /retrieve, and Tool-Star's /batch_search."""
 
     def __init__(self, config: RemoteSearchConfig) -> None:
-        SECRETS.learn(config.url)
         super().__init__(Upstream(f"retriever {public_url(config.url)}", config.traffic))
         path = "/batch_search" if config.dialect == "tool_star" else "/retrieve"
         self._url = config.url.rstrip("/").removesuffix(path) + path

@@ -59,11 +59,6 @@ def static(name: str) -> bytes:
     return resources.files("agentenv.lab.viewing").joinpath("static", name).read_bytes()
 
 
-def shown(answer: object) -> bytes:
-    """An answer as JSON, without secrets."""
-    return SECRETS.encoded(encode(answer))
-
-
 class FolderServer(Listener):
     """Serves the page of one run or evaluation. After `start`, it can be opened at `address`."""
 
@@ -141,7 +136,7 @@ class FolderServer(Listener):
     def _encoded(self, request: web.Request) -> tuple[int, bytes]:
         try:
             path, query = request.match_info["path"], dict(request.query)
-            return 200, shown(self.folder.answer(path, query))
+            return 200, SECRETS.encoded(encode(self.folder.answer(path, query)))
         except DataError as error:
             return 404, encode({"error": str(error)})
         except OSError as error:
@@ -251,7 +246,7 @@ class _Page:
     def add(self, path: str, answer: object, *, share: float = 1.0, always: bool = False) -> bool:
         """Add a response if it fits, or `always`; `share`: the usable share of the size limit.
         Returns whether it was added."""
-        data = base64.b64encode(gzip.compress(shown(answer), 6, mtime=0))
+        data = base64.b64encode(gzip.compress(SECRETS.encoded(encode(answer)), 6, mtime=0))
         if not always and self._left - len(data) < (1 - share) * self._max_bytes:
             return False
         self._left -= len(data)

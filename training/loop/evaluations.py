@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from msgspec import to_builtins
+
 from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
 from agentenv.assembly.reports.records import FAILED, EvalRow, Wanted
 from agentenv.assembly.run.kept import keep_best
@@ -216,7 +218,7 @@ class RunEvaluator:
     def _configuration(self, names: Sequence[str]) -> EvaluateConfig:
         """That of the run, as `agentenv evaluate RUN` has it."""
         config = self.config
-        plain = json.loads(json.dumps(to_plain(config)))
+        plain = json.loads(json.dumps(to_builtins(config)))
         raw = evaluation_of(plain, names, SET_KEYS)
         raw["concurrency"] = config.eval.concurrency
         return resolve_sets(raw, "eval")

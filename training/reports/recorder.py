@@ -481,9 +481,8 @@ class RunRecorder:
                     handler, name="trajectories", arguments=arguments, max_jobs=1
                 )
             frames = await in_thread(lambda: [to_frame(tree) for tree in trees])
-            job = {"trees": frames, "path": str(path or ""), "wanted": wanted} | {
-                "secrets": SECRETS.values
-            }
+            job = {"trees": frames, "path": str(path or ""), "wanted": wanted}
+            job["secrets"] = [*SECRETS.values]
             try:
                 done = await self._writer.run(job, WRITE_S)
                 return done["num_bytes"], [json.loads(row) for row in done["shown"]]
