@@ -16,7 +16,7 @@ import pytest
 
 from agentenv.base.secrets import REDACTED, Redactor
 from agentenv.launchers import doctor, evaluate, train, view
-from tests.support.echoes import echoes
+from tests.support.openai_endpoint import Answer, ScriptedEndpoint, reply
 
 ENVIRONMENT = {
     "SERPER_API_KEY": "q7Rz0pLmX2",
@@ -103,20 +103,12 @@ def test_trees_are_redacted_down_to_their_leaves_and_keep_variable_names(
     assert not any(value in json.dumps(clean) for value in ("q7Rz0pLmX2", "anything"))
 
 
-# Real commands, with a secret in each place and servers that repeat all of them in every reply.
+# Real commands, with a secret in each place and a server that repeats all of them in every reply.
 
-MARKED = {
-    "ENGINE_KEY": "ZqEngineSecret-11",
-    "JUDGE_ACCESS": "ZqJudgeAccess-22",
-    "LOGIN_OF_TOOL": "ZqLoginOfTool-33",
-    "SHOP_TOKEN": 'ZqShop/Token+44="\\',
-    "SEARCH_PASSWORD": "ZqSearchPassword-55",
-    "JUDGE_QUERY": "ZqJudgeQuery-66",
-    "EXTRA_BODY": "ZqExtraBody-77",
-    "COOKIE": "ZqCookieValue-88",
-    "TOOL_HEADER": "ZqToolHeader-99",
-}
-OF_TOOL = {"LOGIN_OF_TOOL", "COOKIE", "TOOL_HEADER"}
+OF_TOOL = ("TOOL_ACCESS", "TOOL_COOKIE", "TOOL_HEADER")
+NAMES = ("ENGINE_KEY", "JUDGE_ACCESS", "SHOP_TOKEN", "PASSWORD", "QUERY", "BODY", *OF_TOOL)
+MARKED = {name: f'Zq{name.title()}/{number}+"\\' for number, name in enumerate(NAMES)}
+MARKED |= {name: f"Zq{name.title()}-x1" for name in ("PASSWORD", "QUERY", "BODY", *OF_TOOL)}
 TOOL = '''
 from agentenv.contract.function_tool import tool
 from agentenv.contract.http import HttpClient
@@ -128,42 +120,37 @@ class Shop:
         @tool
         async def shop(item: str) -> str:
             """Ask the shop."""
-            return str(await self.api.get("/x"))
+            return str(await self.api.post("/shop", {}))
         return [shop]
 '''
 
 
-def forms(names: Iterable[str]) -> list[str]:
+def forms(names: Iterable[str]) -> str:
     """Secrets as servers repeat them."""
     told = []
-    for one in [*map(MARKED.__getitem__, names), f"me:{MARKED['SEARCH_PASSWORD']}"]:
+    for one in [*map(MARKED.__getitem__, names), f"me:{MARKED['PASSWORD']}"]:
         told += [one, f"{one[:9]}\n{one[9:]}", quote_plus(one), json.dumps(one), repr(one)]
         told += [b64encode(f"{before}{one}".encode()).decode() for before in ("", "a", "bc")]
-    return told
+    return "\n".join(told)
 
 
 def leaks(data: bytes) -> set[str]:
-    """The marked secrets that the data contain."""
-    found, bare = set(), b"".join(data.replace(rb"\n", b"").split())
-    for name, value in MARKED.items():
-        cores = [value[:10].encode(), quote_plus(value[:10]).encode()]
-        for before in range(3):
-            core = b64encode(bytes(before) + value[:12].encode())[4:-4]
-            cores.append(core)
-        found |= {name for core in cores if core in bare}
-    return found
+    """The marked secrets in these data, and in the compressed parts of a page."""
+    for part in re.findall(rb'data-path="[^"]*">([^<]*)<', data):
+        data += gzip.decompress(b64decode(part))
+    bare = b"".join(data.replace(rb"\n", b"").split())
+    coded = [(name, b64encode(bytes(n) + one[:12].encode())[4:-4])
+             for name, one in MARKED.items() for n in range(3)]  # fmt: skip
+    plain = [(name, one[:9].encode()) for name, one in MARKED.items()]
+    return {name for name, core in plain + coded if core in bare}
 
 
-def leaks_in(folder: Path) -> dict[str, set[str]]:
-    """The leaks of each file; of a page also those in its compressed parts."""
-    found = {}
-    for path in folder.rglob("*"):
-        if path.is_file():
-            data = path.read_bytes()
-            for part in re.findall(rb'data-path="[^"]*">([^<]*)<', data):
-                data += gzip.decompress(b64decode(part))
-            found[str(path)] = leaks(data)
-    return {path: names for path, names in found.items() if names}
+def shopping(prompt: str, rng: Random) -> str:
+    """A policy that calls both tools, and then says a secret."""
+    calls = ("<search>bolts</search>", "<shop>nuts</shop>")
+    if (num_results := prompt.count("<result>\n")) < 2:
+        return f"<think>look</think>{calls[num_results]}"
+    return f"<think>{MARKED['ENGINE_KEY']}</think><answer>{MARKED['PASSWORD']}</answer>"
 
 
 def test_no_file_page_or_line_contains_a_secret_that_servers_repeat(
@@ -173,18 +160,31 @@ def test_no_file_page_or_line_contains_a_secret_that_servers_repeat(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("ENGINE_KEY", "JUDGE_ACCESS", "LOGIN_OF_TOOL", "SHOP_TOKEN"):
+    for name in ("ENGINE_KEY", "JUDGE_ACCESS", "TOOL_ACCESS", "SHOP_TOKEN"):
         monkeypatch.setenv(name, MARKED[name])
     monkeypatch.syspath_prepend(tmp_path / "code")
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "shop_tool.py").write_text(TOOL)
-    runs, evals = tmp_path / "runs", tmp_path / "evals"
-    repeated = forms(MARKED.keys() - OF_TOOL)
-    with echoes(repeated) as host:
-        search = f"http://me:{MARKED['SEARCH_PASSWORD']}@{host}"
-        judge = f"http://{host}/judge/v1?api_key={MARKED['JUDGE_QUERY']}"
-        headers = f'Authorization="Bearer {MARKED["TOOL_HEADER"]}", X-Login="${{LOGIN_OF_TOOL}}"'
-        headers += f', Cookie="sid={MARKED["COOKIE"]}; b=1"'
+    known, status = NAMES[: -len(OF_TOOL)], 0
+
+    def script(body: dict[str, Any], number: int) -> Answer:
+        path = server.headers[-1]["path"]
+        said = f"{forms(known)}\n{server.headers[-1]}"
+        if status or path == "/shop":
+            return (status or 400, said)
+        if path == "/retrieve":
+            return {"result": [[{"document": {"contents": f"t\n{said}"}}]]}
+        tool = "shop" if known == NAMES else "search"
+        is_first = "judge" not in path and len(body["messages"]) < 3
+        return reply(f"<think>?</think><{tool}>bolts</{tool}>" if is_first else said)
+
+    with ScriptedEndpoint(script) as server:
+        judge = f"{server.url}/judge/v1?api_key={MARKED['QUERY']}"
+        search = server.url.replace("//", f"//me:{MARKED['PASSWORD']}@")
+        headers = f'Authorization="Bearer {MARKED["TOOL_HEADER"]}", X-Login="${{TOOL_ACCESS}}"'
+        headers += f', Cookie="sid={MARKED["TOOL_COOKIE"]}; b=1"'
+        kwargs = f"{{url='{server.url}', headers={{{headers}}}}}"
+        shop = [f"env.tools=[{{name='shop_tool:Shop', kwargs={kwargs}}}]"]
         keys = [
             "env={id='agentenv/WebSearch-v0'}", "prompt.template=search",
             "search.backend.name=remote", f"search.backend.url={search}",
@@ -192,36 +192,26 @@ def test_no_file_page_or_line_contains_a_secret_that_servers_repeat(
             "grader.kind=judge", f"grader.judge.url={judge}", "grader.judge.model=m",
             "grader.judge.api_key_env=JUDGE_ACCESS",
             f"grader.judge.cache={tmp_path}/verdicts.sqlite",
-            f"grader.judge.extra_body={{api_key='{MARKED['EXTRA_BODY']}'}}",
+            f"grader.judge.extra_body={{api_key='{MARKED['BODY']}'}}",
             "limits.max_prompt_tokens=740", "limits.max_response_tokens=280",
             "limits.max_tool_result_tokens=100", "limits.max_failed_share=1.0",
         ]  # fmt: skip
-        kwargs = f"{{url='http://{host}/shop', headers={{{headers}}}}}"
-        shop = (f"env.tools=[{{name='shop_tool:Shop', kwargs={kwargs}}}]",)
-        script = f"engine.script={__name__}:shopping"
-        train_keys = [f"run.dir={runs}", "run.name=r", "train.num_steps=1", script, *keys]
-        assert train.main([str(warehouse), *train_keys]) == 0
-        data = [f"data={warehouse.parent}/a.jsonl", "--n", "2", "--env", "agentenv/WebSearch-v0"]
-        engine = ["--model", "m", "engine.api_key_env=ENGINE_KEY", "engine.num_retries=0"]
-        codes = []
-        for name, path, more in (("a", "", ()), ("b", "/shop/v1", shop), ("c", "/deny/v1", shop)):
-            repeated[:] = forms(MARKED if more else MARKED.keys() - OF_TOOL)
-            asked = [f"http://{host}{path}", *engine, *data, *keys, *more]
-            codes.append(evaluate.main([*asked, "--out", str(evals / name)]))
-        assert codes == [0, 0, 2]
-        assert doctor.main(["--config", str(warehouse), *train_keys, *shop, "--offline"]) == 0
-    for folder in (runs / "r", evals / "a", evals / "b"):
+        own = [f"run.dir={tmp_path}/runs", "run.name=r", "train.num_steps=1", *keys]
+        own += [f"engine.script={__name__}:shopping"]
+        assert train.main([str(warehouse), *own]) == 0
+        asked = [server.url, "--model", "m", "engine.api_key_env=ENGINE_KEY", *keys]
+        asked += [f"data={warehouse.parent}/a.jsonl", "--n", "2", "--env", "agentenv/WebSearch-v0"]
+        assert evaluate.main([*asked, "--out", str(tmp_path / "a")]) == 0
+        known = NAMES
+        assert evaluate.main([*asked, *shop, "--out", str(tmp_path / "b")]) == 0
+        assert doctor.main(["--config", str(warehouse), *own, *shop, "--offline"]) == 0
+        status = 401
+        assert evaluate.main([*asked, *shop, "--out", str(tmp_path / "c")]) == 1
+    for folder in (tmp_path / "runs" / "r", tmp_path / "a", tmp_path / "b", tmp_path / "c"):
         view.main([str(folder), "--export", str(tmp_path / f"{folder.name}.html")])
     printed = capfd.readouterr()
     assert leaks((printed.out + printed.err).encode()) == set()
-    assert leaks_in(tmp_path) == {}
-    texts = [*runs.rglob("step-*.jsonl"), *evals.rglob("rows.jsonl")]
-    assert all(REDACTED.encode() in path.read_bytes() for path in texts)
-
-
-def shopping(prompt: str, rng: Random) -> str:
-    """A policy that calls both tools, and then says secrets."""
-    calls = ("<search>bolts</search>", "<shop>nuts</shop>")
-    if (num_results := prompt.count("<result>\n")) < 2:
-        return f"<think>look</think>{calls[num_results]}"
-    return f"<think>{forms(MARKED)[0]}</think><answer>{MARKED['ENGINE_KEY']}</answer>"
+    found = {path: leaks(path.read_bytes()) for path in tmp_path.rglob("*") if path.is_file()}
+    assert {path: names for path, names in found.items() if names} == {}
+    rows = [*tmp_path.rglob("step-*.jsonl"), *tmp_path.rglob("rows.jsonl")]
+    assert sum(REDACTED.encode() in path.read_bytes() for path in rows) == 3
