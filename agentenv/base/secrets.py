@@ -18,8 +18,8 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial, reduce
+from collections.abc import Iterator, Mapping
+from functools import reduce
 from typing import Any, TypeVar, cast
 from urllib.parse import quote, quote_plus, unquote_plus
 
@@ -45,6 +45,7 @@ _QUERY = re.compile(
 )
 # where a text, also a secret, may be broken
 _JOINTS = ("\\n", "\\r", "\\t", "\\\n", "=\r\n", "=\n", " ", "\n", "\r", "\t")
+_GAP = f"(?:{'|'.join(map(re.escape, _JOINTS))})*"
 _PARTS = ("k-", "_", "glpat-", "xox", "tvly-", "AKIA", "AIza", "eyJ")  # of these, found faster
 _KEYS = re.compile(
     r"\b(?:[sp]k-(?=[\w-]*\d|[a-zA-Z]{16})[\w-]{16,}|hf_[a-zA-Z0-9]{16,}|"
@@ -75,26 +76,29 @@ class Redactor:
     """
 
     def __init__(self, settings: Any = None, environment: Mapping[str, str] = os.environ) -> None:
-        self._environment, self.values = environment, set[str]()
-        self._forms: set[tuple[str, str]] = set()  # (head, whole), without whitespace
+        self._environment = environment
+        self.values: frozenset[str] = frozenset()  # replaced, since threads read them
+        self._forms: frozenset[tuple[str, str]] = frozenset()  # (head, whole), without whitespace
         self.learn(settings)
 
-    def learn(self, settings: Any) -> None:
+    def learn(self, settings: T) -> T:
         """Add the secrets that a configuration, or another text or JSON value, contains or names,
-        and those of the environment."""
+        and those of the environment. Returns the settings."""
         named = [one for name, one in self._environment.items() if _NAMED.search(name)]
         self.add(*named, *_secrets(settings, self._environment))
+        return settings
 
     def add(self, *values: str) -> None:
         """Add secrets; those shorter than MIN_CHARS, numbers, and paths of files, are ignored."""
         for value in {one.strip() for one in values} - self.values:
             if len(value) < MIN_CHARS or (value.startswith("/") and os.path.exists(value)):
                 continue
-            self.values.add(value)
+            self.values |= {value}
             for form in _encodings(value):
                 whole = _bare(form)
                 if len(whole) >= MIN_CHARS and not whole.isdecimal():  # may be a number of JSON
-                    self._forms.add((whole[: max(MIN_HEAD, len(whole) // 2)], whole))
+                    head = whole[: max(MIN_HEAD, len(whole) // 2)].rstrip("\\")  # of an escape
+                    self._forms |= {(head, whole)}
 
     def known(self, text: str) -> str:
         """The text with each known secret replaced by "[redacted]"."""
@@ -143,21 +147,10 @@ class Redactor:
         if any(part in text for part in _PARTS):
             spans += [found.span() for found in _KEYS.finditer(text)]
         bare = _bare(text) if self._forms else ""
-        if not (forms := [pair for pair in self._forms if pair[0] in bare]):
-            return spans
-        joints = re.finditer("|".join(map(re.escape, _JOINTS)), text)
-        gone = {place for joint in joints for place in range(*joint.span())}
-        places = [place for place in range(len(text)) if place not in gone]
-        bare = "".join(text[place] for place in places)
-        for head, whole in forms:
-            start = bare.find(head)
-            while start >= 0:
-                pair = bare[start : start + len(whole)], whole
-                end = start + len(os.path.commonprefix(pair))  # noqa: RUF071
-                span = text[places[start] : places[end - 1] + 1]
-                cut = (len(span) - len(span.rstrip("\\"))) % 2  # an escape of JSON
-                spans.append((places[start], places[end - 1] + 1 + cut))
-                start = bare.find(head, end)
+        for head, whole in self._forms:
+            if head in bare:
+                whole, head = (_GAP.join(map(re.escape, one)) for one in (whole, head))
+                spans += [one.span() for one in re.finditer(rf"{whole}|{head}[\w+/=%-]*", text)]
         return spans
 
 
@@ -178,7 +171,9 @@ def _secrets(value: Any, environment: Mapping[str, str], key: str = "") -> Itera
     """The secrets in a JSON value, and those of the environment variables that it names."""
     if isinstance(value, Mapping):
         for name, one in value.items():
-            yield from _secrets(one, environment, f"{key}.{name}" if key == "headers" else name)
+            yield from _secrets(
+                one, environment, f"headers.{name}" if key.endswith("headers") else str(name)
+            )
     elif isinstance(value, list | tuple):
         for one in value:
             yield from _secrets(one, environment)
@@ -227,21 +222,14 @@ class _SafeRecord(logging.LogRecord):
         return SECRETS.text(super().getMessage())
 
 
-def seal_logs() -> None:
-    """From now on no handler of this process logs a secret. Idempotent."""
-    logging.setLogRecordFactory(_SafeRecord)
+logging.setLogRecordFactory(_SafeRecord)
 
 
 def seal_output() -> None:
-    """As `seal_logs`, also for standard output and error, for prints of libraries and for uncaught
-    exceptions. Idempotent. Standard output keeps what only looks like a secret, such as an address
-    to open."""
-    seal_logs()
+    """Remove secrets from standard output and error, also from prints of libraries and uncaught
+    exceptions. Standard output keeps what only looks like a secret, such as an address to open.
+    Idempotent."""
     for name, clean in (("stdout", SECRETS.known), ("stderr", SECRETS.text)):
         stream: Any = getattr(sys, name)
         if stream is not None and "write" not in vars(stream):
-            stream.write = partial(_write, stream.write, clean)
-
-
-def _write(write: Callable[[str], int], clean: Callable[[str], str], text: str) -> int:
-    return write(clean(text))
+            stream.write = lambda text, write=stream.write, clean=clean: write(clean(text))

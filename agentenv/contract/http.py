@@ -295,8 +295,7 @@ class HttpClient:
         max_connections: int = 100,
     ) -> None:
         self.url = checked_url(url, "HttpClient")
-        self.headers = dict(headers or {})
-        SECRETS.learn({"headers": self.headers})
+        self.headers = SECRETS.learn({"headers": dict(headers or {})})["headers"]
         self.login = login
         self.timeout_s = timeout_s
         self.max_connections = max_connections
@@ -423,9 +422,7 @@ class _Session:
     async def _log_in(self, login: Login) -> dict[str, str]:
         self.num_logins += 1
         try:
-            found = dict(await login(self._client))
-            SECRETS.learn({"headers": found})
-            return found
+            return SECRETS.learn({"headers": dict(await login(self._client))})["headers"]
         except (ToolError, ConfigError) as error:
             where = public_url(self._client.url)
             raise ConfigError(f"{where}: the login was rejected: {error}") from error

@@ -159,14 +159,14 @@ class TrajectoryWriter:
     part of a second, which would block the rollouts. A handler of
     `agentenv.processes.worker_pool.WorkerPool`; `tokenizer` is the path of the tokenizer's file."""
 
-    def __init__(self, tokenizer: str) -> None:
+    def __init__(self, tokenizer: str, secrets: Sequence[str] = ()) -> None:
         from tokenizers import Tokenizer
 
+        SECRETS.add(*secrets)
         self._decode = fast_decoder(Tokenizer.from_file(tokenizer))
 
     def __call__(self, job: dict[str, Any]) -> dict[str, Any]:
         """`write_rows` with the arguments in `job`; trees are frames, rows are JSON."""
-        SECRETS.add(*job["secrets"])
         trees = map(of_frame, job["trees"])
         path = Path(job["path"]) if job["path"] else None
         num_bytes, shown = write_rows(trees, self._decode, path, job["wanted"])
@@ -178,8 +178,8 @@ def write_rows(
 ) -> tuple[int, list[Row]]:
     """Write each trajectory as a line of JSON, if `path` is given. Returns the number of bytes
     written, and the first `wanted` rows."""
-    every = chain.from_iterable(trajectory_rows(tree, decode) for tree in trees)
-    every = (SECRETS.tree(row, only_known=True) for row in every)
+    found = ([*trajectory_rows(tree, decode)] for tree in trees)
+    every = chain.from_iterable(SECRETS.tree(rows, only_known=True) for rows in found)
     if path is None:
         return 0, list(islice(every, wanted))
     shown = list[Row]()

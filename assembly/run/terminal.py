@@ -33,7 +33,7 @@ from rich.text import Text
 from agentenv.assembly.run.tables import Table, as_rich
 from agentenv.base.disk_errors import explain
 from agentenv.base.offload import start_thread
-from agentenv.base.secrets import SECRETS, seal_logs
+from agentenv.base.secrets import SECRETS
 
 T = TypeVar("T")
 
@@ -186,7 +186,6 @@ class View:
 
     def __init__(self, *, is_quiet: bool = False) -> None:
         """`is_quiet`: print only warnings and errors."""
-        seal_logs()
         self._streams = [_Stream("stdout"), _Stream("stderr")]
         out, errors = cast(list[TextIO], self._streams)
         is_notebook = type(sys.stdout).__module__.startswith("ipykernel")  # which has no bars

@@ -15,22 +15,20 @@ from urllib.parse import quote_plus
 import pytest
 
 from agentenv.base.secrets import REDACTED, Redactor
+from agentenv.contract.function_tool import tool
+from agentenv.contract.http import HttpClient
 from agentenv.launchers import doctor, evaluate, train, view
 from tests.support.openai_endpoint import Answer, ScriptedEndpoint, reply
 
 ENVIRONMENT = {
-    "SERPER_API_KEY": "q7Rz0pLmX2",
-    "BRIGHTDATA_API_KEY": "9f3b-long-value-of-a-zone",
-    "JUDGE_ACCESS": "judge-access-4711",  # named by the configuration only
-    "SHORT_KEY": "abc",
-    "MAPS_LOGIN": "login-of-the-maps",  # named by a header only
-    "HOME": "/home/somebody",
-}
+    "SERPER_API_KEY": "q7Rz0pLmX2", "BRIGHTDATA_API_KEY": "9f3b-long-value-of-a-zone",
+    "JUDGE_ACCESS": "judge-access-4711", "MAPS_LOGIN": "login-of-the-maps",  # by the configuration
+    "SHORT_KEY": "abc", "HOME": "/home/somebody",
+}  # fmt: skip
 SETTINGS = {
-    "grader": {"judge": {"api_key_env": "JUDGE_ACCESS"}},
-    "roles": [{"api_key_env": ""}],
+    "grader": {"judge": {"api_key_env": "JUDGE_ACCESS"}}, "roles": [{"api_key_env": ""}],
     "env": {"tools": [{"kwargs": {"headers": {"X-Login": "Bearer ${MAPS_LOGIN}"}}}]},
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -76,31 +74,21 @@ def test_texts_without_secrets_are_unchanged(redactor: Redactor, text: str) -> N
     assert redactor.text(text) == text
 
 
-def test_trees_are_redacted_down_to_their_leaves_and_keep_variable_names(
-    redactor: Redactor,
-) -> None:
+def test_trees_are_redacted_and_keep_variable_names(redactor: Redactor) -> None:
     tree: dict[str, Any] = {
-        "api_key": "anything",
-        "api_key_env": "JUDGE_ACCESS",
-        "X-API-Key": "abc",
-        "Private-Token": "abc",
-        "headers": [{"x": "Bearer abcdefg123"}, ("q7Rz0pLmX2", 3, None, 0.5)],
-        "max_tokens": 5,
-        "q7Rz0pLmX2": "as a key",
-        "token_ids": [1, 2],
-    }
-    clean = redactor.tree(tree)
-    assert clean == {
-        "api_key": REDACTED,
-        "api_key_env": "JUDGE_ACCESS",
-        "X-API-Key": REDACTED,
-        "Private-Token": REDACTED,
-        "headers": [{"x": f"Bearer {REDACTED}"}, (REDACTED, 3, None, 0.5)],
-        "max_tokens": 5,
-        REDACTED: "as a key",
-        "token_ids": [1, 2],
-    }
-    assert not any(value in json.dumps(clean) for value in ("q7Rz0pLmX2", "anything"))
+        "api_key": "anything", "api_key_env": "JUDGE_ACCESS", "X-API-Key": "abc",
+        "Private-Token": "abc", "headers": [{"x": "Bearer abcdefg123"}, ("q7Rz0pLmX2", 3, None)],
+        "max_tokens": 5, "q7Rz0pLmX2": "as a key", "token_ids": [1, 2],
+    }  # fmt: skip
+    assert redactor.tree(tree) == {
+        "api_key": REDACTED, "api_key_env": "JUDGE_ACCESS", "X-API-Key": REDACTED,
+        "Private-Token": REDACTED, "headers": [{"x": f"Bearer {REDACTED}"}, (REDACTED, 3, None)],
+        "max_tokens": 5, REDACTED: "as a key", "token_ids": [1, 2],
+    }  # fmt: skip
+    assert redactor.pieces(["a ", "q7Rz", "0pLmX2"]) == [f"a {REDACTED}", "", ""]
+    assert redactor.known("password: 'hunter22222', q7Rz0pL\nmX2") == (
+        f"password: 'hunter22222', {REDACTED}"
+    )
 
 
 # Real commands, with a secret in each place and a server that repeats all of them in every reply.
@@ -109,20 +97,21 @@ OF_TOOL = ("TOOL_ACCESS", "TOOL_COOKIE", "TOOL_HEADER")
 NAMES = ("ENGINE_KEY", "JUDGE_ACCESS", "SHOP_TOKEN", "PASSWORD", "QUERY", "BODY", *OF_TOOL)
 MARKED = {name: f'Zq{name.title()}/{number}+"\\' for number, name in enumerate(NAMES)}
 MARKED |= {name: f"Zq{name.title()}-x1" for name in ("PASSWORD", "QUERY", "BODY", *OF_TOOL)}
-TOOL = '''
-from agentenv.contract.function_tool import tool
-from agentenv.contract.http import HttpClient
+
 
 class Shop:
-    def __init__(self, url, headers):
+    """A tool of an API that needs a login."""
+
+    def __init__(self, url: str, headers: dict[str, str]) -> None:
         self.api = HttpClient(url, headers=headers)
-    async def load(self):
+
+    async def load(self) -> list[Any]:
         @tool
         async def shop(item: str) -> str:
             """Ask the shop."""
             return str(await self.api.post("/shop", {}))
+
         return [shop]
-'''
 
 
 def forms(names: Iterable[str]) -> str:
@@ -154,17 +143,10 @@ def shopping(prompt: str, rng: Random) -> str:
 
 
 def test_no_file_page_or_line_contains_a_secret_that_servers_repeat(
-    here: None,
-    warehouse: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    here: None, warehouse: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("ENGINE_KEY", "JUDGE_ACCESS", "TOOL_ACCESS", "SHOP_TOKEN"):
         monkeypatch.setenv(name, MARKED[name])
-    monkeypatch.syspath_prepend(tmp_path / "code")
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "shop_tool.py").write_text(TOOL)
     known, status = NAMES[: -len(OF_TOOL)], 0
 
     def script(body: dict[str, Any], number: int) -> Answer:
@@ -184,7 +166,7 @@ def test_no_file_page_or_line_contains_a_secret_that_servers_repeat(
         headers = f'Authorization="Bearer {MARKED["TOOL_HEADER"]}", X-Login="${{TOOL_ACCESS}}"'
         headers += f', Cookie="sid={MARKED["TOOL_COOKIE"]}; b=1"'
         kwargs = f"{{url='{server.url}', headers={{{headers}}}}}"
-        shop = [f"env.tools=[{{name='shop_tool:Shop', kwargs={kwargs}}}]"]
+        shop = [f"env.tools=[{{name='{__name__}:Shop', kwargs={kwargs}}}]"]
         keys = [
             "env={id='agentenv/WebSearch-v0'}", "prompt.template=search",
             "search.backend.name=remote", f"search.backend.url={search}",

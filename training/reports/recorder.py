@@ -476,13 +476,12 @@ class RunRecorder:
         if has_many and await in_thread(file.is_file):
             if self._writer is None:
                 handler = "agentenv.assembly.reports.records:TrajectoryWriter"
-                arguments = {"tokenizer": str(file)}
+                arguments = {"tokenizer": str(file), "secrets": [*SECRETS.values]}
                 self._writer = WorkerPool(
                     handler, name="trajectories", arguments=arguments, max_jobs=1
                 )
             frames = await in_thread(lambda: [to_frame(tree) for tree in trees])
             job = {"trees": frames, "path": str(path or ""), "wanted": wanted}
-            job["secrets"] = [*SECRETS.values]
             try:
                 done = await self._writer.run(job, WRITE_S)
                 return done["num_bytes"], [json.loads(row) for row in done["shown"]]
