@@ -156,9 +156,7 @@ def test_each_text_is_logged_once_with_its_place_and_again_with_its_count(
     assert f"{number} x EnvError: order " in last
 
 
-def test_the_environment_is_named_if_no_user_code_raised(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_environment_is_named_if_no_user_code_raised(caplog: pytest.LogCaptureFixture) -> None:
     FailureLog().add(failure_of(EnvError("lost" + 9000 * "x"), TASK), None, "worker-3")
     (line,) = shown(caplog)
     assert len(line) < 1200

@@ -177,10 +177,7 @@ def test_a_run_without_trees_or_tokenizer_is_refused(
 
 
 def test_the_logs_require_their_package(
-    run: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert transcripts(run, tmp_path / "out") == 2

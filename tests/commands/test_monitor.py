@@ -153,9 +153,7 @@ def test_tensorboard_has_scalars_and_samples_and_a_resume_replaces_repeated_step
     assert [point.step for point in cold.Scalars("sft/loss")][-1] == 100
 
 
-def test_a_resumed_run_continues_its_id_and_step_axis_in_weights_and_biases(
-    tmp_path: Path,
-) -> None:
+def test_a_resumed_run_continues_its_id_and_step_axis_in_weights_and_biases(tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")
     for first in (1, 3):
         config = RolloutMonitorConfig(wandb=OFFLINE)
@@ -190,8 +188,7 @@ def empty_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("variable", "mode"),
-    [("offline", "offline"), ("disabled", "disabled"), ("", "online")],
+    ("variable", "mode"), [("offline", "offline"), ("disabled", "disabled"), ("", "online")]
 )
 def test_the_mode_of_the_environment_takes_precedence(
     variable: str, mode: str, empty_home: Path, monkeypatch: pytest.MonkeyPatch
