@@ -27,12 +27,7 @@ Suggest = Callable[[argparse.Namespace, Path], Mapping[str, str]]
 
 
 def make_parser(
-    prog: str,
-    purpose: str,
-    config_type: type[T],
-    example: str = "",
-    *,
-    resumes: bool = True,
+    prog: str, purpose: str, config_type: type[T], example: str = "", *, resumes: bool = True
 ) -> KeysParser:
     """CONFIG [key.sub=value ...] [--resume [WHICH]] [--dry-run], with help on tables and keys;
     `example` is the path of a CONFIG. `resumes` adds --resume."""

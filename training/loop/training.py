@@ -139,10 +139,7 @@ class Training:
         settings, journal = rollout_settings(config), None
         if config.journal.enabled:
             journal = Journal(
-                run.path / JOURNAL,
-                config.journal,
-                settings=settings,
-                incarnation=state.incarnation,
+                run.path / JOURNAL, config.journal, settings=settings, incarnation=state.incarnation
             )
             stack.push_async_callback(journal.close)
         batches = BatchBuilder(config, state)
