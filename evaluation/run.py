@@ -47,7 +47,6 @@ from agentenv.rollout.failure_log import FailureLog
 from agentenv.rollout.failures import NUM_NAMED
 from agentenv.rollout.metrics import Throughput
 from agentenv.rollout.questions import Answer, Question, run_questions
-from agentenv.rollout.redactor import Redactor
 from agentenv.text.renderer import Renderer, TextCodec
 
 INTERVAL_S = 1.0
@@ -218,7 +217,7 @@ async def run_evaluation(
             return 0, None
         engine = await assembly.engine()
         actors = {name: await assembly.actor(name, engine) for name in sets}
-        log = share_failures(actors.values(), config)
+        log = share_failures(actors.values())
         stack.callback(log.report, "failed attempts")
         stored = [row for row in store.rows.values() if row.end != FAILED and row.key in keys]
         view.begin("evaluation", len(missing) + len(stored), len(stored), "the report")
@@ -238,7 +237,7 @@ async def run_evaluation(
         failed = [row for row in store.rows.values() if row.end == FAILED]
         for name, one in sets.items():
             if problem is None or not one.config.limits.strict:  # also counts stored rows
-                found = _too_many(name, store, one.config.limits, log.redactor)
+                found = _too_many(name, store, one.config.limits)
                 problem = found or problem
         return len(failed), problem
 
@@ -256,9 +255,7 @@ async def evaluate_and_report(
     return problem, summary
 
 
-def _too_many(
-    name: str, store: Store, limits: Limits, redactor: Redactor
-) -> TooManyFailuresError | None:
+def _too_many(name: str, store: Store, limits: Limits) -> TooManyFailuresError | None:
     """The error if more than limits.max_failed_share of a set's trajectories failed, else None."""
     rows = [row for row in store.rows.values() if row.dataset == name]
     errors = [row.error or "" for row in rows if row.end == FAILED]
@@ -266,15 +263,15 @@ def _too_many(
         return None
     return TooManyFailuresError(
         f"{len(errors)} of {len(rows)} trajectories of sets.{name} failed, which is more than "
-        f"limits.max_failed_share = {limits.max_failed_share:g}: {named_causes(errors, redactor)}; "
+        f"limits.max_failed_share = {limits.max_failed_share:g}: {named_causes(errors)}; "
         "the same command retries them"
     )
 
 
-def named_causes(errors: Iterable[str], redactor: Redactor) -> str:
+def named_causes(errors: Iterable[str]) -> str:
     """The most frequent errors, each with its count."""
     causes = Counter(errors).most_common(NUM_NAMED)
-    return redactor.text("; ".join(f"{count} x {text}" for text, count in causes))
+    return "; ".join(f"{count} x {text}" for text, count in causes)
 
 
 FOLDER = "evals"
@@ -306,9 +303,9 @@ def default_folder(config: EvaluateConfig, subject: Subject) -> Path:
     return Path(FOLDER) / f"{name}-{digest[:6]}"
 
 
-def share_failures(actors: Iterable[Actor], config: EvaluateConfig) -> FailureLog:
-    """Give all actors one log of failures, which redacts the configuration's secrets."""
-    log = FailureLog(Redactor(to_plain(config)))
+def share_failures(actors: Iterable[Actor]) -> FailureLog:
+    """Give all actors one log of failures."""
+    log = FailureLog()
     for actor in actors:
         actor.failures.log = log
     return log
@@ -345,10 +342,9 @@ async def sample_into(
     def count(answer: Answer, error: str) -> None:
         errors.append(error)
         if len(errors) == hopeless:
-            last = answer.question.actor.failures.log.redactor.text(error)
             raise broken(errors)(
                 f"all of the first {hopeless} attempts failed; the evaluation stops here; the "
-                f"last error: {last}; the same command tries again"
+                f"last error: {error}; the same command tries again"
             )
 
     async def keep(answer: Answer) -> None:

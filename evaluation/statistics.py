@@ -174,8 +174,7 @@ def majority_at_k(
             if k < votes:
                 continue
             shared = sum(
-                (Fraction(count, 1 + ties) for ties, count in ways[k - votes].items()),
-                Fraction(0),
+                (Fraction(count, 1 + ties) for ties, count in ways[k - votes].items()), Fraction(0)
             )
             chances[place] += math.comb(num_right, votes) * shared
     return tuple(float(chance / math.comb(total, k)) for chance, k in zip(chances, ks, strict=True))

@@ -22,6 +22,7 @@ from agentenv.base.config import Tree, changes
 from agentenv.base.disk import PARTIAL, append_whole, write_whole
 from agentenv.base.disk_errors import explain
 from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.secrets import SECRETS
 
 LOCK_FILE = ".lock"
 
@@ -83,7 +84,7 @@ class Store:
     def add(self, row: EvalRow) -> None:
         """Write a row, from any thread; it survives the end of the process, but not a crash of the
         machine."""
-        line = msgspec.json.encode(row, enc_hook=str) + b"\n"
+        line = msgspec.json.encode(SECRETS.tree(row, only_known=True), enc_hook=str) + b"\n"
         with self._one_at_a_time:
             append_whole(self.path / ROWS_FILE, line)
             self.rows[row.key] = row
@@ -94,7 +95,7 @@ class Store:
         found = []
         for one in wanted:
             row = self.rows.get(one.key)
-            if row is not None and row.question != one.task.question:
+            if row is not None and row.question != SECRETS.known(one.task.question):
                 raise ConfigError(
                     f"{self.path}: sets.{one.dataset}: question {one.task.id} differs from the "
                     "recorded one: the file has changed; choose another --out"
@@ -128,7 +129,7 @@ def replace_rows(folder: Path, rows: Sequence[EvalRow], keep_as: str = "") -> No
     if keep_as:
         with (folder / ROWS_FILE).open("rb") as old:
             write_whole(folder / keep_as, old)
-    lines = (encoder.encode(row) + b"\n" for row in rows)
+    lines = (encoder.encode(SECRETS.tree(row, only_known=True)) + b"\n" for row in rows)
     write_whole(folder / ROWS_FILE, lines, durable=True)
 
 

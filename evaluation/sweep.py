@@ -30,6 +30,7 @@ from agentenv.base.config import load_config, read_toml
 from agentenv.base.disk import make_folder, write_whole
 from agentenv.base.errors import ConfigError
 from agentenv.base.offload import in_thread, start_process
+from agentenv.base.secrets import SECRETS
 from agentenv.processes.supervisor import log_tail
 
 SWEEP_FILE = "sweep.json"
@@ -169,13 +170,13 @@ def remember(folder: Path, made: Made) -> Made:
     folder has runs of another configuration, or an arm with other overrides."""
     if (folder / SWEEP_FILE).exists():
         old = read_made(folder)
-        problem = next(_differences(old, made), "")
+        problem = next(_differences(old, SECRETS.tree(made)), "")
         if problem:
             raise ConfigError(f"{folder} contains another sweep: {problem}; choose another --out")
         seeds = list(dict.fromkeys([*old.seeds, *made.seeds]))
         made = replace(made, arms=old.arms | made.arms, seeds=seeds)
     make_folder(folder)
-    write_whole(folder / SWEEP_FILE, msgspec.json.format(msgspec.json.encode(made)))
+    write_whole(folder / SWEEP_FILE, msgspec.json.format(msgspec.json.encode(SECRETS.tree(made))))
     return made
 
 

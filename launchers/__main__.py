@@ -11,6 +11,7 @@ from importlib import metadata
 from agentenv.base.disk import undecodable
 from agentenv.base.installation import DISTRIBUTION
 from agentenv.base.registry import not_one_of
+from agentenv.base.secrets import seal_output
 
 COMMANDS = {
     "new": "create a project with a custom environment, ready to train",
@@ -35,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names; returns its exit code: 2 if it is unknown,
     or an argument is not UTF-8."""
     given = list(sys.argv[1:] if argv is None else argv)
+    seal_output()
     name = given[0] if given else "--help"
     if name in ("-h", "--help"):
         sys.stdout.write(usage())

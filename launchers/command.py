@@ -27,12 +27,7 @@ Suggest = Callable[[argparse.Namespace, Path], Mapping[str, str]]
 
 
 def make_parser(
-    prog: str,
-    purpose: str,
-    config_type: type[T],
-    example: str = "",
-    *,
-    resumes: bool = True,
+    prog: str, purpose: str, config_type: type[T], example: str = "", *, resumes: bool = True
 ) -> KeysParser:
     """CONFIG [key.sub=value ...] [--resume [WHICH]] [--dry-run], with help on tables and keys;
     `example` is the path of a CONFIG. `resumes` adds --resume."""
@@ -141,7 +136,7 @@ async def until_stopped(view: View, lines: Iterable[str]) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     view.end()
     for line in lines:
-        view.log(line)
+        view.console.print(line, markup=False, soft_wrap=True)  # with a new key
     await stop.wait()
     view.log("stopping")
 

@@ -80,8 +80,7 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
     activation_checkpointing: Annotated[
         bool,
         Meta(
-            description="recompute activations of each layer in the backward pass",
-            extra=ESSENTIAL,
+            description="recompute activations of each layer in the backward pass", extra=ESSENTIAL
         ),
     ] = False
     fused: Annotated[

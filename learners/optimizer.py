@@ -32,8 +32,7 @@ Schedule = Annotated[
     Meta(description="learning rate schedule after the warm-up"),
 ]
 WarmupRatio = Annotated[
-    float,
-    Meta(ge=0, le=1, description="warm-up as a fraction of all updates, instead of steps"),
+    float, Meta(ge=0, le=1, description="warm-up as a fraction of all updates, instead of steps")
 ]
 
 

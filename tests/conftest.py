@@ -96,6 +96,8 @@ def _nothing_shared() -> Iterator[None]:
     """The order of modules changes nothing: none sees the shared resources of the one before, which
     count in the metrics of a run, or its classes among the names of parts."""
     yield
+    if secrets := sys.modules.get("agentenv.base.secrets"):
+        secrets.SECRETS.__init__()
     if registry := sys.modules.get("agentenv.base.registry"):
         for key in registry.PartKey.__subclasses__():
             known = key.registry._loaded

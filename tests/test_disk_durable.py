@@ -16,9 +16,7 @@ import msgspec
 import pytest
 
 from agentenv.assembly.run.checkpoints import Checkpoints, save_state
-from agentenv.assembly.run.rundir import (
-    RunDirectory,
-)
+from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.base.disk import append_whole, make_folder, write_whole
 from agentenv.base.errors import ConfigError
 from agentenv.learners.ranks.checkpoint import write_tensors

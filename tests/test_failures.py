@@ -19,24 +19,15 @@ from agentenv.base.errors import (
     TooManyFailuresError,
 )
 from agentenv.base.tree import TrajectoryTree
-from agentenv.base.types import Limits, Message, Task, ToolCall
+from agentenv.base.types import Limits, Message, Task
 from agentenv.contract.plan import Independent
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.failure_log import MAX_TEXTS, FailureLog, failure_of
 from agentenv.rollout.failures import WINDOW, Failures
-from agentenv.rollout.redactor import Redactor
 from tests.support.toy import CountingEnv
 from tests.test_actor import make_actor, rollout
 
 TASK = Task("t7", "me/Shop-v0", "?", ())
-ACTION = Message("assistant", "", (ToolCall("price", {"item": "bolts", "key": "sk-" + "a" * 30}),))
-
-
-def raised(error: Exception) -> Exception:
-    try:
-        raise error
-    except Exception as found:
-        return found
 
 
 def failing(actor: Actor, every: int, error: Callable[[], Exception]) -> Callable[[], Any]:
@@ -165,11 +156,10 @@ def test_each_text_is_logged_once_with_its_place_and_again_with_its_count(
     assert f"{number} x EnvError: order " in last
 
 
-def test_the_environment_is_named_if_no_user_code_raised(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    FailureLog().add(failure_of(EnvError("lost"), TASK), None, "worker-3")
+def test_the_environment_is_named_if_no_user_code_raised(caplog: pytest.LogCaptureFixture) -> None:
+    FailureLog().add(failure_of(EnvError("lost" + 9000 * "x"), TASK), None, "worker-3")
     (line,) = shown(caplog)
+    assert len(line) < 1200
     assert [part in line for part in ("t7: EnvError: lost", "me/Shop-v0", "worker-3")] == [True] * 3
 
 
@@ -188,23 +178,6 @@ def test_texts_that_differ_in_numbers_ids_or_arguments_are_one_failure(
         log.add(failure_of(crash, task), None, "")
     assert len(shown(caplog)) == 2
     assert [line.partition(" x ")[0] for line in log.lines()] == ["3", "3"]
-
-
-def test_secrets_are_redacted_and_texts_bounded(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SHOP_TOKEN_OF_MINE", "bolts-and-nuts")
-    log = FailureLog(Redactor({}))
-    error = raised(
-        EnvError("https://me:pass@shop.example?key=abc says\nbolts-and-nuts " + "x" * 9000)
-    )
-    log.add(failure_of(error, TASK, ACTION), error, "")
-    (line,) = shown(caplog)
-    assert "pass@" not in line
-    assert "bolts-and-nuts" not in line
-    assert "sk-aaa" not in line
-    assert "[redacted]" in line
-    assert len(line) < 1200
 
 
 def test_too_many_different_texts_are_counted_by_kind(caplog: pytest.LogCaptureFixture) -> None:

@@ -99,12 +99,7 @@ def make_actor(engine: type[ScriptedEngine] = ScriptedEngine, **env: Any) -> Act
 
 
 def grown(
-    folder: Path,
-    actor: Actor,
-    plan: RolloutPlan,
-    *,
-    index: int = 3,
-    incarnation: int = 1,
+    folder: Path, actor: Actor, plan: RolloutPlan, *, index: int = 3, incarnation: int = 1
 ) -> TrajectoryTree:
     """A tree rolled out with a journal: resumed if the journal has one of that index."""
 
@@ -114,11 +109,7 @@ def grown(
         assert recorded is None or not recorded.is_finished
         try:
             return await actor.rollout(
-                TASK,
-                plan,
-                index=index,
-                record=written.record(index),
-                recorded=recorded,
+                TASK, plan, index=index, record=written.record(index), recorded=recorded
             )
         finally:
             await written.close()

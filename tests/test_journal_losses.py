@@ -18,13 +18,7 @@ from agentenv.base.offload import in_thread
 from agentenv.base.untrusted import packed
 from agentenv.contract.plan import RolloutPlan
 from agentenv.rollout.actor import Actor
-from agentenv.rollout.frames import (
-    HEADER,
-    JournalConfig,
-    Leased,
-    TreeFrames,
-    frames_of,
-)
+from agentenv.rollout.frames import HEADER, JournalConfig, Leased, TreeFrames, frames_of
 from agentenv.rollout.journal import Journal
 from tests.support.virtual_clock import run_virtual
 from tests.test_cluster import Cluster
@@ -34,11 +28,7 @@ Frames = list[tuple[Path, int, int]]  # file, offset of the head, size with the 
 
 
 def grow_for(
-    folder: Path,
-    plan: RolloutPlan,
-    seconds: float,
-    incarnation: int,
-    actor: Actor | None = None,
+    folder: Path, plan: RolloutPlan, seconds: float, incarnation: int, actor: Actor | None = None
 ) -> None:
     """A process that ends after so many seconds, and resumes the state of the one before."""
 

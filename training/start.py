@@ -9,13 +9,15 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from msgspec import to_builtins
+
 from agentenv.assembly.checks.checks import refuse
 from agentenv.assembly.keys.cluster import FOLDER, ExternalCluster, RayCluster, Setup, SpreadCluster
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View
 from agentenv.assembly.serving.gpus import encodes_on_gpu
-from agentenv.base.config import Reporter, to_plain
+from agentenv.base.config import Reporter
 from agentenv.base.disk import remove_left
 from agentenv.base.disk_errors import SHARED_MEMORY, WEIGHTS_PREFIX
 from agentenv.base.offload import in_thread
@@ -86,7 +88,7 @@ async def start_workers(loop: Loop, stack: AsyncExitStack) -> RolloutWorkers | N
         plan=parts.plan,
     )
     setup = Setup(
-        config=to_plain(config),
+        config=to_builtins(config),
         folder=str(folder.absolute()),
         model=str(parts.model.absolute()),
         urls=parts.urls,

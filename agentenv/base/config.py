@@ -36,6 +36,7 @@ from agentenv.base.registry import (
     type_info,
     unwrap,
 )
+from agentenv.base.secrets import REDACTED, SECRETS
 
 T = TypeVar("T", bound=msgspec.Struct)
 Tree = dict[str, Any]
@@ -112,6 +113,7 @@ def keys_in(raw: Tree, path: str = "") -> Iterator[str]:
 
 def build_config(config_type: type[T], raw: Tree, source: str) -> T:
     """Check `raw` against the struct and convert it; errors name `source` and the key."""
+    SECRETS.learn(raw)
     _check_keys(raw, type_info(config_type), source)
     try:
         return msgspec.convert(raw, config_type, strict=True, dec_hook=decode_part)
@@ -137,8 +139,8 @@ def substituted(value: Any, resolve: Resolve) -> Any:
 
 
 def to_plain(config: msgspec.Struct) -> Tree:
-    """The resolved configuration as plain values, for saving with the run."""
-    return cast(Tree, msgspec.to_builtins(config))
+    """The resolved configuration as plain values without secrets, for saving with the run."""
+    return cast(Tree, SECRETS.tree(msgspec.to_builtins(config)))
 
 
 def changes(before: Any, after: Any, path: str = "") -> Iterator[str]:
@@ -179,6 +181,8 @@ def _check_value(value: Any, annotation: Any, kind: mi.Type, place: str) -> None
     """Reject a value of a wrong type, except tables, which are checked one by one."""
     if isinstance(value, dict | list) and struct_types(element(kind), loads=False):
         return
+    if REDACTED in str(value):
+        raise ConfigError(f"{place}: a run does not keep secrets: set the key again")
     try:
         msgspec.convert(value, annotation, strict=True, dec_hook=decode_part)
     except msgspec.ValidationError as error:

@@ -13,23 +13,24 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from agentenv.base.secrets import SECRETS
+
 PARTIAL, OLD = ".partial", ".old"
 
 
 def write_whole(path: Path, data: str | bytes | Iterable[bytes], *, durable: bool = False) -> None:
     """Write a file under a temporary name and rename it, so that readers never see a partial file.
 
-    Text is written as UTF-8. A `durable` file is synced before the rename, and its name is synced
-    afterwards: both survive a crash of the machine. A failure leaves nothing behind. Raises
-    OSError.
+    Text is written as UTF-8, without secrets. A `durable` file is synced before the rename, and its
+    name is synced afterwards: both survive a crash of the machine. A failure leaves nothing behind.
+    Raises OSError.
     """
-    if isinstance(data, str):
-        data = data.encode()
+    pieces = [data] if isinstance(data, str | bytes) else data
     partial = path.with_name(path.name + PARTIAL)
     with naming(path):
         with removing(partial):
             with partial.open("wb") as file:
-                file.writelines([data] if isinstance(data, bytes) else data)
+                file.writelines(map(SECRETS.encoded, pieces))
                 if durable:
                     file.flush()
                     os.fsync(file.fileno())
@@ -39,9 +40,9 @@ def write_whole(path: Path, data: str | bytes | Iterable[bytes], *, durable: boo
 
 
 def append_whole(path: Path, data: str | bytes) -> None:
-    """Append all of `data` to a file, or nothing; the file must have a single writer. Raises
-    OSError."""
-    view = memoryview(data.encode() if isinstance(data, str) else data)
+    """Append all of `data` to a file, without secrets, or nothing; the file must have a single
+    writer. Raises OSError."""
+    view = memoryview(SECRETS.encoded(data))
     with naming(path), path.open("ab", buffering=0) as file:
         size = file.tell()
         try:

@@ -28,6 +28,8 @@ from __future__ import annotations
 import copy
 from typing import Any, TypeVar
 
+from agentenv.base.secrets import SECRETS
+
 SHOWN = {"shown": True}  # `extra` of a log warning that also appears on the terminal
 
 # exit codes of the commands
@@ -36,15 +38,13 @@ EXIT_MISSING = 3  # of a dry run: no error, but something is missing
 
 
 class AgentEnvError(Exception):
-    """Base of all errors that this project raises on purpose; the text is for the user. Lone
-    surrogates, which quoted text may contain and files cannot, become "?"."""
+    """Base of all errors that this project raises on purpose; the text is for the user, without
+    secrets. Lone surrogates, which quoted text may contain and files cannot, become "?"."""
 
     def __init__(self, *args: Any) -> None:
+        clean = SECRETS.tree(args, only_known=True)
         super().__init__(
-            *(
-                one.encode("utf-8", "replace").decode() if isinstance(one, str) else one
-                for one in args
-            )
+            *(x.encode("utf-8", "replace").decode() if isinstance(x, str) else x for x in clean)
         )
 
 

@@ -19,6 +19,7 @@ from typing import TypeVar
 from agentenv.base.deadline import retrieve_exception, waiting
 from agentenv.base.errors import ConfigError, ForeignError
 from agentenv.base.offload import in_thread
+from agentenv.base.secrets import SECRETS
 
 T = TypeVar("T")
 
@@ -95,11 +96,12 @@ class ResultCache:
         return {"cache/num_hits": self.num_hits, "cache/num_misses": self.num_misses}
 
     def put(self, key: str, value: bytes, *, lasts: bool = True) -> None:
-        """Store in memory at once, and in the file soon, if it `lasts` and is not empty."""
+        """Store in memory at once, and in the file soon, without secrets, if it `lasts` and is not
+        empty."""
         self._remember(key, value)
         if self._reader is None or not lasts or value == EMPTY:
             return
-        self._pending[key] = value
+        self._pending[key] = SECRETS.encoded(value)
         if self._flushing is None or self._flushing.done():
             self._flushing = asyncio.get_running_loop().create_task(self._flush())
 

@@ -74,8 +74,7 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = 300.0
     max_failures: Annotated[
-        int,
-        Meta(ge=0, description="failed trajectories of one tree that fresh ones replace"),
+        int, Meta(ge=0, description="failed trajectories of one tree that fresh ones replace")
     ] = 4
     max_turn_retries: Annotated[
         int,

@@ -138,12 +138,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
     # Trees
 
     async def rollout(
-        self,
-        task: Task,
-        *,
-        index: int,
-        session: str = "",
-        recorded: Recorded | None = None,
+        self, task: Task, *, index: int, session: str = "", recorded: Recorded | None = None
     ) -> TrajectoryTree:
         """As `Actor.rollout`, on successive workers if some are lost; returns when the tree is in
         the journal, if there is one. Raises WorkerError when no worker is left."""

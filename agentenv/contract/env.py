@@ -2,7 +2,7 @@
 
 An environment has Gymnasium's methods, asynchronous and with messages. An instance is one episode
 of one task. `check_reset`, `check_step`, `check_finish` and `check_observation` validate results of
-environments; invalid ones raise CrashError.
+environments, and remove secrets from them; invalid ones raise CrashError.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from msgspec import Struct
 from agentenv.base.crashes import guarded
 from agentenv.base.deadline import doing, uncancelled
 from agentenv.base.errors import CrashError, GraderError, OutageError
+from agentenv.base.secrets import SECRETS
 from agentenv.base.types import Info, Limit, Message, Role, Task
 
 ForkMode = Literal["pure", "replay", "snapshot", "none"]
@@ -170,7 +171,7 @@ def check_reset(result: tuple[list[Message], Info]) -> tuple[list[Message], Info
     try:
         messages, info = result
         if isinstance(info, dict) and all(map(_is_message, messages)):
-            return list(messages), info
+            return SECRETS.tree((list(messages), info), only_known=True)
     except (TypeError, ValueError):
         pass
     raise _wrong("reset", "(messages, info)", result)
@@ -181,7 +182,7 @@ def check_finish(result: tuple[float, Info]) -> tuple[float, Info]:
     try:
         reward, info = result
         if isinstance(info, dict) and isfinite(reward):
-            return float(reward), info
+            return float(reward), SECRETS.tree(info, only_known=True)
     except (TypeError, ValueError):
         pass
     raise _wrong("finish", "(reward, info)", result)
@@ -193,6 +194,7 @@ def check_step(result: StepResult) -> StepResult:
         given, reward, terminated, truncated, info = result
         messages = list(given)
         if all(map(_is_message, messages)) and isinstance(info, dict) and isfinite(reward):
+            messages, info = SECRETS.tree((messages, info), only_known=True)
             return messages, float(reward), bool(terminated), bool(truncated), info
     except (TypeError, ValueError):
         pass

@@ -44,6 +44,7 @@ from agentenv.base.errors import (
     InfraError,
     ToolError,
 )
+from agentenv.base.secrets import SECRETS
 from agentenv.base.untrusted import decode
 from agentenv.contract.env import shared
 
@@ -60,7 +61,6 @@ _REMEDIES = {
     407: "check the user and password of the proxy",
 }
 MAX_REASON_CHARS = 500
-MIN_SECRET_CHARS = 8  # of a header's value; shorter ones occur in ordinary text
 _LIBRARIES = {"aiohttp", "httpx", "httpx2", "requests"}
 _CONNECTION = {  # their errors for no or incomplete responses
     "ClientConnectionError", "ClientPayloadError", "TransportError", "ConnectionError", "Timeout",
@@ -120,6 +120,7 @@ def _lost(error: BaseException) -> str:
 def checked_url(url: Any, key: str) -> str:
     """The URL without slashes at its end. Raises ConfigError, which names its `key`, for another
     scheme than http and https, and without a host."""
+    SECRETS.learn(url)
     with contextlib.suppress(ValueError):
         parts = urlsplit(str(url))
         if parts.scheme in ("http", "https") and parts.hostname:
@@ -148,8 +149,8 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 
 def reason_of(text: str | bytes) -> str:
-    """The message of an error's body: {"error": {"message"}}, {"error"}, {"message"}, {"detail"},
-    or text."""
+    """The message of an error's body, without secrets: {"error": {"message"}}, {"error"},
+    {"message"}, {"detail"}, or text."""
     try:
         found = decode(text)
     except ForeignError:
@@ -157,9 +158,9 @@ def reason_of(text: str | bytes) -> str:
     for key in ("error", "message", "detail"):
         if isinstance(found, dict) and found.get(key):
             found = found[key]
-    if isinstance(found, str):
-        return found
-    return (text if isinstance(text, str) else text.decode(errors="replace")).strip()
+    if not isinstance(found, str):
+        found = (text if isinstance(text, str) else text.decode(errors="replace")).strip()
+    return SECRETS.known(found)  # before it is cut
 
 
 def _named(status: int) -> str:
@@ -294,7 +295,7 @@ class HttpClient:
         max_connections: int = 100,
     ) -> None:
         self.url = checked_url(url, "HttpClient")
-        self.headers = dict(headers or {})
+        self.headers = SECRETS.learn({"headers": dict(headers or {})})["headers"]
         self.login = login
         self.timeout_s = timeout_s
         self.max_connections = max_connections
@@ -323,8 +324,6 @@ class HttpClient:
         what = f"{method} {public_url(self.url + path)}"
         status, text, headers = await self._authorized(method, path, what, options)
         if not 200 <= status < 300:
-            if status in _REMEDIES:  # for the user, not for the policy
-                text = self._without_secrets(text)
             error = status_error(status, text, headers, what)
             if status == HTTPStatus.FORBIDDEN and self._session().num_forbidden >= MAX_FORBIDDEN:
                 raise ConfigError(
@@ -385,13 +384,6 @@ class HttpClient:
         except (aiohttp.ClientError, OSError) as error:
             raise InfraError(f"{what}: {_lost(error)}") from error
 
-    def _without_secrets(self, text: str) -> str:
-        """A response without the values of `headers`, which it may repeat."""
-        for value in self.headers.values():
-            for secret in (value, value.rpartition(" ")[2]):  # for "Bearer abc" also abc
-                text = text.replace(secret, "...") if len(secret) >= MIN_SECRET_CHARS else text
-        return text
-
     def _session(self) -> _Session:
         key = ("http", self, asyncio.get_running_loop())
         return shared(key, lambda: _Session(self))
@@ -430,7 +422,7 @@ class _Session:
     async def _log_in(self, login: Login) -> dict[str, str]:
         self.num_logins += 1
         try:
-            return dict(await login(self._client))
+            return SECRETS.learn({"headers": dict(await login(self._client))})["headers"]
         except (ToolError, ConfigError) as error:
             where = public_url(self._client.url)
             raise ConfigError(f"{where}: the login was rejected: {error}") from error

@@ -12,6 +12,7 @@ from msgspec import Meta, Struct, field
 from agentenv.base.config import ESSENTIAL
 from agentenv.base.errors import ConfigError
 from agentenv.base.retries import backoff_s
+from agentenv.base.secrets import SECRETS
 
 # Settings of engine servers that a run starts by itself.
 
@@ -29,9 +30,10 @@ ROLES = (
 def read_key(variable: str, key: str) -> str:
     """The API key in this environment variable, which `key` of the configuration names; none where
     it names none. Raises ConfigError where the variable is not set."""
-    found = os.environ.get(variable, "") if variable else ""
+    found = os.environ.get(variable, "").strip() if variable else ""
     if variable and not found:
-        raise ConfigError(f"{key}: {variable} is not set")
+        raise ConfigError(f"{key}: {variable} is not set; export it before the start")
+    SECRETS.add(found)
     return found
 
 

@@ -15,7 +15,6 @@ from agentenv.base.crashes import origin_of
 from agentenv.base.errors import SHOWN, CancelledRolloutError, CrashError, GraderError, OutageError
 from agentenv.base.tree import CANCELLED
 from agentenv.base.types import Message, Task
-from agentenv.rollout.redactor import Redactor
 
 MAX_TEXT, MAX_ACTION = 600, 300  # logged characters
 MAX_TEXTS = 100  # messages that are counted separately; the others are counted by kind
@@ -97,10 +96,9 @@ class _Seen(Struct):
 
 class FailureLog:
     """Logs the first failure of each cause, with its traceback in the log, and counts the rest.
-    `redactor` removes secrets from the log. Several actors may share one log."""
+    Several actors may share one log."""
 
-    def __init__(self, redactor: Redactor | None = None) -> None:
-        self.redactor = redactor or Redactor({})
+    def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
 
     def add(self, failure: Failure, error: BaseException | None, who: str) -> None:
@@ -113,13 +111,12 @@ class FailureLog:
         self._seen[same] = _Seen(failure)
         if failure.kind == CANCELLED:  # a person knows
             return
-        text = self.redactor.text(f"{failure}{f' (in {who})' if who else ''}; its rollout fails")
+        text = f"{failure}{f' (in {who})' if who else ''}; its rollout fails"
         if failure.is_bug:
             logger.error("%s", text, exc_info=error)
             return
         lines = [] if error is None else format_exception(error)  # its frames refer to the tree
-        trace = self.redactor.text("".join(lines)).rstrip()
-        logger.warning("%s", f"{text}\n{trace}".rstrip(), extra=SHOWN)
+        logger.warning("%s", "".join([f"{text}\n", *lines]).rstrip(), extra=SHOWN)
 
     def named(self, same: str, count: int) -> str:
         """A cause with its count."""
@@ -128,8 +125,7 @@ class FailureLog:
             return f"{count} x {same}"
         first = seen.first
         place = "" if first.place in first.text else f" ({first.place})"
-        line = f"{count} x {first.kind}: {first.text}{place}, first in task {first.task_id}"
-        return self.redactor.text(line)
+        return f"{count} x {first.kind}: {first.text}{place}, first in task {first.task_id}"
 
     def lines(self) -> list[str]:
         """Each cause with its count, the most frequent first."""

@@ -98,8 +98,8 @@ class Failures:
         self.log.add(failure, error, who)
         if self._strict and failure.is_bug:
             raise TooManyFailuresError(
-                f"limits.strict: the first bug ends the run: {self.log.redactor.text(str(failure))}"
-                "; fix it and continue with --resume"
+                f"limits.strict: the first bug ends the run: {failure}; fix it and continue with "
+                "--resume"
             ) from error
         if counts and self._num_recent > self._max_share * WINDOW:
             raise self._too_many(f"more than {self._max_share * WINDOW:g}", f" of {WINDOW}")

@@ -61,10 +61,7 @@ class Flow:
 
     def take(self) -> dict[str, float]:
         """The metrics, flow/NAME; resets them."""
-        figures = {
-            "flow/producer_blocked_s": self.blocked_s,
-            "flow/producer_early_s": self.early_s,
-        }
+        figures = {"flow/producer_blocked_s": self.blocked_s, "flow/producer_early_s": self.early_s}
         if self.ages_s:
             figures |= {"flow/age_s": fmean(self.ages_s), "flow/age_max_s": max(self.ages_s)}
         self.ages_s, self.blocked_s, self.early_s = [], 0.0, 0.0

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from agentenv.base.errors import ForeignError
+from agentenv.base.secrets import SECRETS
 from agentenv.base.untrusted import convert, decode
 from agentenv.contract.http_client import Count, MalformedReplyError
 from agentenv.contract.server_config import ChatModelConfig
@@ -92,10 +93,10 @@ def read_chat(reply: Any) -> ChatReply:
 
 
 def read_reply(reply: Any) -> ModelReply:
-    """The model's reply. Raises MalformedReplyError."""
+    """The model's reply, without secrets. Raises MalformedReplyError."""
     found = read_chat(reply)
     choice, usage = found.choices[0], found.usage or ChatUsage()
-    raw = choice.message.content or ""
+    raw = SECRETS.known(choice.message.content or "")
     num_tokens = (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)
     return ModelReply(
         raw, without_thoughts(raw).strip(), choice.finish_reason != "length", num_tokens

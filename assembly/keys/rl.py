@@ -262,8 +262,7 @@ class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         ),
     ] = None
     refill: Annotated[
-        bool,
-        Meta(description="replace zero-advantage trees by later ones (DAPO)"),
+        bool, Meta(description="replace zero-advantage trees by later ones (DAPO)")
     ] = False
     max_rollouts: Annotated[
         int,
@@ -380,8 +379,7 @@ class EvalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = field(default_factory=dict)
     concurrency: Annotated[int, Meta(ge=1, description="questions in flight")] = 256
     timeout_s: Annotated[
-        float,
-        Meta(gt=0, description="deadline of one evaluation; beyond it the curve has a gap"),
+        float, Meta(gt=0, description="deadline of one evaluation; beyond it the curve has a gap")
     ] = 7200.0
 
     def with_sources_of(self, data: DataConfig) -> EvalConfig:
@@ -435,8 +433,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     sampling: SamplingConfig = SamplingConfig()
     engine: Annotated[AnyEngine, Meta(extra=ESSENTIAL)] = EmbeddedConfig()
     roles: Annotated[
-        dict[str, RoleConfig],
-        Meta(description="other models by name, [roles.judge]"),
+        dict[str, RoleConfig], Meta(description="other models by name, [roles.judge]")
     ] = field(default_factory=dict)
     algorithm: Annotated[AnyAlgorithm, Meta(extra=ESSENTIAL)]
     queue: QueueConfig = QueueConfig()

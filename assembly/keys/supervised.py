@@ -140,9 +140,7 @@ class LoopConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     batch_size: Annotated[
         int,
         Meta(
-            ge=1,
-            description="rows of a batch, over all ranks: sequences or pairs",
-            extra=ESSENTIAL,
+            ge=1, description="rows of a batch, over all ranks: sequences or pairs", extra=ESSENTIAL
         ),
     ] = 8
     gradient_accumulation: Annotated[
@@ -315,8 +313,7 @@ class SFTConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stages: Annotated[list[SFTStage], Meta(description="stages in order, [[sft.stages]]")]
     gate_every: Annotated[int, Meta(ge=1, description="steps between two measurements")] = 25
     gate_threshold: Annotated[
-        float,
-        Meta(ge=0, le=1, description="teacher-forced exact match that every kind must reach"),
+        float, Meta(ge=0, le=1, description="teacher-forced exact match that every kind must reach")
     ] = 0.9
     warmup_steps: Annotated[int, Meta(ge=0, description="steps of linear warm-up")] = 20
     optimizer: Annotated[ColdStartOptimizer, Meta(description="optimizer of the cold start")] = (

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from agentenv.assembly.parts.environments import EnvSettings
 from agentenv.assembly.serving.gpus import encodes_on_gpu
-from agentenv.base.config import Reporter, to_plain
+from agentenv.base.config import Reporter
 from agentenv.base.types import Task
 from agentenv.cluster.envs import EnvWorkers, WorkerEnv
 from agentenv.processes.supervisor import Supervisor
@@ -39,7 +39,7 @@ class EnvProcesses(Supervisor):
 
     def __init__(self, settings: EnvSettings, folder: Path, logs: Path, report: Reporter) -> None:
         self._workers = EnvWorkers(held_s=max(HELD_S, settings.limits.env_timeout_s), report=report)
-        setup = EnvSetup(to_plain(settings), str(folder.absolute()))
+        setup = EnvSetup(msgspec.to_builtins(settings), str(folder.absolute()))
         spec = WorkerSpec(
             "agentenv.training.workers.env_worker",
             "env-worker",

@@ -103,11 +103,7 @@ class EnvMaker:
             self._spec(env_id, key, f"; env.variants are {known}" if known else "")
 
     def check_read(
-        self,
-        tasks: Iterable[Task],
-        *,
-        all_rows: bool = False,
-        elsewhere: Collection[str] = (),
+        self, tasks: Iterable[Task], *, all_rows: bool = False, elsewhere: Collection[str] = ()
     ) -> None:
         """Raises ConfigError for an unknown environment, and for an unused table, except those in
         `elsewhere`. If the tasks are `all_rows` of a run, also for keys of an unused

@@ -27,10 +27,10 @@ from agentenv.base.disk import write_whole
 from agentenv.base.errors import ConfigError, ForeignError, MissingError
 from agentenv.base.installation import install_hint
 from agentenv.base.registry import Registry
+from agentenv.base.secrets import SECRETS
 from agentenv.base.untrusted import decode
 from agentenv.contract.monitoring import Monitoring
 from agentenv.data.data_files import Row
-from agentenv.rollout.redactor import Redactor
 
 # Weights & Biases as a monitor.
 #
@@ -304,25 +304,20 @@ class Monitors(Monitoring):
         self._calls: queue.Queue[tuple[str, Callable[[], None]] | None] = queue.Queue(MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._dropped = 0
-        self._redactor = Redactor(settings)
-        self._working = make_monitors(config, run, self._redactor.tree(settings))
-
-    def add(self, name: str, monitor: Monitor) -> None:
-        """Add a monitor; `name` identifies it in warnings."""
-        self._working[name] = monitor
+        self.working = make_monitors(config, run, settings)
 
     def log(self, row: Row) -> None:
         """Pass a row of metrics.jsonl to every monitor."""
         # a cold start counts its own steps, all before step 1 of the run
         key = COLD_START_STEP if COLD_START_STEP in row else "step"
         self._axis = Axis(key, int(row.get(key, 0)))
-        for name, monitor in self._working.items():
+        for name, monitor in self.working.items():
             self._enqueue(name, partial(monitor.log, figures(row), self._axis))
 
     def num_wanted(self, name: str) -> int:
         """Number of trajectories of "step-N" or "eval-SET-WHEN" to show."""
         config = self._config
-        if not self._working or not isinstance(config, RolloutMonitorConfig):
+        if not self.working or not isinstance(config, RolloutMonitorConfig):
             return 0
         every = config.trajectories_every
         is_due = not name.startswith("step-") or (every and self._axis.step % every == 0)
@@ -331,15 +326,15 @@ class Monitors(Monitoring):
     def trajectories(self, name: str, rows: Sequence[Row]) -> None:
         """Pass a sample of the trajectories of "step-N" or "eval-SET-WHEN" to every monitor."""
         title = "train" if name.startswith("step-") else name.partition("-")[2].partition("-")[0]
-        for shown, monitor in self._working.items():
+        for shown, monitor in self.working.items():
             self._enqueue(shown, partial(self._show, monitor, title, rows, self._axis))
 
     def _show(self, monitor: Monitor, title: str, rows: Sequence[Row], axis: Axis) -> None:
-        monitor.trajectories(title, [self._redactor.tree(row) for row in rows], axis)
+        monitor.trajectories(title, SECRETS.tree(list(rows)), axis)
 
     def finish(self, exit_code: int) -> None:
         """Flush, and wait at most FINISH_TIMEOUT_S for it."""
-        for name, monitor in self._working.items():
+        for name, monitor in self.working.items():
             self._enqueue(name, partial(monitor.finish, exit_code))
         thread, self._thread = self._thread, None
         if thread is None:
@@ -367,9 +362,9 @@ class Monitors(Monitoring):
         while (waiting := self._calls.get()) is not None:
             name, call = waiting
             try:
-                if name in self._working:
+                if name in self.working:
                     call()
             except Exception as error:  # of third-party code; the run continues without the monitor
-                self._working = {key: one for key, one in self._working.items() if key != name}
+                self.working = {key: one for key, one in self.working.items() if key != name}
                 text = "monitor %s is switched off: %s: %s; metrics.jsonl has all records"
                 logger.warning(text, name, type(error).__name__, error)

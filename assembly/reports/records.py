@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from msgspec import Struct, field
 
 from agentenv.base.disk import write_whole
+from agentenv.base.secrets import SECRETS
 from agentenv.base.tree import Node, Trajectory, TrajectoryTree, of_frame
 from agentenv.base.types import Message, Task, ToolCall
 from agentenv.data.data_files import Row
@@ -160,9 +161,10 @@ class TrajectoryWriter:
     part of a second, which would block the rollouts. A handler of
     `agentenv.processes.worker_pool.WorkerPool`; `tokenizer` is the path of the tokenizer's file."""
 
-    def __init__(self, tokenizer: str) -> None:
+    def __init__(self, tokenizer: str, secrets: Sequence[str] = ()) -> None:
         from tokenizers import Tokenizer
 
+        SECRETS.add(*secrets)
         self._decode = fast_decoder(Tokenizer.from_file(tokenizer))
 
     def __call__(self, job: dict[str, Any]) -> dict[str, Any]:
@@ -178,7 +180,8 @@ def write_rows(
 ) -> tuple[int, list[Row]]:
     """Write each trajectory as a line of JSON, if `path` is given. Returns the number of bytes
     written, and the first `wanted` rows."""
-    every = chain.from_iterable(trajectory_rows(tree, decode) for tree in trees)
+    found = ([*trajectory_rows(tree, decode)] for tree in trees)
+    every = chain.from_iterable(SECRETS.tree(rows, only_known=True) for rows in found)
     if path is None:
         return 0, list(islice(every, wanted))
     shown = list[Row]()

@@ -30,6 +30,7 @@ from msgspec import Struct
 from agentenv.base.deadline import uncancelled
 from agentenv.base.errors import AgentEnvError, ConfigError, ForeignError
 from agentenv.base.offload import in_thread
+from agentenv.base.secrets import SECRETS
 from agentenv.base.untrusted import decode
 
 FOLDER, SOCKET = "ctl", "socket"
@@ -151,7 +152,7 @@ class ControlServer:
         self._num_clients += 1
         try:
             reply = await self._reply(reader, writer)
-            writer.write(msgspec.json.encode(reply) + b"\n")
+            writer.write(SECRETS.encoded(msgspec.json.encode(reply)) + b"\n")
             async with asyncio.timeout(WRITE_S):
                 await writer.drain()
         except (OSError, TimeoutError):  # the client is gone, or does not read

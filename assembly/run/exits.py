@@ -32,6 +32,7 @@ from agentenv.base.errors import (
 from agentenv.base.installation import TRAIN, needs_train
 from agentenv.base.offload import hanging, running
 from agentenv.base.registry import import_from_working_directory
+from agentenv.base.secrets import seal_output
 
 T = TypeVar("T")
 
@@ -68,6 +69,7 @@ def exit_code_of(
     logging.captureWarnings(True)  # those of other packages go to the log of the run
     view = view or View()
     view.hold()
+    seal_output()
     try:
         with without_deepspeed():
             check_places()

@@ -11,6 +11,8 @@ from msgspec import Struct, field
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 
+from agentenv.base.secrets import SECRETS
+
 
 class Table(Struct, kw_only=True):
     """Texts in columns. `left`: indices of left-aligned columns; the others are right-aligned.
@@ -80,7 +82,9 @@ def markdown(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """The text with control characters replaced, which a terminal would execute."""
+    """The text without secrets, and with control characters replaced, which a terminal would
+    execute."""
+    text = SECRETS.text(text)
     return "".join(sign if sign.isprintable() or sign in "\n\t" else "\ufffd" for sign in text)
 
 

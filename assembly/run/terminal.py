@@ -34,6 +34,7 @@ from rich.text import Text
 from agentenv.assembly.run.tables import Table, as_rich
 from agentenv.base.disk_errors import explain
 from agentenv.base.offload import start_thread
+from agentenv.base.secrets import SECRETS
 
 
 class LogFile(logging.Handler):
@@ -123,7 +124,7 @@ class _Stream:
         return getattr(found, "rich_proxied_file", found)  # type: ignore[no-any-return]
 
     def write(self, text: str) -> int:
-        self._losing(lambda: self._now().write(text))
+        self._losing(lambda: self._now().write(SECRETS.known(text)))
         return len(text)
 
     def flush(self) -> None:
@@ -243,7 +244,7 @@ class View:
 
     def log(self, text: str, brief: str = "") -> None:
         """Print and log a text; on a terminal that is too narrow for it, print `brief` instead."""
-        self.last_line_s = time.monotonic()
+        self.last_line_s, text, brief = time.monotonic(), SECRETS.text(text), SECRETS.text(brief)
         self._logger.info(text)
         is_narrow = self.console.is_terminal and len(text) > self.console.width
         self.console.print(escape(brief if brief and is_narrow else text), soft_wrap=True)
@@ -267,8 +268,8 @@ class View:
     def _print_problem(self, text: str, is_error: bool) -> None:
         """Print on standard error; above the progress bar, if there is one."""
         word = "[bold red]error:[/]" if is_error else "[bold yellow]warning:[/]"
-        above = self.is_live and self._errors.is_terminal
-        (self.console if above else self._errors).print(f"{word} {escape(text)}", soft_wrap=True)
+        above, shown = self.is_live and self._errors.is_terminal, escape(SECRETS.text(text))
+        (self.console if above else self._errors).print(f"{word} {shown}", soft_wrap=True)
 
     def suggest(self, commands: Mapping[str, str]) -> None:
         """Print the commands to run next, each with its use."""
@@ -346,7 +347,7 @@ class View:
         grid.add_column(style="dim", no_wrap=True, min_width=max(len(title) for title, _ in rows))
         grid.add_column(overflow="ellipsis", no_wrap=True)
         for title, text in rows:
-            grid.add_row(title, escape(text))
+            grid.add_row(title, escape(SECRETS.text(text)))
         self._live.update(Group(self._progress, grid, *self._next))
 
     @property

@@ -19,12 +19,13 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TextIO, cast
 
 from agentenv.base.errors import ConfigError, ForeignError, InfraError, MissingError, ToolError
 from agentenv.base.installation import install_hint
+from agentenv.base.secrets import SECRETS
 from agentenv.base.types import ToolResult
 from agentenv.base.untrusted import decode
 from agentenv.contract.env import ForkMode, shared
@@ -80,13 +81,12 @@ class MCPTools:
             raise MissingError(
                 f"MCPTools requires the package mcp, which is not installed: {install_hint('mcp')}"
             )
-        extra, secrets = (
-            expanded("MCPTools", "headers", headers) if url else expanded("MCPTools", "env", env)
-        )
+        table = ("headers", headers) if url else ("env", env)
+        extra = expanded("MCPTools", *table)
         key = ("mcp", tuple(command or ()), url, tuple(sorted(extra.items())))
         for writer in WRITERS if url else ():  # an address may contain a key
             logging.getLogger(writer).setLevel(logging.WARNING)
-        self.connection = shared(key, lambda: Connection(command, url, extra, secrets))
+        self.connection = shared(key, lambda: Connection(command, url, extra))
         self.only = None if only is None else list(only)
         self.fork_mode: ForkMode = fork_mode
         self.call_timeout_s = call_timeout_s
@@ -138,8 +138,7 @@ class MCPTool(StatelessTool):
 class Connection:
     """A session with one server, kept open by a separate task, as its cancel scopes require.
 
-    `extra` has the environment variables of a started server, or the headers for a URL; errors
-    never show `secrets`.
+    `extra` has the environment variables of a started server, or the headers for a URL.
     """
 
     def __init__(
@@ -147,13 +146,11 @@ class Connection:
         command: Sequence[str] | None,
         url: str | None,
         extra: Mapping[str, str],
-        secrets: Collection[str] = (),
     ) -> None:
         self.place = public_url(url) if url else " ".join(command or ())
         self._command = list(command or ())
         self._url = url
         self._extra = dict(extra)
-        self._secrets = sorted(filter(None, secrets), key=len, reverse=True)
         self._refusal = ""  # the last HTTP status that was an error
         self._owner: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[tuple[Any, list[Any]]] | None = None
@@ -233,7 +230,7 @@ class Connection:
                     ready.cancel()
 
     def _unusable(self, error: Exception, log: str) -> ConfigError:
-        problem = log[-MAX_LOG_CHARS:].strip()
+        problem = SECRETS.known(log)[-MAX_LOG_CHARS:].strip()
         hint = f" (HTTP {self._refusal})" if self._refusal else ""
         if self._refusal in ("401", "403"):
             hint += "; MCPTools takes headers, such as { Authorization = 'Bearer ${MY_TOKEN}' }"
@@ -241,17 +238,12 @@ class Connection:
             hint += "; expected a server of streamable HTTP"
         problem = f"; it wrote: {problem}" if problem else ""
         return ConfigError(
-            self._safe(f"MCP server {self.place} cannot be used: {_reason(error)}{hint}{problem}")
+            f"MCP server {self.place} cannot be used: {_reason(error)}{hint}{problem}"
         )
 
     def _failure(self, problem: str) -> str:
         status = f" (HTTP {self._refusal})" if self._refusal else ""
-        return self._safe(f"MCP server {self.place}: {problem}{status}")
-
-    def _safe(self, text: str) -> str:
-        for secret in self._secrets:
-            text = text.replace(secret, "[redacted]")
-        return text
+        return f"MCP server {self.place}: {problem}{status}"
 
     @asynccontextmanager
     async def _open(self, log: TextIO) -> AsyncIterator[Any]:
@@ -309,12 +301,10 @@ async def _all_tools(session: Any) -> list[Any]:
             raise ConfigError(f"its list of tools exceeds {MAX_PAGES} pages")
 
 
-def expanded(
-    owner: str, key: str, values: Mapping[str, str] | None
-) -> tuple[dict[str, str], set[str]]:
-    """The values with each ${NAME} replaced, and their secrets: the environment variables, and all
-    headers. Raises ConfigError, which never shows a value."""
-    expanded, secrets = {}, set()
+def expanded(owner: str, key: str, values: Mapping[str, str] | None) -> dict[str, str]:
+    """The values with each ${NAME} replaced. Raises ConfigError, which never shows a value."""
+    expanded = {}
+    SECRETS.learn({key: values})
     if values and not (
         isinstance(values, Mapping) and all(isinstance(one, str) for one in values.values())
     ):
@@ -323,13 +313,10 @@ def expanded(
         for variable in _VARIABLE.findall(value):
             if not os.environ.get(variable):
                 raise ConfigError(f"{owner}: {key}.{name}: {variable} is not set")
-            secrets.add(os.environ[variable])
         text = expanded[name] = _VARIABLE.sub(lambda found: os.environ[found[1]], value)
-        if key == "headers":
-            if not (text.isascii() and text.isprintable()):
-                raise ConfigError(f"{owner}: {key}.{name}: expected one line of ASCII characters")
-            secrets.update({text, text.rpartition(" ")[2]})  # for "Bearer abc" also abc
-    return expanded, secrets
+        if key == "headers" and not (text.isascii() and text.isprintable()):
+            raise ConfigError(f"{owner}: {key}.{name}: expected one line of ASCII characters")
+    return expanded
 
 
 async def _answers(session: Any) -> bool:

@@ -203,7 +203,7 @@ class OpenEnvServers:
 
     def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float) -> None:
         self.url, self.timeout_s = url.rstrip("/"), timeout_s
-        self.headers, _ = expanded("OpenEnv", "headers", headers)
+        self.headers = expanded("OpenEnv", "headers", headers)
         self.takes_turns = self.can_fork = False
         self.text_key = ""  # the field of an action that consists of a single text
         self.tools: list[StatelessTool] = []
@@ -411,7 +411,7 @@ def rows(url: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[Js
     known = ("split", "size", "seed", "question", "headers")
     if unknown := sorted(options.keys() - set(known)):
         raise DataError(f"openenv:{url}: source has no {unknown}; known: {', '.join(known)}")
-    headers, _ = expanded("source", "headers", options.get("headers"))
+    headers = expanded("source", "headers", options.get("headers"))
 
     def get(path: str, body: Json | None = None) -> Any:
         return fetch(url + path, headers, body)

@@ -157,7 +157,7 @@ class GraderKeys(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         bool | None,
         Meta(
             description="layered: a wrong answer in words earns its token F1 but stays wrong; "
-            "none: the environment's default, true for those with tools",
+            "none: the environment's default, true for those with tools"
         ),
     ] = None
     ordered: Annotated[

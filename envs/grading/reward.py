@@ -113,8 +113,7 @@ def make_grader(
     for each set of keys in a process, since its processes and connections are shared."""
     table = ("grader keys", msgspec.json.encode(keys), kind, reward, partial_credit)
     config = shared(
-        table,
-        lambda: grader_config(keys, kind=kind, reward=reward, partial_credit=partial_credit),
+        table, lambda: grader_config(keys, kind=kind, reward=reward, partial_credit=partial_credit)
     )
     return _grader(config)
 

@@ -6,7 +6,6 @@ compared with its documentation.
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlencode
@@ -16,6 +15,7 @@ from msgspec.structs import asdict
 
 from agentenv.base.config import ESSENTIAL
 from agentenv.base.errors import ConfigError, ForeignError, InfraError, ToolError
+from agentenv.base.secrets import SECRETS
 from agentenv.base.untrusted import convert, decode
 from agentenv.contract.http import public_url
 from agentenv.contract.server_config import read_key
@@ -76,20 +76,6 @@ class WebConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="web
         return WebBackend(self)
 
 
-def api_key(variable: str, needed_by: str) -> str:
-    """The key in an environment variable. Raises ConfigError, naming the variable, if it is not
-    set."""
-    if not variable:  # it needs none
-        return ""
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise ConfigError(
-            f"{needed_by} requires a key in the environment variable {variable}, which is not set; "
-            f"set it before starting: export {variable}=..."
-        )
-    return key
-
-
 class HttpBackend:
     """Base of the backends on one service, without an index and without documents."""
 
@@ -113,8 +99,8 @@ class HttpBackend:
             self._num_refused = 0
             return reply
         self._num_refused += 1
-        text = reply.body[:10_000].decode("utf-8", "replace")
-        text = " ".join((text.replace(self._key, "...") if self._key else text).split())
+        text = SECRETS.known(reply.body[:10_000].decode("utf-8", "replace"))
+        text = " ".join(text.split())
         name, reason = self.upstream.name, f"status {reply.status}: {text[:MAX_REASON_CHARS]}"
         if _OF_ACCOUNT.search(text.replace(query.text, "")):
             raise ConfigError(f"{name} rejects the account or the key, {reason}")
@@ -151,7 +137,7 @@ class WebBackend(HttpBackend):
             )
         needed_by = f"search.backend.provider = {config.provider!r}"
         upstream = Upstream(config.provider, config.traffic, refused_hint=hint)
-        super().__init__(upstream, api_key(provider.key_variable, needed_by))
+        super().__init__(upstream, read_key(provider.key_variable, needed_by))
 
     async def search(self, query: Query) -> list[Hit]:
         """Search with the provider. Raises ToolError for a query beyond its length limit."""
@@ -325,7 +311,7 @@ class RemoteBackend(HttpBackend):
     """A retriever in one of the dialects: the two of /retrieve, and Tool-Star's /batch_search."""
 
     def __init__(self, config: RemoteSearchConfig) -> None:
-        super().__init__(Upstream(f"retriever {config.url}", config.traffic))
+        super().__init__(Upstream(f"retriever {public_url(config.url)}", config.traffic))
         path = "/batch_search" if config.dialect == "tool_star" else "/retrieve"
         self._url = config.url.rstrip("/").removesuffix(path) + path
         self._dialect = config.dialect

@@ -22,13 +22,13 @@ from agentenv.assembly.run.exits import exit_code_of
 from agentenv.assembly.run.terminal import View
 from agentenv.base.disk import naming
 from agentenv.base.errors import ConfigError, DataError, MissingError
+from agentenv.base.secrets import SECRETS
 from agentenv.evaluation.store import CONFIG_FILE as EVALUATION_FILE
 from agentenv.evaluation.store import ROWS_FILE, load_rows, load_run_config, load_saved
 from agentenv.lab.viewing.folder import tokenizers_of
 from agentenv.rollout.archive import ARCHIVE, steps_of
 from agentenv.rollout.archive_reader import Step, read_step
-from agentenv.rollout.redactor import Redactor
-from examples.inspect_logs.transcript import TranscriptQuestion, of_row, of_tree, redacted
+from examples.inspect_logs.transcript import TranscriptQuestion, of_row, of_tree
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def export(source: Path, out: Path, step: int | None, view: View) -> None:
 
 
 def _of_run(run: Path, only: int | None) -> tuple[str, Iterator[LogPart]]:
-    settings = load_run_config(run)
+    load_run_config(run)  # which names secrets
     steps = steps_of(run / ARCHIVE)
     if not steps:
         raise DataError(
@@ -104,7 +104,6 @@ def _of_run(run: Path, only: int | None) -> tuple[str, Iterator[LogPart]]:
         raise DataError(f"{run / ARCHIVE} contains no step {only}; {known}")
     chosen = [path for step, path in steps.items() if only in (None, step)]
     decode = _decoder(run)
-    redactor = Redactor(settings)
     model = f"agentenv/{run.resolve().name}"
 
     def parts() -> Iterator[LogPart]:
@@ -117,7 +116,7 @@ def _of_run(run: Path, only: int | None) -> tuple[str, Iterator[LogPart]]:
                 logger.warning("%s; it is skipped", error)
                 continue
             trees = (step.tree(entry) for entry in step.entries)
-            found = [redacted(of_tree(kept, decode), redactor) for kept in trees]
+            found = [SECRETS.tree(of_tree(kept, decode)) for kept in trees]
             yield _step_part(run, path, step, found)
 
     return model, parts()
@@ -136,14 +135,13 @@ def _of_evaluation(folder: Path, step: int | None) -> tuple[str, Iterator[LogPar
         raise ConfigError(f"--step is for the trees of a run; {folder} is an evaluation")
     saved = load_saved(folder)
     rows = load_rows(folder)
-    redactor = Redactor(saved.config)
     at = datetime.fromtimestamp((folder / ROWS_FILE).stat().st_mtime, UTC)
     subject = str(saved.subject.get("name") or "policy")
     facts = {"run": subject, "evaluation": folder.resolve().name}
 
     def parts() -> Iterator[LogPart]:
         for name in dict.fromkeys(row.dataset for row in rows):
-            of_set = [redacted(of_row(row), redactor) for row in rows if row.dataset == name]
+            of_set = [SECRETS.tree(of_row(row)) for row in rows if row.dataset == name]
             # repetitions of a question are epochs of the same sample
             questions = [msgspec.structs.replace(one, id=one.task) for one in of_set]
             yield LogPart(name, questions, at, {**facts, "set": name})

@@ -13,7 +13,6 @@ from msgspec import Struct, field
 from agentenv.assembly.reports.records import FAILED, Decode, EvalRow
 from agentenv.base.tree import Node
 from agentenv.rollout.archive import KeptTree
-from agentenv.rollout.redactor import Redactor
 from examples.monitors.turns import TranscriptTurn, turns_of
 
 
@@ -202,9 +201,3 @@ def of_row(row: EvalRow) -> TranscriptQuestion:
         branches=[branch],
         facts=facts,
     )
-
-
-def redacted(question: TranscriptQuestion, redactor: Redactor) -> TranscriptQuestion:
-    """The question without secrets."""
-    plain = msgspec.to_builtins(question, enc_hook=str)
-    return msgspec.convert(redactor.tree(plain), TranscriptQuestion)

@@ -114,11 +114,7 @@ def sample_call(tool: dict[str, Any]) -> ToolCall:
 
 
 async def try_program(
-    make_env: Callable[[Task], Env],
-    task: Task,
-    renderer: Any,
-    limits: Limits,
-    report: Reporter,
+    make_env: Callable[[Task], Env], task: Task, renderer: Any, limits: Limits, report: Reporter
 ) -> None:
     """Play the episode of a task, if its environment is a program, and report on its calls."""
     env = make_env(task)

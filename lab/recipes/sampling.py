@@ -183,7 +183,7 @@ class SynthesisSampling:
             return
         names = dict.fromkeys(one.dataset for one in missing)
         actors = {name: await self._actor(name) for name in names}
-        failures = share_failures(actors.values(), self.plan.evaluation)
+        failures = share_failures(actors.values())
         self.view.begin(stage, len(missing))
         try:
             self.num_failed += await sample_into(

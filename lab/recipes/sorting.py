@@ -379,11 +379,7 @@ def rejected_rows(found: Iterable[Sorted], dropped: Iterable[Dropped]) -> Iterab
 
 
 def write_data(
-    out: Path,
-    sft: Iterable[Row],
-    rl: Iterable[Row],
-    rejected: Iterable[Row],
-    summary: Row,
+    out: Path, sft: Iterable[Row], rl: Iterable[Row], rejected: Iterable[Row], summary: Row
 ) -> None:
     """Write all files, each atomically."""
     for name, rows in ((SFT, sft), (RL, rl), (REJECTED, rejected)):

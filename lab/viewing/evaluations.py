@@ -13,6 +13,7 @@ import msgspec
 
 from agentenv.assembly.reports.records import FAILED, EvalRow
 from agentenv.base.errors import DataError, ForeignError
+from agentenv.base.secrets import SECRETS
 from agentenv.base.untrusted import decode, decode_loose
 from agentenv.evaluation.store import CONFIG_FILE, ROWS_FILE
 from agentenv.rollout.metrics import failure_kind_of
@@ -60,7 +61,7 @@ class Evaluation:
         """The subject and the configuration, from config.json."""
         found: Figures = {"subject": {}, "config": {}}
         with suppress(OSError, ForeignError, KeyError, TypeError):
-            saved = decode_loose((self.folder / CONFIG_FILE).read_bytes())
+            saved = SECRETS.tree(decode_loose((self.folder / CONFIG_FILE).read_bytes()))
             found = {"subject": saved["subject"], "config": saved["config"]}
         return {"name": self.name, "folder": str(self.folder), **found}
 

@@ -36,6 +36,7 @@ from agentenv.assembly.run.lock import LockHolder
 from agentenv.assembly.run.rundir import CONFIG_FILE, LOG_FILE
 from agentenv.base.config import resolver
 from agentenv.base.errors import DataError, ForeignError
+from agentenv.base.secrets import SECRETS
 from agentenv.base.tree import Node, Scored, TrajectoryTree
 from agentenv.base.untrusted import decode_loose
 from agentenv.evaluation.store import ROWS_FILE
@@ -236,7 +237,7 @@ def _all_texts(tree: TrajectoryTree, texts: Texts | None) -> Iterator[str]:
         if node.error:
             yield node.error
         if texts is not None:
-            yield "".join(texts([*node.action_ids, *node.observation_ids]))
+            yield SECRETS.known("".join(texts([*node.action_ids, *node.observation_ids])))
 
 
 _TREE = ("num_roots", "num_forks", "num_retries", "num_retaken", "policy_version")
@@ -289,7 +290,7 @@ def _node(kept: KeptTree, node: Node, texts: Texts | None) -> Figures:
 
 
 def _texts(ids: Sequence[int], texts: Texts | None) -> list[str]:
-    return texts(ids) if texts is not None else [f"⟨{token}⟩" for token in ids]
+    return SECRETS.pieces(texts(ids)) if texts is not None else [f"⟨{token}⟩" for token in ids]
 
 
 def _rounded(values: Any) -> list[float]:
@@ -361,7 +362,7 @@ class Folder:
             "name": self.path.resolve().name,
             "folder": str(self.path),
             "is_run": self.is_run,
-            "config": _json(self.path / CONFIG_FILE) if self.is_run else None,
+            "config": SECRETS.tree(_json(self.path / CONFIG_FILE)) if self.is_run else None,
             "summary": _json(self.path / SUMMARY) if self.is_run else None,
             "status": self.status(),
             "checkpoints": [path.name for path in checkpoints],

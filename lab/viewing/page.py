@@ -30,6 +30,7 @@ from agentenv.base.deadline import uncancelled
 from agentenv.base.disk import write_whole
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.offload import in_thread
+from agentenv.base.secrets import SECRETS
 from agentenv.endpoint.listener import Listener, encode, same_key
 from agentenv.endpoint.messages import ApiError
 from agentenv.lab.viewing.evaluations import CHUNK
@@ -109,7 +110,8 @@ class FolderServer(Listener):
 
     def _encoded(self, request: web.Request) -> bytes:
         try:
-            return encode(self.folder.answer(request.match_info["path"], dict(request.query)))
+            path, query = request.match_info["path"], dict(request.query)
+            return SECRETS.encoded(encode(self.folder.answer(path, query)))
         except DataError as error:
             raise ApiError("no_route", str(error)) from error
         except OSError as error:
@@ -219,7 +221,7 @@ class _Page:
     def add(self, path: str, answer: object, *, share: float = 1.0, always: bool = False) -> bool:
         """Add a response if it fits, or `always`; `share`: the usable share of the size limit.
         Returns whether it was added."""
-        data = base64.b64encode(gzip.compress(encode(answer), 6, mtime=0))
+        data = base64.b64encode(gzip.compress(SECRETS.encoded(encode(answer)), 6, mtime=0))
         if not always and self._left - len(data) < (1 - share) * self._max_bytes:
             return False
         self._left -= len(data)

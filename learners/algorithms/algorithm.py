@@ -189,8 +189,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         ),
     ] = 0.0
     reference_every: Annotated[
-        int,
-        Meta(ge=0, description="updates between renewals of the reference policy; 0: never"),
+        int, Meta(ge=0, description="updates between renewals of the reference policy; 0: never")
     ] = 0
     entropy_bonus: Annotated[
         float, Meta(ge=0, description="weight of the policy's entropy in the loss, nats")

@@ -36,6 +36,7 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 from agentenv.base.disk_errors import DIR_KEY, explain
 from agentenv.base.errors import AgentEnvError, ConfigError
 from agentenv.base.ports import LOOPBACK_DEVICE, is_loopback
+from agentenv.base.secrets import seal_output
 from agentenv.base.untrusted import packed
 from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks.broadcast import open_store
@@ -214,6 +215,7 @@ def end_with_controller(connection: socket.socket) -> None:
 
 
 def main() -> None:
+    seal_output()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)  # writes the stack of a hung rank to its log
     if sys.platform == "linux":

@@ -62,11 +62,7 @@ def test_the_learners_logprobs_are_of_the_same_tokens(finished: Path) -> None:
 @pytest.mark.parametrize("algorithm", ["arpo", "reinforce_pp"])
 @pytest.mark.parametrize("equal", ["count", "drop"])
 def test_the_number_of_optimizer_steps_matches_the_announced_one(
-    warehouse: Path,
-    here: None,
-    capsys: pytest.CaptureFixture[str],
-    algorithm: str,
-    equal: str,
+    warehouse: Path, here: None, capsys: pytest.CaptureFixture[str], algorithm: str, equal: str
 ) -> None:
     """Groups of two, of which some have equal returns; of a step perhaps all."""
     keys = ["algorithm.group_size=2", "learner.groups_per_minibatch=1", "train.num_steps=6"]

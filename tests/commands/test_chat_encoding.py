@@ -81,11 +81,7 @@ def test_a_chain_and_its_messages_and_turns_are_one_sequence(tags: TagRenderer) 
         "question": question,
         "turns": [{"action": THINK + CALL, "result": "2964"}, {"action": END, "result": None}],
     }
-    others = [
-        Dialogue(messages),
-        Dialogue(called),
-        read_conversation(turns, RowFormat()),
-    ]
+    others = [Dialogue(messages), Dialogue(called), read_conversation(turns, RowFormat())]
     rolled_out = [
         *tags.prompt([messages[0]], TOOLS),
         *tags.encode(THINK + CALL),

@@ -130,11 +130,7 @@ def test_an_evaluation_in_which_everything_fails_stops(
     ],
 )
 def test_another_configuration_is_refused(
-    run: Run,
-    tmp_path: Path,
-    keys: list[str],
-    named: str,
-    capsys: pytest.CaptureFixture[str],
+    run: Run, tmp_path: Path, keys: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("out", "--n", "2") == 0
     assert run("out", "--n", "2", *keys) == 2

@@ -117,10 +117,7 @@ def test_a_row_contains_every_step_to_the_answer(run: Run, tmp_path: Path) -> No
 
 
 def test_equal_seeds_give_equal_rows_and_other_helpers_are_another_evaluation(
-    run: Run,
-    tmp_path: Path,
-    helper: ScriptedEndpoint,
-    capsys: pytest.CaptureFixture[str],
+    run: Run, tmp_path: Path, helper: ScriptedEndpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def comparable(name: str) -> dict[Any, Any]:
         rows = read_rows(tmp_path / name)

@@ -12,13 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentenv.evaluation.statistics import (
-    cohen_kappa,
-    majority_at_k,
-    mcnemar,
-    pass_at_k,
-    sign_flip,
-)
+from agentenv.evaluation.statistics import cohen_kappa, majority_at_k, mcnemar, pass_at_k, sign_flip
 
 WRONG = st.lists(st.integers(1, 4), max_size=4)
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from agentenv.assembly.reports.records import EvalRow, trajectory_rows
+from agentenv.base.secrets import REDACTED, SECRETS
 from agentenv.envs.quickstart.setup import build_tokenizer
 from agentenv.rollout.archive import Archive, StepHeader
 from agentenv.rollout.frames import ArchiveConfig
-from agentenv.rollout.redactor import REDACTED, Redactor
 from examples.inspect_logs.__main__ import INSTALL, main
-from examples.inspect_logs.transcript import of_row, of_tree, redacted
+from examples.inspect_logs.transcript import of_row, of_tree
 from examples.monitors.turns import turns_of
 from tests.support.example_tree import SECRET, example_tree
 from tests.support.stored_evaluation import row, write_evaluation
@@ -57,7 +57,7 @@ def test_each_turn_of_a_tree_is_exported_once_below_its_fork_point(tokenizer: An
 def test_a_secret_in_a_tool_result_is_redacted(tokenizer: Any) -> None:
     question = of_tree(example_tree(encode(tokenizer), with_secret=True), tokenizer.decode)
     assert SECRET in str(question)
-    clean = redacted(question, Redactor({}, {}))
+    clean = SECRETS.tree(question)
     assert SECRET not in str(clean)
     assert REDACTED in str(clean)
 
@@ -177,10 +177,7 @@ def test_a_run_without_trees_or_tokenizer_is_refused(
 
 
 def test_the_logs_require_their_package(
-    run: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert transcripts(run, tmp_path / "out") == 2

@@ -62,7 +62,7 @@ class Listener:
 
 def test_a_monitor_receives_numbers_in_order_and_the_end(tmp_path: Path) -> None:
     monitors, listener = Monitors(MonitorConfig(), tmp_path, {}), Listener()
-    monitors.add("one", listener)
+    monitors.working["one"] = listener
     monitors.log({"step": 0, "sft/step": 7, "sft/loss": 0.5})
     monitors.log({"step": 1, "reward/mean": 1, "phase": "text"})
     monitors.finish(3)
@@ -84,8 +84,8 @@ def test_a_monitor_that_raises_is_disabled_with_a_warning_and_the_others_continu
             raise self.error
 
     monitors, broken, listener = Monitors(MonitorConfig(), tmp_path, {}), Broken(), Listener()
-    monitors.add("Elsewhere", broken)
-    monitors.add("one", listener)
+    monitors.working["Elsewhere"] = broken
+    monitors.working["one"] = listener
     for step in range(3):
         monitors.log({"step": step, "x": 1})
     with caplog.at_level(logging.WARNING):
@@ -107,7 +107,7 @@ def test_a_monitor_that_hangs_blocks_nothing(
             time.sleep(2)
 
     monitors = Monitors(MonitorConfig(), tmp_path, {})
-    monitors.add("slow", Hanging())
+    monitors.working["slow"] = Hanging()
     for step in range(20):
         monitors.log({"step": step, "x": 1})
     monitors.finish(0)
@@ -118,7 +118,7 @@ def test_samples_are_shown_of_evaluations_and_of_every_nth_step(tmp_path: Path) 
     config = RolloutMonitorConfig(num_trajectories=3, trajectories_every=2)
     monitors, listener = Monitors(config, tmp_path, {}), Listener()
     assert monitors.num_wanted("eval-held-after_rl") == 0  # not shown
-    monitors.add("one", listener)
+    monitors.working["one"] = listener
     monitors.log({"step": 1})
     assert (monitors.num_wanted("step-000001"), monitors.num_wanted("eval-held-x")) == (0, 3)
     monitors.log({"step": 2})
@@ -153,9 +153,7 @@ def test_tensorboard_has_scalars_and_samples_and_a_resume_replaces_repeated_step
     assert [point.step for point in cold.Scalars("sft/loss")][-1] == 100
 
 
-def test_a_resumed_run_continues_its_id_and_step_axis_in_weights_and_biases(
-    tmp_path: Path,
-) -> None:
+def test_a_resumed_run_continues_its_id_and_step_axis_in_weights_and_biases(tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")
     for first in (1, 3):
         config = RolloutMonitorConfig(wandb=OFFLINE)
@@ -190,8 +188,7 @@ def empty_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("variable", "mode"),
-    [("offline", "offline"), ("disabled", "disabled"), ("", "online")],
+    ("variable", "mode"), [("offline", "offline"), ("disabled", "disabled"), ("", "online")]
 )
 def test_the_mode_of_the_environment_takes_precedence(
     variable: str, mode: str, empty_home: Path, monkeypatch: pytest.MonkeyPatch

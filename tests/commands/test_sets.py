@@ -25,15 +25,7 @@ from agentenv.evaluation.sets import (
     compare_curves,
     tables,
 )
-from agentenv.evaluation.sweep import (
-    Made,
-    SweepConfig,
-    check,
-    grid,
-    remember,
-    runs_of,
-    seeds_of,
-)
+from agentenv.evaluation.sweep import Made, SweepConfig, check, grid, remember, runs_of, seeds_of
 from agentenv.launchers import compare as compare_command
 from agentenv.launchers import sweep as sweep_command
 from tests.support.warehouse import ROOT

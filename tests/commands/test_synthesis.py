@@ -23,15 +23,7 @@ from agentenv.text.prompt import PromptConfig
 from agentenv.text.renderer import TagsConfig
 from agentenv.training.supervised.dialogues import RowFormat, find_sources, read_conversation
 from agentenv.training.supervised.encoding import ChatEncoder
-from tests.commands.synthesizing import (
-    HINT,
-    HINTS,
-    KINDS,
-    Run,
-    refused,
-    rows_of,
-    runner,
-)
+from tests.commands.synthesizing import HINT, HINTS, KINDS, Run, refused, rows_of, runner
 
 
 @pytest.fixture

@@ -6,15 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.synthesizing import (
-    HINTS,
-    Run,
-    count_turns,
-    refused,
-    rows_of,
-    runner,
-    written,
-)
+from tests.commands.synthesizing import HINTS, Run, count_turns, refused, rows_of, runner, written
 
 
 @pytest.fixture

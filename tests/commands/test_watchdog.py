@@ -265,9 +265,7 @@ class Cycle:
         self.me = self
 
 
-def test_new_objects_are_frozen_and_garbage_is_found_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_new_objects_are_frozen_and_garbage_is_found_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """No collection runs in between, for any number of objects."""
     looks: list[str] = []
 

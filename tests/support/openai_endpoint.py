@@ -12,8 +12,8 @@ from aiohttp import web
 from tests.support.listening import listening
 
 Json = dict[str, Any]
-# its answers: a reply, a status, raw bytes, or a number of seconds to be silent
-Answer = Json | int | bytes | float
+# its answers: a reply, a status (with a reason), raw bytes, or a number of seconds to be silent
+Answer = Json | int | tuple[int, str] | bytes | float
 
 
 class ScriptedEndpoint:
@@ -45,8 +45,7 @@ class ScriptedEndpoint:
     async def _serve(self) -> None:
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/v1/chat/completions", self._answer)
-        app.router.add_post("/v1/completions", self._answer)
+        app.router.add_post("/{path:.*}", self._answer)
         async with listening(app) as self.url:
             self._ready.set()
             await self._stop.wait()
@@ -57,13 +56,15 @@ class ScriptedEndpoint:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
-        self.headers.append(dict(request.headers))
+        self.headers.append({**request.headers, "path": request.path_qs})
         answer = self.script(body, len(self.requests))
         if isinstance(answer, float):
             await asyncio.sleep(answer)
             answer = 500
         if isinstance(answer, int):
-            return web.json_response({"error": {"message": f"no ({answer})"}}, status=answer)
+            answer = (answer, f"no ({answer})")
+        if isinstance(answer, tuple):
+            return web.json_response({"error": {"message": answer[1]}}, status=answer[0])
         if isinstance(answer, bytes):
             return web.Response(body=answer)
         return web.json_response(answer)

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from msgspec import to_builtins
+
 from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
 from agentenv.assembly.reports.records import FAILED, EvalRow, Wanted
 from agentenv.assembly.run.kept import keep_best
@@ -32,7 +34,6 @@ from agentenv.evaluation import statistics
 from agentenv.evaluation.run import broken, named_causes, sample_into
 from agentenv.evaluation.store import Saved, Store, identity, load_saved, read_rows
 from agentenv.evaluation.subject import evaluation_of
-from agentenv.rollout.redactor import Redactor
 from agentenv.training.loop.brief_reports import EVALUATIONS, PHASES, BriefFigures, BriefReport
 from agentenv.training.loop.clocks import PhaseClock
 from agentenv.training.loop.parts import Parts
@@ -217,7 +218,7 @@ class RunEvaluator:
     def _configuration(self, names: Sequence[str]) -> EvaluateConfig:
         """That of the run, as `agentenv evaluate RUN` has it."""
         config = self.config
-        plain = json.loads(json.dumps(to_plain(config)))
+        plain = json.loads(json.dumps(to_builtins(config)))
         raw = evaluation_of(plain, names, SET_KEYS)
         raw["concurrency"] = config.eval.concurrency
         return resolve_sets(raw, "eval")
@@ -294,7 +295,7 @@ def refuse_failed(name: str, rows: Sequence[EvalRow], *, is_before: bool = False
     errors = [one for one in errors if not one.startswith(f"{CANCELLED}:")]
     if not errors or len(errors) < len(rows) * (MAX_FAILED if is_before else 1):
         return
-    named = named_causes(errors, Redactor({}))
+    named = named_causes(errors)
     number = f"all {len(rows)}" if len(errors) == len(rows) else f"{len(errors)} of {len(rows)}"
     raise broken(errors)(
         f"{number} trajectories of the evaluation of eval.sets.{name} failed"

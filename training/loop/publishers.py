@@ -221,11 +221,7 @@ Publisher = DirectoryPublisher | BroadcastPublisher | MemoryPublisher
 
 
 def make_publisher(
-    config: TrainConfig,
-    engine: Engine,
-    learner: DeepSpeedLearner,
-    probe: ParityProbe,
-    folder: Path,
+    config: TrainConfig, engine: Engine, learner: DeepSpeedLearner, probe: ParityProbe, folder: Path
 ) -> Publisher:
     """The publisher for the transport that the engine's configuration names. If engine and learner
     use the GPUs in turn, the learner's turns become those of a Colocation."""

@@ -37,7 +37,6 @@ from agentenv.base.types import TIMES
 from agentenv.rollout.journal import Journal
 from agentenv.rollout.metrics import LoopLag
 from agentenv.rollout.queue import ReplayQueue
-from agentenv.rollout.redactor import Redactor
 from agentenv.training.loop.batching import BatchBuilder
 from agentenv.training.loop.clocks import PhaseClock, Stopwatch
 from agentenv.training.loop.evaluations import RunEvaluator
@@ -133,7 +132,6 @@ class Training:
         config, run, state, queue = self.config, self.run, self.state, self.queue
         parts = await self.build(config, run, self.checkpoint, stack, self.view.log)
         log = parts.actor.failures.log
-        log.redactor = Redactor(to_plain(config))
         parts.eval_actor.failures.log = log
         stack.callback(log.report)
         recorder = self.make_recorder(config, run, self.view, state, parts.tokenizer)
@@ -141,10 +139,7 @@ class Training:
         settings, journal = rollout_settings(config), None
         if config.journal.enabled:
             journal = Journal(
-                run.path / JOURNAL,
-                config.journal,
-                settings=settings,
-                incarnation=state.incarnation,
+                run.path / JOURNAL, config.journal, settings=settings, incarnation=state.incarnation
             )
             stack.push_async_callback(journal.close)
         batches = BatchBuilder(config, state)

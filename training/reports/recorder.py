@@ -23,6 +23,7 @@ from agentenv.base.deadline import uncancelled
 from agentenv.base.disk import append_whole, write_whole
 from agentenv.base.errors import ConfigError, InfraError
 from agentenv.base.offload import in_thread, poll_pause
+from agentenv.base.secrets import SECRETS
 from agentenv.base.tree import TrajectoryTree, to_frame
 from agentenv.contract.engine import Engine
 from agentenv.data.data_files import Row
@@ -475,7 +476,7 @@ class RunRecorder:
         if has_many and await in_thread(file.is_file):
             if self._writer is None:
                 handler = "agentenv.assembly.reports.records:TrajectoryWriter"
-                arguments = {"tokenizer": str(file)}
+                arguments = {"tokenizer": str(file), "secrets": [*SECRETS.values]}
                 self._writer = WorkerPool(
                     handler, name="trajectories", arguments=arguments, max_jobs=1
                 )

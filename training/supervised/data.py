@@ -264,12 +264,7 @@ def split(rows: Sequence[T], size: float, seed: int) -> tuple[list[T], list[T]]:
 
 
 def _read_rows(
-    path: Path,
-    form: RowFormat,
-    read: Reader[T],
-    skip: bool,
-    problems: list[str],
-    ends: int = 0,
+    path: Path, form: RowFormat, read: Reader[T], skip: bool, problems: list[str], ends: int = 0
 ) -> Iterator[list[T]]:
     """The results of each valid row. Raises DataError for an invalid row; with `skip`, adds it to
     `problems` instead."""

@@ -93,7 +93,7 @@ class ReportedFailures(Failures):
             self.num += 1
             if failure.same not in self._traced and len(self._traced) < MAX_TEXTS:
                 self._traced.add(failure.same)
-                logger.info("%s", self.log.redactor.text(str(failure)), exc_info=error)
+                logger.info("%s", failure, exc_info=error)
         self._link.send(pack(messages.RolloutEnded(failure)))
 
 

@@ -1,0 +1,235 @@
+"""Secrets, removed from everything that a process writes, prints, logs, exports or tells a policy.
+
+    SECRETS.learn(settings)    of a configuration, a URL, headers, a command line
+    SECRETS.known(text)        observations, errors, files, standard output
+    SECRETS.text(text)         logs, standard error, exports: also what looks like a secret
+
+Observations lose secrets before they are tokenized. Stored tokens are never changed: what a policy
+sampled is redacted where it is displayed (`pieces`).
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import logging
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from typing import Any, TypeVar, cast
+from urllib.parse import quote, quote_plus, unquote_plus
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+T = TypeVar("T")
+
+REDACTED = "[redacted]"
+MIN_CHARS = 8  # of a secret; shorter values occur in ordinary text
+MIN_HEAD = 12  # of the beginning of a secret that was cut
+
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+_NAMED = re.compile(r"(?i)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)")
+_SECRET_KEY = re.compile(
+    r"(?i)(.*[_-])?(api[_-]?key|password|passwd|authorization|cookie|"
+    r"(access|auth|refresh|bearer|private|client|secret)[_-]?(token|key|secret))"
+)
+_PUBLIC_HEADER = re.compile(r"(?i)headers\.(accept.*|content-.*|host|origin|referer|user-agent)")
+_USER = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://([^/\s@\"'<>?#]+)@")
+_QUERY = re.compile(
+    r"(?i)[?&;](?:[\w-]*(?:key|token|secret|password|passwd|signature)|sig)=([^&;\s\"'<>#]+)"
+)
+# where a text, also a secret, may be broken
+_JOINTS = ("\\n", "\\r", "\\t", "\\\n", "=\r\n", "=\n", " ", "\n", "\r", "\t")
+_GAP = f"(?:{'|'.join(map(re.escape, _JOINTS))})*"
+_PARTS = ("k-", "_", "glpat-", "xox", "tvly-", "AKIA", "AIza", "eyJ")  # of these, found faster
+_KEYS = re.compile(
+    r"\b(?:[sp]k-(?=[\w-]*\d|[a-zA-Z]{16})[\w-]{16,}|hf_[a-zA-Z0-9]{16,}|"
+    r"eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]+)?|(?:gh[pousr]_|github_pat_|glpat-|xox[abeprs]-|tvly-|AKIA|AIza|wandb_v1_)[\w-]{12,})"
+)
+_LIKELY = (  # group 1 is the secret
+    _USER,
+    _QUERY,
+    # a bearer token has a digit, or is too long for a word
+    re.compile(r"(?i)\bbearer\s+((?=[\w.~+/=-]*\d|[\w.~+/=-]{32})[\w.~+/=-]{8,})"),
+    re.compile(r"(?i)\bauthorization[\"']?\s*[:=]\s*[\"']?basic\s+([\w+/=-]+)"),
+    re.compile(
+        r"(?i)(?:api[_-]?key|secret|password|passwd|access[_-]?token|auth[_-]?token)"
+        r"[\"']?\s*[:=]\s*[\"']?(?!\[redacted)([^\s\"',;<>&]{8,})"
+    ),
+)
+Spans = list[tuple[int, int]]
+
+
+class Redactor:
+    """Removes secrets (keys, tokens, passwords) from texts and JSON values.
+
+    `known` finds values: of environment variables with names such as SERPER_API_KEY, or that a
+    configuration names in a key that ends in `_env` or as "${NAME}"; of its headers, of user,
+    password and keys in its URLs; in any usual encoding, broken over lines, or cut; and the forms
+    of known providers. `text` also finds what looks like a secret: bearer tokens, URLs with a
+    password, assignments.
+    """
+
+    def __init__(self, settings: Any = None, environment: Mapping[str, str] = os.environ) -> None:
+        self._environment = environment
+        self.values: frozenset[str] = frozenset()  # replaced, since threads read them
+        self._forms: frozenset[tuple[str, str]] = frozenset()  # (head, whole), without whitespace
+        self.learn(settings)
+
+    def learn(self, settings: T) -> T:
+        """Add the secrets that a configuration, or another text or JSON value, contains or names,
+        and those of the environment. Returns the settings."""
+        named = [one for name, one in self._environment.items() if _NAMED.search(name)]
+        self.add(*named, *_secrets(settings, self._environment))
+        return settings
+
+    def add(self, *values: str) -> None:
+        """Add secrets; those shorter than MIN_CHARS, numbers, and paths of files, are ignored."""
+        for value in {one.strip() for one in values} - self.values:
+            if len(value) < MIN_CHARS or (value.startswith("/") and os.path.exists(value)):
+                continue
+            self.values |= {value}
+            for form in _encodings(value):
+                whole = _bare(form)
+                if len(whole) >= MIN_CHARS and not whole.isdecimal():  # may be a number of JSON
+                    head = whole[: max(MIN_HEAD, len(whole) // 2)].rstrip("\\")  # of an escape
+                    self._forms |= {(head, whole)}
+
+    def known(self, text: str) -> str:
+        """The text with each known secret replaced by "[redacted]"."""
+        return _without(text, self._found(text))
+
+    def text(self, text: str) -> str:
+        """As `known`, also without what looks like a secret."""
+        likely = [found.span(1) for form in _LIKELY for found in form.finditer(text)]
+        return _without(text, self._found(text) + likely)
+
+    def encoded(self, data: str | bytes) -> bytes:
+        """As `known`, in UTF-8; other bytes stay as they are."""
+        text = data if isinstance(data, str) else data.decode(errors="surrogateescape")
+        return self.known(text).encode(errors="surrogateescape")
+
+    def pieces(self, texts: list[str]) -> list[str]:
+        """As `known`, for a text in pieces, such as tokens; all are one if it has a secret."""
+        clean = self.known(whole := "".join(texts))
+        return texts if clean == whole else [clean, *("" for _ in texts[1:])]
+
+    def tree(self, value: T, *, only_known: bool = False) -> T:
+        """As `text`, for all texts of lists, tuples, dicts and structs; the value of a key such as
+        api_key is replaced as a whole. `only_known`: as `known`."""
+        clean = self.known if only_known else self.text
+
+        def changed(one: Any, key: Any = "") -> Any:
+            if isinstance(one, str):
+                is_whole = one and not only_known and _SECRET_KEY.fullmatch(str(key))
+                return REDACTED if is_whole else clean(one)
+            if isinstance(one, dict):
+                return {changed(name): changed(inner, name) for name, inner in one.items()}
+            if type(one) in (list, tuple):
+                return type(one)([changed(inner) for inner in one])
+            if isinstance(one, Struct):
+                names = one.__struct_fields__
+                return replace(one, **{name: changed(getattr(one, name)) for name in names})
+            return one
+
+        return cast(T, changed(value))
+
+    def _found(self, text: str) -> Spans:
+        """The places of known secrets, which line breaks may interrupt."""
+        spans: Spans = []
+        if len(text) < MIN_CHARS:
+            return spans
+        if any(part in text for part in _PARTS):
+            spans += [found.span() for found in _KEYS.finditer(text)]
+        bare = _bare(text) if self._forms else ""
+        for head, whole in self._forms:
+            if head in bare:
+                whole, head = (_GAP.join(map(re.escape, one)) for one in (whole, head))
+                spans += [one.span() for one in re.finditer(rf"{whole}|{head}[\w+/=%-]*", text)]
+        return spans
+
+
+def _bare(text: str) -> str:
+    return reduce(lambda left, joint: left.replace(joint, ""), _JOINTS, text)
+
+
+def _without(text: str, spans: Spans) -> str:
+    """The text without these parts, which may overlap."""
+    parts, end = list[str](), 0
+    for first, last in sorted(spans):
+        parts += [text[end:first], REDACTED] if first >= end else []
+        end = max(end, last)
+    return "".join([*parts, text[end:]])
+
+
+def _secrets(value: Any, environment: Mapping[str, str], key: str = "") -> Iterator[str]:
+    """The secrets in a JSON value, and those of the environment variables that it names."""
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            yield from _secrets(
+                one, environment, f"headers.{name}" if key.endswith("headers") else str(name)
+            )
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _secrets(one, environment)
+    elif isinstance(value, str):
+        text = _VARIABLE.sub(lambda found: environment.get(found[1], ""), value)
+        names = [value] if key.endswith("_env") else _VARIABLE.findall(value)
+        yield from (environment.get(name, "") for name in names)
+        if key.startswith("headers.") and not _PUBLIC_HEADER.fullmatch(key):
+            yield from (text, text.rpartition(" ")[2])  # for "Bearer abc" also abc
+            yield from (part.partition("=")[2] for part in text.split(";"))  # of cookies
+        elif _SECRET_KEY.fullmatch(key) or (key.isupper() and _NAMED.search(key)):
+            yield text
+        for found in _USER.findall(text) + _QUERY.findall(text):
+            for one in (found, unquote_plus(found)):
+                yield from (one, one.partition(":")[2])
+
+
+def _encodings(value: str) -> Iterator[str]:
+    """The value as URLs, JSON, Python, HTML and base64 texts contain it."""
+    data = value.encode(errors="surrogateescape")
+    for url in (quote(data, safe=""), quote_plus(data)):
+        yield from (url, re.sub("%..", lambda found: found[0].lower(), url))
+    yield from (value, html.escape(value), repr(value)[1:-1], json.dumps(value)[1:-1])
+    for encode in (base64.b64encode, base64.urlsafe_b64encode):
+        for before, shared in ((0, 0), (1, 2), (2, 3)):  # bytes, and characters that they affect
+            text = encode(bytes(before) + data).decode().rstrip("=")
+            yield text[shared : len(text) - ((before + len(data)) % 3 > 0)]
+
+
+SECRETS = Redactor()  # of this process
+
+
+# What a process prints and logs.
+
+
+class _SafeRecord(logging.LogRecord):
+    """A log record whose message and traceback contain no secret, whatever handler formats it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.exc_info:
+            lines = traceback.format_exception(*self.exc_info)
+            self.exc_text = SECRETS.text("".join(lines)).rstrip("\n")
+
+    def getMessage(self) -> str:
+        return SECRETS.text(super().getMessage())
+
+
+logging.setLogRecordFactory(_SafeRecord)
+
+
+def seal_output() -> None:
+    """Remove secrets from standard output and error, also from prints of libraries and uncaught
+    exceptions. Standard output keeps what only looks like a secret, such as an address to open.
+    Idempotent."""
+    for name, clean in (("stdout", SECRETS.known), ("stderr", SECRETS.text)):
+        stream: Any = getattr(sys, name)
+        if stream is not None and "write" not in vars(stream):
+            stream.write = lambda text, write=stream.write, clean=clean: write(clean(text))

@@ -1,0 +1,37 @@
+"""What leaves a process passes the one redactor (agentenv/base/secrets.py): every process seals its
+output, and no other file makes a log handler or writes to standard output or error."""
+
+from __future__ import annotations
+
+import re
+
+from tests.support.sources import ROOT, sources
+
+SINK = re.compile(
+    r"logging\.(?:\w*Handler|basicConfig|handlers)|addHandler|setLogRecordFactory|excepthook"
+    r"|[( ]Console\(|traceback\.print_|sys\.(?:__)?std(?:out|err)(?:__|\.\w+| =)|os\.write\([12],"
+)
+JSON = "JSON or help as a whole, on the sealed output"
+SINKS = {
+    "agentenv/base/secrets.py": "the one place",
+    "agentenv/processes/guard.py": "the name of a command that does not start",
+    "assembly/run/terminal.py": "the terminal and run.log: records and streams are sealed",
+    "assembly/run/exits.py": "after seal_output",
+    "training/workers/worker_process.py": "sealed records, for the controller too",
+    "learners/ranks/rank_process.py": "after seal_output",
+    "envs/sandbox/cells.py": "in the sandbox: the output of a call, which env.check_step cleans",
+    "envs/sandbox/program_init.py": "in the sandbox of a program, likewise",
+    **dict.fromkeys(("launchers/__main__.py", "launchers/ctl.py", "launchers/doctor.py"), JSON),
+    **dict.fromkeys(("lab/diagnosis/audit.py", "assembly/keys/help.py"), JSON),
+}
+SEALS = re.compile(r"seal_output\(\)|worker_process import main")
+UNSEALED = {"agentenv/processes/guard.py", "agentenv/processes/worker_pool.py"}
+UNSEALED |= {"envs/sandbox/program_init.py", "envs/sandbox/zygote.py"}
+UNSEALED |= {"envs/bridges/verifiers_env.py"}  # runs without agentenv
+
+
+def test_no_other_file_logs_or_prints_and_each_process_seals_its_output() -> None:
+    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sources()}
+    assert {name for name, text in texts.items() if SINK.search(text)} == SINKS.keys()
+    started = {name for name, text in texts.items() if 'if __name__ == "__main__"' in text}
+    assert {name for name in started if not SEALS.search(texts[name])} == UNSEALED
