@@ -33,9 +33,9 @@ import numpy as np
 from agentenv.base.errors import ConfigError
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.contract.plan import RolloutPlan
-from agentenv.learners.algorithms.aepo import AEPO, is_probe, penalty_factor, probing, sigmoid
+from agentenv.learners.algorithms.aepo import AEPO, AEPOPlan, penalty_factor, probing, sigmoid
 from agentenv.learners.algorithms.algorithm import Algorithm, Grouped
-from agentenv.learners.algorithms.arpo import ARPO, clip_probability
+from agentenv.learners.algorithms.arpo import ARPO, ARPOPlan, clip_probability
 from agentenv.learners.algorithms.baselines import GRPO
 from agentenv.learners.algorithms.credit import EPSILON, Floats
 
@@ -197,39 +197,32 @@ def initial_rollouts(group_size: int, beta: float, root: float, steps: Sequence[
 
 
 @dataclass(frozen=True)
-class ReleasedARPOPlan:
+class ReleasedARPOPlan(ARPOPlan):
     """The rollout of the released ARPO. Decisions depend only on segments before the tool result,
     so they wait for only one token."""
 
-    rules: ARPO
-    vocab_size: int
-    fork_window: int = 1
-
     @property
-    def group_size(self) -> int:
-        return self.rules.group_size
-
-    def on_start(self, tree: TrajectoryTree) -> int:
-        return self.rules.num_initial
+    def fork_window(self) -> int:
+        return 1
 
     def on_fork_point(
         self, tree: TrajectoryTree, node: Node, entropies: Sequence[float], rng: Random
     ) -> int:
-        left = self.group_size - tree.num_started
+        left = self.fork_budget(tree)
         return self.num_forks(rng, self.rise(tree, node), forks_in_a_row(tree), left)
 
     def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int:
         """One refill at a time, when no trajectory of the prompt is growing."""
         return min(1, self.group_size - tree.num_started) if tree.num_live == 0 else 0
 
-    def entropy(self, turn: Node) -> float:
-        """H of the turn's tokens."""
-        return segment_entropy(turn.entropies, self.vocab_size)
+    def entropy(self, entropies: Sequence[float]) -> float:
+        """H of a turn with these entropies."""
+        return segment_entropy(entropies, self.vocab_size)
 
     def rise(self, tree: TrajectoryTree, node: Node) -> float:
         """dH of the segment that ends with the tool call of `node`."""
         own = next(turn for turn in tree.path(node)[1:] if turn.branch == node.branch)
-        return self.entropy(node) - self.entropy(own)
+        return self.entropy(node.entropies) - self.entropy(own.entropies)
 
     def num_forks(self, rng: Random, rise: float, run: int, left: int) -> int:
         """Number of forks: beam_size - 1 draws, within the remaining budget of the prompt."""
@@ -246,30 +239,18 @@ class ReleasedARPOPlan:
 
 
 @dataclass(frozen=True)
-class ReleasedAEPOPlan(ReleasedARPOPlan):
+class ReleasedAEPOPlan(AEPOPlan, ReleasedARPOPlan):
     """The rollout of the released AEPO. The probe of the split counts as one of the m trajectories,
     while the released code discards it; the probe does not fork."""
 
-    rules: AEPO
+    def fork_budget(self, tree: TrajectoryTree) -> int:
+        return 0 if self.rules.budget_split and probing(tree) else super().fork_budget(tree)
 
-    def on_start(self, tree: TrajectoryTree) -> int:
-        return 1 if self.rules.budget_split else super().on_start(tree)
-
-    def on_fork_point(
-        self, tree: TrajectoryTree, node: Node, entropies: Sequence[float], rng: Random
-    ) -> int:
-        if self.rules.budget_split and probing(tree):
-            return 0
-        return super().on_fork_point(tree, node, entropies, rng)
-
-    def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int:
-        if self.rules.budget_split and is_probe(tree, leaf):
-            steps = [self.entropy(turn) for turn in tree.path(leaf)[1:]]
-            beta = self.rules.beta_of_split
-            wanted = initial_rollouts(self.group_size, beta, steps[0], steps)
-            if wanted > tree.num_roots:
-                return min(wanted - tree.num_roots, self.group_size - tree.num_started)
-        return super().on_leaf_end(tree, leaf)
+    def num_roots(self, tree: TrajectoryTree, probe: Node) -> int:
+        steps = [self.entropy(turn.entropies) for turn in tree.path(probe)[1:]]
+        beta = self.rules.beta_of_split
+        wanted = initial_rollouts(self.group_size, beta, steps[0], steps)
+        return min(wanted, self.group_size - (tree.num_started - tree.num_roots))
 
     def forks(self, draw: float, rise: float, run: int) -> bool:
         """Whether one uniform draw leads to a fork."""

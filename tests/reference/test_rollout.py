@@ -68,7 +68,7 @@ class Observed(ReferenceLoop):
 
     def _fork(self, survivors):
         for one in survivors:
-            rise = self.plan.entropy(one.cursor) - self.baselines[one.index]
+            rise = self.plan.entropy(one.cursor.entropies) - self.baselines[one.index]
             tree = self.trees[one.prompt]
             assert self.plan.rise(tree, one.cursor) == pytest.approx(rise, abs=1e-12)
             left = self.plan.group_size - tree.num_started

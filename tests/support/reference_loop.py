@@ -143,7 +143,7 @@ class ReferenceLoop:
         entropies = [truncated_entropy(top) for top in segment["top_logprobs_first20"]]
         one.cursor = tree.add(one.cursor, branch=one.branch)
         one.cursor.entropies = entropies  # type: ignore[assignment]  # recorded as float64
-        self.baselines.setdefault(one.index, self.plan.entropy(one.cursor))
+        self.baselines.setdefault(one.index, self.plan.entropy(one.cursor.entropies))
         one.append(segment["token_ids"], sampled=True)
         if segment["stop_reason"] is None:
             full = len(one.token_ids) >= self.case["response_length"]
@@ -180,7 +180,7 @@ class ReferenceLoop:
         new = []
         for one in survivors:
             left = self.plan.group_size - self.trees[one.prompt].num_started
-            rise = self.plan.entropy(one.cursor) - self.baselines[one.index]
+            rise = self.plan.entropy(one.cursor.entropies) - self.baselines[one.index]
             count = self.plan.num_forks(self.draws, rise, self.runs[one.prompt], left)
             new += [self._start(one.prompt, one.cursor, one) for _ in range(count)]
         return new
