@@ -33,8 +33,8 @@ class CharTokenizer:
     def decode(self, ids: Sequence[int], **_: Any) -> str:
         return "".join("<eos>" if i == 0 else chr(i) for i in ids)
 
-    def apply_chat_template(self, chat: list[dict[str, str]], **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": self.encode("\n".join(turn["content"] for turn in chat) + "\n")}
+    def apply_chat_template(self, chat: list[dict[str, str]], **_: Any) -> str:
+        return "\n".join(turn["content"] for turn in chat) + "\n"
 
 
 class CountingEnv:
