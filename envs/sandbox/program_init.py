@@ -124,8 +124,10 @@ def _become(settings: dict[str, Any], output: int) -> None:
             confine.install(machine, confine.assembled(confine.program_filter(machine)))
         os.execvpe(settings["command"][0], settings["command"], settings["variables"])
     except BaseException as error:  # the boundary: the child must not continue as its parent
+        seen = "; it sees /usr, the run's interpreter, its folder and read_only"
+        hint = seen if isinstance(error, FileNotFoundError) and settings["confined"] else ""
         with contextlib.suppress(OSError):
-            os.write(2, f"{settings['command'][0]}: {error}\n".encode())
+            os.write(2, f"{settings['command'][0]}: {error}{hint}\n".encode())
         os._exit(127)
 
 
