@@ -30,6 +30,7 @@ from agentenv.base.model_files import template_end
 from agentenv.base.types import Completion, Message, Role, ToolCall
 from agentenv.base.untrusted import shortened
 from agentenv.contract.env import check_observation, shared
+from agentenv.text.call_syntax import THOUGHT_OPEN
 from agentenv.text.encoder import Encoder, EncoderLostError, decoder, fast_tokenizer
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.tags import TAGS, Shown, check_tags, tag_calls, with_tools, written_arguments
@@ -38,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 RESULT_OPEN = " <result>\n"
 RESULT_CLOSE = "\n</result>"
-THOUGHT_OPEN = "<think>"
 CUT_MARKER = " ... "
 MAX_CHARS_A_TOKEN = 16  # upper bound of the average, in head and tail of a text
 NUM_KNOWN_TAILS = 1024  # cached tails of prefixes: most turns begin after the same few tokens

@@ -20,8 +20,8 @@ from agentenv.base.tree import Node, Trajectory, TrajectoryTree, of_frame
 from agentenv.base.types import Message, Task, ToolCall
 from agentenv.data.data_files import Row
 from agentenv.envs.grading.verdict import final_answer
+from agentenv.text.call_syntax import THOUGHT_OPEN
 from agentenv.text.encoder import fast_decoder
-from agentenv.text.renderer import THOUGHT_OPEN
 from agentenv.text.tags import TAGS
 
 FAILED = "failed"

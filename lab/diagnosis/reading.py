@@ -47,7 +47,7 @@ from agentenv.evaluation.subject import EvaluationAssembly, Subject
 from agentenv.lab.diagnosis.contract import OF_MODEL
 from agentenv.rollout import failure_log
 from agentenv.rollout.actor import Actor
-from agentenv.text.call_syntax import properties_of
+from agentenv.text.call_syntax import THOUGHT_CLOSE, THOUGHT_OPEN, properties_of
 from agentenv.text.native import NativeRenderer
 from agentenv.text.renderer import TagRenderer
 from agentenv.training.supervised.data import RowLoader
@@ -55,11 +55,12 @@ from agentenv.training.supervised.run import SupervisedAssembly
 
 # The trial of a program: one episode with a scripted policy, which shows how its calls are read.
 #
-# The policy calls tools twice with sample arguments and then answers. Each fork point forks once,
-# so that replays are tried too.
+# The policy thinks, calls tools twice with sample arguments, then answers. Each fork point forks
+# once, so that replays are tried too.
 
 MARK = "trial step"  # one in each turn with a call
 NUM_CALLS = 2
+DROPPED = "context/altered/thoughts_dropped"
 SHOWN = (*NOTED, "diverged/")
 SAMPLES = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}
 
@@ -92,10 +93,12 @@ class TrialPolicy:
 
     def __call__(self, prompt: str, rng: Random) -> str:
         number = prompt.count(MARK)
+        is_open = prompt.rstrip().endswith(THOUGHT_OPEN)
+        thought = f"{'' if is_open else THOUGHT_OPEN}\na thought\n{THOUGHT_CLOSE}\n\n"
         if not self._tools or number >= NUM_CALLS:
-            return f"The answer is {rng.randrange(1000)}."
+            return f"{thought}The answer is {rng.randrange(1000)}."
         call = sample_call(rng.choice(list(self._tools)))
-        text = f"{MARK} {rng.randrange(1000)}"
+        text = f"{thought}{MARK} {rng.randrange(1000)}"
         if isinstance(self.renderer, NativeRenderer):
             return self.renderer.calling(text, [call])
         return self.renderer.calling(text, [call], self._tools)
@@ -162,6 +165,11 @@ def _findings(tree: TrajectoryTree) -> Iterator[str]:
     contexts = [f"{name} {counts[name]}" for name in sorted(counts) if name.startswith("context/")]
     if contexts:
         yield f"trial, contexts: {', '.join(contexts)}"
+    if counts[DROPPED]:
+        yield (
+            "trial: the program drops thoughts; for a policy that writes them, set "
+            'env.kwargs.program.thoughts = "text"'
+        )
     if not num_points:
         yield "trial: without a fork point an algorithm that forks has roots alone"
     yield from dict.fromkeys(f"trial, failed: {leaf.error}" for leaf in leaves if leaf.error)
@@ -244,7 +252,8 @@ async def _read_sets(
     made = [one.key for one in assembly.sets.values() if assembly.makes(one.rows)]
     if made:
         report(
-            f"not checked, with env and grader, since the run generates the rows: {', '.join(made)}"
+            "not checked, with env, grader and the trial of a program, since the run generates "
+            f"the rows: {', '.join(made)}"
         )
     assembly.sets = {
         name: _local(one)

@@ -39,7 +39,8 @@ from agentenv.rollout.actor import Actor
 from agentenv.rollout.actor_parts import RolloutHooks
 from agentenv.rollout.branch import Branch
 from agentenv.rollout.questions import Answer
-from agentenv.text.renderer import NUM_TAIL_IDS, THOUGHT_OPEN
+from agentenv.text.call_syntax import THOUGHT_OPEN
+from agentenv.text.renderer import NUM_TAIL_IDS
 
 # Rollouts after a hint, and language-only ones; only for data synthesis.
 

@@ -33,7 +33,7 @@ from agentenv.base.errors import ConfigError
 from agentenv.base.types import Message, Task
 from agentenv.data.data_files import Row
 from agentenv.envs.grading.verdict import last_boxed
-from agentenv.text.renderer import THOUGHT_OPEN
+from agentenv.text.call_syntax import THOUGHT_OPEN
 
 # Trajectories as training text: unified tags, checked for pairs and order.
 #

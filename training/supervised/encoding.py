@@ -27,8 +27,9 @@ from agentenv.base.types import SYSTEM_KEY, Completion, Message, Task
 from agentenv.contract.instruction import Instruction
 from agentenv.data.rows import repaired
 from agentenv.learners.trees.encoded_tree import EncodedTree, encode_sequence
+from agentenv.text.call_syntax import THOUGHT_OPEN
 from agentenv.text.native import NativeRenderer
-from agentenv.text.renderer import NUM_TAIL_IDS, THOUGHT_OPEN, Renderer, TagRenderer
+from agentenv.text.renderer import NUM_TAIL_IDS, Renderer, TagRenderer
 from agentenv.text.tags import tag_calls
 from agentenv.training.supervised.dialogues import Dialogue
 
