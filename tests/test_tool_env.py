@@ -20,7 +20,7 @@ from agentenv.contract.env import close_shared
 from agentenv.contract.tool_env import PIECE_CHARS
 from tests.support.begun import begun
 from tests.support.counting_tools import ANSWER, Counter, LastMessage, call, make
-from tests.support.virtual_clock import on_virtual_clock, run_virtual
+from tests.support.virtual_clock import on_virtual_clock
 
 
 async def test_an_episode() -> None:
@@ -164,24 +164,21 @@ async def test_an_infrastructure_outage_is_awaited_for_outage_s_and_then_fails(
         assert outage_s <= asyncio.get_running_loop().time() <= outage_s + 15
 
 
-def test_a_tool_outage_is_logged_once_a_minute_and_shown(
+@on_virtual_clock
+async def test_a_tool_outage_is_logged_once_a_minute_and_shown(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """However many rollouts wait for it."""
-
-    async def main() -> None:
-        await close_shared()  # state of other tests
-        counter = Counter()
-        counter.faults = [InfraError("connection refused")] * 400
-        envs = [make(counter, outage_s=100.0) for _ in range(8)]
-        for env in envs:
-            await env.reset(seed=4)
-        await asyncio.gather(*(env.step(call()) for env in envs), return_exceptions=True)
-        for env in envs:
-            await env.close()
-        await close_shared()
-
-    run_virtual(main())
+    await close_shared()  # state of other tests
+    counter = Counter()
+    counter.faults = [InfraError("connection refused")] * 400
+    envs = [make(counter, outage_s=100.0) for _ in range(8)]
+    for env in envs:
+        await env.reset(seed=4)
+    await asyncio.gather(*(env.step(call()) for env in envs), return_exceptions=True)
+    for env in envs:
+        await env.close()
+    await close_shared()
     told = [one for one in caplog.records if "retrying for up to 100 s" in one.message]
     assert len(told) == 2
     assert told[0].message.endswith("connection refused")

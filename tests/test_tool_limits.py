@@ -24,7 +24,7 @@ from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import StatelessTool, ToolLimits
 from agentenv.text.prompt import PromptConfig, preset
 from tests.support.begun import begun
-from tests.support.virtual_clock import on_virtual_clock, run_virtual
+from tests.support.virtual_clock import on_virtual_clock
 
 TASK = Task("t", "test/Tools-v0", "how many?", ("2",))
 
@@ -135,42 +135,38 @@ async def test_on_limit_end_ends_the_episode_with_a_grade(
         assert info["limit"] == limit
 
 
-def test_the_concurrency_of_a_tool_is_bounded() -> None:
-    async def main() -> list[str]:
-        slow = Slow()
-        limits = {"slow": ToolLimits(max_concurrency=3, timeout_s=1.5, num_retries=0)}
-        envs = [ToolEnv(TASK, [slow], Anything(), tool_limits=limits) for _ in range(10)]
-        for env in envs:
-            await env.reset()
-        shown = await asyncio.gather(*(texts(env, call("slow")) for env in envs))
-        for env in envs:
-            await env.close()
-        await close_shared()
-        return [text for (text,) in shown]
-
-    shown = run_virtual(main())
+@on_virtual_clock
+async def test_the_concurrency_of_a_tool_is_bounded() -> None:
+    slow = Slow()
+    limits = {"slow": ToolLimits(max_concurrency=3, timeout_s=1.5, num_retries=0)}
+    envs = [ToolEnv(TASK, [slow], Anything(), tool_limits=limits) for _ in range(10)]
+    for env in envs:
+        await env.reset()
+    shown = await asyncio.gather(*(texts(env, call("slow")) for env in envs))
+    for env in envs:
+        await env.close()
+    await close_shared()
+    shown = [text for (text,) in shown]
     assert (len(shown), max(shown)) == (10, "3")
 
 
-def test_a_record_separates_the_wait_for_a_slot_from_the_work() -> None:
+@on_virtual_clock
+async def test_a_record_separates_the_wait_for_a_slot_from_the_work() -> None:
     async def seconds(env: ToolEnv) -> tuple[float, float]:
         with working(WorkClock()):  # as in a rollout
             *_, info = await env.step(call("slow"))
         (record,) = info["tool_calls"]
         return record["duration_s"], record.get("waited_s", 0.0)
 
-    async def main() -> list[tuple[float, float]]:
-        limits = {"slow": ToolLimits(max_concurrency=1)}
-        envs = [ToolEnv(TASK, [Slow()], Anything(), tool_limits=limits) for _ in range(3)]
-        for env in envs:
-            await env.reset()
-        found = await asyncio.gather(*map(seconds, envs))
-        for env in envs:
-            await env.close()
-        await close_shared()
-        return found
-
-    assert run_virtual(main()) == [(1.0, 0.0), (2.0, 1.0), (3.0, 2.0)]
+    limits = {"slow": ToolLimits(max_concurrency=1)}
+    envs = [ToolEnv(TASK, [Slow()], Anything(), tool_limits=limits) for _ in range(3)]
+    for env in envs:
+        await env.reset()
+    found = await asyncio.gather(*map(seconds, envs))
+    for env in envs:
+        await env.close()
+    await close_shared()
+    assert found == [(1.0, 0.0), (2.0, 1.0), (3.0, 2.0)]
 
 
 @on_virtual_clock
