@@ -83,6 +83,18 @@ async def run_loop(
     return Ran(seconds, steps, staleness, early_s, refused)
 
 
+async def fill(queue: ReplayQueue, *seconds: float) -> None:
+    """With rollouts that take so long."""
+
+    async def rollout(index: int, seconds: float) -> TrajectoryTree:
+        await asyncio.sleep(seconds)
+        return TrajectoryTree(TASK, index=index)
+
+    for index, one in enumerate(seconds):
+        await queue.reserve()
+        queue.put(asyncio.ensure_future(rollout(index, one)))
+
+
 def heavy_tailed(queue: ReplayQueue, num_steps: int, rng: Random, share: float = 0.0) -> Ran:
     """Rollouts of heavy-tailed times; a share of them is refused."""
     work = run_loop(
@@ -120,14 +132,7 @@ def test_an_asynchronous_run_uses_its_whole_staleness_bound() -> None:
 @on_virtual_clock
 async def test_a_cancelled_get_requeues_its_trees() -> None:
     queue = ReplayQueue(2, 0)
-
-    async def rollout(index: int, seconds: float) -> TrajectoryTree:
-        await asyncio.sleep(seconds)
-        return TrajectoryTree(TASK, index=index)
-
-    for index, seconds in enumerate((0.0, 100.0)):
-        await queue.reserve()
-        queue.put(asyncio.ensure_future(rollout(index, seconds)))
+    await fill(queue, 0.0, 100.0)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(queue.get(), 5)
     assert [tree.index for tree in await queue.get()] == [0, 1]
@@ -137,17 +142,12 @@ async def test_a_cancelled_get_requeues_its_trees() -> None:
 async def test_get_requeues_its_trees_when_the_queue_finishes() -> None:
     queue = ReplayQueue(3, 0)
 
-    async def rollout(index: int) -> TrajectoryTree:
-        return TrajectoryTree(TASK, index=index)
-
     def keep(tree: TrajectoryTree) -> bool:
         if tree.index == 2:
             raise EnvError("nothing is trained")
         return tree.index > 0
 
-    for index in range(3):
-        await queue.reserve()
-        queue.put(asyncio.ensure_future(rollout(index)))
+    await fill(queue, 0.0, 0.0, 0.0)
     with pytest.raises(EnvError):
         await queue.get(keep)
     queue.finish()
@@ -157,13 +157,7 @@ async def test_get_requeues_its_trees_when_the_queue_finishes() -> None:
 @on_virtual_clock
 async def test_a_finished_queue_delivers_the_remaining_trees_and_then_nothing() -> None:
     queue = ReplayQueue(2, 1)
-
-    async def rollout() -> TrajectoryTree:
-        return TrajectoryTree(TASK)
-
-    for _ in range(3):
-        await queue.reserve()
-        queue.put(asyncio.ensure_future(rollout()))
+    await fill(queue, 0.0, 0.0, 0.0)
     queue.finish()
     assert [len(await queue.get()) for _ in range(3)] == [2, 1, 0]
 
@@ -186,14 +180,8 @@ async def test_waits_between_feeder_and_learner_are_measured() -> None:
     """Trees end after 2, 1 and 7 s in a queue of two slots; the learner takes both at 5 s."""
     queue = ReplayQueue(2, 0)
 
-    async def rollout(seconds: float) -> TrajectoryTree:
-        await asyncio.sleep(seconds)
-        return TrajectoryTree(TASK)
-
     async def feed() -> None:
-        for seconds in (2.0, 1.0, 7.0):
-            await queue.reserve()
-            queue.put(asyncio.ensure_future(rollout(seconds)))
+        await fill(queue, 2.0, 1.0, 7.0)
         queue.finish()
 
     feeding = asyncio.ensure_future(feed())
