@@ -125,7 +125,6 @@ NUMBERS = count(1)
 def trial(warehouse: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
     """With the class ToyRank for the learner's ranks, of which attributes are restored."""
     monkeypatch.setattr(ToyRank, "at", staticmethod(lambda name: None))
-    monkeypatch.setattr(RunRecorder, "draw", lambda self: [])  # most of a run's CPU time here
     with toy_ranks():
         yield Trial(warehouse, warehouse.parent / "runs" / f"ends-{next(NUMBERS)}")
 
