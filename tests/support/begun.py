@@ -1,14 +1,24 @@
-"""An episode that has begun and is closed at the end of its block."""
+"""Environments and others that are closed at the end of a block."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from agentenv.contract.env import Env
 
 AnyEnv = TypeVar("AnyEnv", bound=Env)
+T = TypeVar("T", bound=Any)
+
+
+@asynccontextmanager
+async def closing(one: T) -> AsyncIterator[T]:
+    """As contextlib.aclosing, for objects with `close`."""
+    try:
+        yield one
+    finally:
+        await one.close()
 
 
 @asynccontextmanager
