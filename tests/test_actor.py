@@ -25,7 +25,7 @@ from agentenv.reference.algorithms import ReleasedAEPO, ReleasedARPO
 from agentenv.rollout.actor import Actor
 from agentenv.text.renderer import TagRenderer
 from tests.support.toy import CharTokenizer, CountingEnv
-from tests.support.virtual_clock import run_virtual
+from tests.support.virtual_clock import on_virtual_clock, run_virtual
 
 TASK = Task("t", "toy", "how many?", ("2",))
 
@@ -356,15 +356,12 @@ def test_tokens_are_freed_with_the_last_reference_to_their_tree(
 
 
 @given(plan=st.sampled_from(PLANS), when=st.floats(0, 6))
-def test_cancelling_at_any_moment_closes_every_env(plan: RolloutPlan, when: float) -> None:
+@on_virtual_clock
+async def test_cancelling_at_any_moment_closes_every_env(plan: RolloutPlan, when: float) -> None:
     actor = make_actor(engine={"tokens_per_s": 40.0}, latency_s=0.3)
-
-    async def scenario() -> None:
-        running = asyncio.ensure_future(actor.rollout(TASK, plan))
-        await asyncio.sleep(when)
-        running.cancel()
-        await asyncio.wait({running})
-        assert CountingEnv.num_open == 0
-        assert len(asyncio.all_tasks()) == 1
-
-    run_virtual(scenario())
+    running = asyncio.ensure_future(actor.rollout(TASK, plan))
+    await asyncio.sleep(when)
+    running.cancel()
+    await asyncio.wait({running})
+    assert CountingEnv.num_open == 0
+    assert len(asyncio.all_tasks()) == 1

@@ -30,7 +30,7 @@ from agentenv.rollout.journal import Journal
 from agentenv.training.workers.rollout_worker import RolloutWorker
 from tests.support.links import linked
 from tests.support.toy import CountingEnv
-from tests.support.virtual_clock import run_virtual
+from tests.support.virtual_clock import on_virtual_clock, run_virtual
 from tests.test_actor import TASK, AlwaysFork, make_actor
 
 T = TypeVar("T")
@@ -170,7 +170,10 @@ def test_a_bug_in_a_worker_is_raised_with_its_traceback(monkeypatch: pytest.Monk
     clustered(ask)
 
 
-def test_crashes_of_all_workers_are_counted_together(caplog: pytest.LogCaptureFixture) -> None:
+@on_virtual_clock
+async def test_crashes_of_all_workers_are_counted_together(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Four of each tree with a bug, and two such trees in one worker: ten are borne."""
     buggy = Task("buggy", "toy", "q", ("a",))
 
@@ -184,18 +187,15 @@ def test_crashes_of_all_workers_are_counted_together(caplog: pytest.LogCaptureFi
         actor.make_env = make_env
         return actor
 
-    async def main() -> None:
-        cluster = Cluster(make)
-        cluster.add("a")
-        cluster.add("b")
-        for index in range(2):
-            await cluster.rollout(index)
-            await cluster.rollout(10 + index, buggy)
-        with pytest.raises(TooManyFailuresError, match="the last 19"):
-            await cluster.rollout(12, buggy)
-        await cluster.close()
-
-    run_virtual(main())
+    cluster = Cluster(make)
+    cluster.add("a")
+    cluster.add("b")
+    for index in range(2):
+        await cluster.rollout(index)
+        await cluster.rollout(10 + index, buggy)
+    with pytest.raises(TooManyFailuresError, match="the last 19"):
+        await cluster.rollout(12, buggy)
+    await cluster.close()
     told = [one for one in caplog.records if "its rollout fails" in one.message]
     assert len(told) == 1, "the first of all"
 

@@ -27,13 +27,14 @@ from tests.support.warehouse import ROOT
 
 TASK = Task("t", "e", "q", ("7",))
 Handler = Callable[[web.Request], Awaitable[web.Response]]
+Serve = Callable[[Handler], Awaitable[str]]  # at an address
 
 
 pytestmark = pytest.mark.usefixtures("services")
 
 
 @pytest.fixture
-async def serve() -> AsyncIterator[Callable[[Handler], Awaitable[str]]]:
+async def serve() -> AsyncIterator[Serve]:
     servers = []
 
     async def start(handler: Handler) -> str:
@@ -58,9 +59,7 @@ async def serve() -> AsyncIterator[Callable[[Handler], Awaitable[str]]]:
     ],
 )
 @pytest.mark.parametrize("body", ['{"error": "no such item"}', "no such item", ""])
-async def test_the_error_of_each_status(
-    status: int, kind: type, body: str, serve: Callable[[Handler], Awaitable[str]]
-) -> None:
+async def test_the_error_of_each_status(status: int, kind: type, body: str, serve: Serve) -> None:
     async def handler(request: web.Request) -> web.Response:
         assert request.path == "/v1/items/a"
         return web.Response(status=status, text=body, headers={"Retry-After": "3"})
@@ -71,6 +70,10 @@ async def test_the_error_of_each_status(
     assert type(caught.value) is kind
     assert ("no such item" if body else f"HTTP {status}") in str(caught.value)
     assert getattr(caught.value, "retry_after_s", 0) == (3.0 if kind is InfraError else 0)
+
+
+async def log_in(client: HttpClient) -> dict[str, str]:
+    return {"Authorization": (await client.post("/login"))["token"]}
 
 
 async def play(api: HttpClient, **keys: Any) -> str:
@@ -87,9 +90,7 @@ async def play(api: HttpClient, **keys: Any) -> str:
     return messages[0].content
 
 
-async def test_a_rejected_token_is_an_error_of_configuration_without_secrets(
-    serve: Callable[[Handler], Awaitable[str]],
-) -> None:
+async def test_a_rejected_token_is_an_error_of_configuration_without_secrets(serve: Serve) -> None:
     """No policy reads it, for any request."""
 
     async def handler(request: web.Request) -> web.Response:
@@ -105,9 +106,7 @@ async def test_a_rejected_token_is_an_error_of_configuration_without_secrets(
     assert "secret" not in said
 
 
-async def test_a_403_is_an_observation_until_every_request_gets_it(
-    serve: Callable[[Handler], Awaitable[str]],
-) -> None:
+async def test_a_403_is_an_observation_until_every_request_gets_it(serve: Serve) -> None:
     """One item may be forbidden; all of them are, where the key is not allowed anything."""
 
     async def handler(request: web.Request) -> web.Response:
@@ -140,7 +139,7 @@ def test_a_url_without_a_scheme_is_refused_at_construction(url: Any, said: str) 
         HttpClient(url)
 
 
-async def test_a_client_is_prepared_once(serve: Callable[[Handler], Awaitable[str]]) -> None:
+async def test_a_client_is_prepared_once(serve: Serve) -> None:
     """Though tools are prepared before each episode."""
     asked = []
 
@@ -156,7 +155,7 @@ async def test_a_client_is_prepared_once(serve: Callable[[Handler], Awaitable[st
 
 @pytest.mark.parametrize("status", [404, 401, 0])
 async def test_a_request_in_prepare_refuses_the_run_with_tool_and_address(
-    status: int, serve: Callable[[Handler], Awaitable[str]]
+    status: int, serve: Serve
 ) -> None:
     async def handler(request: web.Request) -> web.Response:
         return web.Response(status=status)
@@ -173,9 +172,7 @@ async def test_a_request_in_prepare_refuses_the_run_with_tool_and_address(
     assert (f"HTTP {status}" if status else "Connection refused") in str(caught.value)
 
 
-async def test_responses_are_json_values_texts_or_none(
-    serve: Callable[[Handler], Awaitable[str]],
-) -> None:
+async def test_responses_are_json_values_texts_or_none(serve: Serve) -> None:
     async def handler(request: web.Request) -> web.Response:
         match request.path.rpartition("/")[2]:
             case "json":
@@ -201,9 +198,7 @@ async def test_responses_are_json_values_texts_or_none(
         await HttpClient("http://127.0.0.1:9", timeout_s=5).get("/x")
 
 
-async def test_a_login_happens_once_and_again_when_its_token_expires(
-    serve: Callable[[Handler], Awaitable[str]],
-) -> None:
+async def test_a_login_happens_once_and_again_when_its_token_expires(serve: Serve) -> None:
     logins: list[str] = []
     uses: dict[str, int] = {}
 
@@ -217,9 +212,6 @@ async def test_a_login_happens_once_and_again_when_its_token_expires(
         uses[token] = uses.get(token, 0) + 1
         return web.Response(status=200 if uses[token] <= 20 else 401, text=token)
 
-    async def log_in(client: HttpClient) -> dict[str, str]:
-        return {"Authorization": (await client.post("/login"))["token"]}
-
     client = HttpClient(await serve(handler), login=log_in)
     assert set(await asyncio.gather(*(client.get("/x") for _ in range(20)))) == {"t0"}
     assert logins == ["t0"]
@@ -229,7 +221,7 @@ async def test_a_login_happens_once_and_again_when_its_token_expires(
 
 @pytest.mark.parametrize("everywhere", [True, False])
 async def test_a_token_that_no_login_renews_is_not_an_observation(
-    everywhere: bool, serve: Callable[[Handler], Awaitable[str]]
+    everywhere: bool, serve: Serve
 ) -> None:
     """Refused everywhere it is an error of configuration; at one path, while other requests are
     accepted, a failure that is retried."""
@@ -260,14 +252,9 @@ async def test_a_token_that_no_login_renews_is_not_an_observation(
     assert num_logins >= MAX_LOGINS
 
 
-async def test_a_refused_login_refuses_the_run(
-    serve: Callable[[Handler], Awaitable[str]],
-) -> None:
+async def test_a_refused_login_refuses_the_run(serve: Serve) -> None:
     async def handler(request: web.Request) -> web.Response:
         return web.Response(status=403, text="wrong password")
-
-    async def log_in(client: HttpClient) -> dict[str, str]:
-        return {"Authorization": (await client.post("/login"))["token"]}
 
     client = HttpClient(await serve(handler), login=log_in)
     for _ in range(2):

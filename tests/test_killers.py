@@ -221,7 +221,8 @@ def test_the_journal_records_the_workers_killed_by_a_tree(
     assert run_virtual(resume_older()) == 0
 
 
-def test_losses_of_a_tree_that_made_progress_are_reset(tmp_path: Path) -> None:
+@on_virtual_clock
+async def test_losses_of_a_tree_that_made_progress_are_reset(tmp_path: Path) -> None:
     def journal() -> Journal:
         return Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
 
@@ -238,45 +239,38 @@ def test_losses_of_a_tree_that_made_progress_are_reset(tmp_path: Path) -> None:
         await cluster.close()
         await cluster.workers.journal.close()
 
-    async def main() -> dict[int, int]:
-        await lose(Cluster(lambda: make_actor(engine={"latency_s": 10.0})))
-        again = journal()
-        await again.close()
-        return again.earlier.losses
-
-    assert run_virtual(main()) == {}
+    await lose(Cluster(lambda: make_actor(engine={"latency_s": 10.0})))
+    again = journal()
+    await again.close()
+    assert again.earlier.losses == {}
 
 
 @pytest.mark.parametrize("begins_s", [None, 0.0, 25.0], ids=["never began", "begins", "goes on"])
-def test_a_tree_without_a_worker_ends_when_a_user_cancels_it(
+@on_virtual_clock
+async def test_a_tree_without_a_worker_ends_when_a_user_cancels_it(
     begins_s: float | None, tmp_path: Path
 ) -> None:
-    async def main() -> tuple[TrajectoryTree, Any, int]:
-        cluster = Cluster(lambda: make_actor(engine={"latency_s": 10.0}))
-        cluster.workers.journal = Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
-        if begins_s is not None:
-            cluster.add("a")
-        growing = asyncio.create_task(cluster.rollout(0))
-        await asyncio.sleep(begins_s or 1.0)
-        if begins_s is not None:
-            await cluster.kill("a")
-            await asyncio.sleep(1.0)
-        before = 0 if begins_s is None else cluster.engine.stats()["requests"]
-        assert cluster.workers.places()[0] == ""
-        assert cluster.workers.cancel(0, "enough")
-        assert not cluster.workers.places()
-        tree = await asyncio.wait_for(growing, 1.0)
-        assert not cluster.workers.cancel(0, "again")
-        recorded = None
-        await cluster.close()
-        await cluster.workers.journal.close()
-        again = Journal(tmp_path, JournalConfig(), settings="s", incarnation=2)
-        recorded = again.earlier.read(0, TASK)
-        await again.close()
-        assert begins_s is None or cluster.engine.stats()["requests"] == before
-        return tree, recorded, int(before)
-
-    tree, recorded, _ = run_virtual(main())
+    cluster = Cluster(lambda: make_actor(engine={"latency_s": 10.0}))
+    cluster.workers.journal = Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
+    if begins_s is not None:
+        cluster.add("a")
+    growing = asyncio.create_task(cluster.rollout(0))
+    await asyncio.sleep(begins_s or 1.0)
+    if begins_s is not None:
+        await cluster.kill("a")
+        await asyncio.sleep(1.0)
+    before = 0 if begins_s is None else cluster.engine.stats()["requests"]
+    assert cluster.workers.places()[0] == ""
+    assert cluster.workers.cancel(0, "enough")
+    assert not cluster.workers.places()
+    tree = await asyncio.wait_for(growing, 1.0)
+    assert not cluster.workers.cancel(0, "again")
+    await cluster.close()
+    await cluster.workers.journal.close()
+    again = Journal(tmp_path, JournalConfig(), settings="s", incarnation=2)
+    recorded = again.earlier.read(0, TASK)
+    await again.close()
+    assert begins_s is None or cluster.engine.stats()["requests"] == before
     assert tree.is_cancelled
     assert tree.num_live == 0
     assert "enough" in str(tree.failures()[0].error)

@@ -21,28 +21,26 @@ from agentenv.processes.supervisor import LocalPlacement, Supervisor
 from agentenv.processes.worker_group import Left, WorkerGroup, WorkerSpec
 from agentenv.rollout.failure_log import Failure
 from tests.support.links import linked
-from tests.support.virtual_clock import on_virtual_clock, run_virtual
+from tests.support.virtual_clock import on_virtual_clock
 from tests.test_actor import make_actor
 from tests.test_cluster import Cluster
 
 pytestmark = pytest.mark.usefixtures("no_env_left_open")
 
 
-def test_a_lost_worker_may_have_made_progress_without_a_finished_tree() -> None:
-    async def main() -> list[Left]:
-        cluster, found = Cluster(lambda: make_actor(engine={"latency_s": 10.0})), []
-        cluster.add("a")
-        growing = asyncio.create_task(cluster.rollout(0))
-        for name, seconds in (("a", 15.0), ("b", 1.0)):
-            await asyncio.sleep(seconds)
-            await cluster.kill(name)
-            found.append(await cluster._joined[name])
-            cluster.add(chr(ord(name) + 1))
-        growing.cancel()
-        await cluster.close()
-        return found
-
-    left = run_virtual(main())
+@on_virtual_clock
+async def test_a_lost_worker_may_have_made_progress_without_a_finished_tree() -> None:
+    cluster = Cluster(lambda: make_actor(engine={"latency_s": 10.0}))
+    left = list[Left]()
+    cluster.add("a")
+    growing = asyncio.create_task(cluster.rollout(0))
+    for name, seconds in (("a", 15.0), ("b", 1.0)):
+        await asyncio.sleep(seconds)
+        await cluster.kill(name)
+        left.append(await cluster._joined[name])
+        cluster.add(chr(ord(name) + 1))
+    growing.cancel()
+    await cluster.close()
     assert [one.num_ended for one in left] == [0, 0]
     assert [one.has_come_further for one in left] == [True, False]
 
@@ -64,7 +62,8 @@ class NullPlacement(LocalPlacement):
 
 
 @pytest.mark.parametrize("has_come_further", [True, False])
-def test_only_consecutive_losses_without_progress_count(
+@on_virtual_clock
+async def test_only_consecutive_losses_without_progress_count(
     has_come_further: bool, tmp_path: Path
 ) -> None:
     """A machine preempted every half hour, with trees of an hour, is not a broken worker."""
@@ -74,20 +73,16 @@ def test_only_consecutive_losses_without_progress_count(
             await asyncio.sleep(1800.0)
             return Left("it is gone", 0, "", has_come_further=has_come_further)
 
-    async def main() -> Lost:
-        members = Lost(lambda text: None)
-        spec = WorkerSpec("module", "worker", "worker", 1, 10.0, 3, "cluster")
-        setup = msgspec.defstruct("Setup", [])()
-        workers = Kept(spec, members, setup, tmp_path, lambda text: None, NullPlacement())
-        workers._kept = {0}
-        starting = asyncio.create_task(workers._start(0))
-        keeping = asyncio.create_task(workers._keep(0, starting))
-        await asyncio.sleep(12 * 3600.0)
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
-        return members
-
-    members = run_virtual(main())
+    members = Lost(lambda text: None)
+    spec = WorkerSpec("module", "worker", "worker", 1, 10.0, 3, "cluster")
+    setup = msgspec.defstruct("Setup", [])()
+    workers = Kept(spec, members, setup, tmp_path, lambda text: None, NullPlacement())
+    workers._kept = {0}
+    starting = asyncio.create_task(workers._start(0))
+    keeping = asyncio.create_task(workers._keep(0, starting))
+    await asyncio.sleep(12 * 3600.0)
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
     assert members.num_lost == 4 if not has_come_further else members.num_lost > 20
     assert bool(members.reason) is not has_come_further
 

@@ -15,7 +15,7 @@ import uvloop
 from agentenv.base.offload import check_outside, in_thread, replaced, start_process, start_thread
 from agentenv.rollout.metrics import LoopLag
 from tests.support.sources import sources
-from tests.support.virtual_clock import DeadlockError, Inline, run_virtual
+from tests.support.virtual_clock import DeadlockError, Inline, on_virtual_clock, run_virtual
 
 ROOT = Path(__file__).parent.parent
 SEAM = "agentenv/base/offload.py"
@@ -121,19 +121,18 @@ def test_code_that_cannot_use_the_seam_checks_it_first(path: str) -> None:
     )
 
 
-def test_a_virtual_clock_runs_functions_immediately_and_refuses_processes() -> None:
-    async def main() -> tuple[float, bool]:
-        with replaced(Inline()):
-            here = await in_thread(threading.get_ident)
-            with pytest.raises(RuntimeError, match="virtual clock"):
-                await start_process("true")
-            with pytest.raises(RuntimeError, match="virtual clock"):
-                start_thread(lambda: None, name="idle")
-            with pytest.raises(RuntimeError, match="a sandbox would"):
-                check_outside("a sandbox")
-        return asyncio.get_running_loop().time(), here == threading.get_ident()
-
-    assert run_virtual(main()) == (0.0, True)
+@on_virtual_clock
+async def test_a_virtual_clock_runs_functions_immediately_and_refuses_processes() -> None:
+    with replaced(Inline()):
+        here = await in_thread(threading.get_ident)
+        with pytest.raises(RuntimeError, match="virtual clock"):
+            await start_process("true")
+        with pytest.raises(RuntimeError, match="virtual clock"):
+            start_thread(lambda: None, name="idle")
+        with pytest.raises(RuntimeError, match="a sandbox would"):
+            check_outside("a sandbox")
+    assert asyncio.get_running_loop().time() == 0.0
+    assert here == threading.get_ident()
 
 
 async def test_with_a_real_clock_a_function_runs_in_a_thread() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from agentenv.base.tree import TrajectoryTree
 from agentenv.rollout.queue import Pace, ReplayQueue, TreeTimes
-from tests.support.virtual_clock import run_virtual
+from tests.support.virtual_clock import on_virtual_clock, run_virtual
 from tests.test_queue import TASK, Ran, run_loop
 
 GROUPS, BOUND, NUM_STEPS = 4, 3, 30
@@ -133,34 +133,32 @@ def test_the_duration_of_an_update_with_an_evaluation_is_ignored() -> None:
     assert pace.early_s(110.0, 1) < 10.0
 
 
-def test_a_tree_of_an_earlier_process_starts_immediately_and_is_not_measured() -> None:
-    async def scenario() -> None:
-        queue = ReplayQueue(1, 2)
+@on_virtual_clock
+async def test_a_tree_of_an_earlier_process_starts_immediately_and_is_not_measured() -> None:
+    queue = ReplayQueue(1, 2)
 
-        async def rollout(seconds: float) -> TrajectoryTree:
-            await asyncio.sleep(seconds)
-            return TrajectoryTree(TASK, index=0, policy_version=0)
+    async def rollout(seconds: float) -> TrajectoryTree:
+        await asyncio.sleep(seconds)
+        return TrajectoryTree(TASK, index=0, policy_version=0)
 
+    for _ in range(2):
+        await queue.reserve()
+        queue.put(asyncio.ensure_future(rollout(1.0)))
+        await queue.get()
+        await asyncio.sleep(10.0)
+        queue.release(1)
+    for _ in range(2):
+        assert await queue.reserve(at_once=True) == 0.0
+        queue.put(asyncio.ensure_future(rollout(0.0)), is_new=False)
+
+    async def learner() -> None:
         for _ in range(2):
-            await queue.reserve()
-            queue.put(asyncio.ensure_future(rollout(1.0)))
             await queue.get()
             await asyncio.sleep(10.0)
-            queue.release(1)
-        for _ in range(2):
-            assert await queue.reserve(at_once=True) == 0.0
-            queue.put(asyncio.ensure_future(rollout(0.0)), is_new=False)
 
-        async def learner() -> None:
-            for _ in range(2):
-                await queue.get()
-                await asyncio.sleep(10.0)
-
-        learning = asyncio.ensure_future(learner())
-        await asyncio.sleep(0)
-        assert 15.0 < await queue.reserve() < 20.0  # it has two steps of ten seconds before
-        learning.cancel()
-        for rest in queue.drain():
-            rest.cancel()
-
-    run_virtual(scenario())
+    learning = asyncio.ensure_future(learner())
+    await asyncio.sleep(0)
+    assert 15.0 < await queue.reserve() < 20.0  # it has two steps of ten seconds before
+    learning.cancel()
+    for rest in queue.drain():
+        rest.cancel()

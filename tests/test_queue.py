@@ -16,7 +16,7 @@ from agentenv.base.errors import EnvError
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task
 from agentenv.rollout.queue import ReplayQueue
-from tests.support.virtual_clock import run_virtual
+from tests.support.virtual_clock import on_virtual_clock, run_virtual
 
 TASK = Task("t", "toy", "q", ("a",))
 
@@ -83,6 +83,18 @@ async def run_loop(
     return Ran(seconds, steps, staleness, early_s, refused)
 
 
+async def fill(queue: ReplayQueue, *seconds: float) -> None:
+    """With rollouts that take so long."""
+
+    async def rollout(index: int, seconds: float) -> TrajectoryTree:
+        await asyncio.sleep(seconds)
+        return TrajectoryTree(TASK, index=index)
+
+    for index, one in enumerate(seconds):
+        await queue.reserve()
+        queue.put(asyncio.ensure_future(rollout(index, one)))
+
+
 def heavy_tailed(queue: ReplayQueue, num_steps: int, rng: Random, share: float = 0.0) -> Ran:
     """Rollouts of heavy-tailed times; a share of them is refused."""
     work = run_loop(
@@ -117,112 +129,77 @@ def test_an_asynchronous_run_uses_its_whole_staleness_bound() -> None:
     assert max(map(max, heavy_tailed(ReplayQueue(4, 3), 30, Random(1)).staleness)) == 3
 
 
-def test_a_cancelled_get_requeues_its_trees() -> None:
-    async def scenario() -> None:
-        queue = ReplayQueue(2, 0)
-
-        async def rollout(index: int, seconds: float) -> TrajectoryTree:
-            await asyncio.sleep(seconds)
-            return TrajectoryTree(TASK, index=index)
-
-        for index, seconds in enumerate((0.0, 100.0)):
-            await queue.reserve()
-            queue.put(asyncio.ensure_future(rollout(index, seconds)))
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(queue.get(), 5)
-        assert [tree.index for tree in await queue.get()] == [0, 1]
-
-    run_virtual(scenario())
+@on_virtual_clock
+async def test_a_cancelled_get_requeues_its_trees() -> None:
+    queue = ReplayQueue(2, 0)
+    await fill(queue, 0.0, 100.0)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(queue.get(), 5)
+    assert [tree.index for tree in await queue.get()] == [0, 1]
 
 
-def test_get_requeues_its_trees_when_the_queue_finishes() -> None:
-    async def scenario() -> None:
-        queue = ReplayQueue(3, 0)
+@on_virtual_clock
+async def test_get_requeues_its_trees_when_the_queue_finishes() -> None:
+    queue = ReplayQueue(3, 0)
 
-        async def rollout(index: int) -> TrajectoryTree:
-            return TrajectoryTree(TASK, index=index)
+    def keep(tree: TrajectoryTree) -> bool:
+        if tree.index == 2:
+            raise EnvError("nothing is trained")
+        return tree.index > 0
 
-        def keep(tree: TrajectoryTree) -> bool:
-            if tree.index == 2:
-                raise EnvError("nothing is trained")
-            return tree.index > 0
-
-        for index in range(3):
-            await queue.reserve()
-            queue.put(asyncio.ensure_future(rollout(index)))
-        with pytest.raises(EnvError):
-            await queue.get(keep)
-        queue.finish()
-        assert [tree.index for tree in await queue.get()] == [1, 2], "the first was refused"
-
-    run_virtual(scenario())
+    await fill(queue, 0.0, 0.0, 0.0)
+    with pytest.raises(EnvError):
+        await queue.get(keep)
+    queue.finish()
+    assert [tree.index for tree in await queue.get()] == [1, 2], "the first was refused"
 
 
-def test_a_finished_queue_delivers_the_remaining_trees_and_then_nothing() -> None:
-    async def scenario() -> None:
-        queue = ReplayQueue(2, 1)
-
-        async def rollout() -> TrajectoryTree:
-            return TrajectoryTree(TASK)
-
-        for _ in range(3):
-            await queue.reserve()
-            queue.put(asyncio.ensure_future(rollout()))
-        queue.finish()
-        assert [len(await queue.get()) for _ in range(3)] == [2, 1, 0]
-
-    run_virtual(scenario())
+@on_virtual_clock
+async def test_a_finished_queue_delivers_the_remaining_trees_and_then_nothing() -> None:
+    queue = ReplayQueue(2, 1)
+    await fill(queue, 0.0, 0.0, 0.0)
+    queue.finish()
+    assert [len(await queue.get()) for _ in range(3)] == [2, 1, 0]
 
 
-def test_a_bug_in_a_rollout_reaches_the_learner() -> None:
-    async def scenario() -> None:
-        queue = ReplayQueue(1, 0)
+@on_virtual_clock
+async def test_a_bug_in_a_rollout_reaches_the_learner() -> None:
+    queue = ReplayQueue(1, 0)
 
-        async def rollout() -> TrajectoryTree:
-            raise ZeroDivisionError
+    async def rollout() -> TrajectoryTree:
+        raise ZeroDivisionError
 
-        await queue.reserve()
-        queue.put(asyncio.ensure_future(rollout()))
-        with pytest.raises(ZeroDivisionError):
-            await queue.get()
-
-    run_virtual(scenario())
+    await queue.reserve()
+    queue.put(asyncio.ensure_future(rollout()))
+    with pytest.raises(ZeroDivisionError):
+        await queue.get()
 
 
-def test_waits_between_feeder_and_learner_are_measured() -> None:
+@on_virtual_clock
+async def test_waits_between_feeder_and_learner_are_measured() -> None:
     """Trees end after 2, 1 and 7 s in a queue of two slots; the learner takes both at 5 s."""
+    queue = ReplayQueue(2, 0)
 
-    async def scenario() -> None:
-        queue = ReplayQueue(2, 0)
+    async def feed() -> None:
+        await fill(queue, 2.0, 1.0, 7.0)
+        queue.finish()
 
-        async def rollout(seconds: float) -> TrajectoryTree:
-            await asyncio.sleep(seconds)
-            return TrajectoryTree(TASK)
-
-        async def feed() -> None:
-            for seconds in (2.0, 1.0, 7.0):
-                await queue.reserve()
-                queue.put(asyncio.ensure_future(rollout(seconds)))
-            queue.finish()
-
-        feeding = asyncio.ensure_future(feed())
-        await asyncio.sleep(5)
-        await queue.get()
-        queue.release(2)
-        await feeding
-        figures = queue.flow.take()
-        assert figures == {
-            "flow/producer_blocked_s": 5.0,
-            "flow/producer_early_s": 0.0,
-            "flow/age_s": (3.0 + 4.0) / 2,
-            "flow/age_max_s": 4.0,
-        }
-        await queue.get()
-        assert queue.flow.take() == {
-            "flow/producer_blocked_s": 0.0,
-            "flow/producer_early_s": 0.0,
-            "flow/age_s": 0.0,
-            "flow/age_max_s": 0.0,
-        }
-
-    run_virtual(scenario())
+    feeding = asyncio.ensure_future(feed())
+    await asyncio.sleep(5)
+    await queue.get()
+    queue.release(2)
+    await feeding
+    figures = queue.flow.take()
+    assert figures == {
+        "flow/producer_blocked_s": 5.0,
+        "flow/producer_early_s": 0.0,
+        "flow/age_s": (3.0 + 4.0) / 2,
+        "flow/age_max_s": 4.0,
+    }
+    await queue.get()
+    assert queue.flow.take() == {
+        "flow/producer_blocked_s": 0.0,
+        "flow/producer_early_s": 0.0,
+        "flow/age_s": 0.0,
+        "flow/age_max_s": 0.0,
+    }

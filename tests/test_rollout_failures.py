@@ -24,7 +24,7 @@ from agentenv.learners.algorithms.aepo import AEPO, AEPOPlan, is_probe
 from agentenv.learners.algorithms.arpo import ARPO, ARPOPlan
 from agentenv.rollout.actor import Actor
 from tests.support.toy import CharTokenizer, CountingEnv
-from tests.support.virtual_clock import run_virtual
+from tests.support.virtual_clock import on_virtual_clock, run_virtual
 from tests.test_actor import TASK, AlwaysFork, make_actor, rollout
 from tests.test_tool_limits import Anything
 
@@ -230,7 +230,8 @@ def test_the_wait_of_roots_for_the_probe_of_aepo_is_measured() -> None:
     assert actor.probes.take() == {}
 
 
-def test_a_tree_over_its_time_limit_is_delivered_with_its_trajectories() -> None:
+@on_virtual_clock
+async def test_a_tree_over_its_time_limit_is_delivered_with_its_trajectories() -> None:
     """Every second step hangs forever; each root alone has 30 s, the tree 70 s, and no root is
     started after that."""
 
@@ -243,15 +244,12 @@ def test_a_tree_over_its_time_limit_is_delivered_with_its_trajectories() -> None
 
         made = 0
 
-    async def main() -> tuple[TrajectoryTree, float]:
-        limits = Limits(max_seconds=30.0, max_tree_seconds=70.0, max_failures=9)
-        actor = make_actor(limits=limits, engine={"latency_s": 1.0})
-        actor.make_env = Hanging
-        plan = ARPO(group_size=6, initial_rollouts=1, base_probability=0.0, entropy_weight=0.0)
-        tree = await actor.rollout(TASK, OneByOne(plan, 256))
-        return tree, asyncio.get_running_loop().time()
-
-    tree, seconds = run_virtual(main())
+    limits = Limits(max_seconds=30.0, max_tree_seconds=70.0, max_failures=9)
+    actor = make_actor(limits=limits, engine={"latency_s": 1.0})
+    actor.make_env = Hanging
+    plan = ARPO(group_size=6, initial_rollouts=1, base_probability=0.0, entropy_weight=0.0)
+    tree = await actor.rollout(TASK, OneByOne(plan, 256))
+    seconds = asyncio.get_running_loop().time()
     assert seconds == pytest.approx(70.0, abs=0.1)
     assert tree.num_started < 6
     assert [leaf.limit for leaf in tree.leaves()][-1] == Limit.SECONDS
@@ -316,16 +314,13 @@ class CodeTimedOut(StatelessTool):
         raise ToolError("TimeoutError: stopped after 20 s")
 
 
-def test_code_that_exceeds_the_limit_of_its_tool_counts_as_work() -> None:
+@on_virtual_clock
+async def test_code_that_exceeds_the_limit_of_its_tool_counts_as_work() -> None:
     """Its 50 s end within the third call, whose end is waited for: the tool could have been
     down."""
     actor = make_actor(script=three_searches, limits=Limits(max_seconds=50.0))
     actor.make_env = lambda task: ToolEnv(task, [CodeTimedOut()], Anything())
-
-    async def main() -> tuple[TrajectoryTree, float]:
-        return await actor.rollout(TASK, Independent(1)), asyncio.get_running_loop().time()
-
-    tree, seconds = run_virtual(main())
+    tree, seconds = await actor.rollout(TASK, Independent(1)), asyncio.get_running_loop().time()
     (leaf,) = tree.leaves()
     assert leaf.limit == Limit.SECONDS
     assert 60.0 <= seconds <= 61.0
@@ -417,16 +412,13 @@ class NeverDone:
         raise AssertionError
 
 
-def test_a_hanging_grader_is_awaited_as_long_as_an_unreachable_one() -> None:
+@on_virtual_clock
+async def test_a_hanging_grader_is_awaited_as_long_as_an_unreachable_one() -> None:
     """The step, then the grading after its deadline: each for `outage_s`, and the last attempt."""
-
-    async def main() -> tuple[TrajectoryTree, float]:
-        limits = Limits(max_seconds=10.0, max_failures=0, max_tree_seconds=9999.0)
-        actor = make_actor(script=lambda *_: "<answer>3</answer>", limits=limits)
-        actor.make_env = lambda task: ToolEnv(task, [], NeverDone())
-        return await actor.rollout(TASK, Independent(1)), asyncio.get_running_loop().time()
-
-    tree, seconds = run_virtual(main())
+    limits = Limits(max_seconds=10.0, max_failures=0, max_tree_seconds=9999.0)
+    actor = make_actor(script=lambda *_: "<answer>3</answer>", limits=limits)
+    actor.make_env = lambda task: ToolEnv(task, [], NeverDone())
+    tree, seconds = await actor.rollout(TASK, Independent(1)), asyncio.get_running_loop().time()
     (leaf,) = tree.failures()
     assert "env.finish took over" in str(leaf.error)
     assert 600.0 < seconds < 800.0

@@ -18,8 +18,9 @@ from agentenv.base.errors import (
 from agentenv.base.types import MALFORMED_CALL, UNKNOWN_TOOL, Limit, Message, ToolCall
 from agentenv.contract.env import close_shared
 from agentenv.contract.tool_env import PIECE_CHARS
+from tests.support.begun import begun
 from tests.support.counting_tools import ANSWER, Counter, LastMessage, call, make
-from tests.support.virtual_clock import on_virtual_clock, run_virtual
+from tests.support.virtual_clock import on_virtual_clock
 
 
 async def test_an_episode() -> None:
@@ -48,30 +49,29 @@ async def test_an_episode() -> None:
 
 
 async def test_several_calls_run_in_order() -> None:
-    env = make(Counter(), Counter("other"))
-    await env.reset()
-    calls = (ToolCall("counter", {}), ToolCall("other", {"by": 5}), ToolCall("counter", {}))
-    observation, *_ = await env.step(Message("assistant", "", calls))
-    assert [(message.name, message.content) for message in observation] == [
-        ("counter", "1"), ("other", "5"), ("counter", "2")
-    ]  # fmt: skip
-    await env.close()
+    async with begun(make(Counter(), Counter("other"))) as env:
+        calls = (ToolCall("counter", {}), ToolCall("other", {"by": 5}), ToolCall("counter", {}))
+        observation, *_ = await env.step(Message("assistant", "", calls))
+        assert [(message.name, message.content) for message in observation] == [
+            ("counter", "1"), ("other", "5"), ("counter", "2")
+        ]  # fmt: skip
 
 
 async def test_the_policy_reads_tool_errors_and_they_do_not_count() -> None:
     counter = Counter()
     counter.faults = [ToolError("count what?")]
-    env = make(counter)
-    await env.reset()
-    observation, *_, info = await env.step(call())
-    assert observation[0].content == "count what?"
-    assert (info["tool_calls"][0]["ok"], info["tool_calls"][0]["error"]) == (False, "count what?")
-    observation, *_, info = await env.step(call("bing"))
-    assert "'bing'" in observation[0].content
-    assert info["tool_calls"][0]["name"] == UNKNOWN_TOOL  # a metric has its name
-    *_, info = await env.step(ANSWER)
-    assert info["parts"] == {"calls": 0.0}
-    await env.close()
+    async with begun(make(counter)) as env:
+        observation, *_, info = await env.step(call())
+        assert observation[0].content == "count what?"
+        assert (info["tool_calls"][0]["ok"], info["tool_calls"][0]["error"]) == (
+            False,
+            "count what?",
+        )
+        observation, *_, info = await env.step(call("bing"))
+        assert "'bing'" in observation[0].content
+        assert info["tool_calls"][0]["name"] == UNKNOWN_TOOL  # a metric has its name
+        *_, info = await env.step(ANSWER)
+        assert info["parts"] == {"calls": 0.0}
 
 
 async def test_the_record_of_a_huge_error_keeps_head_and_tail() -> None:
@@ -80,18 +80,16 @@ async def test_the_record_of_a_huge_error_keeps_head_and_tail() -> None:
     text = "head" + "x" * 5_000_000 + "tail"
     counter = Counter()
     counter.faults = [ToolError(text, {"log": text, "tries": [{"code": text, "number": 3}]})]
-    env = make(counter)
-    await env.reset()
-    observation, *_, info = await env.step(call())
-    assert observation[0].content == text
-    (record,) = info["tool_calls"]
-    (tried,) = record["info"]["tries"]
-    for kept in (record["error"], record["info"]["log"], tried["code"]):
-        assert kept.startswith("headx")
-        assert kept.endswith("xtail")
-        assert len(kept) < 5000
-    assert tried["number"] == 3
-    await env.close()
+    async with begun(make(counter)) as env:
+        observation, *_, info = await env.step(call())
+        assert observation[0].content == text
+        (record,) = info["tool_calls"]
+        (tried,) = record["info"]["tries"]
+        for kept in (record["error"], record["info"]["log"], tried["code"]):
+            assert kept.startswith("headx")
+            assert kept.endswith("xtail")
+            assert len(kept) < 5000
+        assert tried["number"] == 3
 
 
 @pytest.mark.parametrize("half", ["", chr(0xD83D)], ids=["text", "half a pair"])
@@ -99,49 +97,43 @@ async def test_the_check_of_a_very_long_result_does_not_block_the_loop(half: str
     size = 8 * PIECE_CHARS
     counter = Counter()
     counter.faults = [ToolError("\u597d" * (size - 1) + half + "\u597d" * size)]
-    env = make(counter)
-    await env.reset()
-    turns = 0
+    async with begun(make(counter)) as env:
+        turns = 0
 
-    async def others() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
 
-    beside = asyncio.create_task(others())
-    observation, *_ = await env.step(call())
-    beside.cancel()
-    expected = "\u597d" * (size - 1) + "?" * len(half) + "\u597d" * size
-    assert observation[0].content == expected
-    assert turns > 10
-    await env.close()
+        beside = asyncio.create_task(others())
+        observation, *_ = await env.step(call())
+        beside.cancel()
+        expected = "\u597d" * (size - 1) + "?" * len(half) + "\u597d" * size
+        assert observation[0].content == expected
+        assert turns > 10
 
 
 @pytest.mark.parametrize("arguments", [{}, {"problem": ["x"]}, {"other": 1}])
 async def test_the_policy_may_call_the_reserved_name_of_malformed_calls(
     arguments: dict[str, object],
 ) -> None:
-    env = make(Counter())
-    await env.reset()
-    action = Message("assistant", "", (ToolCall(MALFORMED_CALL, arguments),))
-    *_, info = await env.step(action)
-    assert not info["tool_calls"][0]["ok"]
-    await env.close()
+    async with begun(make(Counter())) as env:
+        action = Message("assistant", "", (ToolCall(MALFORMED_CALL, arguments),))
+        *_, info = await env.step(action)
+        assert not info["tool_calls"][0]["ok"]
 
 
 @on_virtual_clock
 async def test_infrastructure_is_retried_and_never_shown() -> None:
     counter = Counter()
     counter.faults = [InfraError("gone"), InfraError("gone")]
-    env = make(counter)
-    await env.reset(seed=4)
-    loop = asyncio.get_running_loop()
-    start = loop.time()
-    observation, *_ = await env.step(call())
-    assert observation[0].content == "1"
-    assert 0.3 <= loop.time() - start <= 0.45  # 0.1 and 0.2 s, jittered
-    await env.close()
+    async with begun(make(counter), seed=4) as env:
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        observation, *_ = await env.step(call())
+        assert observation[0].content == "1"
+        assert 0.3 <= loop.time() - start <= 0.45  # 0.1 and 0.2 s, jittered
 
 
 @on_virtual_clock
@@ -150,14 +142,12 @@ async def test_the_seconds_of_a_failed_attempt_are_recorded_as_waiting() -> None
     long again."""
     slow = Counter(latency_s=3.0)
     slow.faults = [InfraError("gone")]
-    env = make(slow)
-    await env.reset()
-    with working(WorkClock()) as clock:
-        *_, info = await env.step(call())
-        assert clock() == pytest.approx(3.0)
-    (record,) = info["tool_calls"]
-    assert record["duration_s"] - record["waited_s"] == pytest.approx(3.0)
-    await env.close()
+    async with begun(make(slow)) as env:
+        with working(WorkClock()) as clock:
+            *_, info = await env.step(call())
+            assert clock() == pytest.approx(3.0)
+        (record,) = info["tool_calls"]
+        assert record["duration_s"] - record["waited_s"] == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize(("outage_s", "num_tries"), [(0.0, 3), (60.0, 12)])
@@ -168,32 +158,27 @@ async def test_an_infrastructure_outage_is_awaited_for_outage_s_and_then_fails(
     """0.1 s, doubled up to 10 s, each up to half as long again, so 11 waits until 60 s are over."""
     counter = Counter()
     counter.faults = [InfraError(f"gone {i}") for i in range(99)]
-    env = make(counter, outage_s=outage_s)
-    await env.reset(seed=4)
-    with pytest.raises(OutageError, match=f"failed {num_tries} times"):
-        await env.step(call())
-    assert outage_s <= asyncio.get_running_loop().time() <= outage_s + 15
-    await env.close()
+    async with begun(make(counter, outage_s=outage_s), seed=4) as env:
+        with pytest.raises(OutageError, match=f"failed {num_tries} times"):
+            await env.step(call())
+        assert outage_s <= asyncio.get_running_loop().time() <= outage_s + 15
 
 
-def test_a_tool_outage_is_logged_once_a_minute_and_shown(
+@on_virtual_clock
+async def test_a_tool_outage_is_logged_once_a_minute_and_shown(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """However many rollouts wait for it."""
-
-    async def main() -> None:
-        await close_shared()  # state of other tests
-        counter = Counter()
-        counter.faults = [InfraError("connection refused")] * 400
-        envs = [make(counter, outage_s=100.0) for _ in range(8)]
-        for env in envs:
-            await env.reset(seed=4)
-        await asyncio.gather(*(env.step(call()) for env in envs), return_exceptions=True)
-        for env in envs:
-            await env.close()
-        await close_shared()
-
-    run_virtual(main())
+    await close_shared()  # state of other tests
+    counter = Counter()
+    counter.faults = [InfraError("connection refused")] * 400
+    envs = [make(counter, outage_s=100.0) for _ in range(8)]
+    for env in envs:
+        await env.reset(seed=4)
+    await asyncio.gather(*(env.step(call()) for env in envs), return_exceptions=True)
+    for env in envs:
+        await env.close()
+    await close_shared()
     told = [one for one in caplog.records if "retrying for up to 100 s" in one.message]
     assert len(told) == 2
     assert told[0].message.endswith("connection refused")
@@ -216,23 +201,19 @@ async def test_a_tool_that_hangs_is_stopped() -> None:
 async def test_a_bug_in_a_tool_is_named_with_the_call() -> None:
     counter = Counter()
     counter.faults = [ZeroDivisionError()]
-    env = make(counter)
-    await env.reset()
-    with pytest.raises(CrashError, match=r"'counter'.*ZeroDivisionError"):
-        await env.step(call())
-    await env.close()
+    async with begun(make(counter)) as env:
+        with pytest.raises(CrashError, match=r"'counter'.*ZeroDivisionError"):
+            await env.step(call())
 
 
 async def test_finish_grades_the_messages_so_far() -> None:
-    env = make(Counter())
-    await env.reset()
-    await env.step(call())
-    reward, info = await env.finish(Limit.TURN_TOKENS, ANSWER)
-    assert (reward, info["success"]) == (1.0, True)
-    grader = env.grader
-    assert isinstance(grader, LastMessage)
-    assert grader.seen == [call(), ANSWER]
-    await env.close()
+    async with begun(make(Counter())) as env:
+        await env.step(call())
+        reward, info = await env.finish(Limit.TURN_TOKENS, ANSWER)
+        assert (reward, info["success"]) == (1.0, True)
+        grader = env.grader
+        assert isinstance(grader, LastMessage)
+        assert grader.seen == [call(), ANSWER]
 
 
 async def test_an_env_may_only_be_used_between_reset_and_close() -> None:
@@ -248,13 +229,11 @@ async def test_an_env_may_only_be_used_between_reset_and_close() -> None:
 
 async def test_a_second_reset_starts_afresh() -> None:
     counter = Counter()
-    env = make(counter)
-    await env.reset()
-    await env.step(call())
-    await env.reset()
-    assert (await env.step(call()))[0][0].content == "1"
-    assert len(counter.open) == 1
-    await env.close()
+    async with begun(make(counter)) as env:
+        await env.step(call())
+        await env.reset()
+        assert (await env.step(call()))[0][0].content == "1"
+        assert len(counter.open) == 1
 
 
 def test_two_tools_of_one_name_are_refused() -> None:

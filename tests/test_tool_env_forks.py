@@ -9,21 +9,20 @@ import pytest
 from agentenv.base.errors import EnvError, InfraError
 from agentenv.contract.env import ForkMode
 from agentenv.contract.tool_env import ToolEnv
+from tests.support.begun import begun
 from tests.support.counting_tools import ANSWER, Counter, call, make
 
 
 async def test_a_fork_is_independent() -> None:
     counter = Counter()
-    env = make(counter)
-    await env.reset()
-    await env.step(call())
-    child = await env.fork()
-    assert (await child.step(call(by=10)))[0][0].content == "11"
-    assert (await env.step(call()))[0][0].content == "2"
-    assert (await child.step(ANSWER))[4]["parts"] == {"calls": 2.0}
-    await child.close()
-    assert len(counter.open) == 1
-    await env.close()
+    async with begun(make(counter)) as env:
+        await env.step(call())
+        child = await env.fork()
+        assert (await child.step(call(by=10)))[0][0].content == "11"
+        assert (await env.step(call()))[0][0].content == "2"
+        assert (await child.step(ANSWER))[4]["parts"] == {"calls": 2.0}
+        await child.close()
+        assert len(counter.open) == 1
     assert not counter.open
 
 
@@ -47,12 +46,10 @@ def test_fork_mode_is_the_weakest(modes: list[ForkMode], weakest: str) -> None:
 async def test_a_failed_fork_closes_its_partial_copies() -> None:
     first, second = Counter("first"), Counter("second")
     second.fork_fault = InfraError("full")
-    env = make(first, second)
-    await env.reset()
-    with pytest.raises(EnvError, match="fork failed: full"):
-        await env.fork()
-    assert (len(first.open), len(second.open)) == (1, 1)
-    await env.close()
+    async with begun(make(first, second)) as env:
+        with pytest.raises(EnvError, match="fork failed: full"):
+            await env.fork()
+        assert (len(first.open), len(second.open)) == (1, 1)
 
 
 @pytest.mark.parametrize("num_steps", range(1, 9))

@@ -23,7 +23,8 @@ from agentenv.contract.tool_config import ToolConfig, load_tools
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import StatelessTool, ToolLimits
 from agentenv.text.prompt import PromptConfig, preset
-from tests.support.virtual_clock import on_virtual_clock, run_virtual
+from tests.support.begun import begun
+from tests.support.virtual_clock import on_virtual_clock
 
 TASK = Task("t", "test/Tools-v0", "how many?", ("2",))
 
@@ -97,26 +98,24 @@ async def texts(env: ToolEnv, *actions: Message) -> list[str]:
 
 
 async def test_a_tool_beyond_its_limit_replies_that_all_calls_are_used() -> None:
-    env = ToolEnv(TASK, [echo, shout], Anything(), tool_limits={"echo": ToolLimits(max_calls=1)})
-    await env.reset()
-    first, refused, other = await texts(env, call("echo"), call("echo"), call("shout"))
-    assert (first, other) == ("a", "A")
-    assert "all 1 calls" in refused
-    child = await env.fork()
-    assert "all 1 calls" in (await texts(child, call("echo")))[0]
-    await child.close()
-    await env.reset()
-    assert await texts(env, call("echo")) == ["a"]
-    await env.close()
+    async with begun(
+        ToolEnv(TASK, [echo, shout], Anything(), tool_limits={"echo": ToolLimits(max_calls=1)})
+    ) as env:
+        first, refused, other = await texts(env, call("echo"), call("echo"), call("shout"))
+        assert (first, other) == ("a", "A")
+        assert "all 1 calls" in refused
+        child = await env.fork()
+        assert "all 1 calls" in (await texts(child, call("echo")))[0]
+        await child.close()
+        await env.reset()
+        assert await texts(env, call("echo")) == ["a"]
 
 
 async def test_the_total_counts_every_call() -> None:
-    env = ToolEnv(TASK, [echo], Anything(), max_tool_calls=2)
-    await env.reset()
-    shown = await texts(env, call("bing"), call("echo", "echo"))
-    assert shown[1] == "a"
-    assert "all 2 calls" in shown[2]
-    await env.close()
+    async with begun(ToolEnv(TASK, [echo], Anything(), max_tool_calls=2)) as env:
+        shown = await texts(env, call("bing"), call("echo", "echo"))
+        assert shown[1] == "a"
+        assert "all 2 calls" in shown[2]
 
 
 @pytest.mark.parametrize(
@@ -129,73 +128,63 @@ async def test_the_total_counts_every_call() -> None:
 async def test_on_limit_end_ends_the_episode_with_a_grade(
     options: dict[str, Any], limit: str
 ) -> None:
-    env = ToolEnv(TASK, [echo], Anything(), on_limit="end", **options)
-    await env.reset()
-    await env.step(call("echo"))
-    observation, reward, terminated, truncated, info = await env.step(call("echo", "echo"))
-    assert (observation, reward, terminated, truncated) == ([], 2.0, False, True)
-    assert info["limit"] == limit
-    await env.close()
+    async with begun(ToolEnv(TASK, [echo], Anything(), on_limit="end", **options)) as env:
+        await env.step(call("echo"))
+        observation, reward, terminated, truncated, info = await env.step(call("echo", "echo"))
+        assert (observation, reward, terminated, truncated) == ([], 2.0, False, True)
+        assert info["limit"] == limit
 
 
-def test_the_concurrency_of_a_tool_is_bounded() -> None:
-    async def main() -> list[str]:
-        slow = Slow()
-        limits = {"slow": ToolLimits(max_concurrency=3, timeout_s=1.5, num_retries=0)}
-        envs = [ToolEnv(TASK, [slow], Anything(), tool_limits=limits) for _ in range(10)]
-        for env in envs:
-            await env.reset()
-        shown = await asyncio.gather(*(texts(env, call("slow")) for env in envs))
-        for env in envs:
-            await env.close()
-        await close_shared()
-        return [text for (text,) in shown]
-
-    shown = run_virtual(main())
+@on_virtual_clock
+async def test_the_concurrency_of_a_tool_is_bounded() -> None:
+    slow = Slow()
+    limits = {"slow": ToolLimits(max_concurrency=3, timeout_s=1.5, num_retries=0)}
+    envs = [ToolEnv(TASK, [slow], Anything(), tool_limits=limits) for _ in range(10)]
+    for env in envs:
+        await env.reset()
+    shown = await asyncio.gather(*(texts(env, call("slow")) for env in envs))
+    for env in envs:
+        await env.close()
+    await close_shared()
+    shown = [text for (text,) in shown]
     assert (len(shown), max(shown)) == (10, "3")
 
 
-def test_a_record_separates_the_wait_for_a_slot_from_the_work() -> None:
+@on_virtual_clock
+async def test_a_record_separates_the_wait_for_a_slot_from_the_work() -> None:
     async def seconds(env: ToolEnv) -> tuple[float, float]:
         with working(WorkClock()):  # as in a rollout
             *_, info = await env.step(call("slow"))
         (record,) = info["tool_calls"]
         return record["duration_s"], record.get("waited_s", 0.0)
 
-    async def main() -> list[tuple[float, float]]:
-        limits = {"slow": ToolLimits(max_concurrency=1)}
-        envs = [ToolEnv(TASK, [Slow()], Anything(), tool_limits=limits) for _ in range(3)]
-        for env in envs:
-            await env.reset()
-        found = await asyncio.gather(*map(seconds, envs))
-        for env in envs:
-            await env.close()
-        await close_shared()
-        return found
-
-    assert run_virtual(main()) == [(1.0, 0.0), (2.0, 1.0), (3.0, 2.0)]
+    limits = {"slow": ToolLimits(max_concurrency=1)}
+    envs = [ToolEnv(TASK, [Slow()], Anything(), tool_limits=limits) for _ in range(3)]
+    for env in envs:
+        await env.reset()
+    found = await asyncio.gather(*map(seconds, envs))
+    for env in envs:
+        await env.close()
+    await close_shared()
+    assert found == [(1.0, 0.0), (2.0, 1.0), (3.0, 2.0)]
 
 
 @on_virtual_clock
 async def test_each_tool_has_its_own_deadline_and_retries() -> None:
     slow = Slow(latency_s=5)
     limits = {"slow": ToolLimits(timeout_s=2, num_retries=0)}
-    env = ToolEnv(TASK, [slow], Anything(), tool_limits=limits)
-    await env.reset()
-    with pytest.raises(EnvError, match=r"'slow'.*1"):
-        await env.step(call("slow"))
-    assert slow.num_calls == 1
-    await env.close()
+    async with begun(ToolEnv(TASK, [slow], Anything(), tool_limits=limits)) as env:
+        with pytest.raises(EnvError, match=r"'slow'.*1"):
+            await env.step(call("slow"))
+        assert slow.num_calls == 1
 
 
 @on_virtual_clock
 async def test_a_tool_that_is_not_required_may_be_unavailable() -> None:
     limits = {"slow": ToolLimits(required=False, num_retries=1)}
-    env = ToolEnv(TASK, [Slow(broken=True)], Anything(), tool_limits=limits)
-    await env.reset()
-    *_, info = await env.step(call("slow"))
-    assert [one["ok"] for one in info["tool_calls"]] == [False]
-    await env.close()
+    async with begun(ToolEnv(TASK, [Slow(broken=True)], Anything(), tool_limits=limits)) as env:
+        *_, info = await env.step(call("slow"))
+        assert [one["ok"] for one in info["tool_calls"]] == [False]
 
 
 def maker(toml: dict[str, Any], limits: Limits, prompt: PromptConfig) -> ToolEnv:

@@ -46,80 +46,87 @@ from tests.support.toy_rank import COUNT, ToyRank, toy_ranks
 NUM_STEPS = 4
 
 
+class Trial:
+    """A run, started by its command."""
+
+    def __init__(self, config: Path, folder: Path) -> None:
+        self.config, self.folder = config, folder
+
+    def start(self, *overrides: str) -> int:
+        """The command's exit code."""
+        here = self.config.parent
+        return train.main([
+            *(str(self.config), f"run.name={self.folder.name}", f"train.num_steps={NUM_STEPS}"),
+            *(f"eval.sets.a.path={here}/a.jsonl", "eval.sets.a.every=2", "eval.sets.a.max_tasks=2"),
+            *overrides,
+        ])  # fmt: skip
+
+    def resume(self, *overrides: str) -> int:
+        return self.start(*overrides, "--resume")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Of its metrics."""
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def saved_step(self) -> int:
+        """The step of the last checkpoint. Its weights and learner state are those of the step: one
+        update per step, since the script leaves no group with equal returns."""
+        path = sorted((self.folder / "checkpoints").glob("step-*[0-9]"))[-1]
+        state = json.loads((path / "state.json").read_text())
+        step: int = state["step"]
+        assert path.name == f"step-{step:06d}"
+        assert state["position"] == 2 * step == state["counters"]["offered"]
+        taken = [row for row in self.rows() if "trees/offered" in row and row["step"] <= step]
+        num_untrained = sum("learner/num_trained" not in row for row in taken)
+        for folder in (path, path / "trainer"):
+            count = json.loads((folder / COUNT).read_text())
+            assert count["updates"] == step - num_untrained
+        assert not list((self.folder / "checkpoints").glob("*.partial"))
+        return step
+
+    def kept_steps(self) -> list[int]:
+        """Those whose trees are kept, whole, as the step took them."""
+        found = steps_of(self.folder / "trees")
+        for number, path in found.items():
+            step = read_step(path)
+            assert step.is_whole
+            assert step.header.step == number
+            assert [entry.tree for entry in step.entries] == [2 * number - 2, 2 * number - 1]
+        return [*found]
+
+    def best(self) -> int:
+        """The step of the best checkpoint, by its weights."""
+        count = json.loads((self.folder / "checkpoints" / "best" / COUNT).read_text())
+        return int(count["updates"])
+
+    def assert_resumes(self, *overrides: str, unwritten: Set[int] = frozenset()) -> None:
+        """Resumed, the run ends well, and each tree was trained once; `unwritten`: steps that were
+        saved before their trajectories could be written."""
+        assert self.resume(*overrides) == 0
+        assert self.saved_step() == NUM_STEPS
+        assert self.kept_steps() == [*range(1, NUM_STEPS + 1)]
+        for step in {*range(1, NUM_STEPS + 1)} - unwritten:
+            assert trees_of(self.folder, step) == [2 * step - 2, 2 * step - 1]
+        evaluated = sorted(path.name for path in (self.folder / "eval").iterdir())
+        assert evaluated == ["after_rl", "before_sft", "step-000002", "step-000004"]
+        rows = self.rows()
+        assert sorted(row["phase"] for row in rows if "eval/a/success" in row) == evaluated
+        steps = [row["step"] for row in rows if "trees/offered" in row]
+        assert len(steps) == len(set(steps))
+        assert {*range(1, NUM_STEPS + 1)} - {*steps} <= unwritten
+
+
+NUMBERS = count(1)
+
+
 @pytest.fixture
-def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ToyRank]]:
-    """The class of the learner's ranks; attributes set by a test are restored."""
+def trial(warehouse: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
+    """With the class ToyRank for the learner's ranks, of which attributes are restored."""
     monkeypatch.setattr(ToyRank, "at", staticmethod(lambda name: None))
-    monkeypatch.setattr(RunRecorder, "draw", lambda self: [])  # most of a run's CPU time here
-    with toy_ranks() as found:
-        yield found
-
-
-def arguments(warehouse: Path, name: str, *overrides: str) -> list[str]:
-    here = warehouse.parent
-    return [
-        *(str(warehouse), f"run.name={name}", f"train.num_steps={NUM_STEPS}"),
-        *(f"eval.sets.a.path={here}/a.jsonl", "eval.sets.a.every=2", "eval.sets.a.max_tasks=2"),
-        *overrides,
-    ]
-
-
-def last_checkpoint(run: Path) -> tuple[int, dict[str, Any]]:
-    """The step and the state of the last checkpoint. Its weights and learner state are those of the
-    step: one update per step, since the script leaves no group with equal returns."""
-    path = sorted((run / "checkpoints").glob("step-*[0-9]"))[-1]
-    state = json.loads((path / "state.json").read_text())
-    counted = state["counters"]
-    assert path.name == f"step-{state['step']:06d}"
-    assert state["position"] == 2 * state["step"] == counted["offered"]
-    for folder in (path, path / "trainer"):
-        count = json.loads((folder / COUNT).read_text())
-        assert count["updates"] == state["step"] - num_untrained(run, state["step"])
-    assert not list((run / "checkpoints").glob("*.partial"))
-    return state["step"], state
-
-
-def num_untrained(run: Path, step: int) -> int:
-    """Steps of which no tree was trained."""
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    rows = [json.loads(line) for line in lines]
-    return sum(
-        "learner/num_trained" not in row
-        for row in rows
-        if "trees/offered" in row and row["step"] <= step
-    )
-
-
-def kept_steps(run: Path) -> list[int]:
-    """Those whose trees are kept, whole, as the step took them."""
-    found = steps_of(run / "trees")
-    for number, path in found.items():
-        step = read_step(path)
-        assert step.is_whole
-        assert step.header.step == number
-        assert [entry.tree for entry in step.entries] == [2 * number - 2, 2 * number - 1]
-    return [*found]
-
-
-def assert_resumes(
-    warehouse: Path, name: str, unwritten: Set[int] = frozenset(), *overrides: str
-) -> None:
-    """Resumed, the run ends well, and each tree was trained once; `unwritten`: steps that were
-    saved before their trajectories could be written."""
-    assert train.main([*arguments(warehouse, name, *overrides), "--resume"]) == 0
-    run = warehouse.parent / "runs" / name
-    assert last_checkpoint(run)[0] == NUM_STEPS
-    assert kept_steps(run) == [*range(1, NUM_STEPS + 1)]
-    for step in {*range(1, NUM_STEPS + 1)} - unwritten:
-        assert trees_of(run, step) == [2 * step - 2, 2 * step - 1]
-    evaluated = sorted(path.name for path in (run / "eval").iterdir())
-    assert evaluated == ["after_rl", "before_sft", "step-000002", "step-000004"]
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert sorted(row["phase"] for row in rows if "eval/a/success" in row) == evaluated
-    steps = [row["step"] for row in rows if "trees/offered" in row]
-    assert len(steps) == len(set(steps))
-    assert {*range(1, NUM_STEPS + 1)} - {*steps} <= unwritten
+    with toy_ranks():
+        yield Trial(warehouse, warehouse.parent / "runs" / f"ends-{next(NUMBERS)}")
 
 
 # Moments of a signal: the current command of the learner and its number, or another activity; and
@@ -201,38 +208,29 @@ class Signals:
     + [(point, number) for point in ("rollout", "Update 3", "Save 2") for number in (0, 1)],
 )
 def test_a_signal_saves_a_checkpoint_at_any_point(
-    warehouse: Path,
-    rank: type[ToyRank],
+    trial: Trial,
     point: str,
     number: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    name = f"signal-{point.replace(' ', '-')}-{number}".lower()
     signals = Signals(point, number, monkeypatch)
-    code = train.main(arguments(warehouse, name, "checkpoint.every=2"))
+    code = trial.start("checkpoint.every=2")
     out = capsys.readouterr().out
-    run = warehouse.parent / "runs" / name
     assert signals.sent
     assert code == 130 or point.startswith("Close")
     assert "interrupted" in out
     assert ("still shutting down" in out) == (number == 2) or point.startswith("Close")
-    assert last_checkpoint(run)[0] == POINTS[point]
-    assert kept_steps(run) == [*range(1, POINTS[point] + 1)]
-    assert_resumes(warehouse, name)
-
-
-def best(run: Path) -> int:
-    """The step of the best checkpoint, by its weights."""
-    count = json.loads((run / "checkpoints" / "best" / COUNT).read_text())
-    return int(count["updates"])
+    assert trial.saved_step() == POINTS[point]
+    assert trial.kept_steps() == [*range(1, POINTS[point] + 1)]
+    trial.assert_resumes()
 
 
 BEST = "checkpoint.best_metric=a/success"
 
 
 def test_the_best_checkpoint_is_kept_if_a_signal_precedes_the_write_of_its_trees(
-    warehouse: Path, rank: type[ToyRank]
+    trial: Trial,
 ) -> None:
     """The checkpoint of an evaluation is saved then, and waits for them."""
     saving, save, write = threading.Event(), RunSaver.save, Archive.write
@@ -252,16 +250,15 @@ def test_the_best_checkpoint_is_kept_if_a_signal_precedes_the_write_of_its_trees
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunSaver, "save", saved)
         patch.setattr(Archive, "write", writing)
-        assert train.main(arguments(warehouse, "best-late", BEST)) == 130
-    run = warehouse.parent / "runs" / "best-late"
-    assert last_checkpoint(run)[0] == 2
-    assert kept_steps(run) == [1, 2]
-    assert best(run) == 2
-    assert_resumes(warehouse, "best-late", frozenset(), BEST)
+        assert trial.start(BEST) == 130
+    assert trial.saved_step() == 2
+    assert trial.kept_steps() == [1, 2]
+    assert trial.best() == 2
+    trial.assert_resumes(BEST)
 
 
 def test_the_journal_records_trained_trees_before_a_checkpoint_does(
-    warehouse: Path, rank: type[ToyRank], monkeypatch: pytest.MonkeyPatch
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where no tree waits for the journal any more, as in the last step."""
     begin, known = Checkpoints.begin, dict[str, set[int]]()
@@ -274,14 +271,12 @@ def test_the_journal_records_trained_trees_before_a_checkpoint_does(
     monkeypatch.setattr(journal, "GATHER_S", 60.0)
     monkeypatch.setattr(Checkpoints, "begin", beginning)
     keys = ("checkpoint.every=1", "checkpoint.keep_last=1000", "algorithm.group_size=2")
-    assert train.main(arguments(warehouse, "journaled", *keys)) == 0
+    assert trial.start(*keys) == 0
     for step in range(1, NUM_STEPS + 1):
         assert known[f"step-{step:06d}"] >= set(range(step))
 
 
-def test_the_next_process_keeps_the_best_checkpoint_after_an_early_signal(
-    warehouse: Path, rank: type[ToyRank]
-) -> None:
+def test_the_next_process_keeps_the_best_checkpoint_after_an_early_signal(trial: Trial) -> None:
     """The evaluation had finished but had not been processed."""
     replace = evaluations.replace_folder
 
@@ -293,29 +288,26 @@ def test_the_next_process_keeps_the_best_checkpoint_after_an_early_signal(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluations, "replace_folder", replacing)
-        assert train.main(arguments(warehouse, "best-next", BEST)) == 130
-    run = warehouse.parent / "runs" / "best-next"
-    assert last_checkpoint(run)[0] == 2
-    assert not (run / "checkpoints" / "best").exists()
-    before = (run / "eval" / "step-000002" / "rows.jsonl").stat()
-    assert_resumes(warehouse, "best-next", frozenset(), BEST)
-    after = (run / "eval" / "step-000002" / "rows.jsonl").stat()
+        assert trial.start(BEST) == 130
+    assert trial.saved_step() == 2
+    assert not (trial.folder / "checkpoints" / "best").exists()
+    before = (trial.folder / "eval" / "step-000002" / "rows.jsonl").stat()
+    trial.assert_resumes(BEST)
+    after = (trial.folder / "eval" / "step-000002" / "rows.jsonl").stat()
     assert after.st_mtime_ns == before.st_mtime_ns, "nothing is asked again"
-    assert best(run) == 2, "that of step 4 is no better"
+    assert trial.best() == 2, "that of step 4 is no better"
 
 
-@pytest.mark.usefixtures("rank")
-def test_a_run_stops_successfully_at_the_target_of_its_best_metric(warehouse: Path) -> None:
+def test_a_run_stops_successfully_at_the_target_of_its_best_metric(trial: Trial) -> None:
     keys = (BEST, "train.stop_at=0.01")
-    run = warehouse.parent / "runs" / "reached"
-    assert train.main(arguments(warehouse, "reached", *keys)) == 0
+    assert trial.start(*keys) == 0
     for _ in range(2):  # a resumed run restores the value
-        assert last_checkpoint(run)[0] == 2
-        evaluated = {path.name for path in (run / "eval").iterdir()}
+        assert trial.saved_step() == 2
+        evaluated = {path.name for path in (trial.folder / "eval").iterdir()}
         assert evaluated == {"after_rl", "before_sft", "step-000002"}
-        assert train.main([*arguments(warehouse, "reached", *keys), "--resume"]) == 0
-    assert train.main([*arguments(warehouse, "reached", BEST), "--resume"]) == 0
-    assert last_checkpoint(run)[0] == NUM_STEPS
+        assert trial.resume(*keys) == 0
+    assert trial.resume(BEST) == 0
+    assert trial.saved_step() == NUM_STEPS
 
 
 # Other ends of a run: the replacement, the exit code, the message, and the saved step.
@@ -368,8 +360,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["engine", "disk", "untrained", "parity", "publish"],
 )
 def test_any_other_cause_of_an_end_is_reported_after_saving(
-    warehouse: Path,
-    rank: type[ToyRank],
+    trial: Trial,
     replace: Callable[[pytest.MonkeyPatch], None],
     overrides: list[str],
     told: str,
@@ -377,32 +368,31 @@ def test_any_other_cause_of_an_end_is_reported_after_saving(
     request: pytest.FixtureRequest,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    name = f"end-{request.node.callspec.id}"
     with pytest.MonkeyPatch.context() as patch:
         replace(patch)
-        assert train.main(arguments(warehouse, name, *overrides)) == 1
+        assert trial.start(*overrides) == 1
     assert told in capsys.readouterr().err.replace("\n", " ")
-    assert last_checkpoint(warehouse.parent / "runs" / name)[0] in steps
-    assert_resumes(warehouse, name, unwritten={full: {2, 3}, refusing: {1}}.get(replace, set()))
+    assert trial.saved_step() in steps
+    trial.assert_resumes(unwritten={full: {2, 3}, refusing: {1}}.get(replace, set()))
 
 
 @pytest.mark.parametrize(
     ("owner", "name"), [(Alarms, "check_hits"), (step_report, "rollout_metrics")]
 )
 def test_a_bug_of_the_core_ends_the_run_with_a_checkpoint(
-    warehouse: Path, rank: type[ToyRank], owner: Any, name: str
+    trial: Trial, owner: Any, name: str
 ) -> None:
     """Also a bug in the report of a step: its weights are whole."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, lambda *_: 1 / 0)
         with pytest.raises(ExceptionGroup):
-            train.main(arguments(warehouse, f"bug-{name}"))
-    assert last_checkpoint(warehouse.parent / "runs" / f"bug-{name}")[0] == 1
-    assert_resumes(warehouse, f"bug-{name}", unwritten={1})
+            trial.start()
+    assert trial.saved_step() == 1
+    trial.assert_resumes(unwritten={1})
 
 
 def test_weights_of_a_partial_step_are_not_saved(
-    warehouse: Path, rank: type[ToyRank], capsys: pytest.CaptureFixture[str]
+    trial: Trial, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An update that failed may have moved them."""
     signals: list[str] = []
@@ -414,16 +404,16 @@ def test_weights_of_a_partial_step_are_not_saved(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ToyRank, "at", staticmethod(failing))
-        assert train.main(arguments(warehouse, "half", "checkpoint.every=1")) == 1
+        assert trial.start("checkpoint.every=1") == 1
     err = capsys.readouterr().err.replace("\n", " ")
     assert "in the middle" in err
     assert "step-000002" in err
-    assert last_checkpoint(warehouse.parent / "runs" / "half")[0] == 2
-    assert_resumes(warehouse, "half")
+    assert trial.saved_step() == 2
+    trial.assert_resumes()
 
 
 def test_a_checkpoint_that_hangs_is_abandoned(
-    warehouse: Path, rank: type[ToyRank], capsys: pytest.CaptureFixture[str]
+    trial: Trial, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After checkpoint.finish_s from the signal on; the one before is whole."""
     seen: list[str] = []
@@ -437,15 +427,14 @@ def test_a_checkpoint_that_hangs_is_abandoned(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ToyRank, "at", staticmethod(hanging))
-        given = arguments(warehouse, "hangs", "checkpoint.every=1", "checkpoint.finish_s=0.3")
-        assert train.main(given) == 1
+        assert trial.start("checkpoint.every=1", "checkpoint.finish_s=0.3") == 1
     assert "checkpoint.finish_s" in capsys.readouterr().err
-    assert last_checkpoint(warehouse.parent / "runs" / "hangs")[0] == 1
-    assert_resumes(warehouse, "hangs")
+    assert trial.saved_step() == 1
+    trial.assert_resumes()
 
 
 def test_a_checkpoint_on_a_hanging_disk_is_not_awaited(
-    warehouse: Path, rank: type[ToyRank], capsys: pytest.CaptureFixture[str]
+    trial: Trial, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The learner is ended after checkpoint.finish_s, and soon the command without the disk."""
     ended, begin = threading.Event(), Checkpoints.begin
@@ -461,16 +450,13 @@ def test_a_checkpoint_on_a_hanging_disk_is_not_awaited(
         patch.setattr(Checkpoints, "begin", hanging)
         patch.setattr(checkpoints, "LAST_S", 0.3)
         patch.setattr(checkpoints.Saver, "_fail", lambda self, *args: ended.set())
-        given = arguments(warehouse, "disk", "checkpoint.every=1", "checkpoint.finish_s=0.3")
-        assert train.main(given) == 1
+        assert trial.start("checkpoint.every=1", "checkpoint.finish_s=0.3") == 1
     assert "hangs; is its" in capsys.readouterr().err.replace("\n", " ")
-    assert last_checkpoint(warehouse.parent / "runs" / "disk")[0] == 1
-    assert_resumes(warehouse, "disk")
+    assert trial.saved_step() == 1
+    trial.assert_resumes()
 
 
-def test_unwritable_trees_do_not_block_the_last_checkpoint(
-    warehouse: Path, rank: type[ToyRank]
-) -> None:
+def test_unwritable_trees_do_not_block_the_last_checkpoint(trial: Trial) -> None:
     ended, write = threading.Event(), Archive.write
 
     def hanging(archive: Archive, header: StepHeader, trees: Any) -> None:
@@ -481,34 +467,30 @@ def test_unwritable_trees_do_not_block_the_last_checkpoint(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Archive, "write", hanging)
-        assert train.main(arguments(warehouse, "slow-trees", "checkpoint.finish_s=0.3")) == 130
-    run = warehouse.parent / "runs" / "slow-trees"
-    assert last_checkpoint(run)[0] == 2
-    log = (run / "run.log").read_text()
+        assert trial.start("checkpoint.finish_s=0.3") == 130
+    assert trial.saved_step() == 2
+    log = (trial.folder / "run.log").read_text()
     assert "be written: writing" in log
-    assert_resumes(warehouse, "slow-trees")
+    trial.assert_resumes()
 
 
 @pytest.mark.parametrize("keep_last", [1, 2])
 def test_a_resumed_run_does_not_read_its_checkpoint_after_the_start(
-    warehouse: Path, rank: type[ToyRank], keep_last: int
+    trial: Trial, keep_last: int
 ) -> None:
     """Three checkpoints further, when that is long pruned."""
-    name = f"further-{keep_last}"
-    given = arguments(warehouse, name, "checkpoint.every=1", f"checkpoint.keep_last={keep_last}")
-    assert train.main([*given, "train.num_steps=1"]) == 0
-    assert train.main([*given, "--resume"]) == 0
-    run = warehouse.parent / "runs" / name
-    kept = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
+    keys = ("checkpoint.every=1", f"checkpoint.keep_last={keep_last}")
+    assert trial.start(*keys, "train.num_steps=1") == 0
+    assert trial.resume(*keys) == 0
+    kept = sorted(path.name for path in (trial.folder / "checkpoints").glob("step-*"))
     assert kept == [f"step-{n:06d}" for n in range(5 - keep_last, 5)]
-    assert last_checkpoint(run)[0] == NUM_STEPS
-    assert not (run / "resumed").exists()
+    assert trial.saved_step() == NUM_STEPS
+    assert not (trial.folder / "resumed").exists()
 
 
 @pytest.mark.parametrize(("share", "code"), [(0.9, 0), (0.25, 1)])
 def test_a_failure_that_repeats_is_shown_and_ends_a_run_above_its_share(
-    warehouse: Path,
-    rank: type[ToyRank],
+    trial: Trial,
     share: float,
     code: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -523,27 +505,24 @@ def test_a_failure_that_repeats_is_shown_and_ends_a_run_above_its_share(
         raise EnvError("shelf 7 is locked")
 
     monkeypatch.setattr(FunctionTool, "call", call)
-    given = [str(warehouse), f"run.name=locked-{share:g}", "train.num_steps=12"]
+    given = [str(trial.config), f"run.name={trial.folder.name}", "train.num_steps=12"]
     given += ["limits.max_turn_retries=0", "limits.max_failures=1", "train.max_untrained_steps=0"]
     assert train.main([*given, f"limits.max_failed_share={share}"]) == code
-    run, err = warehouse.parent / "runs" / f"locked-{share:g}", capsys.readouterr().err
+    err = capsys.readouterr().err
     first, *_, last = [line for line in err.splitlines() if "shelf 7 is locked" in line]
     assert "test_ends.py, line " in first
     assert re.search(r"\d+ x EnvError: shelf 7", last)
-    assert (run / "run.log").read_text().count("its rollout fails") == 1
-    last_checkpoint(run)
+    assert (trial.folder / "run.log").read_text().count("its rollout fails") == 1
+    trial.saved_step()
     if code:
         return
-    rollouts = json.loads((run / "summary.json").read_text())["rollouts"]
+    rollouts = json.loads((trial.folder / "summary.json").read_text())["rollouts"]
     assert 0.2 < rollouts["failed_share"] < 0.9
     assert "7 is locked" in rollouts["causes"][0]
 
 
 def test_a_tool_outage_trains_nothing_and_the_run_resumes_after_the_repair(
-    warehouse: Path,
-    rank: type[ToyRank],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    trial: Trial, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Although the tool blames the policy, by a 404. Trees in flight are rolled out again, too."""
     numbers, is_mended = count(1), False
@@ -555,19 +534,19 @@ def test_a_tool_outage_trains_nothing_and_the_run_resumes_after_the_repair(
 
     monkeypatch.setattr(FunctionTool, "call", call)
     keys = [f"algorithm.{key}=8" for key in ("group_size", "initial_rollouts")]
-    given = arguments(warehouse, "revoked", *keys)
-    assert train.main(given) == 1
-    run, err = warehouse.parent / "runs" / "revoked", capsys.readouterr().err
+    assert trial.start(*keys) == 1
+    err = capsys.readouterr().err
     (line,) = [line for line in err.splitlines() if line.startswith("error:")]
     assert re.search(r"all \d+ calls of the tool 'stock' failed with one error: requ", line)
     assert "continue with --resume" in line
-    step, _ = last_checkpoint(run)
+    step = trial.saved_step()
     assert step < NUM_STEPS
     is_mended = True
-    assert train.main([*given, "--resume"]) == 0
-    assert last_checkpoint(run)[0] == NUM_STEPS
+    assert trial.resume(*keys) == 0
+    assert trial.saved_step() == NUM_STEPS
     for number in range(step + 1, NUM_STEPS + 1):
-        assert "is revoked" not in (run / f"trajectories/step-{number:06d}.jsonl").read_text()
+        stored = trial.folder / "trajectories" / f"step-{number:06d}.jsonl"
+        assert "is revoked" not in stored.read_text()
 
 
 COLD_START = [
@@ -587,25 +566,23 @@ COLD_POINTS = {
 }
 
 
-def cold_arguments(warehouse: Path, name: str) -> list[str]:
-    here = warehouse.parent
+def cold_keys(here: Path) -> list[str]:
     turns = [{"action": "<stock>nuts</stock>", "result": "310"}, {"action": "<answer>310</answer>"}]
     rows = [{"question": "How many nuts are there?", "turns": turns}]
     (here / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return arguments(warehouse, name, *(text.replace("{here}", str(here)) for text in COLD_START))
+    return [text.replace("{here}", str(here)) for text in COLD_START]
 
 
 @pytest.mark.parametrize(
     ("point", "number"), [*((point, 1) for point in COLD_POINTS), ("Imitate 3", 2)]
 )
 def test_a_cold_start_resumes_where_a_signal_interrupted_it(
-    warehouse: Path, rank: type[ToyRank], point: str, number: int
+    trial: Trial, point: str, number: int
 ) -> None:
-    name = f"cold-{point.replace(' ', '-')}-{number}".lower()
-    given, folder = cold_arguments(warehouse, name), warehouse.parent / "runs" / name
+    keys, folder = cold_keys(trial.config.parent), trial.folder
     with pytest.MonkeyPatch.context() as patch:
         signals = Signals(point, number, patch)
-        assert train.main(given) == 130
+        assert trial.start(*keys) == 130
     assert signals.sent
     kept = sorted(path.name for path in folder.glob("checkpoints/*"))
     assert kept == [COLD_POINTS[point]] if COLD_POINTS[point] else not kept
@@ -614,8 +591,8 @@ def test_a_cold_start_resumes_where_a_signal_interrupted_it(
         assert count["imitations"] == (int(kept[0][4:]) if kept[0][0:3] == "sft" else 4)
     rows = folder / "eval" / f"{point}.partial" / "rows.jsonl"
     stored = rows.read_text() if rows.exists() else ""
-    assert train.main([*given, *(["--resume"] if folder.exists() else [])]) == 0
-    assert last_checkpoint(folder)[0] == NUM_STEPS
+    assert (trial.resume if folder.exists() else trial.start)(*keys) == 0
+    assert trial.saved_step() == NUM_STEPS
     last = folder / "checkpoints" / f"step-{NUM_STEPS:06d}"
     assert json.loads((last / COUNT).read_text())["imitations"] == 4, "none is taken twice"
     if stored:
@@ -623,25 +600,21 @@ def test_a_cold_start_resumes_where_a_signal_interrupted_it(
 
 
 def test_a_cold_start_reports_its_loss_and_its_checkpoint_is_kept_for_other_algorithms(
-    warehouse: Path,
-    rank: type[ToyRank],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    trial: Trial, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cold_start, "REPORT_EVERY_S", 0.0)
-    given = cold_arguments(warehouse, "cold-kept")
     often = ["checkpoint.every=1", "checkpoint.keep_last=1", "checkpoint.minutes=1e-6"]
-    assert train.main([*given, *often]) == 0
+    assert trial.start(*cold_keys(trial.config.parent), *often) == 0
     told = capsys.readouterr().out
     assert all(f"step {step}, stage" in told for step in (1, 3))
-    folder = warehouse.parent / "runs" / "cold-kept" / "checkpoints"
+    folder = trial.folder / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["step-000000", "step-000004"]
-    other = arguments(warehouse, "from-cold", f"model.path={folder}/step-000000")
-    assert train.main(other) == 0
+    other = Trial(trial.config, trial.folder.with_name("from-cold"))
+    assert other.start(f"model.path={folder}/step-000000") == 0
 
 
 def test_a_late_evaluation_is_a_gap_in_the_curve(
-    warehouse: Path, rank: type[ToyRank], monkeypatch: pytest.MonkeyPatch
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generate = ScriptedEngine.generate
 
@@ -653,13 +626,11 @@ def test_a_late_evaluation_is_a_gap_in_the_curve(
 
     monkeypatch.setattr(ScriptedEngine, "generate", generating)
     monkeypatch.setattr(start_checks, "contradictions", lambda config: ())  # for a short test
-    assert train.main(arguments(warehouse, "gap", "eval.timeout_s=1")) == 0
-    run = warehouse.parent / "runs" / "gap"
-    log = (run / "run.log").read_text()
+    assert trial.start("eval.timeout_s=1") == 0
+    log = (trial.folder / "run.log").read_text()
     assert "evaluation step-000002" in log
     assert "eval.timeout_s" in log
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    evaluated = [row["phase"] for row in rows if "eval/a/success" in row]
+    evaluated = [row["phase"] for row in trial.rows() if "eval/a/success" in row]
     assert sorted(evaluated) == ["after_rl", "before_sft", "step-000004"]
 
 
@@ -673,7 +644,7 @@ async def until(holds: Callable[[], object]) -> None:
 
 
 def test_learner_and_engine_start_during_the_checks(
-    warehouse: Path, rank: type[ToyRank], monkeypatch: pytest.MonkeyPatch
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ranks of a new run, whose imports take seconds; the ranks of a resumed run load weights,
     too."""
@@ -686,19 +657,15 @@ def test_learner_and_engine_start_during_the_checks(
 
     monkeypatch.setattr(ToyRank, "at", staticmethod(commands.append))
     monkeypatch.setattr(TrainingAssembly, "renderers", waiting)
-    assert train.main(arguments(warehouse, "beside", "train.num_steps=1")) == 0
+    assert trial.start("train.num_steps=1") == 0
     commands.clear()
     is_there = lambda: "Load" in commands  # noqa: E731
-    assert_resumes(warehouse, "beside")
+    trial.assert_resumes()
 
 
 @pytest.mark.parametrize("is_slow", [False, True], ids=["started", "starting"])
 def test_a_run_refused_during_the_start_leaves_no_folder_or_process(
-    warehouse: Path,
-    rank: type[ToyRank],
-    is_slow: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    trial: Trial, is_slow: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start, began = ToyRank.start, []
 
@@ -718,17 +685,14 @@ def test_a_run_refused_during_the_start_leaves_no_folder_or_process(
 
     monkeypatch.setattr(ToyRank, "start", starting)
     monkeypatch.setattr(TrainingAssembly, "renderers", refused)
-    assert train.main(arguments(warehouse, f"refused-{is_slow}".lower())) == 2
+    assert trial.start() == 2
     assert "3: no question" in capsys.readouterr().err
     assert not ToyRank.alive
-    assert not (warehouse.parent / "runs" / f"refused-{is_slow}".lower()).exists()
+    assert not trial.folder.exists()
 
 
 def test_a_learner_that_fails_to_start_is_reported_once(
-    warehouse: Path,
-    rank: type[ToyRank],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    trial: Trial, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tries: list[float] = []
 
@@ -737,6 +701,6 @@ def test_a_learner_that_fails_to_start_is_reported_once(
         raise LearnerError("the learner ended with exit code 1")
 
     monkeypatch.setattr(ToyRank, "start", failing)
-    assert train.main(arguments(warehouse, "no-learner")) == 1
+    assert trial.start() == 1
     assert capsys.readouterr().err.count("exit code 1") == 1
     assert len(tries) == 1

@@ -13,7 +13,6 @@ from agentenv.assembly.parts import env_processes
 from agentenv.evaluation.store import read_rows
 from agentenv.processes import supervisor as local
 from agentenv.training.loop.training import Training
-from agentenv.training.reports.recorder import RunRecorder
 from tests.commands.evaluating import runner
 from tests.commands.test_rollout_workers import log_of, run, start_worker, taken, trees, until
 from tests.commands.test_rollout_workers import workers as processes
@@ -57,7 +56,6 @@ def _light(warehouse: Path) -> Iterator[None]:
     (warehouse.parent / "computing_env.py").write_text(MODULE.format(here=psutil.Process().pid))
     with toy_ranks(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "start_process", start_worker)
-        patch.setattr(RunRecorder, "draw", lambda self: [])
         patch.setenv("PYTHONPATH", str(warehouse.parent))
         yield
 

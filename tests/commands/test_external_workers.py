@@ -27,7 +27,6 @@ from agentenv.base.ports import hold_port, port_of
 from agentenv.launchers import train
 from agentenv.processes.supervisor import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from agentenv.training.loop.training import Training
-from agentenv.training.reports.recorder import RunRecorder
 from agentenv.training.workers.rollout_worker import seen_from_here
 from agentenv.training.workers.worker_process import DRAIN_VARIABLE, WAIT_VARIABLE
 from tests.commands.test_rollout_workers import SLOW, log_of, run, trees, until
@@ -85,7 +84,6 @@ def start(warehouse: Path, port: int, tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def light(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(RunRecorder, "draw", lambda self: [])
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
     with toy_ranks():
         yield

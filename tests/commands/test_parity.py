@@ -20,7 +20,7 @@ from agentenv.learners.trees.encoded_tree import EncodedTree
 from agentenv.training.loop.parity import PROBE_S, Gap, ParityCheck, ParityGap, ParityProbe
 from tests.engines.faulty_server import FaultyServer
 from tests.engines.pool_bench import bench, write_folder
-from tests.support.virtual_clock import run_virtual
+from tests.support.virtual_clock import on_virtual_clock
 from tests.support.warehouse import ROOT
 
 LOGPROB = -1.0  # the learner's log-prob of every token
@@ -53,50 +53,44 @@ def set_logprob(server: FaultyServer, logprob: float) -> None:
 
 
 @pytest.mark.parametrize("num_lost", [0, 1])
-def test_each_server_is_probed_and_the_worst_is_named(tmp_path: Path, num_lost: int) -> None:
+@on_virtual_clock
+async def test_each_server_is_probed_and_the_worst_is_named(tmp_path: Path, num_lost: int) -> None:
     """A server lost during the probe is excluded."""
-
-    async def main() -> None:
-        async with bench(write_folder(tmp_path), 3) as b:
-            set_logprob(b.servers[0], LOGPROB)
-            set_logprob(b.servers[1], LOGPROB - 0.5)
-            set_logprob(b.servers[2], LOGPROB + 0.25)
-            prompts = [b.tokenizer.encode(f"{text}|") for text in ("one word", "another")]
-            learner = FixedLearner()
-            probe = ParityProbe(b.pool, learner, prompts, NUM_TOKENS)  # type: ignore[arg-type]
-            assert await probe.finish() is None
-            probe.start()
-            for server in b.servers[:num_lost]:
-                server.kill()
-            gap = await probe.finish()
-            assert gap is not None
-            num_asked = len(prompts) * (3 - num_lost)
-            assert (learner.num_scored, gap.num_tokens) == (num_asked, num_asked * NUM_TOKENS)
-            assert (gap.max, gap.worst, gap.worst_mean) == (0.5, "server1", 0.5)
-            assert gap.mean == pytest.approx(0.75 / (3 - num_lost))
-
-    run_virtual(main())
+    async with bench(write_folder(tmp_path), 3) as b:
+        set_logprob(b.servers[0], LOGPROB)
+        set_logprob(b.servers[1], LOGPROB - 0.5)
+        set_logprob(b.servers[2], LOGPROB + 0.25)
+        prompts = [b.tokenizer.encode(f"{text}|") for text in ("one word", "another")]
+        learner = FixedLearner()
+        probe = ParityProbe(b.pool, learner, prompts, NUM_TOKENS)  # type: ignore[arg-type]
+        assert await probe.finish() is None
+        probe.start()
+        for server in b.servers[:num_lost]:
+            server.kill()
+        gap = await probe.finish()
+        assert gap is not None
+        num_asked = len(prompts) * (3 - num_lost)
+        assert (learner.num_scored, gap.num_tokens) == (num_asked, num_asked * NUM_TOKENS)
+        assert (gap.max, gap.worst, gap.worst_mean) == (0.5, "server1", 0.5)
+        assert gap.mean == pytest.approx(0.75 / (3 - num_lost))
 
 
-def test_an_unresponsive_server_is_excluded_in_time(tmp_path: Path) -> None:
+@on_virtual_clock
+async def test_an_unresponsive_server_is_excluded_in_time(tmp_path: Path) -> None:
     """The learner waits for the probe before its step, and Ctrl-C for the learner."""
-
-    async def main() -> None:
-        async with bench(write_folder(tmp_path), 2) as b:
-            for server in b.servers:
-                set_logprob(server, LOGPROB)
-            learner, loop = FixedLearner(), asyncio.get_running_loop()
-            prompts = [b.tokenizer.encode("one word|")]
-            probe = ParityProbe(b.pool, learner, prompts, NUM_TOKENS)  # type: ignore[arg-type]
-            b.servers[0].hanging, begin = True, loop.time()
-            probe.start()
-            gap = await probe.finish()
-            assert gap is not None
-            assert gap.num_tokens == NUM_TOKENS
-            assert loop.time() - begin <= PROBE_S
-            b.servers[0].kill()
-
-    run_virtual(main())
+    async with bench(write_folder(tmp_path), 2) as b:
+        for server in b.servers:
+            set_logprob(server, LOGPROB)
+        learner, loop = FixedLearner(), asyncio.get_running_loop()
+        prompts = [b.tokenizer.encode("one word|")]
+        probe = ParityProbe(b.pool, learner, prompts, NUM_TOKENS)  # type: ignore[arg-type]
+        b.servers[0].hanging, begin = True, loop.time()
+        probe.start()
+        gap = await probe.finish()
+        assert gap is not None
+        assert gap.num_tokens == NUM_TOKENS
+        assert loop.time() - begin <= PROBE_S
+        b.servers[0].kill()
 
 
 class Versioned:

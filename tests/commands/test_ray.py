@@ -18,7 +18,6 @@ from msgspec.structs import replace
 from agentenv.assembly.run.exits import first_reason
 from agentenv.base.errors import ConfigError
 from agentenv.training.loop.training import Training
-from agentenv.training.reports.recorder import RunRecorder
 from agentenv.training.workers.ray_placement import (
     Leaves,
     ProcessStarted,
@@ -42,7 +41,6 @@ def _light(warehouse: Path) -> Iterator[None]:
     """Nothing is learned and nothing drawn; processes on nodes find the environment."""
     pytest.importorskip("ray")
     with toy_ranks(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunRecorder, "draw", lambda self: [])
         patch.setenv("PYTHONPATH", str(warehouse.parent))
         patch.setenv("RAY_DISABLE_IMPORT_WARNING", "1")
         yield

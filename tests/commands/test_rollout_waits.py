@@ -16,7 +16,7 @@ from agentenv.contract.env import StepResult
 from agentenv.contract.plan import Independent
 from agentenv.rollout.actor import Actor
 from tests.support.toy import CountingEnv
-from tests.support.virtual_clock import run_virtual
+from tests.support.virtual_clock import on_virtual_clock, run_virtual
 from tests.test_actor import TASK, make_actor
 
 
@@ -97,7 +97,8 @@ def test_a_rollout_without_a_wait_is_not_named() -> None:
     assert "" not in found
 
 
-def test_a_finished_tree_waits_for_the_journal_only() -> None:
+@on_virtual_clock
+async def test_a_finished_tree_waits_for_the_journal_only() -> None:
     class Record:
         def __init__(self) -> None:
             self.clock = WorkClock()
@@ -109,13 +110,9 @@ def test_a_finished_tree_waits_for_the_journal_only() -> None:
             await asyncio.sleep(100.0)
 
     actor, told = make_actor(), []
-
-    async def main() -> None:
-        watching = asyncio.create_task(check_waits(WaitWatch(lambda: [actor], told.append)))
-        await actor.rollout(TASK, Independent(3), index=5, record=Record())  # type: ignore[arg-type]
-        watching.cancel()
-
-    run_virtual(main())
+    watching = asyncio.create_task(check_waits(WaitWatch(lambda: [actor], told.append)))
+    await actor.rollout(TASK, Independent(3), index=5, record=Record())  # type: ignore[arg-type]
+    watching.cancel()
     assert len(told) == 1
     assert "1 rollout waits" in told[0]
     assert told[0].endswith("task t, tree 5")

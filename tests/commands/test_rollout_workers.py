@@ -34,7 +34,6 @@ from agentenv.rollout.archive import steps_of
 from agentenv.rollout.archive_reader import read_step
 from agentenv.rollout.frames import Leased
 from agentenv.training.loop.training import Training
-from agentenv.training.reports.recorder import RunRecorder
 from agentenv.training.start import make_training
 from benchmarks.parts.chaos import (
     CONFIG,
@@ -63,7 +62,6 @@ def _light(warehouse: Path) -> Iterator[None]:
     """Nothing is learned and nothing drawn; workers find the environment."""
     with toy_ranks(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "start_process", start_worker)
-        patch.setattr(RunRecorder, "draw", lambda self: [])
         patch.setenv("PYTHONPATH", str(warehouse.parent))
         yield
 
@@ -301,10 +299,8 @@ def test_trees_of_a_killed_worker_continue_on_the_same_servers(
 COMMAND = """
 import sys
 from agentenv.launchers import train
-from agentenv.training.reports.recorder import RunRecorder
 from tests.support.toy_rank import toy_ranks
 from tests.support.warehouse import ROOT
-RunRecorder.draw = lambda self: []
 with toy_ranks():
     sys.exit(train.main(sys.argv[1:]))
 """

@@ -30,7 +30,6 @@ from agentenv.rollout.frames import (
     framed,
     frames_of,
 )
-from agentenv.training.reports.recorder import RunRecorder
 from agentenv.training.start import make_training
 from tests.support.runs import rows_of
 from tests.support.toy_rank import ToyRank, toy_ranks
@@ -52,7 +51,6 @@ def slow_tools(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An update takes five minutes; a tool a second, or a hundred."""
     seconds = {"Update": 300.0, "WriteModel": 20.0}
     monkeypatch.setattr(ToyRank, "at", staticmethod(seconds.get))
-    monkeypatch.setattr(RunRecorder, "draw", lambda self: [])
     call = FunctionTool.call
 
     async def calling(tool: FunctionTool, arguments: Any, state: Any) -> ToolResult:

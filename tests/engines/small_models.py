@@ -24,6 +24,7 @@ from agentenv.base.types import Completion
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.embedded.scheduler import Scheduler
+from tests.support.begun import closing
 
 VOCAB = 97
 SIZES: dict[str, Any] = {
@@ -76,11 +77,8 @@ def make(folder: Path, kind: str = "qwen3-tied", seed: int = 0) -> Any:
 
 @asynccontextmanager
 async def serving(folder: Path, **settings: Any) -> AsyncIterator[EmbeddedEngine]:
-    engine = EmbeddedEngine(EmbeddedConfig(device="cpu", **settings), folder)
-    try:
+    async with closing(EmbeddedEngine(EmbeddedConfig(device="cpu", **settings), folder)) as engine:
         yield engine
-    finally:
-        await engine.close()
 
 
 class Steps:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,10 @@ import torch
 
 from agentenv.base.errors import EngineDeadError
 from agentenv.base.types import Chunk, Completion, SamplingParams
-from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.embedded.weights import EmbeddedWeights, read_architecture
 from tests.engines.reference import check_sampled
-from tests.engines.small_models import Steps
+from tests.engines.small_models import Steps, serving
 from tests.engines.world import World, prompt
 
 GREEDY = SamplingParams(max_tokens=120, temperature=0.0)
@@ -27,15 +25,6 @@ def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-@asynccontextmanager
-async def started(world: World, **keys: int) -> AsyncIterator[EmbeddedEngine]:
-    engine = EmbeddedEngine(EmbeddedConfig(device="cpu", **keys), world.paths[0])
-    try:
-        yield engine
-    finally:
-        await engine.close()
 
 
 async def begin(
@@ -69,7 +58,7 @@ async def test_turns_continue_unchanged_after_a_sleep(
 ) -> None:
     """Seeded tokens too: each turn keeps its random numbers. Three turns, two places."""
     sampling = SamplingParams(max_tokens=80, seed=3)
-    async with started(untied, max_num_seqs=2) as engine:
+    async with serving(untied.paths[0], max_num_seqs=2) as engine:
         turns = [(prompt(1, 30), GREEDY), (prompt(2, 40), sampling), (prompt(2, 40), GREEDY)]
         whole = [await engine.generate(ids, s, session="w") for ids, s in turns]
         steps = Steps(monkeypatch)
@@ -97,7 +86,7 @@ async def test_new_weights_wake_the_engine_and_recompute_keys_and_values(
     untied: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = prompt(1, 30)
-    async with started(untied) as engine:
+    async with serving(untied.paths[0]) as engine:
         steps = Steps(monkeypatch)
         pending, _ = await begin(engine, steps, ids)
         await fall_asleep(engine, steps)
@@ -109,7 +98,7 @@ async def test_new_weights_wake_the_engine_and_recompute_keys_and_values(
 
 
 async def test_requests_to_a_sleeping_engine_wait_and_can_be_cancelled(untied: World) -> None:
-    async with started(untied) as engine:
+    async with serving(untied.paths[0]) as engine:
         await engine.sleep()
         await engine.sleep()  # nothing more to release
         waiting = [

@@ -18,7 +18,7 @@ from agentenv.engines.pool.server import Heartbeat
 from agentenv.engines.scripted import ScriptedEngine
 from tests.engines.faulty_server import EOS
 from tests.engines.pool_bench import TEXT, Bench, bench, virtual
-from tests.support.virtual_clock import run_virtual
+from tests.support.virtual_clock import on_virtual_clock
 
 # where requests go
 
@@ -95,36 +95,31 @@ async def test_events_after_a_fork_window_are_large(b: Bench) -> None:
 
 @pytest.mark.parametrize("stop", ["</a>", "</b>"])  # which no token holds, and which one does
 @pytest.mark.parametrize(("window", "end"), [(n, 23) for n in (7, 19, 21, 23, 40, 0)])
-def test_only_the_tokens_of_a_fork_window_have_entropies(
+@on_virtual_clock
+async def test_only_the_tokens_of_a_fork_window_have_entropies(
     folder: Path, window: int, end: int, stop: str
 ) -> None:
     """They are requested with the first request of a turn, and the rest in a second one."""
     text = TEXT.replace("</a>", stop)
-
-    async def main() -> None:
-        async with bench(folder, 1, entropies="window") as b:
-            chunks: list[Chunk] = []
-            options = {"on_tokens": chunks.append, "stream_interval": window} if window else {}
-            done = await b.generate(text + " and more", stop=(stop,), **options)
-            assert b.text(done) == text
-            assert (done.finish_reason, done.stop) == ("stop", stop)
-            assert len(done.token_ids) == len(done.entropies) == end
-            known = [not math.isnan(entropy) for entropy in done.entropies]
-            assert known == [place < window for place in range(end)]
-            received_ids = [token for chunk in chunks for token in chunk.token_ids]
-            assert received_ids == done.token_ids[: len(received_ids)]
-            requests = b.servers[0].requests
-            assert [r.with_entropies for r in requests] == [True, False][not window :][
-                : len(requests)
-            ]
-            assert len(requests) == 1 + (0 < window < end)
-            if len(requests) > 1:
-                assert requests[0].sampling.max_tokens == window
-                assert requests[1].sampling.max_tokens == 100 - window
-            stats = b.pool.stats()
-            assert (stats["retries"], stats["continuations"]) == (0, 0)
-
-    run_virtual(main())
+    async with bench(folder, 1, entropies="window") as b:
+        chunks: list[Chunk] = []
+        options = {"on_tokens": chunks.append, "stream_interval": window} if window else {}
+        done = await b.generate(text + " and more", stop=(stop,), **options)
+        assert b.text(done) == text
+        assert (done.finish_reason, done.stop) == ("stop", stop)
+        assert len(done.token_ids) == len(done.entropies) == end
+        known = [not math.isnan(entropy) for entropy in done.entropies]
+        assert known == [place < window for place in range(end)]
+        received_ids = [token for chunk in chunks for token in chunk.token_ids]
+        assert received_ids == done.token_ids[: len(received_ids)]
+        requests = b.servers[0].requests
+        assert [r.with_entropies for r in requests] == [True, False][not window :][: len(requests)]
+        assert len(requests) == 1 + (0 < window < end)
+        if len(requests) > 1:
+            assert requests[0].sampling.max_tokens == window
+            assert requests[1].sampling.max_tokens == 100 - window
+        stats = b.pool.stats()
+        assert (stats["retries"], stats["continuations"]) == (0, 0)
 
 
 @virtual(1, entropies="window", is_leased=False)

@@ -15,7 +15,7 @@ from agentenv.contract.server_config import PoolConfig
 from agentenv.engines.pool.pool import EnginePool
 from tests.engines.faulty_server import EOS, FaultyServer, reciter
 from tests.engines.pool_bench import TEXT, Bench, bench, virtual
-from tests.support.virtual_clock import run_virtual
+from tests.support.virtual_clock import on_virtual_clock
 
 
 @virtual(2)
@@ -86,21 +86,19 @@ async def test_a_server_that_refuses_an_update_is_excluded_and_keeps_its_turns(b
     assert bad.loaded == [("v1", 1)]
 
 
-def test_the_terminal_reports_refused_weights_and_an_added_server(
+@on_virtual_clock
+async def test_the_terminal_reports_refused_weights_and_an_added_server(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> None:
-        async with bench(folder, 2) as b:
-            b.servers[0].load_faults = [EngineError("no memory")] * 2
-            await b.load(1)
-            await b.until_up(2)
-            late = FaultyServer("late", reciter(folder))
-            b.pool.add_server(late)
-            await b.until_up(3)
-            await b.pool.sleep()
-            await b.load(2)
-
-    run_virtual(main())
+    async with bench(folder, 2) as b:
+        b.servers[0].load_faults = [EngineError("no memory")] * 2
+        await b.load(1)
+        await b.until_up(2)
+        late = FaultyServer("late", reciter(folder))
+        b.pool.add_server(late)
+        await b.until_up(3)
+        await b.pool.sleep()
+        await b.load(2)
     shown = [one.args for one in caplog.records if is_shown(one)]
     assert [args[0] for args in shown if isinstance(args, tuple)] == ["server0", "server0", "late"]
 
@@ -218,32 +216,29 @@ async def test_a_restart_at_the_same_url_is_detected_before_a_request_fails(b: B
 
 
 @pytest.mark.parametrize("listens", [False, True])
-def test_tokens_of_foreign_weights_are_not_used(
+@on_virtual_clock
+async def test_tokens_of_foreign_weights_are_not_used(
     folder: Path, listens: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another client loads weights into a server while a request runs there. A caller that has
     received its tokens cannot receive replacements, and must request the turn again."""
 
     monkeypatch.setattr(PoolConfig, "poll_interval_s", 60.0)
-
-    async def main() -> None:
-        async with bench(folder, 1) as b:
-            await b.load(1)
-            (server,) = b.servers
-            chunks: list[Chunk] = []
-            pending = asyncio.create_task(b.generate(on_tokens=chunks.append if listens else None))
-            await asyncio.sleep(0.5)
-            server.change_weights("others", "default")
-            if listens:
-                with pytest.raises(EngineError, match="weights named default"):
-                    await pending
-            else:
-                assert b.text(await pending) == TEXT
-            assert server.loaded == [("v1", 1)] * (1 if listens else 2)
-            assert b.text(await b.generate()) == TEXT
-            assert (server.weights, len(server.loaded)) == ("v1", 2)
-
-    run_virtual(main())
+    async with bench(folder, 1) as b:
+        await b.load(1)
+        (server,) = b.servers
+        chunks: list[Chunk] = []
+        pending = asyncio.create_task(b.generate(on_tokens=chunks.append if listens else None))
+        await asyncio.sleep(0.5)
+        server.change_weights("others", "default")
+        if listens:
+            with pytest.raises(EngineError, match="weights named default"):
+                await pending
+        else:
+            assert b.text(await pending) == TEXT
+        assert server.loaded == [("v1", 1)] * (1 if listens else 2)
+        assert b.text(await b.generate()) == TEXT
+        assert (server.weights, len(server.loaded)) == ("v1", 2)
 
 
 async def test_an_absent_server_is_refused_at_the_start(folder: Path) -> None:
@@ -258,45 +253,39 @@ async def test_an_absent_server_is_refused_at_the_start(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "is_lost"), [(["there", "late"], True), (["there", "late"], False), (["late"], False)]
 )
-def test_a_run_starts_without_a_lost_or_full_server_and_adds_it_later(
+@on_virtual_clock
+async def test_a_run_starts_without_a_lost_or_full_server_and_adds_it_later(
     folder: Path, names: list[str], is_lost: bool
 ) -> None:
     """A server that restarts when a run is resumed, or that other clients use too. A full server is
     available, even if it is the only one."""
     servers = [FaultyServer(name, reciter(folder)) for name in names]
     late = servers[-1]
-
-    async def main() -> None:
-        if is_lost:
-            late.kill()
-        else:
-            late.capacity = 0
-        pool = EnginePool(servers, folder, 0, vocab_size=256, eos_ids={EOS})
-        await pool.start(fresh=False)
-        assert pool.stats()["servers_up"] == len(names) - 1
-        await asyncio.sleep(60)
-        late.capacity = None
-        if is_lost:
-            late.restart()
-        await pool.load_weights(folder / "v1", 1)
-        await asyncio.sleep(60)
-        assert [server.weights for server in servers] == ["v1"] * len(names)
-        assert pool.stats()["servers_up"] == len(names)
-        await pool.close()
-
-    run_virtual(main())
+    if is_lost:
+        late.kill()
+    else:
+        late.capacity = 0
+    pool = EnginePool(servers, folder, 0, vocab_size=256, eos_ids={EOS})
+    await pool.start(fresh=False)
+    assert pool.stats()["servers_up"] == len(names) - 1
+    await asyncio.sleep(60)
+    late.capacity = None
+    if is_lost:
+        late.restart()
+    await pool.load_weights(folder / "v1", 1)
+    await asyncio.sleep(60)
+    assert [server.weights for server in servers] == ["v1"] * len(names)
+    assert pool.stats()["servers_up"] == len(names)
+    await pool.close()
 
 
-def test_servers_full_from_the_start_are_an_outage(folder: Path) -> None:
+@on_virtual_clock
+async def test_servers_full_from_the_start_are_an_outage(folder: Path) -> None:
     server = FaultyServer("full", reciter(folder))
     server.capacity = 0
-
-    async def main() -> None:
-        pool = EnginePool([server], folder, 0, vocab_size=256, eos_ids={EOS})
-        await pool.start(fresh=False)
-        await asyncio.sleep(700)
-        with pytest.raises(EngineDeadError, match=r"600.*429"):
-            await pool.generate([1], SamplingParams(1), session="s")
-        await pool.close()
-
-    run_virtual(main())
+    pool = EnginePool([server], folder, 0, vocab_size=256, eos_ids={EOS})
+    await pool.start(fresh=False)
+    await asyncio.sleep(700)
+    with pytest.raises(EngineDeadError, match=r"600.*429"):
+        await pool.generate([1], SamplingParams(1), session="s")
+    await pool.close()

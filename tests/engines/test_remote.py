@@ -16,6 +16,7 @@ from agentenv.contract.weights import SharedWeights
 from agentenv.engines.remote.probes import VLLMFacts
 from agentenv.engines.remote.routing import SESSION_HEADER, routing
 from agentenv.engines.vllm import VLLMServer
+from tests.support.begun import closing
 
 
 async def test_a_server_sleeps_only_after_a_cancelled_load_has_resumed_it() -> None:
@@ -127,13 +128,12 @@ async def test_any_session_fits_in_a_header(session: str) -> None:
 
     app = web.Application()
     app.router.add_post("/", answer)
-    async with TestServer(app) as server:
-        client = ServerClient(str(server.make_url("/")))
-        try:
-            async with client.stream("/", {}, routing(session, None)) as events:
-                assert [event async for event in events] == []
-        finally:
-            await client.close()
+    async with (
+        TestServer(app) as server,
+        closing(ServerClient(str(server.make_url("/")))) as client,
+        client.stream("/", {}, routing(session, None)) as events,
+    ):
+        assert [event async for event in events] == []
     (found,) = seen
     assert found == session if session in SESSIONS[:2] else found != ""
     assert (found is None) == (session == "")

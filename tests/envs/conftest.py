@@ -47,10 +47,8 @@ async def on_each_rung(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]
 
 
 @pytest.fixture
-async def session(sandbox: Sandbox) -> AsyncIterator[SandboxSession]:
-    one = sandbox.session(1)
-    yield one
-    one.close()
+async def session(sandbox: Sandbox) -> SandboxSession:
+    return sandbox.session(1)
 
 
 @pytest.fixture

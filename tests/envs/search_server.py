@@ -12,6 +12,7 @@ from aiohttp.test_utils import TestServer
 
 from agentenv.envs.search.keys import FetchConfig, TrafficConfig
 from agentenv.envs.search.upstream import HttpRequest, Reply, Upstream
+from tests.support.begun import closing
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -57,11 +58,8 @@ class Scripted:
 
 
 async def send(url: str, config: TrafficConfig = QUICK) -> Reply:
-    upstream = Upstream("service", config)
-    try:
+    async with closing(Upstream("service", config)) as upstream:
         return await upstream.send(HttpRequest("GET", url))
-    finally:
-        await upstream.close()
 
 
 class Names(AbstractResolver):

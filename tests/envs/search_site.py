@@ -9,6 +9,7 @@ from aiohttp import web
 from agentenv.envs.search.keys import SearchConfig
 from agentenv.envs.search.service import Episode, SearchService
 from agentenv.envs.web_search import search_config
+from tests.support.begun import closing
 
 FILLER = "Nothing of interest stands in this sentence. " * 200
 SNIPPET = "Lima was founded in 1535 by Francisco Pizarro"
@@ -57,8 +58,5 @@ class Web:
 async def search(
     config: SearchConfig, query: str, episode: Episode | None = None, **keys: Any
 ) -> Any:
-    service = SearchService(config)
-    try:
+    async with closing(SearchService(config)) as service:
         return await service.search(query, episode or Episode(), **keys)
-    finally:
-        await service.close()

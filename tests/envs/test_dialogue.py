@@ -37,6 +37,7 @@ from agentenv.text.renderer import TagRenderer
 from agentenv.training.supervised.dialogues import Dialogue, RowFormat, read_messages
 from agentenv.training.supervised.encoding import ChatEncoder
 from examples.monitors.turns import turns_of
+from tests.support.begun import begun
 from tests.support.chat_models import QWEN25, make_tokenizer
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
 from tests.support.virtual_clock import run_virtual
@@ -277,27 +278,26 @@ async def test_a_user_reads_only_visible_text_and_ends_the_episode_by_leaving() 
         heard.append([one.content for one in dialogue])
         return "red" if len(heard) == 1 else None
 
-    env = DeskEnv(TASK, listening)
-    await env.reset(seed=0)
-    first = await env.step(Message("assistant", ASK))
-    assert first == ([Message("user", "red")], 0.0, False, False, {})
-    messages, _, terminated, *_ = await env.step(Message("assistant", "It is 7"))
-    assert (messages, terminated) == ([], True)
-    assert heard[-1] == [TASK.question, "Which color?", "red", "It is 7"]
-    await env.close()
+    async with begun(DeskEnv(TASK, listening), seed=0) as env:
+        first = await env.step(Message("assistant", ASK))
+        assert first == ([Message("user", "red")], 0.0, False, False, {})
+        messages, _, terminated, *_ = await env.step(Message("assistant", "It is 7"))
+        assert (messages, terminated) == ([], True)
+        assert heard[-1] == [TASK.question, "Which color?", "red", "It is 7"]
 
 
 async def test_a_fork_continues_a_dialogue_of_its_own() -> None:
-    env = DeskEnv(TASK, lambda task, dialogue: " / ".join(one.content for one in dialogue[1:]))
-    await env.reset(seed=0)
-    await env.step(Message("assistant", "one"))
-    child = await env.fork()
-    (reply,), *_ = await child.step(Message("assistant", "two"))
-    (other,), *_ = await env.step(Message("assistant", "three"))
-    assert reply.content == "one / one / two"
-    assert other.content == "one / one / three"
-    await child.close()
-    await env.close()
+    async with begun(
+        DeskEnv(TASK, lambda task, dialogue: " / ".join(one.content for one in dialogue[1:])),
+        seed=0,
+    ) as env:
+        await env.step(Message("assistant", "one"))
+        child = await env.fork()
+        (reply,), *_ = await child.step(Message("assistant", "two"))
+        (other,), *_ = await env.step(Message("assistant", "three"))
+        assert reply.content == "one / one / two"
+        assert other.content == "one / one / three"
+        await child.close()
 
 
 async def test_an_unavailable_user_is_asked_again_and_a_bug_is_a_crash() -> None:
@@ -309,14 +309,12 @@ async def test_an_unavailable_user_is_asked_again_and_a_bug_is_a_crash() -> None
             raise InfraError("down")
         return "red"
 
-    env = DeskEnv(TASK, flaky)
-    await env.reset(seed=0)
-    (reply,), *_ = await env.step(Message("assistant", ASK))
-    assert (reply.content, len(calls)) == ("red", 2)
-    env.user = env._asked._user = make_user(lambda task, dialogue: 1 / 0)  # type: ignore[arg-type, return-value]
-    with pytest.raises(CrashError, match="division by zero"):
-        await env.step(Message("assistant", ASK))
-    await env.close()
+    async with begun(DeskEnv(TASK, flaky), seed=0) as env:
+        (reply,), *_ = await env.step(Message("assistant", ASK))
+        assert (reply.content, len(calls)) == ("red", 2)
+        env.user = env._asked._user = make_user(lambda task, dialogue: 1 / 0)  # type: ignore[arg-type, return-value]
+        with pytest.raises(CrashError, match="division by zero"):
+            await env.step(Message("assistant", ASK))
 
 
 @pytest.mark.parametrize("wrong", [7, None])
@@ -348,24 +346,22 @@ def served() -> Iterator[ScriptedEndpoint]:
 
 async def test_a_model_plays_the_user(served: ScriptedEndpoint) -> None:
     keys = {"url": served.url, "model": "m", "instruction": "You want {color}, {unknown}."}
-    env = DeskEnv(TASK, keys)
-    await env.reset(seed=0)
-    (reply,), *_ = await env.step(Message("assistant", ASK))
-    assert reply == Message("user", "1: red")
-    (body,) = served.requests
-    assert [(one["role"], one["content"]) for one in body["messages"]] == [
-        ("system", "You want red, {unknown}."),
-        ("user", "Hello! How can I help you?"),
-        ("assistant", TASK.question),
-        ("user", "Which color?"),
-    ]
-    other = DeskEnv(TASK, keys)
-    await other.reset(seed=0)
-    (again,), *_ = await other.step(Message("assistant", ASK))
-    assert (again, len(served.requests)) == (reply, 1), "equal dialogues get equal replies"
-    *_, terminated, _, _ = await env.step(Message("assistant", "bye"))
-    assert terminated
-    await env.close()
+    async with begun(DeskEnv(TASK, keys), seed=0) as env:
+        (reply,), *_ = await env.step(Message("assistant", ASK))
+        assert reply == Message("user", "1: red")
+        (body,) = served.requests
+        assert [(one["role"], one["content"]) for one in body["messages"]] == [
+            ("system", "You want red, {unknown}."),
+            ("user", "Hello! How can I help you?"),
+            ("assistant", TASK.question),
+            ("user", "Which color?"),
+        ]
+        other = DeskEnv(TASK, keys)
+        await other.reset(seed=0)
+        (again,), *_ = await other.step(Message("assistant", ASK))
+        assert (again, len(served.requests)) == (reply, 1), "equal dialogues get equal replies"
+        *_, terminated, _, _ = await env.step(Message("assistant", "bye"))
+        assert terminated
     await other.close()
     await close_shared()
 

@@ -25,6 +25,7 @@ from agentenv.processes.worker_pool import (
     Used,
     WorkerPool,
 )
+from tests.support.begun import closing
 from tests.support.warehouse import ROOT
 
 HANDLER = "tests.support.jobs:work"
@@ -219,13 +220,10 @@ def test_workers_die_with_their_host() -> None:
 async def test_slow_expressions_do_not_stop_the_verdicts_of_other_answers() -> None:
     """64 right answers that only math-verify can decide, after 64 that it never finishes."""
     pytest.importorskip("math_verify")
-    math = MathEquivalence(limit_s=0.2)
-    try:
+    async with closing(MathEquivalence(limit_s=0.2)) as math:
         slow = [math.equal(rf"x^{{60}}+{n}x+1=0", rf"x^{{60}}+{n}x+2=0") for n in range(3, 67)]
         right = [math.equal(rf"\frac{{{k}\sqrt{{3}}}}{{3}}", rf"\frac{{{k}}}{{\sqrt{{3}}}}")
                  for k in range(2, 66)]  # fmt: skip
         outcomes = await asyncio.gather(*slow, *right)
-    finally:
-        await math.close()
     assert [right for right, _ in outcomes] == [False] * 64 + [True] * 64
     assert all("0.2" in reason for _, reason in outcomes[:64])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
 
+from agentenv.contract.env import Grader
 from agentenv.envs.grading.judge import Judge
 from agentenv.envs.grading.keys import JudgeConfig
+from agentenv.envs.grading.reward import make_grader
 from tests.support.listening import listening
 
 
@@ -31,6 +33,7 @@ class JudgeServer:
         self.headers: list[Any] = []
         self.reply_headers: dict[str, str] = {}
         self.url = ""
+        self.judges: list[Judge] = []
 
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -60,7 +63,18 @@ async def judge_server() -> AsyncIterator[JudgeServer]:
     async with listening(app) as url:
         scripted.url = f"{url}/v1"
         yield scripted
+        for judge in scripted.judges:
+            await judge.close()
 
 
 def judge_of(server: JudgeServer, **keys: Any) -> Judge:
-    return Judge(JudgeConfig(url=server.url, model="m", **{"num_retries": 1, **keys}))
+    """A judge that is closed with the server."""
+    judge = Judge(JudgeConfig(url=server.url, model="m", **{"num_retries": 1, **keys}))
+    server.judges.append(judge)
+    return judge
+
+
+def grader_of(server: JudgeServer, grader: Mapping[str, Any] = {}, **judge: Any) -> Grader:
+    """By these keys of the tables of the grader and of its judge."""
+    table = {"url": server.url, "model": "m", **judge}
+    return make_grader({"kind": "judge", "math": False, **grader, "judge": table})

@@ -137,8 +137,10 @@ class ToyRank(RankGroup):
 
 @contextmanager
 def toy_ranks() -> Iterator[type[ToyRank]]:
-    """Learners that start within this context have such a rank."""
+    """Learners that start within this context have such a rank, and no run draws its curves, which
+    is most of the CPU time of such a run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("agentenv.learners.ranks.learner.RankGroup", ToyRank)
+        patch.setattr("agentenv.training.reports.recorder.RunRecorder.draw", lambda self: [])
         yield ToyRank
     assert not ToyRank.alive

@@ -25,6 +25,7 @@ from agentenv.contract.tool_config import ToolConfig, load_tools
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import ToolLimits
 from agentenv.envs.bridges.mcp_tools import MCPTools
+from tests.support.begun import begun
 from tests.support.small_server import until
 from tests.support.warehouse import ROOT
 
@@ -106,12 +107,10 @@ async def test_an_episode_calls_the_tools_of_its_own_server() -> None:
 
 
 async def test_a_dead_server_is_restarted() -> None:
-    env = ToolEnv(TASK, [MCPTools(COMMAND)], Anything(), num_retries=0)
-    await env.reset()
-    with pytest.raises(EnvError, match="MCP server"):
-        await env.step(call("die"))
-    assert (await env.step(call("add", a=1, b=1)))[0][0].content == "2"
-    await env.close()
+    async with begun(ToolEnv(TASK, [MCPTools(COMMAND)], Anything(), num_retries=0)) as env:
+        with pytest.raises(EnvError, match="MCP server"):
+            await env.step(call("die"))
+        assert (await env.step(call("add", a=1, b=1)))[0][0].content == "2"
 
 
 async def test_chosen_tools_are_called_over_streamable_http() -> None:
@@ -261,13 +260,11 @@ async def test_every_kind_of_content_is_read_in_results_and_in_errors(tmp_path: 
     results["alone"] = {"content": [], "structuredContent": FOUND}
     expected["alone"] = FOUND_TEXT
     source = scripted(tmp_path, pages={"": listed([*results])}, results=results)
-    env = ToolEnv(TASK, [source], Anything())
-    await env.reset()
-    for name, text in expected.items():
-        messages, *_, info = await env.step(call(name))
-        assert messages[0].content == text, name
-        assert info["tool_calls"][0]["ok"] != ("True" in name.split()[1:2])
-    await env.close()
+    async with begun(ToolEnv(TASK, [source], Anything())) as env:
+        for name, text in expected.items():
+            messages, *_, info = await env.step(call(name))
+            assert messages[0].content == text, name
+            assert info["tool_calls"][0]["ok"] != ("True" in name.split()[1:2])
 
 
 @pytest.mark.parametrize(

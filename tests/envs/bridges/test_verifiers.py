@@ -22,6 +22,7 @@ from agentenv.data.rows import RowsConfig
 from agentenv.envs.bridges.verifiers_env import KEY, VerifiersEnv, rows
 from agentenv.envs.program import NUM_MEASURED
 from agentenv.launchers.serve_env import ServeEnvConfig
+from tests.support.begun import begun
 
 ROOT = Path(__file__).resolve().parents[3]
 CLASSIC = ROOT / ".venv-verifiers-classic/bin/python"
@@ -100,14 +101,12 @@ async def test_an_episode_has_the_messages_tools_and_rewards_of_the_package(name
 async def test_a_cut_episode_is_scored_by_the_package(name: str) -> None:
     task, actions = episode(name)
     for last in (actions[1], None):
-        env = VerifiersEnv(task)
-        await env.reset(seed=0)
-        await env.step(actions[0])
-        reward, info = await env.finish(Limit.TURNS, last)
-        assert info["success"] is (last is not None)
-        assert (reward >= 1.0) is (last is not None)
-        assert (reward, info) == await env.finish(Limit.TURNS, last)
-        await env.close()
+        async with begun(VerifiersEnv(task), seed=0) as env:
+            await env.step(actions[0])
+            reward, info = await env.finish(Limit.TURNS, last)
+            assert info["success"] is (last is not None)
+            assert (reward >= 1.0) is (last is not None)
+            assert (reward, info) == await env.finish(Limit.TURNS, last)
 
 
 @real
@@ -135,11 +134,9 @@ async def test_forks_are_enabled_after_exact_replays() -> None:
 async def test_forks_stay_disabled_without_exact_replays() -> None:
     task, actions = episode("dice")
     for number in range(NUM_MEASURED):
-        env = VerifiersEnv(task)
-        await env.reset(seed=number)
-        await play(env, *actions)
-        assert env.fork_mode == "none"
-        await env.close()
+        async with begun(VerifiersEnv(task), seed=number) as env:
+            await play(env, *actions)
+            assert env.fork_mode == "none"
     stats = env._replays.stats()
     assert stats["program/replays"] >= NUM_MEASURED
     assert stats["program/replays_exact"] == 0
@@ -154,18 +151,14 @@ async def test_a_package_keeps_the_contract() -> None:
 @real
 async def test_a_dead_process_is_replaced() -> None:
     task, actions = episode("desk")
-    env = VerifiersEnv(task)
-    await env.reset(seed=0)
-    assert env._server._process is not None
-    env._server._process.kill()
-    with pytest.raises(EnvError, match="ended with exit"):
-        await env.step(actions[0])
-    await env.close()
-    env = VerifiersEnv(task)
-    await env.reset(seed=0)
-    *_, last = await play(env, *actions)
-    assert last[1] == 1.5
-    await env.close()
+    async with begun(VerifiersEnv(task), seed=0) as env:
+        assert env._server._process is not None
+        env._server._process.kill()
+        with pytest.raises(EnvError, match="ended with exit"):
+            await env.step(actions[0])
+    async with begun(VerifiersEnv(task), seed=0) as env:
+        *_, last = await play(env, *actions)
+        assert last[1] == 1.5
 
 
 @real

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +10,14 @@ import pytest
 
 from agentenv.base.errors import ConfigError, GraderError, InfraError
 from agentenv.base.types import Limit, Message, Task
-from agentenv.contract.env import close_shared
 from agentenv.contract.plan import Independent
 from agentenv.contract.request import ServerLostError
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.envs.grading.judge import Judge
 from agentenv.envs.grading.keys import JudgeConfig
 from agentenv.envs.grading.reward import AnswerReward, check_grader, make_grader
-from tests.support.judge_server import Cut, JudgeServer, judge_of, judge_server
+from tests.support.judge_server import Cut, JudgeServer, grader_of, judge_of
 from tests.test_actor import make_actor, rollout
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[JudgeServer]:
-    async with judge_server() as scripted:
-        yield scripted
-        await close_shared()
 
 
 @pytest.mark.parametrize(
@@ -73,7 +64,6 @@ async def test_only_the_word_correct_or_incorrect_is_a_verdict(
     assert verdict.parts == {**parsed, "judge_unparsed": float(score is None)}
     assert server.requests[0]["temperature"] == 0
     assert server.requests[0]["model"] == "m"
-    await judge.close()
 
 
 async def test_verdicts_are_cached_and_equal_questions_are_sent_once(server: JudgeServer) -> None:
@@ -84,7 +74,6 @@ async def test_verdicts_are_cached_and_equal_questions_are_sent_once(server: Jud
     assert len(server.requests) == 1
     await judge.verdict("q", "b", ["g"])
     assert len(server.requests) == 2
-    await judge.close()
 
 
 async def test_verdicts_are_kept_in_a_file(server: JudgeServer, tmp_path: Path) -> None:
@@ -107,7 +96,6 @@ async def test_one_cancelled_waiter_does_not_cancel_the_request(server: JudgeSer
     first.cancel()
     assert (await second).right
     assert len(server.requests) == 1
-    await judge.close()
 
 
 async def test_a_retry_waits_for_the_retry_after_of_a_busy_server(
@@ -126,7 +114,6 @@ async def test_a_retry_waits_for_the_retry_after_of_a_busy_server(
     waits = [seconds for seconds in slept if seconds]
     assert len(waits) == 2
     assert all(7.0 <= seconds <= 10.5 for seconds in waits)
-    await judge.close()
 
 
 @pytest.mark.parametrize(
@@ -149,7 +136,6 @@ async def test_only_an_unavailable_judge_server_is_an_infra_error(
         await judge.verdict("q", "a", ["g"])
     assert isinstance(raised.value, InfraError) is is_down
     assert len(server.requests) == num_requests
-    await judge.close()
 
 
 @pytest.mark.parametrize("ends_by", ["itself", "a limit"])
@@ -166,15 +152,13 @@ async def test_an_episode_waits_for_an_unavailable_judge(server: JudgeServer, en
     assert reward == 1.0
     assert len(server.requests) == 5
     await env.close()
-    await judge.close()
 
 
 async def test_the_rules_decide_first_and_an_empty_answer_is_not_sent_to_the_judge(
     server: JudgeServer,
 ) -> None:
     server.replies = ["INCORRECT"]
-    keys = {"kind": "judge", "math": False, "judge": {"url": server.url, "model": "m"}}
-    grader = make_grader(keys)
+    grader = grader_of(server)
     task = Task("t", "e", "q", ("Paris",))
     await check_grader(grader, [task])
     for text, success in (("paris", True), ("", False)):
@@ -201,9 +185,7 @@ async def test_the_judge_decides_answers_that_the_rules_cannot_confirm(
     server: JudgeServer, gold: str, answer: str, reply: str
 ) -> None:
     server.replies = [reply]
-    grader = make_grader(
-        {"kind": "judge", "math": False, "judge": {"url": server.url, "model": "m"}}
-    )
+    grader = grader_of(server)
     task = Task("t", "e", "q", (gold,))
     grade = await grader.grade(task, [Message("assistant", rf"\boxed{{{answer}}}")], {})
     assert grade.success is (reply == "CORRECT")
@@ -218,8 +200,7 @@ async def test_the_judge_decides_answers_that_the_rules_cannot_confirm(
 
 async def test_the_prompt_of_the_judge_states_that_the_order_counts(server: JudgeServer) -> None:
     server.replies = ["INCORRECT"]
-    judge = {"url": server.url, "model": "m"}
-    grader = make_grader({"kind": "judge", "math": False, "ordered": True, "judge": judge})
+    grader = grader_of(server, {"ordered": True})
     task = Task("t", "e", "q", ("Yoshida, Uehara",))
     for answer, success in (("Uehara, Yoshida", False), ("Yoshida, Uehara", True)):
         grade = await grader.grade(task, [Message("assistant", rf"\boxed{{{answer}}}")], {})
@@ -255,7 +236,6 @@ async def test_a_judge_that_fails_its_trial_request_is_refused_at_the_start(
     for _ in range(3):
         await judge.start()
     assert len(server.requests) == 2
-    await judge.close()
 
 
 def test_an_episode_starts_once_a_judge_is_available(
@@ -284,7 +264,6 @@ async def test_a_judge_that_returns_no_verdict_is_logged_once(
     await asyncio.gather(*(judge.start() for _ in range(3)))
     (record,) = caplog.records
     assert "grader.judge.max_tokens = 16" in record.message
-    await judge.close()
 
 
 @pytest.mark.parametrize(
@@ -302,8 +281,7 @@ async def test_a_judge_asked_always_reports_its_agreement_and_overrules_no_right
     server: JudgeServer, answer: str, reply: Any, success: bool, parts: dict[str, float]
 ) -> None:
     server.replies = [reply]
-    judge = {"url": server.url, "model": "m", "when": "always", "num_retries": 0}
-    grader = make_grader({"kind": "judge", "math": False, "judge": judge})
+    grader = grader_of(server, when="always", num_retries=0)
     task = Task("t", "e", "q", ("Paris",))
     grade = await grader.grade(task, [Message("assistant", rf"\boxed{{{answer}}}")], {})
     assert grade.success is success
@@ -317,7 +295,6 @@ async def test_at_most_max_concurrency_requests_are_in_flight(server: JudgeServe
     await asyncio.gather(*(judge.verdict("q", f"a{number}", ["g"]) for number in range(12)))
     assert len(server.requests) == 12
     assert server.most_running == 3
-    await judge.close()
 
 
 async def test_the_api_key_comes_from_the_environment(
@@ -329,7 +306,6 @@ async def test_the_api_key_comes_from_the_environment(
     judge = judge_of(server, api_key_env="JUDGE_KEY_OF_TEST")
     await judge.verdict("q", "a", ["g"])
     assert server.headers[0]["Authorization"] == "Bearer k1"
-    await judge.close()
     with pytest.raises(ConfigError, match="expected http"):
         Judge(JudgeConfig(url="localhost", model="m"))
 
@@ -362,7 +338,6 @@ async def test_compat_sends_the_request_of_the_released_evaluation(
     text = f"Q who?\nGolds a\nSaid {answer}, {{braces}} stay\n"
     assert one == {"model": "m", "messages": [{"role": "user", "content": text}]}
     assert "Golds ['a', 'b']\n" in several["messages"][0]["content"]
-    await judge.close()
 
 
 @pytest.mark.parametrize(
@@ -388,7 +363,6 @@ async def test_compat_reads_the_reply_by_the_released_rule(
     verdict = await judge.verdict("q", "an answer", ["gold"])
     assert (verdict.right, verdict.score) == (right, float(right))
     assert verdict.parts == {"rule": 0.0, "judge": float(right), "judge_unparsed": 0.0}
-    await judge.close()
 
 
 @pytest.mark.parametrize(
@@ -406,14 +380,8 @@ async def test_compat_accepts_an_equal_answer_whatever_the_judge_replies(
 ) -> None:
     server.replies = ["CORRECT", "Incorrect"]  # the trial, then the question
     (tmp_path / "prompt.txt").write_text(PROMPT)
-    table = {
-        "url": server.url,
-        "model": "m",
-        "when": "always",
-        "compat": "reference",
-        "prompt_file": str(tmp_path / "prompt.txt"),
-    }
-    grader = make_grader({"kind": "judge", "judge": table})
+    keys = {"compat": "reference", "prompt_file": str(tmp_path / "prompt.txt")}
+    grader = grader_of(server, {"math": True}, when="always", **keys)
     task = Task("t", "e", "q", tuple(golds))
     await check_grader(grader, [])
     grade = await grader.grade(task, [Message("assistant", rf"\boxed{{{answer}}}")], {})

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator
 
 import pytest
 
-from agentenv.contract.env import close_shared
 from agentenv.envs.grading import judge
 from agentenv.envs.grading.judge import prompt_text
-from tests.support.judge_server import JudgeServer, judge_of, judge_server
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[JudgeServer]:
-    async with judge_server() as scripted:
-        yield scripted
-        await close_shared()
+from tests.support.judge_server import JudgeServer, judge_of
 
 
 def test_the_answer_is_fenced_cut_and_free_of_special_tokens(
@@ -74,4 +65,3 @@ async def test_an_answer_cannot_dictate_its_verdict(server: JudgeServer, attack:
     judge = judge_of(server)
     verdict = await judge.verdict("capital?", attack, ["Paris"])
     assert (verdict.right, verdict.parts["judge"]) == (False, 0.0)
-    await judge.close()

@@ -48,8 +48,6 @@ async def test_variables_persist_within_an_episode_only(sandbox: Sandbox) -> Non
     await first.run("x = 2\ndef f(): return x * 21", 10)
     assert await output_of(first, "f()") == "42"
     assert "NameError" in await output_of(second, "x")
-    first.close()
-    second.close()
 
 
 @pytest.mark.parametrize(
@@ -119,8 +117,6 @@ async def test_a_timeout_loses_the_variables(sandbox: Sandbox, code: str) -> Non
     assert await output_of(session, "x = 5; x") == "5"
     fork = await session.fork()
     assert await output_of(fork, "x") == "5"
-    fork.close()
-    session.close()
 
 
 @pytest.mark.parametrize(

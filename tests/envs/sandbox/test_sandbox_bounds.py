@@ -115,8 +115,6 @@ async def test_a_session_waits_for_a_busy_one() -> None:
     assert await output_of(second, "2") == "2"
     assert (await busy).output == "1"
     assert await output_of(first, "x") == "1"
-    first.close()
-    second.close()
     await sandbox.close()
 
 
@@ -140,8 +138,6 @@ async def test_the_largest_session_dies_when_all_together_exceed_the_memory(
     result = await large.run("x = bytearray(b'1') * (120 << 20)\nwhile True: pass", 20)
     assert result.end == "died"
     assert await output_of(small, "len(x) >> 20") == "60"
-    small.close()
-    large.close()
     await sandbox.close()
 
 

@@ -111,8 +111,6 @@ async def test_sessions_of_one_seed_draw_the_same_entropy(sandbox: Sandbox) -> N
     first = await output_of(one, drawn)
     assert first == await output_of(two_, drawn)
     assert first != await output_of(other, drawn)
-    for session in (one, two_, other):
-        session.close()
 
 
 async def test_a_copied_process_has_equal_variables_and_random_state(sandbox: Sandbox) -> None:
@@ -169,7 +167,6 @@ async def test_memory_is_in_huge_pages_where_available(sandbox: Sandbox) -> None
     assert (await session.run("x = [bytes(2000) for _ in range(8_000)]", 10)).ok
     assert huge_kb(process_of(session).pid) >= 2 << 10
     assert await output_of(session, "import os; 'GLIBC_TUNABLES' in os.environ") == "False"
-    session.close()
 
 
 async def test_a_fork_has_its_own_copy_of_the_files(sandbox: Sandbox) -> None:
@@ -202,8 +199,6 @@ os.chdir("a")
     )
     assert await output_of(parent, "os.listdir('b')") != await output_of(child, "os.listdir('b')")
     assert sandbox.counters.num_live_forks == 1
-    parent.close()
-    child.close()
 
 
 async def test_forks_can_be_forked(sandbox: Sandbox) -> None:
@@ -218,8 +213,6 @@ async def test_forks_can_be_forked(sandbox: Sandbox) -> None:
     counters = sandbox.counters
     assert counters.num_live_forks + counters.num_replays == 36
     assert counters.num_live_forks > 25
-    for one in line:
-        one.close()
 
 
 async def test_a_session_without_an_initializer_is_replayed(sandbox: Sandbox) -> None:
@@ -228,11 +221,9 @@ async def test_a_session_without_an_initializer_is_replayed(sandbox: Sandbox) ->
         pytest.skip("there, nothing is to be copied")
     for one in zygote_of(sandbox).children(recursive=True):
         one.kill()
-    parent, child = await two(sandbox, "x = 3")
+    _, child = await two(sandbox, "x = 3")
     assert await output_of(child, "x") == "3"
     assert (sandbox.counters.num_live_forks, sandbox.counters.num_replays) == (0, 1)
-    parent.close()
-    child.close()
 
 
 SHARED = {
@@ -252,8 +243,6 @@ async def test_a_session_with_shared_resources_is_replayed(sandbox: Sandbox, nam
     assert await output_of(child, "x") == "7"
     assert (sandbox.counters.num_live_forks, sandbox.counters.num_replays) == (0, 1)
     assert await output_of(parent, "x") == "7"
-    parent.close()
-    child.close()
 
 
 async def run_beside_forks(sandbox: Sandbox, code: str) -> tuple[str, list[SandboxSession]]:
@@ -284,10 +273,8 @@ while time.monotonic() < end:
     made += pid > 0
 made, ctypes.get_errno()
 """
-    output, sessions = await run_beside_forks(sandbox, code)
+    output, _ = await run_beside_forks(sandbox, code)
     assert output == f"(0, {errno.EAGAIN})"
-    for one in sessions:
-        one.close()
 
 
 async def test_a_cell_cannot_set_the_signal_of_its_parents_death(sandbox: Sandbox) -> None:
@@ -307,8 +294,6 @@ granted, ctypes.get_errno()
     assert output == refused
     assert (await sessions[-1].run(code, 10)).output == refused
     assert await output_of(sessions[2], "x") == "1"
-    for one in sessions:
-        one.close()
 
 
 async def test_a_session_that_forks_in_another_way_is_replayed(
@@ -330,7 +315,6 @@ async def test_a_session_that_forks_in_another_way_is_replayed(
         child.close()
     assert await output_of(parent, "x") == "5"
     assert sandbox.counters.num_live_forks == 0
-    parent.close()
 
 
 async def test_forks_are_replays_without_a_seccomp_listener(
@@ -351,6 +335,4 @@ async def test_forks_are_replays_without_a_seccomp_listener(
         assert await output_of(child, "os.getpid(), os.getppid()") == "(1, 0)"
     assert "not permitted" in await output_of(child, "os.kill(os.getppid() or 2, 0)")
     assert await output_of(child, "os.kill(os.getpid(), 0)") == ""
-    parent.close()
-    child.close()
     await other.close()

@@ -21,9 +21,7 @@ USUAL = (
 @pytest.fixture
 async def session() -> AsyncIterator[SandboxSession]:
     sandbox = Sandbox(PythonConfig(preload=()), rungs=("landlock",))
-    one = sandbox.session(1)
-    yield one
-    one.close()
+    yield sandbox.session(1)
     await sandbox.close()
 
 

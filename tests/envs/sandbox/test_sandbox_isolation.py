@@ -39,8 +39,6 @@ async def test_a_session_sees_only_its_own(sandbox: Sandbox) -> None:
     assert seen == f"({inside}, 1, 1000)"
     await first.run("open('/tmp/mine', 'w').write('secret')", 10)
     assert await output_of(second, "import os; os.listdir('/tmp')") == f"{in_tmp}"
-    first.close()
-    second.close()
 
 
 async def test_no_descriptor_of_the_host_is_inherited(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -61,4 +59,3 @@ async def test_no_descriptor_of_the_host_is_inherited(sandbox: Sandbox, tmp_path
         """
         code = "\n".join(line[12:] for line in code.splitlines())
         assert await output_of(session, code) == "[(0, 2), (1, 2), (2, 2), (3, 12)]"  # null, socket
-        session.close()

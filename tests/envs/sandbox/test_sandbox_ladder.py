@@ -125,7 +125,6 @@ async def test_a_plain_subprocess_is_used_only_when_allowed(
         await session.run("1", 10)
     assert (await output_of(session, "3")).endswith("3")
     await sandbox.close()
-    session.close()
     assert children() == []
     assert home.parent.name.startswith("agentenv-sandbox-")
     assert not home.parent.exists(), "the zygote that was killed could not remove it"
@@ -142,8 +141,6 @@ async def test_numpy_and_sympy_are_available_and_seeded() -> None:
     assert first == await output_of(two, code)
     assert first != await output_of(other, code)
     await sandbox.close()
-    for session in (one, two, other):
-        session.close()
 
 
 async def test_a_missing_package_is_reported_at_the_start() -> None:
@@ -177,7 +174,6 @@ async def test_the_interpreter_of_another_environment_is_used(tmp_path: Path) ->
         assert folder.name in await output_of(session, "sys.prefix")
         assert "Read-only" in await output_of(session, "open(only_here.__file__, 'w')")
         await sandbox.close()
-        session.close()
 
 
 async def test_a_path_without_a_working_interpreter_is_refused(tmp_path: Path) -> None:

@@ -70,8 +70,6 @@ async def test_a_killed_zygote_is_replaced(sandbox: Sandbox) -> None:
         await sessions[1].run("x", 10)
     for session in sessions[:2]:
         assert await output_of(session, "x") == first.output
-    for session in sessions:
-        session.close()
 
 
 async def test_the_replacement_of_a_zygote_can_be_cancelled(
@@ -95,7 +93,6 @@ async def test_the_replacement_of_a_zygote_can_be_cancelled(
     await asyncio.wait({starting})
     session = sandbox.session(1)
     assert await output_of(session, "6 * 7") == "42"
-    session.close()
 
 
 async def test_the_zygote_ends_with_a_killed_bubblewrap(sandbox: Sandbox) -> None:

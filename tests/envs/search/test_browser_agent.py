@@ -13,6 +13,7 @@ from agentenv.envs.search.service import Episode, SearchService
 from agentenv.envs.web_search import WebSearchEnv
 from agentenv.reference.helpers import count_calls
 from tests.envs.search_site import GOOD, SNIPPET, Web, search
+from tests.support.begun import begun
 
 
 async def test_the_policy_reads_the_final_information_of_the_window(site: Web) -> None:
@@ -58,12 +59,12 @@ async def test_a_failing_model_server_fails_the_trajectory(site: Web) -> None:
     """The trajectory fails and is not counted as wrong."""
     site.reply = 500
     task = Task("t", "web", "When was Lima founded?", ("1535",))
-    env = WebSearchEnv(task, search=site.browser(), num_retries=0)
-    await env.reset(seed=1)
-    call = Message("assistant", "<search>lima</search>", (ToolCall("search", {"query": "lima"}),))
-    with pytest.raises(EnvError, match=r"search\.summarizer.*500"):
-        await env.step(call)
-    await env.close()
+    async with begun(WebSearchEnv(task, search=site.browser(), num_retries=0), seed=1) as env:
+        call = Message(
+            "assistant", "<search>lima</search>", (ToolCall("search", {"query": "lima"}),)
+        )
+        with pytest.raises(EnvError, match=r"search\.summarizer.*500"):
+            await env.step(call)
     site.reply = 401
     service = SearchService(site.browser())
     with pytest.raises(ConfigError, match=r"search\.summarizer.*401"):
@@ -74,12 +75,10 @@ async def test_a_failing_model_server_fails_the_trajectory(site: Web) -> None:
 
 async def test_the_record_of_a_call_counts_the_use_of_the_browser_agent(site: Web) -> None:
     task = Task("t", "web", "When was Lima founded?", ("1535",))
-    env = WebSearchEnv(task, search=site.browser())
-    await env.reset(seed=1)
-    text = "<think>I need its history.</think><search>lima</search>"
-    call = Message("assistant", text, (ToolCall("search", {"query": "lima"}),))
-    *_, info = await env.step(call)
-    await env.close()
+    async with begun(WebSearchEnv(task, search=site.browser()), seed=1) as env:
+        text = "<think>I need its history.</think><search>lima</search>"
+        call = Message("assistant", text, (ToolCall("search", {"query": "lima"}),))
+        *_, info = await env.step(call)
     counts: dict[str, float] = {}
     count_calls(counts, info["tool_calls"])
     assert counts == {"browser_uses": 1, "browser_ok": 1, "browser_tokens": 930}

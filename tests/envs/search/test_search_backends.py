@@ -14,6 +14,7 @@ from agentenv.base.errors import ConfigError
 from agentenv.envs.search.bm25 import BM25Backend, BM25Index
 from agentenv.envs.search.corpus import SHIPPED_CORPUS, Hit, Passage, Query, market_of, read_corpus
 from agentenv.envs.search.faiss_index import FaissConfig, VectorEncoder
+from tests.support.begun import closing
 
 XQUAD_QUESTION = "How many points did the Panthers defense surrender?"
 
@@ -25,15 +26,14 @@ def corpus(directory: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 async def test_the_shipped_corpus_answers_a_question() -> None:
-    backend = BM25Backend(SHIPPED_CORPUS)
-    hits = await backend.search(Query(XQUAD_QUESTION, max_results=3))
-    assert "308 points" in hits[0].text
-    assert hits[0].score >= hits[1].score >= hits[2].score > 0
-    whole = await backend.document(hits[0].url)
-    assert whole is not None
-    assert whole.text == hits[0].text
-    assert await backend.document("corpus:nothing") is None
-    await backend.close()
+    async with closing(BM25Backend(SHIPPED_CORPUS)) as backend:
+        hits = await backend.search(Query(XQUAD_QUESTION, max_results=3))
+        assert "308 points" in hits[0].text
+        assert hits[0].score >= hits[1].score >= hits[2].score > 0
+        whole = await backend.document(hits[0].url)
+        assert whole is not None
+        assert whole.text == hits[0].text
+        assert await backend.document("corpus:nothing") is None
 
 
 def test_the_shipped_corpus_is_attributed() -> None:
@@ -58,10 +58,9 @@ async def test_building_leaves_the_event_loop_free(
 
     monkeypatch.setattr("agentenv.envs.search.bm25.read_corpus", read)
     path = corpus(tmp_path, [{"id": "a", "title": "", "text": "lima"}])
-    backend = BM25Backend(path)
-    first, second = await asyncio.gather(*(backend.search(Query("lima")) for _ in range(2)))
-    assert first == second == [Hit("lima", "", "corpus:a", "a", first[0].score)]
-    await backend.close()
+    async with closing(BM25Backend(path)) as backend:
+        first, second = await asyncio.gather(*(backend.search(Query("lima")) for _ in range(2)))
+        assert first == second == [Hit("lima", "", "corpus:a", "a", first[0].score)]
 
 
 async def _set(event: asyncio.Event) -> None:
@@ -70,12 +69,11 @@ async def _set(event: asyncio.Event) -> None:
 
 async def test_a_cancelled_caller_does_not_stop_the_build(tmp_path: Path) -> None:
     path = corpus(tmp_path, [{"id": "a", "title": "", "text": "lima"}])
-    backend = BM25Backend(path)
-    starting = asyncio.ensure_future(backend.start())
-    await asyncio.sleep(0)
-    starting.cancel()
-    assert [hit.id for hit in await backend.search(Query("lima"))] == ["a"]
-    await backend.close()
+    async with closing(BM25Backend(path)) as backend:
+        starting = asyncio.ensure_future(backend.start())
+        await asyncio.sleep(0)
+        starting.cancel()
+        assert [hit.id for hit in await backend.search(Query("lima"))] == ["a"]
 
 
 BEIJING = "\u5317\u4eac\u662f\u4e2d\u56fd\u7684\u9996\u90fd"  # Beijing is the capital of China
@@ -86,16 +84,15 @@ NANJING = "\u5357\u4eac\u662f\u4e2d\u56fd\u7684\u57ce\u5e02"  # Nanjing is a cit
 async def test_chinese_is_found_by_its_words(tmp_path: Path) -> None:
     texts = {"nanjing": NANJING, "tokyo": TOKYO, "beijing": BEIJING}
     rows = [{"id": name, "title": "", "text": text} for name, text in texts.items()]
-    backend = BM25Backend(corpus(tmp_path, rows))
-    asked = {
-        "\u5317\u4eac": "beijing",
-        "\u4e2d\u56fd\u9996\u90fd": "beijing",  # "capital of China", nowhere in one piece
-        "\u65e5\u672c": "tokyo",
-        "\u5357": "nanjing",
-    }
-    for query, expected in asked.items():
-        assert (await backend.search(Query(query)))[0].id == expected
-    await backend.close()
+    async with closing(BM25Backend(corpus(tmp_path, rows))) as backend:
+        asked = {
+            "\u5317\u4eac": "beijing",
+            "\u4e2d\u56fd\u9996\u90fd": "beijing",  # "capital of China", nowhere in one piece
+            "\u65e5\u672c": "tokyo",
+            "\u5357": "nanjing",
+        }
+        for query, expected in asked.items():
+            assert (await backend.search(Query(query)))[0].id == expected
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from agentenv.base.errors import ConfigError, DataError, InfraError
 from agentenv.envs.search.corpus import Query
 from agentenv.envs.search.faiss_index import FaissBackend, FaissConfig, VectorEncoder
+from tests.support.begun import closing
 from tests.support.dense import TEXTS, make, save_encoder
 
 faiss: Any = pytest.importorskip("faiss")
@@ -23,35 +24,35 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "pooler"])
 async def test_the_nearest_passage_is_found(tmp_path: Path, encoder: str, pooling: Any) -> None:
-    backend = FaissBackend(make(tmp_path, encoder, pooling=pooling))
-    for number, text in enumerate(TEXTS):
-        hits = await backend.search(Query(text, max_results=9))
-        assert (hits[0].id, hits[0].title, hits[0].text) == (str(number), f"T{number}", text)
-        assert hits[0].score == pytest.approx(1.0, abs=1e-5)
-        assert len(hits) == 3
-    document = await backend.document("corpus:1")
-    assert document is not None
-    assert document.text == TEXTS[1]
-    await backend.close()
+    async with closing(FaissBackend(make(tmp_path, encoder, pooling=pooling))) as backend:
+        for number, text in enumerate(TEXTS):
+            hits = await backend.search(Query(text, max_results=9))
+            assert (hits[0].id, hits[0].title, hits[0].text) == (str(number), f"T{number}", text)
+            assert hits[0].score == pytest.approx(1.0, abs=1e-5)
+            assert len(hits) == 3
+        document = await backend.document("corpus:1")
+        assert document is not None
+        assert document.text == TEXTS[1]
 
 
 async def test_concurrent_queries_are_encoded_together(tmp_path: Path, encoder: str) -> None:
-    backend = FaissBackend(make(tmp_path, encoder))
-    await backend.start()
-    asked = [Query(text, max_results=number + 1) for number, text in enumerate(TEXTS)] * 20
-    leaving = asyncio.ensure_future(backend.search(asked[0]))
-    found = asyncio.gather(*map(backend.search, asked))
-    await asyncio.sleep(0)
-    leaving.cancel()  # does not cancel the other queries
-    for query, hits in zip(asked, await found, strict=True):
-        assert hits[0].text == query.text
-        assert len(hits) == query.max_results
-    assert backend.num_batches <= 3
-    alone = await backend.search(asked[2])
-    together = (await found)[2]
-    assert [hit.id for hit in alone] == [hit.id for hit in together]
-    assert [hit.score for hit in alone] == pytest.approx([hit.score for hit in together], abs=1e-5)
-    await backend.close()
+    async with closing(FaissBackend(make(tmp_path, encoder))) as backend:
+        await backend.start()
+        asked = [Query(text, max_results=number + 1) for number, text in enumerate(TEXTS)] * 20
+        leaving = asyncio.ensure_future(backend.search(asked[0]))
+        found = asyncio.gather(*map(backend.search, asked))
+        await asyncio.sleep(0)
+        leaving.cancel()  # does not cancel the other queries
+        for query, hits in zip(asked, await found, strict=True):
+            assert hits[0].text == query.text
+            assert len(hits) == query.max_results
+        assert backend.num_batches <= 3
+        alone = await backend.search(asked[2])
+        together = (await found)[2]
+        assert [hit.id for hit in alone] == [hit.id for hit in together]
+        assert [hit.score for hit in alone] == pytest.approx(
+            [hit.score for hit in together], abs=1e-5
+        )
 
 
 async def test_closing_a_backend_releases_its_waiters(tmp_path: Path, encoder: str) -> None:
@@ -68,20 +69,19 @@ async def test_closing_a_backend_releases_its_waiters(tmp_path: Path, encoder: s
 async def test_a_failing_search_fails_every_waiting_query(
     tmp_path: Path, encoder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = FaissBackend(make(tmp_path, encoder))
-    await backend.start()
+    async with closing(FaissBackend(make(tmp_path, encoder))) as backend:
+        await backend.start()
 
-    def fail(encoder: VectorEncoder, texts: list[str]) -> Any:
-        raise RuntimeError("out of memory")
+        def fail(encoder: VectorEncoder, texts: list[str]) -> Any:
+            raise RuntimeError("out of memory")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(VectorEncoder, "encode", fail)
-        asked = [backend.search(Query("lima")) for _ in range(3)]
-        outcomes = await asyncio.gather(*asked, return_exceptions=True)
-    assert all(isinstance(one, InfraError) for one in outcomes)
-    assert "out of memory" in str(outcomes[0])
-    assert (await backend.search(Query(TEXTS[0])))[0].text == TEXTS[0]
-    await backend.close()
+        with monkeypatch.context() as patched:
+            patched.setattr(VectorEncoder, "encode", fail)
+            asked = [backend.search(Query("lima")) for _ in range(3)]
+            outcomes = await asyncio.gather(*asked, return_exceptions=True)
+        assert all(isinstance(one, InfraError) for one in outcomes)
+        assert "out of memory" in str(outcomes[0])
+        assert (await backend.search(Query(TEXTS[0])))[0].text == TEXTS[0]
 
 
 def test_the_prefix_precedes_the_query(tmp_path: Path, encoder: str) -> None:
@@ -98,10 +98,9 @@ def test_padding_changes_no_vector(tmp_path: Path, encoder: str) -> None:
 async def test_index_and_corpus_of_different_length_are_refused(
     tmp_path: Path, encoder: str
 ) -> None:
-    backend = FaissBackend(make(tmp_path, encoder, num_rows=2))
-    with pytest.raises(DataError, match="2 passages; expected"):
-        await backend.start()
-    await backend.close()
+    async with closing(FaissBackend(make(tmp_path, encoder, num_rows=2))) as backend:
+        with pytest.raises(DataError, match="2 passages; expected"):
+            await backend.start()
 
 
 async def test_an_index_or_encoder_that_cannot_be_loaded_is_refused(

@@ -23,6 +23,7 @@ from tests.envs.search_server import (
     Scripted,
     serving,
 )
+from tests.support.begun import closing
 
 MALFORMED = ["http://[bad", "http://a:99999/", "//[x", "http://:80", "http://\u2100.com/",
              "http://a:b/", "http://\udcff/"]  # fmt: skip
@@ -32,11 +33,8 @@ MALFORMED = ["http://[bad", "http://a:99999/", "//[x", "http://:80", "http://\u2
 async def fetching(
     config: FetchConfig = ONLY_127_0_0_1, resolver: AbstractResolver | None = None
 ) -> AsyncIterator[PageFetcher]:
-    fetcher = PageFetcher(config, resolver=resolver)
-    try:
+    async with closing(PageFetcher(config, resolver=resolver)) as fetcher:
         yield fetcher
-    finally:
-        await fetcher.close()
 
 
 def answering(status: int = 200, text: str = PAGE, **headers: str) -> Handler:

@@ -15,6 +15,7 @@ from agentenv.envs.search.service import Episode, OpenPageTool, SearchPagesTool,
 from agentenv.envs.web_search import WebSearchEnv
 from tests.envs.search_server import serving
 from tests.envs.search_site import SNIPPET, Web
+from tests.support.begun import begun
 
 
 async def test_open_page_gives_the_passages_of_the_query(site: Web) -> None:
@@ -67,13 +68,11 @@ async def test_an_episode_searches_the_shipped_corpus() -> None:
 async def test_the_summarizer_receives_the_text_of_the_policy(site: Web) -> None:
     summarizer = {"url": f"{site.url}/v1", "model": "small"}
     config = site.config(mode="summaries", summarizer=summarizer)
-    env = WebSearchEnv(TASK, config)
-    await env.reset(seed=1)
-    child = await env.fork()
-    await child.step(Message("assistant", "child's", (ToolCall("search", {"query": "c"}),)))
-    await env.step(Message("assistant", "parent's", (ToolCall("search", {"query": "p"}),)))
-    await child.close()
-    await env.close()
+    async with begun(WebSearchEnv(TASK, config), seed=1) as env:
+        child = await env.fork()
+        await child.step(Message("assistant", "child's", (ToolCall("search", {"query": "c"}),)))
+        await env.step(Message("assistant", "parent's", (ToolCall("search", {"query": "p"}),)))
+        await child.close()
     first, second = (sent["messages"][0]["content"] for sent in site.summarized)
     assert TASK.question in first
     assert "child's" in first
@@ -87,9 +86,7 @@ async def test_a_failing_provider_fails_the_episode() -> None:
 
     async with serving(down) as url:
         backend = {"name": "web", "provider": "searxng", "url": url, "traffic": {"num_retries": 1}}
-        env = WebSearchEnv(TASK, {"backend": backend}, num_retries=0)
-        await env.reset(seed=1)
-        with pytest.raises(EnvError, match=r"'search'.*503"):
-            await env.step(act("search", query="x"))
-        await env.close()
+        async with begun(WebSearchEnv(TASK, {"backend": backend}, num_retries=0), seed=1) as env:
+            with pytest.raises(EnvError, match=r"'search'.*503"):
+                await env.step(act("search", query="x"))
         await close_shared()

@@ -14,7 +14,7 @@ from agentenv.contract.http import retry_after_s
 from agentenv.envs.search.keys import TrafficConfig
 from agentenv.envs.search.upstream import HttpRequest, Reply, TokenBucket, Upstream
 from tests.envs.search_server import QUICK, Scripted, send, serving
-from tests.support.virtual_clock import run_virtual
+from tests.support.virtual_clock import on_virtual_clock
 
 # retries
 
@@ -119,38 +119,34 @@ async def test_a_failure_reaches_every_waiter_and_closing_cancels_them() -> None
 # rate limit and breaks, on a virtual clock
 
 
-def test_the_bucket_keeps_its_rate() -> None:
-    async def drain() -> list[float]:
-        bucket, loop = TokenBucket(rate_per_s=10, burst=5), asyncio.get_running_loop()
-        start = loop.time()
+@on_virtual_clock
+async def test_the_bucket_keeps_its_rate() -> None:
+    bucket, loop = TokenBucket(rate_per_s=10, burst=5), asyncio.get_running_loop()
+    start = loop.time()
 
-        async def take() -> float:
-            await bucket.take()
-            return loop.time() - start
+    async def take() -> float:
+        await bucket.take()
+        return loop.time() - start
 
-        times = list(await asyncio.gather(*(take() for _ in range(25))))
-        await asyncio.sleep(100)
-        again = loop.time()
-        for _ in range(6):  # refilled, but to no more than the burst
-            await bucket.take()
-        return [*times, loop.time() - again]
-
-    *times, refilled = run_virtual(drain())
+    times = list(await asyncio.gather(*(take() for _ in range(25))))
+    await asyncio.sleep(100)
+    again = loop.time()
+    for _ in range(6):  # refilled, but to no more than the burst
+        await bucket.take()
+    refilled = loop.time() - again
     assert times[:5] == [0.0] * 5
     assert times[5:] == pytest.approx([number / 10 for number in range(1, 21)])
     assert refilled == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("rate_per_s", [0.0, 1000.0])
-def test_a_pause_delays_every_call(rate_per_s: float) -> None:
-    async def drain() -> float:
-        bucket, loop = TokenBucket(rate_per_s, burst=9), asyncio.get_running_loop()
-        bucket.pause(7)
-        bucket.pause(3)  # does not shorten it
-        await asyncio.gather(*(bucket.take() for _ in range(9)))
-        return loop.time()
-
-    assert run_virtual(drain()) == pytest.approx(7, abs=0.01)
+@on_virtual_clock
+async def test_a_pause_delays_every_call(rate_per_s: float) -> None:
+    bucket, loop = TokenBucket(rate_per_s, burst=9), asyncio.get_running_loop()
+    bucket.pause(7)
+    bucket.pause(3)  # does not shorten it
+    await asyncio.gather(*(bucket.take() for _ in range(9)))
+    assert loop.time() == pytest.approx(7, abs=0.01)
 
 
 async def test_the_wait_requested_by_a_service_delays_every_call() -> None:
@@ -193,30 +189,24 @@ async def outcomes_of(service: Service, count: int) -> list[str]:
     return [str(getattr(one, "status", one)) for one in found]
 
 
-def test_a_repeatedly_failing_service_gets_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_virtual_clock
+async def test_a_repeatedly_failing_service_gets_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentenv.envs.search.upstream.MAX_FAILURES", 2)
-
-    async def run() -> None:
-        service = Service(up_at=10, config=TrafficConfig(num_retries=0))
-        assert await outcomes_of(service, 4) == ["service: 1 attempts failed: status 503"] * 4
-        await asyncio.sleep(5)  # calls wait for the end of the break
-        assert await outcomes_of(service, 50) == ["200"] * 50
-        assert min(service.times[4:]) == pytest.approx(1 + BREAK_S)
-
-    run_virtual(run())
+    service = Service(up_at=10, config=TrafficConfig(num_retries=0))
+    assert await outcomes_of(service, 4) == ["service: 1 attempts failed: status 503"] * 4
+    await asyncio.sleep(5)  # calls wait for the end of the break
+    assert await outcomes_of(service, 50) == ["200"] * 50
+    assert min(service.times[4:]) == pytest.approx(1 + BREAK_S)
 
 
-def test_a_call_that_waits_for_a_retry_holds_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_virtual_clock
+async def test_a_call_that_waits_for_a_retry_holds_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentenv.envs.search.upstream.FIRST_DELAY_S", 20.0)
     monkeypatch.setattr("agentenv.envs.search.upstream.MAX_DELAY_S", 30.0)
-
-    async def run() -> None:
-        service = Service(up_at=1.5, config=TrafficConfig(max_concurrency=1, num_retries=1))
-        first = asyncio.ensure_future(outcomes_of(service, 1))
-        await asyncio.sleep(2)
-        assert await outcomes_of(service, 2) == ["200"] * 2
-        assert now() == pytest.approx(4)
-        assert await first == ["200"]
-        assert service.times[-1] > 20
-
-    run_virtual(run())
+    service = Service(up_at=1.5, config=TrafficConfig(max_concurrency=1, num_retries=1))
+    first = asyncio.ensure_future(outcomes_of(service, 1))
+    await asyncio.sleep(2)
+    assert await outcomes_of(service, 2) == ["200"] * 2
+    assert now() == pytest.approx(4)
+    assert await first == ["200"]
+    assert service.times[-1] > 20
