@@ -449,7 +449,7 @@ async def test_requests_to_the_retriever(body: bytes) -> None:
         return body
 
     for path in ("/retrieve", "/search", "/batch_search"):
-        request: Any = SimpleNamespace(read=read, path=path)
+        request: Any = SimpleNamespace(read=read, path=path, headers={})
         handler = retriever.retrieve if path == "/retrieve" else retriever.search
         try:
             status = (await handler(request)).status

@@ -29,6 +29,7 @@ from msgspec.structs import replace
 T = TypeVar("T")
 
 REDACTED = "[redacted]"
+MAX_DEPTH = 100  # of nested values; deeper ones are left out
 MIN_CHARS = 8  # of a secret; shorter values occur in ordinary text
 MIN_HEAD = 12  # of the beginning of a secret that was cut
 
@@ -124,17 +125,21 @@ class Redactor:
         api_key is replaced as a whole. `only_known`: as `known`."""
         clean = self.known if only_known else self.text
 
-        def changed(one: Any, key: Any = "") -> Any:
+        def changed(one: Any, above: tuple[int, ...] = (), key: Any = "") -> Any:
             if isinstance(one, str):
                 is_whole = one and not only_known and _SECRET_KEY.fullmatch(str(key))
                 return REDACTED if is_whole else clean(one)
+            if id(one) in above or len(above) > MAX_DEPTH:  # an env's own info may hold itself
+                return "..."
+            above = (*above, id(one))
             if isinstance(one, dict):
-                return {changed(name): changed(inner, name) for name, inner in one.items()}
+                pairs = one.items()
+                return {changed(name, above): changed(inner, above, name) for name, inner in pairs}
             if type(one) in (list, tuple):
-                return type(one)([changed(inner) for inner in one])
+                return type(one)([changed(inner, above) for inner in one])
             if isinstance(one, Struct):
                 names = one.__struct_fields__
-                return replace(one, **{name: changed(getattr(one, name)) for name in names})
+                return replace(one, **{name: changed(getattr(one, name), above) for name in names})
             return one
 
         return cast(T, changed(value))

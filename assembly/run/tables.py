@@ -27,7 +27,8 @@ class Table(Struct, kw_only=True):
 
 
 def as_rich(table: Table) -> rich.table.Table:
-    """The table for the terminal. Texts wrap, figures and the names of rows do not."""
+    """The table for the terminal. Texts wrap; figures, and the first of several texts, a name, do
+    not."""
     found = rich.table.Table(
         title=escape(plain(table.title)),
         title_justify="left",
@@ -41,7 +42,7 @@ def as_rich(table: Table) -> rich.table.Table:
         is_text = number in table.left
         side: Literal["left", "right"] = "left" if is_text else "right"
         heading = escape(plain(column))
-        wraps = is_text and number > 0
+        wraps = is_text and (number > 0 or len(table.left) == 1)
         how: Literal["fold", "ellipsis"] = "fold" if wraps else "ellipsis"
         found.add_column(heading, justify=side, no_wrap=not wraps, overflow=how)
     for number, row in enumerate(table.rows):

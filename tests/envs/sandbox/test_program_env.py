@@ -190,8 +190,9 @@ HANG_UP = """
 def begun(seconds):
     body = {"model": "policy", "messages": [{"role": "user", "content": "x"}], "stream": True}
     body = json.dumps(body).encode()
-    head = (f"POST /v1/chat/completions HTTP/1.1\\r\\nHost: x\\r\\nContent-Length: {len(body)}"
-            f"\\r\\nAuthorization: Bearer {os.environ['OPENAI_API_KEY']}\\r\\n\\r\\n")
+    head = ("POST /v1/chat/completions HTTP/1.1\\r\\nHost: localhost\\r\\n"
+            f"Content-Length: {len(body)}\\r\\n"
+            f"Authorization: Bearer {os.environ['OPENAI_API_KEY']}\\r\\n\\r\\n")
     one = connected()
     one.sendall(head.encode() + body)
     one.settimeout(seconds)
