@@ -149,9 +149,7 @@ def default_ks(questions: Iterable[QuestionRows]) -> tuple[int, ...]:
 
 
 def figures_of(
-    questions: Sequence[QuestionRows],
-    ks: Sequence[int],
-    known: Mapping[int, Ratios] | None = None,
+    questions: Sequence[QuestionRows], ks: Sequence[int], known: Mapping[int, Ratios] | None = None
 ) -> Figures:
     """The figures of these questions. `known`: their ratios, by id() of the question."""
     rows = [row for question in questions for row in question.rows]

@@ -177,11 +177,7 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
     model."""
 
     def __init__(
-        self,
-        config: EvaluateConfig,
-        subject: Subject,
-        stack: AsyncExitStack,
-        report: Reporter,
+        self, config: EvaluateConfig, subject: Subject, stack: AsyncExitStack, report: Reporter
     ) -> None:
         sets = {
             name: SetConfig.of(one, key=f"sets.{name}", rows=one)

@@ -106,9 +106,7 @@ def grpo_advantage(case: Case) -> Values:
     advantages = np.zeros_like(rewards)
     for group in dict.fromkeys(case["group_ids"]):
         advantages[groups == group] = group_advantages(
-            rewards[groups == group],
-            norm_by_std=case["norm_by_std"],
-            epsilon=case["epsilon"],
+            rewards[groups == group], norm_by_std=case["norm_by_std"], epsilon=case["epsilon"]
         )
     return {"advantages": torch.from_numpy(advantages)[:, None] * tensor(case["response_mask"])}
 

@@ -44,10 +44,7 @@ PARTS = {
         "Nodes of a Ray cluster killed in mid-run, ten times each: of workers, and of engines",
         [*PYTEST, "-rP", "--show-capture", "no", "--repeats", "10", "tests/commands/test_ray.py"],
     ),
-    "attacks": (
-        "Attacks on every rung of the sandbox",
-        ["tests/check_sandbox.py"],
-    ),
+    "attacks": ("Attacks on every rung of the sandbox", ["tests/check_sandbox.py"]),
     "mutants": ("Which test kills each mutant", ["tests/mutants/run.py"]),
     "simulated": (
         "Simulations of two runs, by the times of a third, against the runs themselves",

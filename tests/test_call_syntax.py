@@ -51,7 +51,7 @@ WELL = {
     ],
     "atem": [
         ' to=search<|message|><atem:function_calls>\n<atem:invoke name="search">\n<atem:parameter '
-        'name="query">Lima</atem:parameter>\n</atem:invoke>\n</atem:function_calls>',
+        'name="query">Lima</atem:parameter>\n</atem:invoke>\n</atem:function_calls>'
     ],
     "lfm": [
         "<|tool_call_start|>[search(query='Lima')]<|tool_call_end|>",
@@ -251,8 +251,7 @@ PLAIN = st.lists(
 
 
 @pytest.mark.parametrize(
-    ("style", "form"),
-    [("qwen_xml", qwen(("query", "QUERY"))), ("glm", GLM), ("atem", ATEM)],
+    ("style", "form"), [("qwen_xml", qwen(("query", "QUERY"))), ("glm", GLM), ("atem", ATEM)]
 )
 @settings(max_examples=300, deadline=None)
 @given(value=PLAIN, is_thought=st.booleans())

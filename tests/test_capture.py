@@ -110,10 +110,7 @@ class Counting(ProgramEnv):
 
 
 def captured(
-    program: Program,
-    script: Script = searches,
-    kind: type[ProgramEnv] = ProgramEnv,
-    **more: Any,
+    program: Program, script: Script = searches, kind: type[ProgramEnv] = ProgramEnv, **more: Any
 ) -> TrajectoryTree:
     return grown(lambda task: kind(task, program), script, **more)
 

@@ -65,9 +65,7 @@ def test_the_question_may_be_in_extra_info_only(tmp_path: Path) -> None:
     assert (task.question, task.answers) == ("q?", ("3",))
 
 
-def test_a_question_column_precedes_a_chat_prompt_whose_system_text_is_kept(
-    tmp_path: Path,
-) -> None:
+def test_a_question_column_precedes_a_chat_prompt_whose_system_text_is_kept(tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Use tags. q"}]
     row = {"question": "q", "prompt": chat, "golden_answers": ["a", "b"]}
     (task,) = load(tmp_path, row)

@@ -101,10 +101,7 @@ async def test_work_that_ends_in_time_or_times_out_by_itself_is_not_interrupted(
         await asyncio.sleep(4.9)
     with pytest.raises(TimeoutError), Deadline.after(5.0, "the wait", EnvError):
         raise TimeoutError
-    with (
-        pytest.raises(EnvError, match=r"over 5\.0 s$"),
-        Deadline.after(5.0, "the wait", EnvError),
-    ):
+    with pytest.raises(EnvError, match=r"over 5\.0 s$"), Deadline.after(5.0, "the wait", EnvError):
         await asyncio.sleep(5.1)
     await asyncio.sleep(10)  # no deadline that is over cancels anything
 
@@ -188,11 +185,7 @@ async def test_a_deadline_is_deferred_until_the_fate_of_the_work_is_known(
         await asyncio.sleep(100.0)
 
     clock = WorkClock()
-    with (
-        pytest.raises(EnvError),
-        working(clock),
-        Deadline(20.0, clock, EnvError("late")),
-    ):
+    with pytest.raises(EnvError), working(clock), Deadline(20.0, clock, EnvError("late")):
         await work_on()
     assert asyncio.get_running_loop().time() == pytest.approx(ends_s)
 
@@ -202,12 +195,7 @@ async def test_an_explicitly_expired_deadline_is_not_deferred() -> None:
     clock = WorkClock()
     deadline = Deadline(20.0, clock, EnvError("late"))
     asyncio.get_running_loop().call_later(5.0, deadline.expire)
-    with (
-        pytest.raises(EnvError),
-        working(clock),
-        deadline,
-        deferring(lambda: 2.0),
-    ):
+    with pytest.raises(EnvError), working(clock), deadline, deferring(lambda: 2.0):
         await asyncio.sleep(100.0)
     assert asyncio.get_running_loop().time() == 5.0
 

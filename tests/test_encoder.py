@@ -64,9 +64,7 @@ async def test_ids_equal_those_of_the_tokenizer(
     assert async_renderer.num_cut == here.num_cut == 4
 
 
-async def test_only_the_kept_part_of_a_huge_text_is_encoded(
-    async_renderer: TagRenderer,
-) -> None:
+async def test_only_the_kept_part_of_a_huge_text_is_encoded(async_renderer: TagRenderer) -> None:
     huge = [Message("tool", "xyz " * 1_500_000)]
     await async_renderer.prepare(huge, [TOOL], 50)
     assert async_renderer._num_known_chars < 60 * MAX_CHARS_A_TOKEN

@@ -29,9 +29,7 @@ from tests.commands.test_monitor import SAMPLE
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
-    ExportMetricsServiceRequest,
-)
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 NAME = "examples.monitors.otel:OtelConfig"
@@ -173,10 +171,7 @@ def test_a_rollout_is_a_span_with_its_turns_and_their_tool_calls(
     )
     assert (
         of["execute_tool python"].items()
-        >= {
-            "gen_ai.operation.name": "execute_tool",
-            "gen_ai.tool.name": "python",
-        }.items()
+        >= {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "python"}.items()
     )
     lengths = {
         span.name: (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9 for span in found

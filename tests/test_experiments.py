@@ -20,14 +20,7 @@ from agentenv.evaluation.sets import Curve, calls_to
 from benchmarks.experiments import chain
 from benchmarks.experiments.algorithms import against_best
 from benchmarks.experiments.intervals import difference_at, ratio_of_calls, success_at
-from benchmarks.experiments.runs import (
-    ARMS,
-    arm_config,
-    quickstart,
-    start_config,
-    to_toml,
-    train,
-)
+from benchmarks.experiments.runs import ARMS, arm_config, quickstart, start_config, to_toml, train
 
 CALLS = np.array([0.0, 100.0, 300.0])
 

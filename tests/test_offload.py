@@ -113,11 +113,7 @@ def test_code_that_cannot_use_the_seam_checks_it_first(path: str) -> None:
     asks = "check_outside(" in (ROOT / path).read_text(encoding="utf-8")
     assert asks == (
         path
-        in {
-            "envs/search/corpus.py",
-            "envs/sandbox/launch.py",
-            "agentenv/processes/worker_pool.py",
-        }
+        in {"envs/search/corpus.py", "envs/sandbox/launch.py", "agentenv/processes/worker_pool.py"}
     )
 
 

@@ -56,10 +56,7 @@ async def open_ray(assembly: LoopAssembly, cluster: RayCluster) -> None:
     configuration says. Raises ConfigError if the bundles do not fit."""
     folder, stack, report = assembly.folder / FOLDER, assembly.stack, assembly.report
     setup = RaySetup(
-        cluster.address,
-        cluster.host,
-        [*needed(assembly.config, cluster)],
-        cluster.wait_for_nodes_s,
+        cluster.address, cluster.host, [*needed(assembly.config, cluster)], cluster.wait_for_nodes_s
     )
     assembly.ray = placement = RayPlacement(setup, folder, report)
     stack.push_async_callback(placement.shut)

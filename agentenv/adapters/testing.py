@@ -44,11 +44,7 @@ NUM_CONCURRENT = 8
 
 
 async def check_tool_env(
-    make: Make,
-    task: Task,
-    actions: Sequence[Message | str],
-    *,
-    renderer: CallProtocol = "tags",
+    make: Make, task: Task, actions: Sequence[Message | str], *, renderer: CallProtocol = "tags"
 ) -> None:
     """Raises AssertionError with an explanation if the env violates its contract.
 

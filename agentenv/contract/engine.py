@@ -170,8 +170,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
 
     max_model_len: Annotated[
-        int,
-        Meta(ge=0, description="context length in tokens; 0: the model's", extra=ESSENTIAL),
+        int, Meta(ge=0, description="context length in tokens; 0: the model's", extra=ESSENTIAL)
     ] = 0
 
     capabilities: ClassVar[EngineCapabilities] = EngineCapabilities()

@@ -24,13 +24,7 @@ from agentenv.base.types import Chunk, SamplingParams, VersionSpan
 from agentenv.base.untrusted import decode
 from agentenv.contract.engine import EngineCapabilities, check_request
 from agentenv.contract.http_client import Count, Logprob, RefusedError, ServerClient
-from agentenv.contract.request import (
-    BusyError,
-    PartEnd,
-    ServerLoad,
-    ServerLostError,
-    ServerRequest,
-)
+from agentenv.contract.request import BusyError, PartEnd, ServerLoad, ServerLostError, ServerRequest
 from agentenv.contract.server_config import SGLANG_RESERVED
 from agentenv.contract.weights import Bucket, Group, Manifest
 from agentenv.engines.pool.pooled_engine import PooledEngineConfig

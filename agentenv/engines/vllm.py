@@ -31,14 +31,7 @@ from agentenv.contract.request import (
     ServerLostError,
     ServerRequest,
 )
-from agentenv.contract.weights import (
-    Bucket,
-    Group,
-    SharedWeights,
-    Wire,
-    check_adapter,
-    is_adapter,
-)
+from agentenv.contract.weights import Bucket, Group, SharedWeights, Wire, check_adapter, is_adapter
 from agentenv.engines.pool.pooled_engine import PooledEngineConfig
 from agentenv.engines.remote.probes import (
     ABORT,

@@ -13,13 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from agentenv.base.errors import EnvError
-from agentenv.text.call_syntax import (
-    CALL_CLOSE,
-    CALL_ENDS,
-    CALL_OPEN,
-    THOUGHT_CLOSE,
-    THOUGHT_OPEN,
-)
+from agentenv.text.call_syntax import CALL_CLOSE, CALL_ENDS, CALL_OPEN, THOUGHT_CLOSE, THOUGHT_OPEN
 from agentenv.text.renderer import ContextRenderer
 
 Json = dict[str, Any]

@@ -93,10 +93,7 @@ class NativeRenderer(TextCodec):
     own_tags = ("tool_call", "tool_response", "tool_output", "tools")
 
     def __init__(
-        self,
-        tokenizer: Any,
-        prompt: PromptConfig | None = None,
-        eos_ids: Collection[int] = (),
+        self, tokenizer: Any, prompt: PromptConfig | None = None, eos_ids: Collection[int] = ()
     ) -> None:
         super().__init__(tokenizer, eos_ids)
         self.prompt_config = prompt or PromptConfig()

@@ -40,8 +40,7 @@ class PromptConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         ),
     ] = ""
     override_row: Annotated[
-        bool,
-        Meta(description="the template overrides the system prompt of a dataset row"),
+        bool, Meta(description="the template overrides the system prompt of a dataset row")
     ] = False
     apply_chat_template: Annotated[
         bool,

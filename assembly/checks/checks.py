@@ -136,9 +136,7 @@ def select(checks: Iterable[Check], config: Any, first: Stage, last: Stage) -> l
 
 
 async def refuse(
-    assembly: Assembly[Any],
-    last: Stage = "parts",
-    first: Stage = "configuration",
+    assembly: Assembly[Any], last: Stage = "parts", first: Stage = "configuration"
 ) -> None:
     """Run the checks of a start in these stages, and raise the first error."""
     await refuse_first(select(START, assembly.config, first, last), assembly)

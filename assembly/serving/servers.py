@@ -225,12 +225,7 @@ class ServerFactory:
     def follow(self, added: Callable[[str], None], removed: Callable[[str], None]) -> None:
         """Does nothing: local servers keep their URLs."""
 
-    def _specs(
-        self,
-        wanted: Served,
-        config: LaunchConfig,
-        key: str,
-    ) -> list[ServerSpec]:
+    def _specs(self, wanted: Served, config: LaunchConfig, key: str) -> list[ServerSpec]:
         """The spec of each server; `wanted` has their common values."""
         number = config.count
         if config.per_gpu > 1 and wanted.engine != "vllm":

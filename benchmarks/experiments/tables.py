@@ -16,10 +16,7 @@ Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 BEST = "against the best GRPO"
 PICTURE = "![success against tool calls](img/algorithms.png)"
-BEGIN, END = (
-    "<!-- benchmarks/experiments/algorithms.py --publish: begin -->",
-    "<!-- end -->",
-)
+BEGIN, END = ("<!-- benchmarks/experiments/algorithms.py --publish: begin -->", "<!-- end -->")
 
 
 def tables_of(result: Row) -> str:

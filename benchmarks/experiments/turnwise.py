@@ -21,12 +21,7 @@ from agentenv.base.errors import ConfigError
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.contract.plan import Independent, Place, RolloutPlan
 from agentenv.learners.algorithms.arpo import ARPO, SharingKey
-from agentenv.learners.algorithms.credit import (
-    Floats,
-    TreeCredit,
-    counted_leaves,
-    parents,
-)
+from agentenv.learners.algorithms.credit import Floats, TreeCredit, counted_leaves, parents
 from agentenv.learners.algorithms.late_forks import Uniform
 from benchmarks.experiments.forecast import Forecaster, Known, Places, remember
 

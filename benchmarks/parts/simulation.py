@@ -486,11 +486,7 @@ class SimulatedRenderer:
         return self._ids(messages)
 
     def observation(
-        self,
-        messages: Sequence[Message],
-        tools: Any,
-        max_tokens: int,
-        turn_ids: Sequence[int] = (),
+        self, messages: Sequence[Message], tools: Any, max_tokens: int, turn_ids: Sequence[int] = ()
     ) -> list[int]:
         return self._ids(messages)
 

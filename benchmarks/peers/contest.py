@@ -36,13 +36,7 @@ from msgspec import Struct
 from agentenv.base.errors import AgentEnvError, ConfigError
 from benchmarks.parts import overhead
 from benchmarks.parts.mock_server import NUM_CALLS, TURN_TOKENS
-from benchmarks.peers.environments import (
-    REQUIREMENTS,
-    PeerError,
-    installed,
-    interpreter,
-    last_line,
-)
+from benchmarks.peers.environments import REQUIREMENTS, PeerError, installed, interpreter, last_line
 
 HERE = Path(__file__).resolve().parent
 OURS = "ours"
@@ -50,11 +44,7 @@ OURS = "ours"
 # of rollouts, as in `overhead`, so that the number of events per second is constant.
 SIZES = {100: (3, 16), 1000: (31, 4)}
 RUN_S = 400.0  # limit for one contestant in one round; for ours, at one size
-FAILURES = (
-    AgentEnvError,
-    OSError,
-    subprocess.SubprocessError,
-)  # of one contestant
+FAILURES = (AgentEnvError, OSError, subprocess.SubprocessError)  # of one contestant
 NUM_QUESTIONS = 124
 JSON_CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "it"}}\n</tool_call>'
 ANSWER, END = "<answer>it</answer>", "<|im_end|>"

@@ -142,10 +142,7 @@ class Connection:
     """
 
     def __init__(
-        self,
-        command: Sequence[str] | None,
-        url: str | None,
-        extra: Mapping[str, str],
+        self, command: Sequence[str] | None, url: str | None, extra: Mapping[str, str]
     ) -> None:
         self.place = public_url(url) if url else " ".join(command or ())
         self._command = list(command or ())

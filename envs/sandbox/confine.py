@@ -450,11 +450,7 @@ def _column(rows: Iterable[tuple[int | None, int | None]], column: int) -> list[
 
 
 def _when(
-    number: int,
-    place: int,
-    values: Sequence[int],
-    mask: int = ALL_BITS,
-    refusal: int = errno.EPERM,
+    number: int, place: int, values: Sequence[int], mask: int = ALL_BITS, refusal: int = errno.EPERM
 ) -> list[Instruction]:
     """Allow a call if its argument at `place`, masked, is one of `values`.
 

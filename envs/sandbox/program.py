@@ -80,11 +80,7 @@ class Program:
 
     @classmethod
     async def start(
-        cls,
-        spec: ProgramSpec,
-        seed: int = 0,
-        port: int = 0,
-        forward: Path | None = None,
+        cls, spec: ProgramSpec, seed: int = 0, port: int = 0, forward: Path | None = None
     ) -> Program:
         """Start it. Unless it is unsafe, it can reach only 127.0.0.1:`port`, which leads to the
         Unix socket `forward` of the host. Raises ConfigError if this machine or the specification

@@ -249,9 +249,7 @@ class Sandbox:
     """
 
     def __init__(
-        self,
-        config: PythonConfig | None = None,
-        rungs: Sequence[Rung] = ("namespaces", "landlock"),
+        self, config: PythonConfig | None = None, rungs: Sequence[Rung] = ("namespaces", "landlock")
     ) -> None:
         self.config = config or PythonConfig()
         self.limits = self.config.limits

@@ -165,11 +165,7 @@ _ENDS_IN_NUMBER = re.compile(r"(?:^|\.)(?:\d+|0[xX][0-9a-fA-F]*)\.?$")
 class PageFetcher:
     """Fetches pages, with connections to allowed addresses only."""
 
-    def __init__(
-        self,
-        config: FetchConfig,
-        resolver: AbstractResolver | None = None,
-    ) -> None:
+    def __init__(self, config: FetchConfig, resolver: AbstractResolver | None = None) -> None:
         self.config = config
         self._rule = AddressRule(config.allow_networks)
         self._resolver = GuardedResolver(self._rule, resolver)
@@ -282,11 +278,7 @@ class PageReader:
         self._limit_s = limit_s
         self._fetcher = PageFetcher(config)
         self._pool = WorkerPool(
-            handler,
-            name="pages",
-            max_jobs=NUM_WORKERS,
-            memory_bytes=MEMORY_BYTES,
-            environment={},
+            handler, name="pages", max_jobs=NUM_WORKERS, memory_bytes=MEMORY_BYTES, environment={}
         )
 
     @staticmethod

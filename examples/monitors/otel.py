@@ -57,7 +57,7 @@ class OtelConfig(MonitorPart, frozen=True, kw_only=True, tag="otel"):
         str,
         Meta(
             description="address of the receiver, such as http://localhost:4318; empty: that of "
-            f"the variable {ENDPOINT}",
+            f"the variable {ENDPOINT}"
         ),
     ] = ""
     content: Annotated[

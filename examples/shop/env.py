@@ -12,16 +12,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from agentenv import (
-    Grade,
-    Message,
-    StatelessTool,
-    Task,
-    ToolEnv,
-    ToolError,
-    ToolResult,
-    register,
-)
+from agentenv import Grade, Message, StatelessTool, Task, ToolEnv, ToolError, ToolResult, register
 from agentenv.contract.env import ForkMode
 from agentenv.contract.function_tool import argument_schema, read_arguments
 from agentenv.envs.grading.verdict import final_answer

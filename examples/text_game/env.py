@@ -10,16 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentenv import (
-    Grade,
-    Message,
-    StatelessTool,
-    Task,
-    ToolEnv,
-    ToolError,
-    ToolResult,
-    register,
-)
+from agentenv import Grade, Message, StatelessTool, Task, ToolEnv, ToolError, ToolResult, register
 from agentenv.contract.env import ForkMode
 
 Rooms = Mapping[str, Mapping[str, str]]  # room -> direction -> next room

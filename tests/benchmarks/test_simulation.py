@@ -12,20 +12,8 @@ from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View
 from agentenv.base.errors import DataError
 from agentenv.training.start import ADDED
-from benchmarks.parts.simulation import (
-    Variant,
-    fitted,
-    recorded,
-    simulate,
-    tool_bounds,
-    variants,
-)
-from benchmarks.parts.timings import (
-    FILE,
-    TimedTraining,
-    Trace,
-    read_trace,
-)
+from benchmarks.parts.simulation import Variant, fitted, recorded, simulate, tool_bounds, variants
+from benchmarks.parts.timings import FILE, TimedTraining, Trace, read_trace
 from tests.support.toy_run import ToyWorld, toy_config
 from tests.support.virtual_clock import run_virtual
 

@@ -16,12 +16,7 @@ from agentenv.base.types import Message, Task
 from agentenv.contract.env import Grade
 from agentenv.envs.grading.layers import Layered
 from agentenv.lab.diagnosis import audit as audits
-from agentenv.lab.diagnosis.audit import (
-    audit,
-    few_failures,
-    find_jumps,
-    no_jumps,
-)
+from agentenv.lab.diagnosis.audit import audit, few_failures, find_jumps, no_jumps
 from agentenv.lab.diagnosis.contract import JOINTS, guess_twice, remedy
 from agentenv.launchers import doctor
 from agentenv.rollout.archive import Entry, StepHeader

@@ -240,9 +240,7 @@ def test_a_group_of_equal_returns_is_trained_and_counted_or_filtered(
 
 
 @pytest.mark.parametrize(
-    ("keys", "number"),
-    [({}, 2), ({"refill": True}, 2), ({"equal_groups": "drop"}, None)],
-    ids=str,
+    ("keys", "number"), [({}, 2), ({"refill": True}, 2), ({"equal_groups": "drop"}, None)], ids=str
 )
 def test_the_number_of_optimizer_steps_does_not_depend_on_returns(
     keys: dict[str, Any], number: int | None

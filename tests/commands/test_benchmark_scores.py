@@ -62,9 +62,7 @@ async def evaluate(config: Path, out: Path) -> tuple[list[dict[str, Any]], dict[
     return rows, json.loads((out / "summary.json").read_text()), shown.decode()
 
 
-async def test_sets_of_user_files_are_evaluated_judged_and_scored_by_group(
-    tmp_path: Path,
-) -> None:
+async def test_sets_of_user_files_are_evaluated_judged_and_scored_by_group(tmp_path: Path) -> None:
     async with judge_server() as judge:
         judge.replies = [judged]
         config = write_setup(tmp_path, judge)

@@ -14,14 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from agentenv import tool
-from agentenv.assembly.checks.checks import (
-    REQUIRES,
-    START,
-    Check,
-    CheckResult,
-    CheckRunner,
-    select,
-)
+from agentenv.assembly.checks.checks import REQUIRES, START, Check, CheckResult, CheckRunner, select
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.parts.assembly import Assembly, once
 from agentenv.assembly.run.rundir import RunDirectory
@@ -39,10 +32,7 @@ QUICKSTART = ROOT / "configs" / "quickstart.toml"
 
 
 async def found(
-    config: Path,
-    folder: Path,
-    overrides: Sequence[str] = (),
-    checks: Sequence[Check] = START,
+    config: Path, folder: Path, overrides: Sequence[str] = (), checks: Sequence[Check] = START
 ) -> dict[str, CheckResult]:
     """The results of these checks of a training run in `folder`, by name."""
     settings = load_config(TrainConfig, config, overrides)
@@ -159,10 +149,7 @@ EARLY = [  # of a run with a set-up: overrides, check, problem
 
 @pytest.mark.parametrize(("overrides", "name", "problem"), EARLY)
 async def test_mistakes_that_do_not_depend_on_the_set_up_are_found_before_it(
-    tmp_path: Path,
-    overrides: list[str],
-    name: str,
-    problem: str,
+    tmp_path: Path, overrides: list[str], name: str, problem: str
 ) -> None:
     before = START[: [check.name for check in START].index("set-up is run")]
     results = await found(QUICKSTART, tmp_path, overrides, before)

@@ -143,9 +143,7 @@ def test_a_dry_run_prints_the_chosen_keys_first_and_starts_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_defaults_are_shown_on_request(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_defaults_are_shown_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main([str(REASONING), "--dry-run", "--defaults", "--gpus", "8"]) == EXIT_MISSING
     assert "algorithm.beam_size = 2" in capsys.readouterr().out.partition("the defaults:")[2]
 

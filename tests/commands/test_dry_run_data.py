@@ -242,10 +242,7 @@ def test_both_ends_of_a_long_file_are_read(tmp_path: Path, suffix: str) -> None:
 
 @pytest.mark.parametrize(
     ("main", "name", "file", "broken"),
-    [
-        (sft.main, "sft", "chats", sharegpt_row(0, BROKEN_CHAIN)),
-        (dpo.main, "dpo", "pairs", SAME),
-    ],
+    [(sft.main, "sft", "chats", sharegpt_row(0, BROKEN_CHAIN)), (dpo.main, "dpo", "pairs", SAME)],
 )
 def test_dialogues_are_measured_in_tokens(
     here: Path,

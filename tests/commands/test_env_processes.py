@@ -91,9 +91,7 @@ def test_killed_environment_processes_cost_no_trajectory(warehouse: Path, calm: 
 
 
 def test_an_evaluation_runs_its_environments_in_processes_too(
-    warehouse: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evaluated = runner(warehouse, tmp_path)
     assert evaluated("here") == 0

@@ -151,9 +151,7 @@ def test_the_learning_curve_shows_the_failed_share() -> None:
     assert found == {"success", "reward", "held: 0.82"}
 
 
-def test_without_a_terminal_lines_report_the_progress(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_terminal_lines_report_the_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
     view = View()

@@ -91,11 +91,7 @@ def test_a_dataset_is_its_files(home: Path, warehouse: Path, tmp_path: Path) -> 
 
 
 def test_a_dry_run_and_a_run_accept_hub_ids(
-    home: Path,
-    warehouse: Path,
-    tmp_path: Path,
-    here: None,
-    capsys: pytest.CaptureFixture[str],
+    home: Path, warehouse: Path, tmp_path: Path, here: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ids = ["model.path=me/tiny", "data.train=me/rows:train.jsonl", f"run.dir={tmp_path}/runs"]
     assert train.main([str(warehouse), *ids, "--dry-run"]) == 3

@@ -47,10 +47,7 @@ SOME = (  # of a first process, and of a resumed one
         Plan("frame Finished", "after", 3, own_rank=True, victim="tree"),
         Plan("frame Trained", "before", 1),  # all trees may have been rolled out by then
     ),
-    (
-        Plan("command Update", "after", 1, "rank", own_rank=True),
-        Plan("rename step-0", "before", 1),
-    ),
+    (Plan("command Update", "after", 1, "rank", own_rank=True), Plan("rename step-0", "before", 1)),
 )
 
 

@@ -23,13 +23,7 @@ from types import MappingProxyType
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
 
 from agentenv.assembly.run.rundir import RunDirectory
@@ -119,11 +113,7 @@ class Runs(RuleBasedStateMachine):
             self.fault(call, kinds)
         self.run = RunDirectory(self.path, resume=resume)
         self.training = make_training(
-            self.config,
-            self.run,
-            View(),
-            resume="latest" if resume else "",
-            build=self.world.build,
+            self.config, self.run, View(), resume="latest" if resume else "", build=self.world.build
         )
         queue, drain = self.training.queue, self.training.queue.drain
         self.num_held = 0

@@ -40,12 +40,7 @@ from agentenv.assembly.keys.supervised import ColdStartOptimizer
 from agentenv.base.config import load_config
 from agentenv.contract.server_config import LaunchConfig
 from agentenv.envs.quickstart.setup import build_model
-from agentenv.lab.diagnosis.plan import (
-    files_of,
-    microbatch_tokens,
-    rate_advice,
-    saving_line,
-)
+from agentenv.lab.diagnosis.plan import files_of, microbatch_tokens, rate_advice, saving_line
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
 from agentenv.learners.trees.encoded_tree import encode_sequence

@@ -176,9 +176,7 @@ def test_the_next_guard_removes_leftovers_of_a_killed_guard(tmp_path: Path) -> N
     assert not list(tmp_path.glob("agentenv-server-*"))
 
 
-def test_a_guard_keeps_files_of_a_live_guard_and_unknown_files(
-    tmp_path: Path,
-) -> None:
+def test_a_guard_keeps_files_of_a_live_guard_and_unknown_files(tmp_path: Path) -> None:
     """Such as the folder of a guard of an older version, which has no lock; and of the listed
     shared memory, none that belongs to no server or was created again since."""
     older, dead = (tmp_path / f"agentenv-server-{name}" for name in ("older", "dead"))
@@ -246,10 +244,7 @@ RuntimeError: Rank 0 scheduler died
 @pytest.mark.parametrize(
     ("log", "cause"),
     [
-        (
-            VLLM_MEMORY,
-            "ValueError: Free memory on device is low\nlower",
-        ),
+        (VLLM_MEMORY, "ValueError: Free memory on device is low\nlower"),
         (SGLANG_DTYPE, "ValueError: Unknown dtype: float8"),
         ("python: error: unrecognized arguments: --old", "python: error: unrecognized"),
         ("Killed", ""),

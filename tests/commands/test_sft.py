@@ -103,9 +103,7 @@ def test_a_resumed_run_ends_with_the_same_weights(workspace: Path, kind: str) ->
     assert losses[0] == losses[1]
 
 
-def test_a_run_killed_before_its_first_checkpoint_logs_each_step_once(
-    workspace: Path,
-) -> None:
+def test_a_run_killed_before_its_first_checkpoint_logs_each_step_once(workspace: Path) -> None:
     whole = run_small(sft, workspace, "before-checkpoint", "sft.num_steps=2")
     told = [row["step"] for row in rows_of(whole)]
     shutil.rmtree(whole / "checkpoints")

@@ -50,9 +50,7 @@ def test_a_closed_output_pipe_does_not_end_a_command(tmp_path: Path) -> None:
     assert "line 2" in (tmp_path / "run.log").read_text()
 
 
-def test_messages_and_warnings_use_the_current_streams(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_messages_and_warnings_use_the_current_streams(capsys: pytest.CaptureFixture[str]) -> None:
     view = View()
     view.log("to the first")
     assert capsys.readouterr().out == "to the first\n"
@@ -60,9 +58,7 @@ def test_messages_and_warnings_use_the_current_streams(
     assert capsys.readouterr().err.startswith("warning: ")
 
 
-def test_warnings_of_parts_for_people_and_their_errors_are_on_the_terminal(
-    tmp_path: Path,
-) -> None:
+def test_warnings_of_parts_for_people_and_their_errors_are_on_the_terminal(tmp_path: Path) -> None:
     code = """
 import logging, sys
 from pathlib import Path

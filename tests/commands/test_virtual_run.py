@@ -125,11 +125,7 @@ def kept(warehouse: Path) -> Iterator[Path]:
 
 
 def resume_frames(
-    warehouse: Path,
-    kept: Path,
-    name: str,
-    journal: Sequence[Frame],
-    keys: Sequence[str] = KEPT,
+    warehouse: Path, kept: Path, name: str, journal: Sequence[Frame], keys: Sequence[str] = KEPT
 ) -> list[Frame]:
     """The frames of a process that resumes from the first checkpoint with this journal."""
     run = kept.parent / name

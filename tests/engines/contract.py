@@ -77,10 +77,7 @@ TRUNCATED: tuple[dict[str, Any], ...] = (
 
 
 async def check_truncated(
-    subject: Subject,
-    world: World,
-    version: int,
-    cases: Sequence[dict[str, Any]] = TRUNCATED,
+    subject: Subject, world: World, version: int, cases: Sequence[dict[str, Any]] = TRUNCATED
 ) -> None:
     """So they are under a repetition penalty, temperature, min_p, top_k and top_p, in this order
     and one by one; entropies that are called exact are of the same distribution."""

@@ -92,8 +92,7 @@ async def talk(name: str, url: str, models: list[Path]) -> dict[str, Any]:
     with (
         mock.patch("secrets.token_hex", side_effect=lambda _: f"nonce{next(numbers)}"),
         mock.patch(
-            "agentenv.engines.sglang.uuid4",
-            side_effect=lambda: SimpleNamespace(hex=next(rids)),
+            "agentenv.engines.sglang.uuid4", side_effect=lambda: SimpleNamespace(hex=next(rids))
         ),
     ):
         kept: dict[str, Any] = {"update_kv": "keep"} if name == "vllm" else {}

@@ -91,10 +91,7 @@ async def test_rounded_shapes_change_no_result(kind: str, tmp_path: Path) -> Non
 
 def test_numbers_are_rounded_up_to_few_sizes() -> None:
     rows = [rounded_rows(number) for number in range(1, 513)]
-    assert sorted(set(rows)) == [
-        *(1, 2, 4, 8, 16, 24, 32, 48),
-        *(64, 96, 128, 192, 256, 384, 512),
-    ]
+    assert sorted(set(rows)) == [*(1, 2, 4, 8, 16, 24, 32, 48), *(64, 96, 128, 192, 256, 384, 512)]
     assert all(number <= size < 2 * number for number, size in enumerate(rows, 1))
     lengths = {number: rounded_length(number) for number in (1, 16, 17, 128, 129, 4096)}
     assert lengths == {1: 16, 16: 16, 17: 32, 128: 128, 129: 256, 4096: 4096}

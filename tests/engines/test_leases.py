@@ -20,12 +20,7 @@ from agentenv.base.errors import EngineDeadError, EngineError
 from agentenv.base.types import Chunk, SamplingParams, VersionSpan
 from agentenv.cluster.engines import LeasedEngine
 from agentenv.cluster.messages import SlotRelease, pack, read_answer
-from agentenv.contract.request import (
-    ForeignWeightsError,
-    PartEnd,
-    ServerLostError,
-    ServerRequest,
-)
+from agentenv.contract.request import ForeignWeightsError, PartEnd, ServerLostError, ServerRequest
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.pool.server import Aborted, Busy, Lost, Outcome, Reset, Starved, TurnDone
 from tests.engines.faulty_server import FaultyServer, Guest

@@ -55,8 +55,7 @@ async def test_a_stop_string_across_two_servers_still_stops(
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
-    [({}, "stop"), ({"stop": ()}, "stop"), ({"max_tokens": 5}, "length")],
+    ("options", "reason"), [({}, "stop"), ({"stop": ()}, "stop"), ({"max_tokens": 5}, "length")]
 )
 @virtual(2, is_leased=False)
 async def test_a_turn_that_lost_only_its_end_is_complete(

@@ -143,9 +143,7 @@ async def test_a_server_that_fails_to_sleep_ends_the_pool(b: Bench) -> None:
 
 
 @virtual(2)
-async def test_a_server_without_the_feature_is_refused_with_the_missing_flag(
-    b: Bench,
-) -> None:
+async def test_a_server_without_the_feature_is_refused_with_the_missing_flag(b: Bench) -> None:
     b.pool.require("sleep")
     b.servers[1].can_sleep = False
     b.servers[1].restart()

@@ -44,9 +44,7 @@ async def test_the_clock_of_a_rollout_runs_only_while_a_server_processes_its_tur
 
 
 @virtual(2, max_concurrency=8)
-async def test_the_pool_has_room_while_few_turns_wait_and_caches_have_space(
-    b: Bench,
-) -> None:
+async def test_the_pool_has_room_while_few_turns_wait_and_caches_have_space(b: Bench) -> None:
     """16 places, of which a tenth may be waited for; half of each cache is in use."""
     assert b.pool.has_room(10**6), "nothing is known of what a trajectory needs"
     pending = [asyncio.create_task(b.generate(session=f"{n}")) for n in range(17)]
@@ -177,9 +175,7 @@ def test_the_silence_of_a_server_is_not_charged_to_a_rollout_out_of_time(
 
 
 @virtual(1)
-async def test_a_turn_that_waits_in_a_responsive_server_runs_out_of_time(
-    b: Bench,
-) -> None:
+async def test_a_turn_that_waits_in_a_responsive_server_runs_out_of_time(b: Bench) -> None:
     (server,) = b.servers
     generate = server.generate
 

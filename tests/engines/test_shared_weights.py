@@ -27,10 +27,7 @@ from tests.engines.reference import MAX_LENGTH, check_sampled
 from tests.engines.vllm_server import EXTENSION, LOGPROBS, SCALE_OUT, VLLMProcess, require_vllm
 from tests.engines.world import World, prompt
 
-pytestmark = [
-    pytest.mark.engine_vllm,
-    pytest.mark.usefixtures("forked_ranks"),
-]
+pytestmark = [pytest.mark.engine_vllm, pytest.mark.usefixtures("forked_ranks")]
 
 BACKEND = ("--weight-transfer-config", f'{{"backend": "{VLLM_IPC}"}}')
 

@@ -242,9 +242,7 @@ async def test_an_update_within_a_request_gives_two_version_spans(
 
 
 @pytest.mark.usefixtures("plain")  # which waits for the server
-async def test_forks_reuse_prefixes_after_an_update_under_64_streams(
-    servers: Servers,
-) -> None:
+async def test_forks_reuse_prefixes_after_an_update_under_64_streams(servers: Servers) -> None:
     """Through the pool, four times as many as run at once. Log-probs are those of the weights that
     sampled each token; forks find all full blocks of the sampled tokens."""
     world = servers.untied_world

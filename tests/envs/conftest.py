@@ -12,10 +12,7 @@ from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
 from agentenv.lab.diagnosis.doctor import RUNGS
 from tests.envs.search_server import serving
 from tests.envs.search_site import Web
-from tests.support.sandboxes import (
-    children,
-    num_descriptors,
-)
+from tests.support.sandboxes import children, num_descriptors
 
 
 @pytest.fixture(autouse=True)

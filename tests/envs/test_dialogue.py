@@ -20,13 +20,7 @@ from agentenv.contract.env import close_shared
 from agentenv.contract.plan import Independent, RolloutPlan
 from agentenv.engines.chat import ChatPiece, ChatRenderer, Pieces
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
-from agentenv.envs.dialogue import (
-    DialogueEnv,
-    ModelUser,
-    ModelUserConfig,
-    ScriptedUser,
-    make_user,
-)
+from agentenv.envs.dialogue import DialogueEnv, ModelUser, ModelUserConfig, ScriptedUser, make_user
 from agentenv.envs.grading.reward import ExactMatch
 from agentenv.envs.quickstart.setup import build_tokenizer
 from agentenv.rollout.actor import Actor

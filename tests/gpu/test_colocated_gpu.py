@@ -46,9 +46,7 @@ async def test_a_sleeping_engine_holds_no_weights_and_no_cache(tmp_path: Path) -
         await engine.close()
 
 
-def test_a_sleeping_rank_holds_no_memory_and_trains_unchanged_afterwards(
-    tmp_path: Path,
-) -> None:
+def test_a_sleeping_rank_holds_no_memory_and_trains_unchanged_afterwards(tmp_path: Path) -> None:
     directory = save_tiny_model(tmp_path)
     config = LearnerConfig(zero_stage=0, optimizer="adamw", learning_rate=1e-3)
     found = []

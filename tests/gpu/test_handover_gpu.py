@@ -57,11 +57,7 @@ ROUNDS = 3
 MEMORY = Path("/dev/shm")
 VLLM_LINES = ("memory opened", "weights in place", "to fall asleep", "to wake up", "sleep freed")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.engine_vllm,
-    pytest.mark.filterwarnings("default"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.engine_vllm, pytest.mark.filterwarnings("default")]
 
 
 class FirstLevel(VLLMServer):

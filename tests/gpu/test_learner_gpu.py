@@ -27,10 +27,7 @@ from benchmarks.parts.layouts import WARM_UP, grow, load_shapes
 from tests.gpu.place import HAS_GPU
 from tests.gpu.test_tree_gpu import random_policy
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("default"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 T = TypeVar("T")
 DTYPE: Literal["bfloat16", "float32"] = "bfloat16" if HAS_GPU else "float32"
 TOKENS = 16384 if HAS_GPU else 512

@@ -19,10 +19,7 @@ from agentenv.learners.trees.policy import Policy, tensors
 from tests.gpu.place import DEVICE, HAS_GPU, restored
 from tests.learners.trees import random_tree, tiny_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("default"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 HAS_LIGER = HAS_GPU and find_spec("liger_kernel") is not None
 WHOLE = 10**6  # tokens of a micro-batch that holds everything
 

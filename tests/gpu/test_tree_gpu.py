@@ -26,21 +26,11 @@ from agentenv.learners.trees.encoded_tree import encode
 from agentenv.learners.trees.liger import use_liger
 from agentenv.learners.trees.partition import pack
 from agentenv.learners.trees.policy import LogprobHead, Policy, tensors
-from benchmarks.parts.layouts import (
-    ALL,
-    VOCABULARY,
-    WARM_UP,
-    count,
-    load_shapes,
-    make_step,
-)
+from benchmarks.parts.layouts import ALL, VOCABULARY, WARM_UP, count, load_shapes, make_step
 from tests.gpu.place import DEVICE, HAS_GPU, synchronize
 from tests.learners.trees import MODELS, random_tree, tiny_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("default"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 NUM_STEPS = 3 if HAS_GPU else 1
 # FlexAttention compiles for minutes on a CPU, and has no backward pass there.
 FORMS = (("cuda", "flex"), ("cuda", "dense")) if HAS_GPU else (("cpu", "dense"),)

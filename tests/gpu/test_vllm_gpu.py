@@ -48,11 +48,7 @@ LOADS = [(64, 32), (256, 32), (1000, 32), (64, 512), (256, 512), (1000, 512)]  #
 ROUNDS = 4  # turns of a stream of 32 tokens
 PROMPT = 200  # tokens
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.engine_vllm,
-    pytest.mark.asyncio(loop_scope="module"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.engine_vllm, pytest.mark.asyncio(loop_scope="module")]
 
 
 class Unaware(VLLMServer):

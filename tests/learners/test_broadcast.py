@@ -26,10 +26,7 @@ TEACHING = [encode_sequence(list(range(1, 20)), [False] + [True] * 18)]
 @asynccontextmanager
 async def started(model_dir: Path, root: Path, timeout_s: float) -> AsyncIterator[LearnerSender]:
     learner = await DeepSpeedLearner.start(
-        LearnerConfig(zero_stage=0, learning_rate=1e-3),
-        ALGORITHM,
-        model_dir,
-        root / "learner.log",
+        LearnerConfig(zero_stage=0, learning_rate=1e-3), ALGORITHM, model_dir, root / "learner.log"
     )
     try:
         yield LearnerSender(learner, root / "published", timeout_s)

@@ -90,13 +90,7 @@ def test_a_resumed_rank_detects_whether_its_weights_are_published(
 
 @pytest.mark.timeout(3600)  # a machine that is busy with other things kills as well
 @pytest.mark.parametrize(
-    ("kills", "stage"),
-    [
-        (6, ()),
-        (2, ("2",)),
-        (2, ("3",)),
-    ],
-    ids=["one rank", "zero-2", "zero-3"],
+    ("kills", "stage"), [(6, ()), (2, ("2",)), (2, ("3",))], ids=["one rank", "zero-2", "zero-3"]
 )
 def test_kill_9_at_random_moments_of_saving_loses_nothing(
     kills: int, stage: tuple[str, ...], tmp_path: Path, repeats: int

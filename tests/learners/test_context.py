@@ -55,10 +55,7 @@ BUDGET = 16  # tokens of a rank
 TEAMS = [(2, 2), (4, 4), (4, 2)]  # ranks, ranks of a team
 MODEL = exact(tiny_model(dtype=torch.float64))  # four heads, two of keys
 CONFIG = LearnerConfig(
-    zero_stage=0,
-    learning_rate=1e-3,
-    grad_clip=0.0,
-    max_tokens_per_microbatch=BUDGET,
+    zero_stage=0, learning_rate=1e-3, grad_clip=0.0, max_tokens_per_microbatch=BUDGET
 )
 Work = Callable[[Trainer, int], Metrics]  # of a trainer and the number of its team
 

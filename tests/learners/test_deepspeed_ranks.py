@@ -22,12 +22,7 @@ from agentenv.learners.ranks.rank_process import Position, failure, find_positio
 from agentenv.learners.trees.encoded_tree import encode_sequence
 from agentenv.processes.link import PREFIX_BYTES, Link
 from agentenv.processes.worker_group import Hello
-from tests.learners.ranks import (
-    ALGORITHM,
-    encoded,
-    two_ranks,
-    uneven_trees,
-)
+from tests.learners.ranks import ALGORITHM, encoded, two_ranks, uneven_trees
 from tests.learners.trees import credited, random_tree
 from tests.support.forks import Command
 from tests.support.ports import held_ports

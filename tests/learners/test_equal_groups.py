@@ -22,11 +22,7 @@ from agentenv.learners.ranks.learner import encode_groups
 from agentenv.learners.trees.partition import minibatches
 from agentenv.reference.algorithms import released
 from tests.learners.oracle import grow
-from tests.learners.ranks import (
-    plain_torch,
-    two_ranks,
-    weights_of,
-)
+from tests.learners.ranks import plain_torch, two_ranks, weights_of
 from tests.learners.test_oracle import compare
 from tests.learners.trees import VOCABULARY, credits_of, level, random_tree
 

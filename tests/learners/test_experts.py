@@ -33,9 +33,7 @@ from tests.learners.ranks import (
     uneven_trees,
     weights_in,
 )
-from tests.learners.test_tree_equality import (
-    assert_equal_to_flat,
-)
+from tests.learners.test_tree_equality import assert_equal_to_flat
 from tests.learners.trees import EXPERTS, tiny_model
 
 PPO = GRPO(group_size=6, dual_clip=float("inf"))

@@ -20,12 +20,7 @@ from transformers import (
 
 from agentenv.base.errors import ConfigError
 from agentenv.learners.keys import LearnerConfig, frozen_model
-from agentenv.learners.lora import (
-    LoRAConfig,
-    add_adapters,
-    check_adapters,
-    is_adapter,
-)
+from agentenv.learners.lora import LoRAConfig, add_adapters, check_adapters, is_adapter
 from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks.export import WeightEntry, entries
 from agentenv.learners.ranks.offline_export import export as export_offline

@@ -35,12 +35,7 @@ from agentenv.learners.trees.partition import (
     partition,
 )
 from tests.learners.flat import figures, grown, tree_form
-from tests.learners.ranks import (
-    OF_THE_RANKS,
-    encoded,
-    uneven_trees,
-    weights_of,
-)
+from tests.learners.ranks import OF_THE_RANKS, encoded, uneven_trees, weights_of
 from tests.learners.test_algorithm_trees import ALGORITHMS, NARROW
 from tests.learners.threads import Meeting, trainers
 from tests.learners.trees import credits_of, level, random_tree, tiny_model

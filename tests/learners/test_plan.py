@@ -10,12 +10,7 @@ import pytest
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.base.types import Task
 from agentenv.contract.plan import Independent
-from agentenv.learners.algorithms.aepo import (
-    AEPO,
-    AEPOPlan,
-    consecutive_forks,
-    penalty_factor,
-)
+from agentenv.learners.algorithms.aepo import AEPO, AEPOPlan, consecutive_forks, penalty_factor
 from agentenv.learners.algorithms.arpo import ARPO, ARPOPlan, relative_rise
 
 V = 100

@@ -31,12 +31,7 @@ from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks import offline_export
 from agentenv.learners.ranks.checkpoint import REFERENCE
 from agentenv.learners.ranks.dpo import with_reference
-from agentenv.learners.ranks.learner import (
-    DeepSpeedLearner,
-    encode_groups,
-    in_order,
-    start_ranks,
-)
+from agentenv.learners.ranks.learner import DeepSpeedLearner, encode_groups, in_order, start_ranks
 from agentenv.learners.ranks.rank import Rank
 from agentenv.learners.ranks.rank_group import RankGroup
 from agentenv.learners.ranks.saved_checkpoint import Checkpoint
@@ -156,10 +151,7 @@ CASES: dict[str, tuple[dict[str, Any], Algorithm]] = {
     "zero-1": ({"zero_stage": 1}, AEPO(group_size=4)),
     "zero-2, reference": ({"zero_stage": 2}, KL),
     "zero-3, reference, cut": ({"zero_stage": 3, "deepspeed_config": CUT}, KL),
-    "zero-3, sequences": (
-        {"zero_stage": 3},
-        SEQUENCES_CLIPPED,
-    ),
+    "zero-3, sequences": ({"zero_stage": 3}, SEQUENCES_CLIPPED),
     "zero-3, adapters": ({"zero_stage": 3, "lora": LoRAConfig(r=4, alpha=8)}, ALGORITHM),
     "zero-3, experts": ({"zero_stage": 3}, ALGORITHM),
     "zero-2, shared paths": (
@@ -170,8 +162,7 @@ CASES: dict[str, tuple[dict[str, Any], Algorithm]] = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.promise if n == "zero-1" else ()) for n in CASES],
+    "name", [pytest.param(n, marks=pytest.mark.promise if n == "zero-1" else ()) for n in CASES]
 )
 async def test_two_ranks_equal_one(name: str, team: Team, model_dir: Path, tmp_path: Path) -> None:
     """Updates, imitation, preferences and scores, with steps in which a rank has no tree; and the

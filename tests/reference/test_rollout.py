@@ -21,12 +21,7 @@ from agentenv.reference.algorithms import (
     initial_rollouts,
     segment_entropy,
 )
-from tests.support.reference_loop import (
-    Recorded,
-    ReferenceLoop,
-    response_mask,
-    truncated_entropy,
-)
+from tests.support.reference_loop import Recorded, ReferenceLoop, response_mask, truncated_entropy
 from tests.support.rollout_checks import arpo_probability
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"

@@ -53,9 +53,7 @@ def make_workspace(folder: Path) -> Path:
     rows = [{"question": q["question"], "answer": q["answer"]} for q in questions[:8]]
     for name in ("gsm8k", "hotpotqa", "webwalker"):
         write(folder / f"{name}.jsonl", rows)
-    registry = {
-        "final_5w4_still": {"file_name": "sharegpt.jsonl", "formatting": "sharegpt"},
-    }
+    registry = {"final_5w4_still": {"file_name": "sharegpt.jsonl", "formatting": "sharegpt"}}
     (folder / "dataset_info.json").write_text(json.dumps(registry), encoding="utf-8")
     config = folder / "cold.toml"
     config.write_text(COLD_START.format(folder=folder), encoding="utf-8")

@@ -75,11 +75,7 @@ class ChatEncoder:
     """
 
     def __init__(
-        self,
-        renderer: Renderer,
-        instruction: Instruction | None = None,
-        *,
-        compat: bool = False,
+        self, renderer: Renderer, instruction: Instruction | None = None, *, compat: bool = False
     ) -> None:
         assert isinstance(renderer, TagRenderer | NativeRenderer), "an endpoint cannot be trained"
         self.renderer = renderer

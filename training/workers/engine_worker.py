@@ -54,11 +54,7 @@ class ClusterServers(WorkerGroup[Worker]):
     make_worker = Worker
 
     def __init__(
-        self,
-        placement: Placement,
-        folder: Path,
-        cluster: RayCluster,
-        report: Callable[[str], None],
+        self, placement: Placement, folder: Path, cluster: RayCluster, report: Callable[[str], None]
     ) -> None:
         super().__init__(report)
         self._placement, self._folder, self._cluster = placement, folder, cluster

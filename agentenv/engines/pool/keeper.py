@@ -27,12 +27,7 @@ from agentenv.contract.request import (
     ServerRequest,
 )
 from agentenv.contract.server_config import PoolConfig
-from agentenv.contract.weights import (
-    Group,
-    Manifest,
-    Sender,
-    SharedSender,
-)
+from agentenv.contract.weights import Group, Manifest, Sender, SharedSender
 from agentenv.engines.pool.server import FIRST_CLOSED_S, PooledServer
 from agentenv.engines.remote.base import sampled
 from agentenv.engines.remote.weight_sync import Server

@@ -192,10 +192,7 @@ class WeightSync(RemoteServer[F]):
         routes = self.transfer
         try:
             await self._post(routes.start, routes.empty)
-        except (
-            RefusedError,
-            FailedError,
-        ):  # an earlier update was aborted between two buckets
+        except (RefusedError, FailedError):  # an earlier update was aborted between two buckets
             with suppress(EngineError):
                 await self._post(routes.finish, routes.empty)
             await self._post(routes.start, routes.empty)

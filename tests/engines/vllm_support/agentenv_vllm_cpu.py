@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentenv_vllm_broadcast import (  # type: ignore[import-not-found]
-    repack_experts,
-    repack_tied_head,
-)
+from agentenv_vllm_broadcast import repack_experts, repack_tied_head  # type: ignore[import-not-found]
 
 
 class WorkerExtension:

@@ -134,9 +134,7 @@ async def test_chosen_tools_are_called_over_streamable_http() -> None:
 @pytest.mark.parametrize(
     "command", [["no-such-program-xyz"], [sys.executable, "-c", "raise SystemExit('bad setup')"]]
 )
-async def test_a_server_that_fails_to_start_is_refused_with_its_output(
-    command: list[str],
-) -> None:
+async def test_a_server_that_fails_to_start_is_refused_with_its_output(command: list[str]) -> None:
     env = ToolEnv(TASK, [MCPTools(command)], Anything())
     with pytest.raises(ConfigError, match="cannot be used") as caught:
         await env.reset()
@@ -326,9 +324,7 @@ async def test_headers_are_sent_with_every_request(
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 500])
-async def test_the_error_of_a_refusing_address_has_its_status_and_no_secrets(
-    status: int,
-) -> None:
+async def test_the_error_of_a_refusing_address_has_its_status_and_no_secrets(status: int) -> None:
     from aiohttp import web
     from aiohttp.test_utils import TestServer
 

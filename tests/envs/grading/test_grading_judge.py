@@ -238,9 +238,7 @@ async def test_a_judge_that_fails_its_trial_request_is_refused_at_the_start(
     assert len(server.requests) == 2
 
 
-def test_an_episode_starts_once_a_judge_is_available(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_episode_starts_once_a_judge_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     judge = Judge(JudgeConfig(url="http://judge/v1", model="m", num_retries=0))
 
     async def reply(body: Any) -> Any:

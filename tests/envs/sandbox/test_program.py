@@ -349,10 +349,7 @@ async def test_no_escape_succeeds(
          if one.family == socket.AF_INET and not one.address.startswith("127.")),
         "10.0.0.1",
     )  # fmt: skip
-    with (
-        socket.create_server(("", 0)) as other,
-        socket.socket(socket.AF_UNIX) as unix,
-    ):
+    with socket.create_server(("", 0)) as other, socket.socket(socket.AF_UNIX) as unix:
         unix.bind(f"\0{name}")
         unix.listen()
         places = {"port": other.getsockname()[1], "address": address, "name": name,

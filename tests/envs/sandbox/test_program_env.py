@@ -226,11 +226,7 @@ ODD: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "reads an empty input": (f"{ASK}; assert sys.stdin.read() == ''", {}, ""),
     "never reads, prints 50 MB": (f"{ASK}; print('x' * (50 << 20))", {}, ""),
-    "prints endlessly": (
-        f"{ASK}\nwhile True: os.write(1, b'x' * 65536)",
-        {"cpu_s": 2},
-        "cpu",
-    ),
+    "prints endlessly": (f"{ASK}\nwhile True: os.write(1, b'x' * 65536)", {"cpu_s": 2}, "cpu"),
     "daemons": (f"{DAEMON}{ASK}", {}, ""),
     "ignores SIGTERM and hangs": (
         f"import signal; signal.signal(15, signal.SIG_IGN); {ASK}; time.sleep(600)",
@@ -436,9 +432,7 @@ async def test_a_step_or_a_fork_before_reset_is_an_error() -> None:
     await env.close()
 
 
-async def test_few_programs_start_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_few_programs_start_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others wait before their processes start, so that no limit of theirs counts the wait."""
     monkeypatch.setattr(environment, "starts", cache(lambda: asyncio.Semaphore(2)))
     start, on_the_way, most = Program.start, 0, 0

@@ -9,12 +9,7 @@ import pytest
 from agentenv.base.errors import ToolError
 from agentenv.envs.code_interpreter import NO_OUTPUT, PythonTool
 from agentenv.envs.sandbox.sandbox import VARIABLES_LOST, Sandbox, SandboxSession
-from tests.support.sandboxes import (
-    RESIDENTS,
-    children,
-    output_of,
-    until_processes,
-)
+from tests.support.sandboxes import RESIDENTS, children, output_of, until_processes
 
 
 @pytest.mark.parametrize(

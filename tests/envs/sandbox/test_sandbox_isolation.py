@@ -7,9 +7,7 @@ import sys
 from pathlib import Path
 
 from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
-from tests.support.sandboxes import (
-    output_of,
-)
+from tests.support.sandboxes import output_of
 
 
 async def test_files_and_processes_of_a_session_are_limited(session: SandboxSession) -> None:

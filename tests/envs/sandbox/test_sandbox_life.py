@@ -14,13 +14,7 @@ import pytest
 from agentenv.base.errors import EnvError, InfraError
 from agentenv.envs.sandbox import launch
 from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
-from tests.support.sandboxes import (
-    RESIDENTS,
-    output_of,
-    until_gone,
-    until_processes,
-    zygote_of,
-)
+from tests.support.sandboxes import RESIDENTS, output_of, until_gone, until_processes, zygote_of
 
 
 async def test_a_session_survives_the_cancellation_of_a_running_call(sandbox: Sandbox) -> None:

@@ -15,14 +15,7 @@ from aiohttp.abc import AbstractResolver
 from agentenv.base.errors import ConfigError, InfraError, ToolError
 from agentenv.envs.search.keys import FetchConfig
 from agentenv.envs.search.pages import AddressRule, PageFetcher, RefusedAddress
-from tests.envs.search_server import (
-    ONLY_127_0_0_1,
-    PAGE,
-    Handler,
-    Names,
-    Scripted,
-    serving,
-)
+from tests.envs.search_server import ONLY_127_0_0_1, PAGE, Handler, Names, Scripted, serving
 from tests.support.begun import closing
 
 MALFORMED = ["http://[bad", "http://a:99999/", "//[x", "http://:80", "http://\u2100.com/",
@@ -249,9 +242,7 @@ async def test_a_shortage_of_the_own_machine_is_an_infra_error() -> None:
             await fetcher.fetch("http://a.test/")
 
 
-async def test_pages_that_wait_for_a_retry_hold_no_slot(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_pages_that_wait_for_a_retry_hold_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentenv.envs.search.pages.MAX_CONCURRENCY", 1)
     monkeypatch.setattr("agentenv.envs.search.pages.FIRST_DELAY_S", 60.0)
     asked = asyncio.Event()
