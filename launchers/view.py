@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     def work(view: View) -> int:
         def report(text: str) -> None:
             view.end()
-            view.log(text)
+            view.console.print(text, markup=False, soft_wrap=True)  # with a new key
 
         from agentenv.assembly.run.exits import run_until_done
         from agentenv.evaluation.sweep import SWEEP_FILE
