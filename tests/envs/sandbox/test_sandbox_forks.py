@@ -103,6 +103,14 @@ async def test_a_replay_with_other_variables_or_files_is_refused(replaying: Sand
         parent.close()
 
 
+async def test_a_replay_with_another_output_is_refused(replaying: Sandbox) -> None:
+    parent = replaying.session(7)
+    assert (await parent.run("import time; print(time.time_ns())", 10)).ok
+    with pytest.raises(EnvError, match="a cell printed"):
+        await parent.fork()
+    assert replaying.counters.num_replays_refused == 1
+
+
 async def test_sessions_of_one_seed_draw_the_same_entropy(sandbox: Sandbox) -> None:
     drawn = (
         "import os, random, secrets, uuid; os.urandom(4), random.Random().random(), uuid.uuid4()"
