@@ -19,7 +19,6 @@ import msgspec
 from msgspec.structs import replace
 
 from agentenv.assembly.keys.benchmarks import load_benchmark
-from agentenv.assembly.keys.cluster import FOLDER
 from agentenv.assembly.keys.evaluation import EvaluateConfig, QuestionSet, merged
 from agentenv.assembly.keys.help import refuse_verl_keys
 from agentenv.assembly.keys.rl import TABLES
@@ -199,11 +198,6 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
         )
         return logs
 
-    @cached_property
-    def logs(self) -> Path:
-        """The folder of the logs of environment processes."""
-        return self._log_folder / FOLDER
-
     @once
     async def model(self) -> Path | None:
         """The directory of the model, or for an endpoint of its tokenizer; None without one."""
@@ -334,8 +328,7 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
         questions: Questions = (await self.questions())[name]
         own, assist = questions.config, await self.helpers()
         sampling, seed = own.sampling.params(), f"{self.seed(name)}/eval/{name}"
-        make_env = await self.make_env(name)
-        actor = Actor(engine, questions.renderer, make_env, own.limits, sampling, seed)
+        actor = Actor(engine, questions.renderer, questions.make_env, own.limits, sampling, seed)
         if assist is not None:
             assist_actor(actor, assist)
         return actor

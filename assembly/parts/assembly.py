@@ -19,17 +19,13 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import agentenv.contract.env
-from agentenv.assembly.keys.cluster import FOLDER
 from agentenv.assembly.keys.evaluation import EvaluateConfig, PolicyConfig
 from agentenv.assembly.keys.rl import DataConfig, Sampling, TrainConfig
 from agentenv.assembly.keys.run import RunConfig
 from agentenv.assembly.keys.supervised import SupervisedRunConfig
-from agentenv.assembly.parts.env_processes import EnvProcesses
 from agentenv.assembly.parts.environments import EnvMaker, EnvSettings, try_env
 from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.serving.servers import ServerFactory, fill_roles, start_servers
@@ -40,7 +36,7 @@ from agentenv.base.offload import in_thread
 from agentenv.base.registry import loaded
 from agentenv.base.types import Constraints, Info, Message, Task
 from agentenv.contract.engine import EngineConfig
-from agentenv.contract.env import Env, close_shared
+from agentenv.contract.env import close_shared
 from agentenv.data.dataset import TaskMix, load_mix, load_tasks
 from agentenv.data.rows import RowsConfig
 from agentenv.text.native import NativeConfig, NativeRenderer
@@ -215,12 +211,6 @@ class RolloutAssembly(Assembly[WithRoles]):
         super().__post_init__()
         self.read: dict[str, Sequence[Task]] = {}  # by the name of the set
         self.servers = ServerFactory(self.folder, self.stack, self.report)
-        self.processes: dict[EnvMaker, EnvProcesses] = {}
-
-    @cached_property
-    def logs(self) -> Path:
-        """The folder of the logs of environment processes."""
-        return self.folder / FOLDER
 
     async def contexts(self) -> Sequence[int]:
         """The context length (tokens of prompt and response) of each engine, if known."""
@@ -266,22 +256,6 @@ class RolloutAssembly(Assembly[WithRoles]):
         found = constraints_of(engine, one.sampling, one.key, default)
         choices = (one.env, *one.env.variants.values())
         return found if any("program" in env.kwargs for env in choices) else "none"
-
-    async def make_env(self, name: str) -> Callable[[Task], Env]:
-        """The function that makes the environments of a set's rollouts, in separate processes if
-        configured (env.workers)."""
-        maker = (await self.makers())[name]
-        if not maker.config.workers:
-            return maker
-        if maker not in self.processes:
-            number = len(self.processes)
-            logs = self.logs / f"set-{number}" if number else self.logs
-            self.processes[maker] = agentenv.contract.env.shared(
-                ("environments", str(logs)),
-                lambda: EnvProcesses(maker.settings, self.folder, logs, self.report),
-            )
-            await self.processes[maker].start()
-        return self.processes[maker].make
 
     @once
     async def shared(self) -> dict[EnvMaker, dict[str, Sequence[Task]]]:

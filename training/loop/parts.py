@@ -38,7 +38,6 @@ from agentenv.base.model_files import vocab_size
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Task
 from agentenv.contract.engine import Engine, EngineStart, ServerStarter
-from agentenv.contract.env import Env
 from agentenv.contract.plan import RolloutPlan
 from agentenv.learners.keys import frozen_model, read_saved
 from agentenv.learners.lora import ADAPTER_FOLDER
@@ -307,7 +306,6 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
         self.stack.push_async_callback(probe.close)
         trained = questions[TRAINED]
         encode_in_process(trained.renderer, self.stack)
-        make_env = await self.make_env(TRAINED)
         num_words = vocab_size(await self.model())
         return Parts(
             tokenizer=await self.tokenizer(),
@@ -317,8 +315,8 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
             plan=config.algorithm.plan(num_words),
             engine=engine,
             learner=learner,
-            actor=self._actor(trained, make_env, config.sampling.train, engine, TRAINING),
-            eval_actor=self._actor(trained, make_env, config.sampling.eval, engine, EVALUATING),
+            actor=self._actor(trained, config.sampling.train, engine, TRAINING),
+            eval_actor=self._actor(trained, config.sampling.eval, engine, EVALUATING),
             probe=probe,
             publisher=make_publisher(config, engine, learner, probe, await self.weights()),
             demonstrations=await self.demonstrations(),
@@ -340,18 +338,11 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
         cluster = self.config.cluster
         return isinstance(cluster, RayCluster) and bool(cluster.engines or cluster.learner)
 
-    def _actor(
-        self,
-        questions: Questions,
-        make_env: Callable[[Task], Env],
-        sampling: Sampling,
-        engine: Engine,
-        use: str,
-    ) -> Actor:
+    def _actor(self, questions: Questions, sampling: Sampling, engine: Engine, use: str) -> Actor:
         return Actor(
             engine,
             questions.renderer,
-            make_env,
+            questions.make_env,
             self.config.limits,
             sampling.params(),
             actor_seed(self.config, sampling, use),

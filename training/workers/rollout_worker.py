@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from agentenv.assembly.keys.cluster import FOLDER, Setup, SpreadCluster, read_setup
+from agentenv.assembly.keys.cluster import Setup, SpreadCluster, read_setup
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.parts.assembly import (
     TRAINED,
@@ -256,7 +256,6 @@ async def build(
     setup = read_setup(frame)
     config = build_config(TrainConfig, setup.config, "the controller")
     assembly = WorkerAssembly(config, setup, stack, report, link.peer)
-    assembly.logs = assembly.folder / FOLDER / f"of-worker-{number}"
     stack.push_async_callback(close_shared)
     renderer = (await assembly.renderers())[TRAINED]
     encode_in_process(renderer, stack)
@@ -265,7 +264,7 @@ async def build(
     actor = Actor(
         engine,
         renderer,
-        await assembly.make_env(TRAINED),
+        (await assembly.makers())[TRAINED],
         config.limits,
         sampling.params(),
         actor_seed(config, sampling, TRAINING),
