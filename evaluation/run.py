@@ -105,9 +105,6 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
     trajectory = Trajectory(tree.history(leaf))
     row = row_of_path(dataset, question.task, question.sample, trajectory, renderer)
     prompt_tokens, tool_tokens = _counts(trajectory, renderer)
-    assist: dict[str, float] = leaf.info.get("assist") or {}
-    if not assist and any(call.get("info") for call in row.tool_calls):
-        count_calls(assist, row.tool_calls)  # of the env's browser agent, without assisted actor
     versions = [span.version for node in trajectory.path for span in node.version_spans]
     return replace(
         row,
@@ -122,7 +119,7 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
         error=leaf.error,
         reason=str(leaf.info.get("reason", "")),
         parts=dict(leaf.info.get("parts", {})),
-        assist=assist,
+        assist=leaf.info.get("assist") or count_calls(row.tool_calls),  # of a browser agent
         abandoned=[
             renderer.decode(node.action_ids) + renderer.decode(node.observation_ids)
             for node in tree.nodes

@@ -34,8 +34,8 @@ from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.model_files import check_model_directory, load_tokenizer, read_eos_ids
 from agentenv.base.offload import in_thread
 from agentenv.base.registry import loaded
-from agentenv.base.types import Constraints, Info, Message, Task
-from agentenv.contract.engine import EngineConfig
+from agentenv.base.types import Constraints, Info, Limits, Message, Task
+from agentenv.contract.engine import Engine, EngineConfig, EngineStart
 from agentenv.contract.env import close_shared
 from agentenv.data.dataset import TaskMix, load_mix, load_tasks
 from agentenv.data.rows import RowsConfig
@@ -292,6 +292,25 @@ class RolloutAssembly(Assembly[WithRoles]):
                 fitting = await fitter.fit(fitting)
             found[name] = Questions(one, fitting, maker, renderer)
         return found
+
+
+async def start_engine(
+    assembly: Assembly[Any], limits: Limits, servers: ServerFactory, seed: int = 0
+) -> Engine:
+    """The engine of a command that trains no policy."""
+    model = await assembly.model()
+    assert model is not None
+    start = EngineStart(
+        model=model,
+        tokenizer=await assembly.tokenizer(),
+        policy_version=0,
+        limits=limits,
+        stack=assembly.stack,
+        servers=servers,
+        seed=seed,
+    )
+    engine: Engine = await assembly.config.engine.start(start)
+    return engine
 
 
 def make_renderer(
