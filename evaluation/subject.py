@@ -306,12 +306,13 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
         )
         return await start_engine(self, limits, self.servers, self.config.seed)
 
-    async def actor(self, name: str, engine: Engine) -> Actor:
+    async def actor(self, name: str) -> Actor:
         """The actor of a set. Its seed does not depend on other sets."""
         questions: Questions = (await self.questions())[name]
         own, assist = questions.config, await self.helpers()
         sampling, seed = own.sampling.params(), f"{self.seed(name)}/eval/{name}"
-        actor = Actor(engine, questions.renderer, questions.make_env, own.limits, sampling, seed)
+        parts = await self.engine(), questions.renderer, questions.make_env
+        actor = Actor(*parts, own.limits, sampling, seed)
         if assist is not None:
             assist_actor(actor, assist)
         return actor

@@ -202,7 +202,7 @@ class ServerFactory:
     def _folder(self) -> Path:
         folder = self.folder
         if folder is None:
-            folder = own = Path(tempfile.mkdtemp(prefix="agentenv-"))
+            folder = own = Path(tempfile.mkdtemp(prefix="agentenv-logs-"))
             # kept after a failure, whose reason the logs may show
             self.stack.push(
                 lambda failed, *_: None if failed else shutil.rmtree(own, ignore_errors=True)
