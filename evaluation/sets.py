@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
 from scipy.stats import ttest_1samp
 
 from agentenv.assembly.reports.pictures import panels, png
 from agentenv.assembly.run.tables import Table
 from agentenv.base.errors import DataError
 from agentenv.evaluation.figures import questions_of
+from agentenv.evaluation.statistics import Floats
 from agentenv.evaluation.store import load_run_config, read_rows
 
 UNITS = ("calls", "tokens")
@@ -32,7 +32,6 @@ LEVELS = (0.5, 0.7, 0.8, 0.9)
 NUM_DRAWS = 2_000
 BEFORE = ("after_sft", "before_sft")  # the evaluation of the weights that RL begins with
 OF_RUN = ("run", "resources", "cluster", "log", "monitor")  # tables that make no arm
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

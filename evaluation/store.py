@@ -21,6 +21,7 @@ from agentenv.base.config import Tree, changes
 from agentenv.base.disk import PARTIAL, append_whole, write_whole
 from agentenv.base.disk_errors import explain
 from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.model_files import read_object
 from agentenv.base.secrets import SECRETS
 
 LOCK_FILE = ".lock"
@@ -176,22 +177,14 @@ def load_saved(folder: Path) -> Saved:
         within.sort(key=lambda rows: rows.stat().st_mtime)
         hint = f"; {within[-1].parent} contains one" if within else ""
         trained = (folder / "checkpoints").is_dir()
-        why = "it is a training run" if trained else f"{path.name}: {_reason(error)}"
+        reason = getattr(error, "strerror", None) or error
+        why = "it is a training run" if trained else f"{path.name}: {reason}"
         raise DataError(f"{folder} contains no evaluation: {why}{hint}") from error
 
 
 def load_run_config(run: Path) -> Tree:
     """Read config.json of a training run. Raises DataError."""
-    path = run / CONFIG_FILE
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
-        why = f"{_reason(error)}; expected the folder of a run"
-        raise DataError(f"{path} cannot be read: {why}") from error
-
-
-def _reason(error: Exception) -> str:
-    return str(getattr(error, "strerror", None) or error)
+    return read_object(run / CONFIG_FILE, "configuration, expected in the folder of a run")
 
 
 def identity(saved: Saved) -> Tree:

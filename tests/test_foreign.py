@@ -59,7 +59,6 @@ OURS = {
     "training/loop/evaluations.py": "what was encoded before",
     "training/reports/recorder.py": "a process of ours",
     "assembly/reports/pictures.py": "a run directory",
-    "assembly/run/checkpoints.py": "a run directory",
     "assembly/run/rundir.py": "a run directory",
     "assembly/run/lock.py": "the holder of a run directory",
     "assembly/run/kept.py": "a run directory",
@@ -69,7 +68,6 @@ OURS = {
     "training/workers/engine_worker.py": "a process of ours",
     "training/workers/ray_placement.py": "a process of ours",
     "learners/ranks/saved_checkpoint.py": "a checkpoint of ours",
-    "learners/keys.py": "a checkpoint of ours",
     "learners/ranks/messages.py": "a process of ours",
 }
 
