@@ -194,14 +194,11 @@ def identity(saved: Saved) -> Tree:
     tree["engine"] = {key: config["engine"].get(key) for key in _ENGINE_KEYS}
     tree["roles"] = {name: role.get("model") for name, role in config.get("roles", {}).items()}
     tree["limits"] = _without(config["limits"], _FREE_LIMITS)
-    tree["env"] = config.get("env") or {}
-    tree["renderer"] = config.get("renderer") or {}
     helpers = config.get("assist") or {}
     tree["assist"] = {name: _without(one or {}, _FREE_HELPER) for name, one in helpers.items()}
     tree["sets"] = {name: _without(one, _FREE_OF_SET) for name, one in config["sets"].items()}
     for one in tree["sets"].values():
         one["limits"] = _without(one["limits"] or {}, _FREE_LIMITS)
-        one["env"] = one.get("env") or {}
     subject = {key: value for key, value in saved.subject.items() if key not in ("name", "path")}
     return {"subject": subject, **tree}
 

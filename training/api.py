@@ -41,6 +41,7 @@ from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
 from agentenv.assembly.keys.help import refuse_verl_keys
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.parts.session import run_session
+from agentenv.assembly.reports.pictures import read_metrics
 from agentenv.assembly.reports.records import EvalRow
 from agentenv.assembly.run.checkpoints import LATEST
 from agentenv.assembly.run.exits import (
@@ -129,8 +130,7 @@ class TrainingResult:
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl: one per update, one per evaluation."""
-        text = (self.folder / "metrics.jsonl").read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.splitlines()]
+        return read_metrics(self.folder)
 
     def load(self) -> tuple[Any, Any]:
         """The trained model and its tokenizer, loaded by transformers."""
