@@ -63,7 +63,6 @@ OURS = {
     "assembly/run/lock.py": "the holder of a run directory",
     "assembly/run/kept.py": "a run directory",
     "assembly/serving/servers.py": "configuration",
-    "training/supervised/run.py": "a run directory",
     "lab/recipes/sorting.py": "a result directory of ours",
     "training/workers/engine_worker.py": "a process of ours",
     "training/workers/ray_placement.py": "a process of ours",
