@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from agentenv.assembly.keys.evaluation import EvaluateConfig, PolicyConfig
 from agentenv.assembly.keys.rl import DataConfig, Sampling, TrainConfig
@@ -39,6 +39,7 @@ from agentenv.contract.engine import Engine, EngineConfig, EngineStart
 from agentenv.contract.env import close_shared
 from agentenv.data.dataset import TaskMix, load_mix, load_tasks
 from agentenv.data.rows import RowsConfig
+from agentenv.rollout.actor import Actor
 from agentenv.text.native import NativeConfig, NativeRenderer
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.prompt_fitting import PromptFitter
@@ -161,7 +162,6 @@ class SetConfig(EnvSettings, frozen=True, kw_only=True):
 
 
 TRAINED = "data"  # the set of the training questions
-TRAINING, EVALUATING = "train", "eval"  # uses of an actor
 
 
 def training_set(config: TrainConfig) -> SetConfig:
@@ -169,9 +169,17 @@ def training_set(config: TrainConfig) -> SetConfig:
     return SetConfig.of(config, key=TRAINED, rows=config.data, sampling=config.sampling.train)
 
 
-def actor_seed(config: TrainConfig, sampling: Sampling, use: str) -> str:
-    """The seed of all randomness in an actor's rollouts."""
-    return f"{config.run.seed if sampling.seed is None else sampling.seed}/{use}"
+def actor_of(
+    config: TrainConfig,
+    engine: Engine,
+    renderer: Renderer,
+    make_env: EnvMaker,
+    use: Literal["train", "eval"] = "train",
+) -> Actor:
+    """An actor of a run, whose seed determines all randomness of its rollouts."""
+    sampling: Sampling = getattr(config.sampling, use)
+    seed = config.run.seed if sampling.seed is None else sampling.seed
+    return Actor(engine, renderer, make_env, config.limits, sampling.params(), f"{seed}/{use}")
 
 
 class Questions(NamedTuple):

@@ -14,17 +14,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from agentenv.assembly.keys.cluster import RayCluster
-from agentenv.assembly.keys.rl import Sampling, TrainConfig
-from agentenv.assembly.parts.assembly import (
-    EVALUATING,
-    TRAINED,
-    TRAINING,
-    Questions,
-    RolloutAssembly,
-    actor_seed,
-    once,
-    training_set,
-)
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.parts.assembly import TRAINED, RolloutAssembly, actor_of, once, training_set
 from agentenv.assembly.parts.environments import try_env
 from agentenv.assembly.run.kept import link_model
 from agentenv.assembly.run.rundir import RunDirectory
@@ -306,6 +297,7 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
         self.stack.push_async_callback(probe.close)
         trained = questions[TRAINED]
         encode_in_process(trained.renderer, self.stack)
+        given = config, engine, trained.renderer, trained.make_env
         num_words = vocab_size(await self.model())
         return Parts(
             tokenizer=await self.tokenizer(),
@@ -315,8 +307,8 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
             plan=config.algorithm.plan(num_words),
             engine=engine,
             learner=learner,
-            actor=self._actor(trained, config.sampling.train, engine, TRAINING),
-            eval_actor=self._actor(trained, config.sampling.eval, engine, EVALUATING),
+            actor=actor_of(*given),
+            eval_actor=actor_of(*given, "eval"),
             probe=probe,
             publisher=make_publisher(config, engine, learner, probe, await self.weights()),
             demonstrations=await self.demonstrations(),
@@ -337,16 +329,6 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
         """Whether an engine or the learner may be on another machine."""
         cluster = self.config.cluster
         return isinstance(cluster, RayCluster) and bool(cluster.engines or cluster.learner)
-
-    def _actor(self, questions: Questions, sampling: Sampling, engine: Engine, use: str) -> Actor:
-        return Actor(
-            engine,
-            questions.renderer,
-            questions.make_env,
-            self.config.limits,
-            sampling.params(),
-            actor_seed(self.config, sampling, use),
-        )
 
 
 def _weights_folder(stack: AsyncExitStack, place: Path) -> Path:
