@@ -35,7 +35,7 @@ from agentenv.base.model_files import check_model_directory, load_tokenizer, rea
 from agentenv.base.offload import in_thread
 from agentenv.base.registry import loaded
 from agentenv.base.types import Constraints, Info, Limits, Message, Task
-from agentenv.contract.engine import Engine, EngineConfig, EngineStart
+from agentenv.contract.engine import Engine, EngineConfig, EngineStart, ServerStarter
 from agentenv.contract.env import close_shared
 from agentenv.data.dataset import TaskMix, load_mix, load_tasks
 from agentenv.data.rows import RowsConfig
@@ -303,19 +303,14 @@ class RolloutAssembly(Assembly[WithRoles]):
 
 
 async def start_engine(
-    assembly: Assembly[Any], limits: Limits, servers: ServerFactory, seed: int = 0
+    assembly: Assembly[Any], limits: Limits, servers: ServerStarter, seed: int = 0, **more: Any
 ) -> Engine:
-    """The engine of a command that trains no policy."""
-    model = await assembly.model()
-    assert model is not None
+    """The engine of a command, started. `more` fields of EngineStart are those of a training
+    run."""
+    given = {"model": await assembly.model(), "policy_version": 0, **more}
+    tokenizer, stack = await assembly.tokenizer(), assembly.stack
     start = EngineStart(
-        model=model,
-        tokenizer=await assembly.tokenizer(),
-        policy_version=0,
-        limits=limits,
-        stack=assembly.stack,
-        servers=servers,
-        seed=seed,
+        tokenizer=tokenizer, limits=limits, stack=stack, servers=servers, seed=seed, **given
     )
     engine: Engine = await assembly.config.engine.start(start)
     return engine

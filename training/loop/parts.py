@@ -15,7 +15,14 @@ from msgspec.structs import replace
 
 from agentenv.assembly.keys.cluster import RayCluster
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.assembly.parts.assembly import TRAINED, RolloutAssembly, actor_of, once, training_set
+from agentenv.assembly.parts.assembly import (
+    TRAINED,
+    RolloutAssembly,
+    actor_of,
+    once,
+    start_engine,
+    training_set,
+)
 from agentenv.assembly.parts.environments import try_env
 from agentenv.assembly.run.kept import link_model
 from agentenv.assembly.run.rundir import RunDirectory
@@ -28,7 +35,7 @@ from agentenv.base.errors import ConfigError
 from agentenv.base.model_files import vocab_size
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Task
-from agentenv.contract.engine import Engine, EngineStart, ServerStarter
+from agentenv.contract.engine import Engine, ServerStarter
 from agentenv.contract.plan import RolloutPlan
 from agentenv.learners.keys import frozen_model, read_saved
 from agentenv.learners.lora import ADAPTER_FOLDER
@@ -235,24 +242,18 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
     async def engine(self) -> Engine:
         """The engine, started, at the policy version of the checkpoint."""
         config, checkpoint, model = self.config, self.checkpoint, await self.model()
-        rank = adapter_rank(config)
+        rank, version = adapter_rank(config), 0
+        if checkpoint is not None:
+            version = read_saved(checkpoint / "trainer").policy_version
         await self.gpus()
-        return await config.engine.start(
-            EngineStart(
-                model=(frozen_model(checkpoint) or model) if rank else model,
-                tokenizer=await self.tokenizer(),
-                policy_version=(
-                    0 if checkpoint is None else read_saved(checkpoint / "trainer").policy_version
-                ),
-                limits=config.limits,
-                stack=self.stack,
-                servers=self.engine_servers,
-                seed=config.run.seed,
-                colocated=config.resources.colocated,
-                lora_rank=rank,
-                adapter=model / ADAPTER_FOLDER if rank and checkpoint else None,
-                gate=await self.gate(),
-            )
+        return await start_engine(
+            *(self, config.limits, self.engine_servers, config.run.seed),
+            model=(frozen_model(checkpoint) or model) if rank else model,
+            policy_version=version,
+            colocated=config.resources.colocated,
+            lora_rank=rank,
+            adapter=model / ADAPTER_FOLDER if rank and checkpoint else None,
+            gate=await self.gate(),
         )
 
     @once
