@@ -38,7 +38,6 @@ OURS = {
     "agentenv/rollout/archive_reader.py": "a run directory",
     "agentenv/base/config.py": "configuration",
     "training/api.py": "a run directory",
-    "evaluation/sets.py": "run directories",
     "evaluation/sweep.py": "a sweep file, and a folder of ours",
     "agentenv/cluster/messages.py": "a process of ours",
     "agentenv/engines/remote/base.py": "a client of ours in another process",
