@@ -17,7 +17,6 @@ from agentenv.contract.env import close_shared
 from agentenv.evaluation import statistics
 from agentenv.evaluation.figures import (
     SCORES,
-    Floats,
     QuestionRows,
     by_group,
     is_share,
@@ -141,7 +140,7 @@ def differences(
             continue
         first, second = np.array([[one[0], other[0]] for one, other in both])[known].T
         change = second - first
-        found: Floats | None = statistics.ratio(change)
+        found: statistics.Floats | None = statistics.ratio(change)
         if is_share(name):
             samples = np.array([min(one) for one in counts], float)[known]
             samples = statistics.independent_samples(name, samples)

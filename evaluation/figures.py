@@ -9,13 +9,12 @@ from typing import TypeVar
 
 import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
 
 from agentenv.assembly.keys.benchmarks import groups as benchmark_groups
 from agentenv.assembly.reports.records import FAILED, EvalRow
 from agentenv.evaluation import statistics
 from agentenv.evaluation.scores import Scorer, Votes, count_votes, for_each, score_rows
-from agentenv.evaluation.statistics import cohen_kappa, majority_at_k, pass_at_k
+from agentenv.evaluation.statistics import Floats, cohen_kappa, majority_at_k, pass_at_k
 from agentenv.rollout.failures import faults_of
 from agentenv.rollout.metrics import failure_kind_of
 
@@ -110,7 +109,6 @@ class Summary(Struct, kw_only=True):
 
 
 T = TypeVar("T")
-Floats = NDArray[np.float64]
 Ratios = dict[str, tuple[float, float]]  # figure -> numerator and denominator, of a question
 
 

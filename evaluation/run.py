@@ -105,9 +105,6 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
     trajectory = Trajectory(tree.history(leaf))
     row = row_of_path(dataset, question.task, question.sample, trajectory, renderer)
     prompt_tokens, tool_tokens = _counts(trajectory, renderer)
-    assist: dict[str, float] = leaf.info.get("assist") or {}
-    if not assist and any(call.get("info") for call in row.tool_calls):
-        count_calls(assist, row.tool_calls)  # of the env's browser agent, without assisted actor
     versions = [span.version for node in trajectory.path for span in node.version_spans]
     return replace(
         row,
@@ -122,7 +119,7 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
         error=leaf.error,
         reason=str(leaf.info.get("reason", "")),
         parts=dict(leaf.info.get("parts", {})),
-        assist=assist,
+        assist=leaf.info.get("assist") or count_calls(row.tool_calls),  # of a browser agent
         abandoned=[
             renderer.decode(node.action_ids) + renderer.decode(node.observation_ids)
             for node in tree.nodes
@@ -204,33 +201,20 @@ async def run_evaluation(
         stack.callback(store.close)
         view.log_to(out / LOG_FILE)
         wanted = [one for name, questions in sets.items() for one in _wanted(name, questions)]
-        missing = store.missing(wanted)
-        if len(missing) < len(wanted):
-            view.log(f"{out} contains {len(wanted) - len(missing)} of {len(wanted)} trajectories")
         keys = {one.key for one in wanted}
         if others := len(store.rows.keys() - keys):
             view.log(
                 f"{out} also contains {others} trajectories of other samples, questions or sets: "
                 "the report covers all; for a report on this command's only, choose another --out"
             )
-        if not missing:
-            return 0, None
-        engine = await assembly.engine()
-        actors = {name: await assembly.actor(name, engine) for name in sets}
-        log = share_failures(actors.values())
-        stack.callback(log.report, "failed attempts")
-        stored = [row for row in store.rows.values() if row.end != FAILED and row.key in keys]
-        view.begin("evaluation", len(missing) + len(stored), len(stored), "the report")
-        stack.callback(view.end)
+        is_whole = not store.missing(wanted)
         problem: Problem | None = None
         try:
-            with rolling_out(), watched(actors.values, view):
-                await sample_into(
-                    store, missing, actors, assembly.seed, view.advance,
-                    concurrency=config.concurrency, stored=stored,
-                )  # fmt: skip
+            await sample_missing(assembly, store, wanted, "evaluation", view, then="the report")
         except* TooManyFailuresError as errors:
             problem = first_reason(errors)
+        if is_whole:
+            return 0, None
         counted = [f"{name} {value:g}" for name, value in shared_stats().items() if value]
         if counted:
             view.log(f"environments: {', '.join(counted)}")
@@ -303,18 +287,47 @@ def default_folder(config: EvaluateConfig, subject: Subject) -> Path:
     return Path(FOLDER) / f"{name}-{digest[:6]}"
 
 
-def share_failures(actors: Iterable[Actor]) -> FailureLog:
-    """Give all actors one log of failures."""
-    log = FailureLog()
-    for actor in actors:
-        actor.failures.log = log
-    return log
-
-
 def broken(errors: Iterable[str]) -> type[EngineError | EnvError]:
     """The type of error to raise if every trajectory failed: EngineError if all `errors` are of the
     engine, else EnvError."""
     return EngineError if all(one.startswith("Engine") for one in errors) else EnvError
+
+
+async def sample_missing(
+    assembly: EvaluationAssembly,
+    store: Store,
+    wanted: Sequence[Wanted],
+    stage: str,
+    view: View,
+    *,
+    then: str = "",
+    adapt: Callable[[str, Actor], None] = lambda name, actor: None,
+    change: Callable[[EvalRow, Answer], EvalRow] = lambda row, answer: row,
+) -> int:
+    """Sample the `wanted` trajectories that the store lacks, by actors of their sets that `adapt`
+    may change; see `sample_into`. `stage`, and `then` that follows it, are for the terminal."""
+    missing, keys = store.missing(wanted), {one.key for one in wanted}
+    if len(missing) < len(wanted):
+        held = f"{len(wanted) - len(missing)} of {len(wanted)} trajectories"
+        view.log(f"{stage}: {held} exist already")
+    if not missing:
+        return 0
+    log, actors = FailureLog(), dict[str, Actor]()
+    for name in dict.fromkeys(one.dataset for one in missing):
+        actors[name] = await assembly.actor(name)
+        actors[name].failures.log = log
+        adapt(name, actors[name])
+    stored = [row for row in store.rows.values() if row.end != FAILED and row.key in keys]
+    view.begin(stage, len(missing) + len(stored), len(stored), then)
+    try:
+        with rolling_out(), watched(actors.values, view):
+            return await sample_into(
+                store, missing, actors, assembly.seed, view.advance,
+                concurrency=assembly.config.concurrency, stored=stored, change=change,
+            )  # fmt: skip
+    finally:
+        log.report("failed attempts")
+        view.end()
 
 
 async def sample_into(

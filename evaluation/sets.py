@@ -18,13 +18,14 @@ from typing import Any
 
 import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
 from scipy.stats import ttest_1samp
 
-from agentenv.assembly.reports.pictures import panels, png
+from agentenv.assembly.reports.pictures import panels, png, read_metrics
 from agentenv.assembly.run.tables import Table
 from agentenv.base.errors import DataError
+from agentenv.base.model_files import read_object
 from agentenv.evaluation.figures import questions_of
+from agentenv.evaluation.statistics import Floats
 from agentenv.evaluation.store import load_run_config, read_rows
 
 UNITS = ("calls", "tokens")
@@ -32,7 +33,6 @@ LEVELS = (0.5, 0.7, 0.8, 0.9)
 NUM_DRAWS = 2_000
 BEFORE = ("after_sft", "before_sft")  # the evaluation of the weights that RL begins with
 OF_RUN = ("run", "resources", "cluster", "log", "monitor")  # tables that make no arm
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -114,20 +114,14 @@ class Comparison(Struct):
 def read_curve(run: Path, dataset: str = "") -> Curve:
     """The curve of a finished run on one of its evaluation sets, by default the reported one.
     Raises DataError."""
-    try:
-        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-        text = (run / "metrics.jsonl").read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise DataError(
-            f"{run} is not a finished run: it has no {Path(error.filename).name}"
-        ) from None
-    except json.JSONDecodeError as error:
-        raise DataError(f"{run / 'summary.json'}: {error}") from error
+    for name in ("summary.json", "metrics.jsonl"):
+        if not (run / name).is_file():
+            raise DataError(f"{run} is not a finished run: it has no {name}")
+    summary = read_object(run / "summary.json", "summary of a run")
     dataset = dataset or summary.get("evaluation_set", "")
     calls = tokens = 0
     used = {0: (0, 0)}
-    for line in text.splitlines():
-        row = json.loads(line)
+    for row in read_metrics(run):
         if "rollout/tool_calls" in row:
             calls += row["rollout/tool_calls"] + row.get("rollout/led_calls", 0)
             tokens += row["rollout/sampled_tokens"]

@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from agentenv.assembly.keys.cluster import WHERE
 from agentenv.assembly.reports.records import FAILED, EvalRow, Key, Wanted
 from agentenv.assembly.run.lock import Lock
 from agentenv.base.config import Tree, changes
 from agentenv.base.disk import PARTIAL, append_whole, write_whole
 from agentenv.base.disk_errors import explain
 from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.model_files import read_object
 from agentenv.base.secrets import SECRETS
 
 LOCK_FILE = ".lock"
@@ -177,22 +177,14 @@ def load_saved(folder: Path) -> Saved:
         within.sort(key=lambda rows: rows.stat().st_mtime)
         hint = f"; {within[-1].parent} contains one" if within else ""
         trained = (folder / "checkpoints").is_dir()
-        why = "it is a training run" if trained else f"{path.name}: {_reason(error)}"
+        reason = getattr(error, "strerror", None) or error
+        why = "it is a training run" if trained else f"{path.name}: {reason}"
         raise DataError(f"{folder} contains no evaluation: {why}{hint}") from error
 
 
 def load_run_config(run: Path) -> Tree:
     """Read config.json of a training run. Raises DataError."""
-    path = run / CONFIG_FILE
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
-        why = f"{_reason(error)}; expected the folder of a run"
-        raise DataError(f"{path} cannot be read: {why}") from error
-
-
-def _reason(error: Exception) -> str:
-    return str(getattr(error, "strerror", None) or error)
+    return read_object(run / CONFIG_FILE, "configuration, expected in the folder of a run")
 
 
 def identity(saved: Saved) -> Tree:
@@ -202,14 +194,11 @@ def identity(saved: Saved) -> Tree:
     tree["engine"] = {key: config["engine"].get(key) for key in _ENGINE_KEYS}
     tree["roles"] = {name: role.get("model") for name, role in config.get("roles", {}).items()}
     tree["limits"] = _without(config["limits"], _FREE_LIMITS)
-    tree["env"] = _without(config.get("env") or {}, WHERE)
-    tree["renderer"] = config.get("renderer") or {}
     helpers = config.get("assist") or {}
     tree["assist"] = {name: _without(one or {}, _FREE_HELPER) for name, one in helpers.items()}
     tree["sets"] = {name: _without(one, _FREE_OF_SET) for name, one in config["sets"].items()}
     for one in tree["sets"].values():
         one["limits"] = _without(one["limits"] or {}, _FREE_LIMITS)
-        one["env"] = _without(one.get("env") or {}, WHERE)
     subject = {key: value for key, value in saved.subject.items() if key not in ("name", "path")}
     return {"subject": subject, **tree}
 

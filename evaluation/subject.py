@@ -6,12 +6,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
@@ -19,11 +16,17 @@ import msgspec
 from msgspec.structs import replace
 
 from agentenv.assembly.keys.benchmarks import load_benchmark
-from agentenv.assembly.keys.cluster import FOLDER
 from agentenv.assembly.keys.evaluation import EvaluateConfig, QuestionSet, merged
 from agentenv.assembly.keys.help import refuse_verl_keys
 from agentenv.assembly.keys.rl import TABLES
-from agentenv.assembly.parts.assembly import Questions, RolloutAssembly, SetConfig, once, prefixed
+from agentenv.assembly.parts.assembly import (
+    Questions,
+    RolloutAssembly,
+    SetConfig,
+    once,
+    prefixed,
+    start_engine,
+)
 from agentenv.assembly.run.kept import BEST, find_checkpoint
 from agentenv.assembly.run.rundir import CONFIG_FILE
 from agentenv.assembly.serving.servers import ServerFactory, fill_roles
@@ -33,7 +36,7 @@ from agentenv.base.model_files import fetch_from_hub, find_on_hub, read_eos_ids
 from agentenv.base.offload import in_thread
 from agentenv.base.overrides import blaming, leave_out_old_kinds, override_kinds
 from agentenv.base.types import Task
-from agentenv.contract.engine import Engine, EngineStart
+from agentenv.contract.engine import Engine
 from agentenv.data.rows import RowsConfig
 from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces
 from agentenv.engines.openai import OpenAIConfig, TokensEngine
@@ -184,25 +187,10 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
             for name, one in config.sets.items()
         }
         super().__init__(config, subject.run, stack, report, sets=sets)
-        self.servers = ServerFactory(lambda: self._log_folder, stack, report)
+        self.servers = ServerFactory(None, stack, report)  # a model directory stays unchanged
         self.subject = subject
         self.pieces = Pieces()  # of text, instead of tokens, for an endpoint of chat messages
         self.has_weights = config.engine.capabilities.has_weights
-
-    @cached_property
-    def _log_folder(self) -> Path:
-        """A temporary folder: the subject may be a model directory, which stays unchanged."""
-        logs = Path(tempfile.mkdtemp(prefix="agentenv-evaluate-"))
-        # servers' logs may show the reason of a failure
-        self.stack.push(
-            lambda failed, *_: None if failed else shutil.rmtree(logs, ignore_errors=True)
-        )
-        return logs
-
-    @cached_property
-    def logs(self) -> Path:
-        """The folder of the logs of environment processes."""
-        return self._log_folder / FOLDER
 
     @once
     async def model(self) -> Path | None:
@@ -312,30 +300,19 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
         endpoint = await self.endpoint()
         if endpoint is not None:
             return endpoint
-        model = await self.model()
-        assert model is not None
         limits = max(
             (one.limits for one in self.sets.values()),
             key=lambda limits: limits.max_prompt_tokens + limits.max_response_tokens,
         )
-        start = EngineStart(
-            model=model,
-            tokenizer=await self.tokenizer(),
-            policy_version=0,
-            limits=limits,
-            stack=self.stack,
-            servers=self.servers,
-            seed=self.config.seed,
-        )
-        return await self.config.engine.start(start)
+        return await start_engine(self, limits, self.servers, self.config.seed)
 
-    async def actor(self, name: str, engine: Engine) -> Actor:
+    async def actor(self, name: str) -> Actor:
         """The actor of a set. Its seed does not depend on other sets."""
         questions: Questions = (await self.questions())[name]
         own, assist = questions.config, await self.helpers()
         sampling, seed = own.sampling.params(), f"{self.seed(name)}/eval/{name}"
-        make_env = await self.make_env(name)
-        actor = Actor(engine, questions.renderer, make_env, own.limits, sampling, seed)
+        parts = await self.engine(), questions.renderer, questions.make_env
+        actor = Actor(*parts, own.limits, sampling, seed)
         if assist is not None:
             assist_actor(actor, assist)
         return actor

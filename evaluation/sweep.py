@@ -29,6 +29,7 @@ from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.base.config import load_config, read_toml
 from agentenv.base.disk import make_folder, write_whole
 from agentenv.base.errors import ConfigError
+from agentenv.base.model_files import read_as
 from agentenv.base.offload import in_thread, start_process
 from agentenv.base.secrets import SECRETS
 from agentenv.processes.supervisor import log_tail
@@ -155,19 +156,17 @@ def check(config: SweepConfig) -> Made:
 
 
 def read_made(folder: Path) -> Made:
-    """Read the sweep.json of a folder. Raises ConfigError."""
+    """Read the sweep.json of a folder. Raises ConfigError and DataError."""
     path = folder / SWEEP_FILE
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Made)
-    except FileNotFoundError:
-        raise ConfigError(f"{folder} is not a sweep: it has no {SWEEP_FILE}") from None
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{path} cannot be read: {error}; choose another --out") from error
+    if not path.is_file():
+        raise ConfigError(f"{folder} is not a sweep: it has no {SWEEP_FILE}")
+    return read_as(path, "record of a sweep", Made)
 
 
 def remember(folder: Path, made: Made) -> Made:
-    """Write sweep.json, including arms and seeds of earlier commands. Raises ConfigError if the
-    folder has runs of another configuration, or an arm with other overrides."""
+    """Write sweep.json, including arms and seeds of earlier commands. Raises DataError for an
+    unreadable one, and ConfigError if the folder has runs of another configuration, or an arm with
+    other overrides."""
     if (folder / SWEEP_FILE).exists():
         old = read_made(folder)
         problem = next(_differences(old, SECRETS.tree(made)), "")

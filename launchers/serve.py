@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import secrets
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from agentenv.assembly.keys.cluster import ServeConfig
 from agentenv.assembly.keys.evaluation import PolicyConfig
 from agentenv.assembly.keys.help import KeysParser
-from agentenv.assembly.parts.assembly import Assembly, constraints_of
+from agentenv.assembly.parts.assembly import Assembly, constraints_of, start_engine
 from agentenv.assembly.run.exits import exit_code_of, run_until_done
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View
@@ -140,32 +139,19 @@ class PolicyAssembly(Assembly[PolicyConfig]):
 
     subject: Subject = field(kw_only=True)
 
-    def _logs(self) -> Path:
-        """A temporary folder: the subject may be a model directory, which stays unchanged."""
-        return Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="agentenv-serve-")))
-
     async def model(self) -> Path:
         """The directory of the subject."""
         return await self.own_model(str(self.subject.model))
 
     async def handler(self) -> PolicyHandler:
         """The endpoint's handler, with its engine started."""
-        from agentenv.contract.engine import EngineStart
         from agentenv.endpoint.policy import PolicyHandler
 
-        config, model = self.config, await self.model()
-        tokenizer = await self.tokenizer()
-        context = await in_thread(config.engine.max_context, model)
-        start = EngineStart(
-            model=model,
-            tokenizer=tokenizer,
-            policy_version=0,
-            limits=Limits(max_prompt_tokens=1, max_response_tokens=context - 1),
-            stack=self.stack,
-            servers=ServerFactory(self._logs, self.stack, self.report),
-        )
+        config = self.config
+        context = await in_thread(config.engine.max_context, await self.model())
+        limits = Limits(max_prompt_tokens=1, max_response_tokens=context - 1)
         renderer: Any = await self.renderer(config.prompt)
-        engine = await config.engine.start(start)
+        engine = await start_engine(self, limits, ServerFactory(None, self.stack, self.report))
         sampling = config.sampling.params()
         names = (config.name or self.subject.name, str(self.subject.model))
         return PolicyHandler(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr, replace
 
 from agentenv.base.config import ESSENTIAL, PATH
 from agentenv.base.disk import finished_folder
-from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.errors import ConfigError
+from agentenv.base.model_files import read_as
 from agentenv.learners.lora import LoRAConfig
 from agentenv.learners.optimizer import OptimizerConfig, ScheduleConfig
 
@@ -273,13 +273,7 @@ class SavedLearner(Struct, kw_only=True):
 def read_saved(directory: Path) -> SavedLearner:
     """The metadata of a checkpoint, even while ranks rewrite it. Raises DataError for an incomplete
     one."""
-    directory = finished_folder(directory)
-    try:
-        return msgspec.json.decode((directory / SAVED_FILE).read_bytes(), type=SavedLearner)
-    except (OSError, msgspec.DecodeError) as error:
-        raise DataError(
-            f"{directory}: not a complete learner checkpoint ({SAVED_FILE}: {error})"
-        ) from error
+    return read_as(finished_folder(directory) / SAVED_FILE, "learner checkpoint", SavedLearner)
 
 
 def frozen_model(checkpoint: Path | None) -> Path | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -245,25 +246,21 @@ class AssistConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 HELPERS = ("debugger", "backtracer", "refiner", "browser")
-Counts = dict[str, float]
 
 
-def add(counts: Counts, **more: float) -> None:
-    """Add each of `more` to the count of that name."""
-    for name, value in more.items():
-        counts[name] = counts.get(name, 0.0) + value
-
-
-def count_calls(counts: Counts, records: Iterable[Mapping[str, Any]]) -> None:
-    """Add the counts of debugger and browser agent from records of tool calls: HELPER_uses,
-    HELPER_ok (successes) and HELPER_tokens (of requests and replies)."""
+def count_calls(records: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    """The counts of debugger and browser agent from records of tool calls: HELPER_uses, HELPER_ok
+    (successes) and HELPER_tokens (of requests and replies)."""
+    counts: Counter[str] = Counter()
     for record in records:
         info = record.get("info") or {}
         for helper, success in (("debugger", "fixed"), ("browser", "found")):
             if helper in info:
                 used = info[helper]
-                add(counts, **{f"{helper}_uses": 1.0, f"{helper}_ok": bool(used[success])})
-                add(counts, **{f"{helper}_tokens": used["num_tokens"]})
+                counts[f"{helper}_uses"] += 1
+                counts[f"{helper}_ok"] += bool(used[success])
+                counts[f"{helper}_tokens"] += used["num_tokens"]
+    return counts
 
 
 class Assist:
@@ -326,7 +323,7 @@ class Notes:
 
     def __init__(self, num_prompt_tokens: int) -> None:
         self.num_prompt_tokens = num_prompt_tokens
-        self.counts: Counts = {}
+        self.counts: Counter[str] = Counter()
         self.before: Env | None = None
         self.num_calls = 0  # of the last step
         self.records: list[Info] = []
@@ -334,7 +331,7 @@ class Notes:
         self.summary = ""
 
     def uses(self, helper: str) -> int:
-        return int(self.counts.get(f"{helper}_uses", 0))
+        return self.counts[f"{helper}_uses"]
 
 
 class AssistHooks(RolloutHooks):
@@ -372,10 +369,10 @@ class AssistHooks(RolloutHooks):
         result = await super().step(branch, action)
         notes.num_calls = len(action.tool_calls)
         notes.records = list(result[4].get("tool_calls", ()))
-        count_calls(notes.counts, notes.records)
+        notes.counts.update(count_calls(notes.records))
         if notes.again:
             notes.again = False
-            add(notes.counts, backtracer_ok=not any(map(_failed, notes.records)))
+            notes.counts.update(backtracer_ok=not any(map(_failed, notes.records)))
         return result
 
     async def redirect(self, branch: Branch, observation_ids: Sequence[int]) -> Continuation:
@@ -406,7 +403,7 @@ class AssistHooks(RolloutHooks):
             notes.before = await self.actor.envs.fork(branch.env)
         except EnvError as error:
             logger.warning("task %s: cannot backtrack to this point: %s", self.tree.task.id, error)
-            add(notes.counts, backtracer_refused=1)
+            notes.counts.update(backtracer_refused=1)
 
     async def _forget(self, notes: Notes) -> None:
         env, notes.before = notes.before, None
@@ -422,8 +419,7 @@ class AssistHooks(RolloutHooks):
         assert branch.env is not None
         node.observation_ids = packed_ids(observation_ids)
         node.info["abandoned"] = errors
-        add(
-            notes.counts,
+        notes.counts.update(
             backtracer_uses=1,
             abandoned_calls=notes.num_calls,
             abandoned_tokens=len(node.action_ids),
@@ -461,7 +457,7 @@ class AssistHooks(RolloutHooks):
         used = len(prompt_ids) - notes.num_prompt_tokens
         if len(prompt_ids) >= size or used >= self.actor.limits.max_response_tokens:
             return None
-        add(notes.counts, refiner_ok=1, refined_tokens=size - len(prompt_ids))
+        notes.counts.update(refiner_ok=1, refined_tokens=size - len(prompt_ids))
         notes.summary = summary
         branch.pending.observation_ids = packed_ids(observation_ids)
         talk.replayable = False
@@ -476,7 +472,7 @@ class AssistHooks(RolloutHooks):
         nodes = self.tree.path(branch.pending)[1:]
         work = "".join(decode(node.action_ids) + decode(node.observation_ids) for node in nodes)
         work = f"{notes.summary}\n\n{work}{decode(observation_ids)}".strip()
-        add(notes.counts, refiner_uses=1)
+        notes.counts.update(refiner_uses=1)
         model, question = self.assist.refiner, self.tree.task.question
         request = f"The question:\n{model.fenced(question)}\n\nThe work:\n{model.fenced(work)}"
         try:
@@ -484,7 +480,7 @@ class AssistHooks(RolloutHooks):
         except InfraError as error:
             logger.warning("task %s: no refined chain: %s", self.tree.task.id, error)
             return ""
-        add(notes.counts, refiner_tokens=reply.num_tokens)
+        notes.counts.update(refiner_tokens=reply.num_tokens)
         return reply.text if reply.whole else ""
 
 

@@ -144,9 +144,9 @@ async def test_a_page_of_others_in_chromium_gets_nothing(tmp_path: Path) -> None
 
 
 def test_a_run_listens_where_the_page_on_security_says(tmp_path: Path) -> None:
-    """Two ranks, a rollout worker and its environments, with an embedded engine; the settings of
+    """Two ranks and a rollout worker, with an embedded engine; the settings of
     gloo are those of a machine whose name leads to the network."""
-    keys = ["learner.num_ranks=2", "cluster.kind=processes", "cluster.workers=1", "env.workers=1"]
+    keys = ["learner.num_ranks=2", "cluster.kind=processes", "cluster.workers=1"]
     command = [sys.executable, "-m", "agentenv.launchers", "train", str(make_workspace(tmp_path))]
     command += [*keys, "engine.name=embedded", "train.num_steps=1"]
     device = next(name for name in psutil.net_if_addrs() if name != LOOPBACK_DEVICE)

@@ -303,11 +303,11 @@ def command(request: pytest.FixtureRequest) -> Iterator[Command]:
 
 
 def test_packages_of_the_user_and_ours_do_not_collide(command: Command, user: Path) -> None:
-    """The command line, workers of rollouts and of environments, and ranks of the learner."""
+    """The command line, rollout workers, and ranks of the learner."""
     command(user, "new", "shop")
     env = user / "shop" / "env.py"
     env.write_text(mine(env), encoding="utf-8")
-    spread = ["cluster.kind=processes", "cluster.workers=1", "env.workers=1"]
+    spread = ["cluster.kind=processes", "cluster.workers=1"]
     spread += ["learner.num_ranks=2", "learner.zero_stage=0"]
     said = command(user, "train", "shop/train.toml", *SMALL, *spread)
     assert (user / "runs" / "shop" / "summary.json").is_file(), said

@@ -71,7 +71,7 @@ def test_a_file_is_the_system_prompt_or_the_whole_message(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"template": "serch"}, "did you mean 'search'"),
+        ({"template": "serch"}, "did you mean search"),
         ({"template": "no/such/file.txt"}, "presets: chinese, direct"),
         ({"override_row": True}, "prompt.override_row: needs"),
         ({"apply_chat_template": False, "chat_template_kwargs": {"x": 1}}, "unused with"),

@@ -50,7 +50,6 @@ ALLOWED = {
     "assembly/run/terminal.py LogFile._write: self._lines.get": HERE,
     "agentenv/rollout/actor_parts.py ActorParts.until_resumed: self._unpaused.wait": PERSON,
     "agentenv/rollout/branch.py TurnState.held: event.wait": SAME,
-    "agentenv/cluster/envs.py EnvWorkers.place: self.changed.wait": "until one is up or none will",
     "agentenv/processes/link.py Link.receive: self._reader.readexactly": BEATS,
     "agentenv/base/deadline.py admitted: places.acquire": SAME,
     "agentenv/base/disk.py locked: fcntl.flock": "others only look whether it is free",

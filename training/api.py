@@ -36,10 +36,12 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from agentenv.adapters.cold_start import write_rows
+from agentenv.assembly.keys.cluster import SpreadCluster
 from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
 from agentenv.assembly.keys.help import refuse_verl_keys
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.parts.session import run_session
+from agentenv.assembly.reports.pictures import read_metrics
 from agentenv.assembly.reports.records import EvalRow
 from agentenv.assembly.run.checkpoints import LATEST
 from agentenv.assembly.run.exits import (
@@ -128,8 +130,7 @@ class TrainingResult:
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl: one per update, one per evaluation."""
-        text = (self.folder / "metrics.jsonl").read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.splitlines()]
+        return read_metrics(self.folder)
 
     def load(self) -> tuple[Any, Any]:
         """The trained model and its tokenizer, loaded by transformers."""
@@ -195,7 +196,7 @@ def train(
                        with a grader (default: ExactMatch)
     data, held_out     training and held-out questions: rows or files
 
-    Code that other processes import (env.workers, cluster.workers) must be in a module.
+    Code that other processes import (cluster.workers) must be in a module.
 
     `resume` continues from a checkpoint: "latest" (or True), "best", or its path. See the top of
     this file for errors.
@@ -216,7 +217,11 @@ def train(
             report=left_out.append,
             explain=refuse_verl_keys,
         )
-        _refuse_elsewhere(given, built.env.workers, getattr(built.cluster, "workers", 0))
+        if given.is_here_only and isinstance(built.cluster, SpreadCluster):
+            raise ConfigError(
+                f"env: {given.id} is in the memory of this process, and cluster.workers makes "
+                "environments in others; put it into a module, or leave the workers out"
+            )
         which = LATEST if resume is True else str(resume or "")
         folder = Path(built.run.dir) / (built.run.name or name)
         with run_session(built, folder, view, resume=bool(which), left_out=left_out) as run:
@@ -284,8 +289,6 @@ def evaluate(
             found, source or text, raw, texts, given.id, EvaluateConfig, resolve_sets, view.log
         )
         built = chosen_sets(built, sets, max_tasks)
-        for one in built.sets.values():
-            _refuse_elsewhere(given, 0 if one.env is None else one.env.workers)
         if found.model is not None:
             require_train("torch", "transformers")
         folder = default_folder(built, found) if out is None else Path(out)
@@ -333,15 +336,6 @@ def _maker_of(tools: Sequence[Tool], grader: Grader | None) -> Callable[[Task], 
             raise ConfigError(f"env: {one!r} is not a tool; put @tool before a function")
     graded = ExactMatch() if grader is None else grader
     return lambda task: ToolEnv(task, tools, graded)
-
-
-def _refuse_elsewhere(given: _Given, *workers: int) -> None:
-    """Raises ConfigError if workers would have to make an environment of only this process."""
-    if given.is_here_only and any(workers):
-        raise ConfigError(
-            f"env: {given.id} is in the memory of this process, and env.workers or cluster.workers "
-            "makes environments in others; put it into a module, or leave the workers out"
-        )
 
 
 def _read(config: msgspec.Struct | Mapping[str, Any] | str | Path) -> tuple[Tree, str, str]:

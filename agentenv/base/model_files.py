@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from agentenv.base.errors import DataError, ForeignError
 from agentenv.base.untrusted import decode
@@ -29,11 +29,18 @@ WEIGHTS_SUFFIXES = (  # weights in the formats of several frameworks, and files 
     *(".h5", ".msgpack", ".onnx", ".onnx_data", ".ckpt", ".tflite", ".npz"),
 )
 
+T = TypeVar("T")
+
 
 def read_object(path: Path, what: str) -> dict[str, Any]:
     """The object in a JSON file. Raises DataError if the file is not a readable `what`."""
+    return read_as(path, what, dict[str, Any])
+
+
+def read_as(path: Path, what: str, kind: type[T]) -> T:
+    """The content of a JSON file; see `read_object`."""
     try:
-        return decode(path.read_bytes(), dict[str, Any])
+        return decode(path.read_bytes(), kind)
     except (OSError, ForeignError) as error:
         raise DataError(f"{path}: not a readable {what}: {error}") from error
 

@@ -89,6 +89,12 @@ def installed(group: str) -> Iterable[metadata.EntryPoint]:
     return cast(Iterable[metadata.EntryPoint], _entry_points().select(group=group))
 
 
+def meant(name: str, known: Iterable[str], other: str = "", most: int = 1) -> str:
+    """A suggestion of at most `most` known names that are similar, else `other`."""
+    near = difflib.get_close_matches(name, list(known), most, 0.6 if most == 1 else 0.4)
+    return f"did you mean {', '.join(near)}?" if near else other
+
+
 def not_one_of(name: object, known: Sequence[str], other: str = "") -> str:
     """The error for an unknown name, with the nearest known one; `other` describes further
     accepted forms."""

@@ -10,14 +10,13 @@ be listed:
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from agentenv.base.crashes import place_of
 from agentenv.base.errors import ConfigError
-from agentenv.base.registry import installed, loaded
+from agentenv.base.registry import installed, loaded, meant
 from agentenv.base.types import Task
 from agentenv.contract.env import Env
 
@@ -107,8 +106,7 @@ def spec(env_id: str) -> EnvSpec:
     claims = installed_envs().get(env_id)
     if claims is None:
         known = env_ids()
-        near = difflib.get_close_matches(env_id, known, n=3, cutoff=0.4)
-        hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known)}"
+        hint = meant(env_id, known, f"known: {', '.join(known)}", most=3)
         raise ConfigError(f"no environment is registered as {env_id!r}; {hint}")
     if len(claims) > 1:
         packages = " and ".join(claim.source for claim in claims)

@@ -231,6 +231,7 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # Constants, since no one needed to set them.
     poll_interval_s: ClassVar[float] = 1.0  # between polls of a server's health and load
     load_timeout_s: ClassVar[float] = 600.0  # of one server's weight update
+    max_outage_s: ClassVar[float] = 600.0  # of all servers; then the run ends
     poll_timeout_s: ClassVar[float] = 60.0  # a server without a load report for this long is lost
     initial_concurrency: ClassVar[int] = 64  # of a server with unknown load; it doubles
     broadcast_timeout_s: ClassVar[float] = 60.0  # to form a group, and of each 512 MiB
@@ -238,9 +239,6 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_retries: Annotated[
         int, Meta(ge=0, description="retries of a turn after its server was lost")
     ] = 5
-    max_outage_s: Annotated[
-        float, Meta(gt=0, description="the run ends after an outage of all servers of this length")
-    ] = 600.0
     first_token_s: Annotated[
         float,
         Meta(

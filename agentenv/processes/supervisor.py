@@ -327,7 +327,7 @@ class Supervisor:
             raise WorkerError(
                 f"{num_there} of at least {spec.least} connected within {spec.start_timeout_s:g} "
                 f"s, each a {spec.one} that connects to {self.address}; start "
-                f"more{spec.key('min_workers')}"
+                f"more{'' if spec.min_num is None else f' ({spec.table}.min_workers)'}"
             ) from error
 
     # One worker

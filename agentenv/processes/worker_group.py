@@ -101,10 +101,6 @@ class WorkerSpec(NamedTuple):
         """Minimum number at the start."""
         return self.num if self.min_num is None else self.min_num
 
-    def key(self, name: str) -> str:
-        """The configuration key, for messages."""
-        return f" ({self.table}.{name})" if self.table else ""
-
 
 _read_hello = msgspec.msgpack.Decoder(Hello).decode
 read_first = msgspec.msgpack.Decoder(Ready | Refusal).decode

@@ -185,7 +185,7 @@ class NativeRenderer(TextCodec):
         """Token ids of a turn that was not sampled. Raises ConfigError."""
         return [*self.encode(self.calling(message.content, message.tool_calls)), self.end_id]
 
-    def calling(self, text: str, calls: Sequence[ToolCall]) -> str:
+    def calling(self, text: str, calls: Sequence[ToolCall], tools: ToolSchemas = ()) -> str:
         """The template's text of a turn with `text` (thoughts included) and these calls, up to its
         end token. Raises ConfigError if the template rejects them."""
         written = self._sampled(calls, self._form.as_text, text_mark=_TEXT if text else "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -14,6 +13,7 @@ from msgspec import Meta, Struct, field
 
 from agentenv.base.config import ESSENTIAL
 from agentenv.base.errors import SHOWN, ConfigError, DataError
+from agentenv.base.registry import meant
 from agentenv.base.types import Message
 from agentenv.contract.instruction import Instruction
 from agentenv.data.data_files import SUFFIXES
@@ -85,8 +85,7 @@ def load_instruction(config: PromptConfig, resolve: Callable[[str], Path] = Path
     try:
         text = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        near = difflib.get_close_matches(config.template, presets(), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"presets: {', '.join(presets())}"
+        hint = meant(config.template, presets(), f"presets: {', '.join(presets())}")
         raise ConfigError(
             f"prompt.template: {config.template!r} is neither a preset nor a readable text "
             f"file ({error}); {hint}"

@@ -414,11 +414,8 @@ async def callable_tools(assembly: RolloutAssembly[Any]) -> None:
 
 
 async def observations(assembly: RolloutAssembly[Any]) -> None:
-    """The renderer can express the answer of each environment to a turn without a call. This skips
-    environments in separate processes, whose steps could block this process."""
+    """The renderer can express the answer of each environment to a turn without a call."""
     for maker, sets in (await assembly.shared()).items():
-        if maker.config.workers:
-            continue
         tasks = {task.env_id: task for own in sets.values() for task in reversed(own)}
         for task in tasks.values():
             messages = await try_turn(maker, task)

@@ -22,7 +22,6 @@ from agentenv.contract.server_config import ROLES, LaunchConfig, RoleConfig
 if TYPE_CHECKING:
     from agentenv.processes.worker_group import WorkerSpec
 
-WHERE = ("workers",)  # keys of [env] about the place of environments, without effect on them
 FOLDER = "workers"  # of the workers' logs, in the run's directory
 
 

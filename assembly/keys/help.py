@@ -5,7 +5,6 @@ rejected configuration.
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 import json
 import re
@@ -30,6 +29,7 @@ from agentenv.base.registry import (
     import_from_working_directory,
     joined,
     marks_of,
+    meant,
     registry_of,
     struct_types,
     type_info,
@@ -232,8 +232,7 @@ class HelpKeys(argparse.Action):
             tables = sorted({key.name.partition(".")[0] for key in keys})
             kinds = [f"{key.name.rpartition('.')[0]}.{kind}" for key in keys for kind in key.kinds]
             known = [*tables, *kinds, *(key.name for key in keys)]
-            near = difflib.get_close_matches(prefix, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"tables: {', '.join(tables)}"
+            hint = meant(prefix, known, f"tables: {', '.join(tables)}")
             parser.error(f"--help-keys: no key begins with {prefix!r}; {hint}")
         sys.stdout.write(key_list(found) + "\n")
         parser.exit()

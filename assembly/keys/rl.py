@@ -157,14 +157,6 @@ class EnvConfig(EnvChoice, frozen=True, kw_only=True, forbid_unknown_fields=True
         dict[str, EnvVariant],
         Meta(description="[env.variants.NAME]: a NAME for rows' env_id, data.env_by, data.mix"),
     ] = field(default_factory=dict)
-    workers: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="processes for CPU-bound environments; 0: environments live in the process "
-            "of their rollouts",
-        ),
-    ] = 0
 
 
 # Sampling of the policy, and the queue between actors and learner.

@@ -19,17 +19,13 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-import agentenv.contract.env
-from agentenv.assembly.keys.cluster import FOLDER
 from agentenv.assembly.keys.evaluation import EvaluateConfig, PolicyConfig
 from agentenv.assembly.keys.rl import DataConfig, Sampling, TrainConfig
 from agentenv.assembly.keys.run import RunConfig
 from agentenv.assembly.keys.supervised import SupervisedRunConfig
-from agentenv.assembly.parts.env_processes import EnvProcesses
 from agentenv.assembly.parts.environments import EnvMaker, EnvSettings, try_env
 from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.serving.servers import ServerFactory, fill_roles, start_servers
@@ -38,11 +34,12 @@ from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.model_files import check_model_directory, load_tokenizer, read_eos_ids
 from agentenv.base.offload import in_thread
 from agentenv.base.registry import loaded
-from agentenv.base.types import Constraints, Info, Message, Task
-from agentenv.contract.engine import EngineConfig
-from agentenv.contract.env import Env, close_shared
+from agentenv.base.types import Constraints, Info, Limits, Message, Task
+from agentenv.contract.engine import Engine, EngineConfig, EngineStart, ServerStarter
+from agentenv.contract.env import close_shared
 from agentenv.data.dataset import TaskMix, load_mix, load_tasks
 from agentenv.data.rows import RowsConfig
+from agentenv.rollout.actor import Actor
 from agentenv.text.native import NativeConfig, NativeRenderer
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.prompt_fitting import PromptFitter
@@ -165,7 +162,6 @@ class SetConfig(EnvSettings, frozen=True, kw_only=True):
 
 
 TRAINED = "data"  # the set of the training questions
-TRAINING, EVALUATING = "train", "eval"  # uses of an actor
 
 
 def training_set(config: TrainConfig) -> SetConfig:
@@ -173,9 +169,17 @@ def training_set(config: TrainConfig) -> SetConfig:
     return SetConfig.of(config, key=TRAINED, rows=config.data, sampling=config.sampling.train)
 
 
-def actor_seed(config: TrainConfig, sampling: Sampling, use: str) -> str:
-    """The seed of all randomness in an actor's rollouts."""
-    return f"{config.run.seed if sampling.seed is None else sampling.seed}/{use}"
+def actor_of(
+    config: TrainConfig,
+    engine: Engine,
+    renderer: Renderer,
+    make_env: EnvMaker,
+    use: Literal["train", "eval"] = "train",
+) -> Actor:
+    """An actor of a run, whose seed determines all randomness of its rollouts."""
+    sampling: Sampling = getattr(config.sampling, use)
+    seed = config.run.seed if sampling.seed is None else sampling.seed
+    return Actor(engine, renderer, make_env, config.limits, sampling.params(), f"{seed}/{use}")
 
 
 class Questions(NamedTuple):
@@ -215,12 +219,6 @@ class RolloutAssembly(Assembly[WithRoles]):
         super().__post_init__()
         self.read: dict[str, Sequence[Task]] = {}  # by the name of the set
         self.servers = ServerFactory(self.folder, self.stack, self.report)
-        self.processes: dict[EnvMaker, EnvProcesses] = {}
-
-    @cached_property
-    def logs(self) -> Path:
-        """The folder of the logs of environment processes."""
-        return self.folder / FOLDER
 
     async def contexts(self) -> Sequence[int]:
         """The context length (tokens of prompt and response) of each engine, if known."""
@@ -267,22 +265,6 @@ class RolloutAssembly(Assembly[WithRoles]):
         choices = (one.env, *one.env.variants.values())
         return found if any("program" in env.kwargs for env in choices) else "none"
 
-    async def make_env(self, name: str) -> Callable[[Task], Env]:
-        """The function that makes the environments of a set's rollouts, in separate processes if
-        configured (env.workers)."""
-        maker = (await self.makers())[name]
-        if not maker.config.workers:
-            return maker
-        if maker not in self.processes:
-            number = len(self.processes)
-            logs = self.logs / f"set-{number}" if number else self.logs
-            self.processes[maker] = agentenv.contract.env.shared(
-                ("environments", str(logs)),
-                lambda: EnvProcesses(maker.settings, self.folder, logs, self.report),
-            )
-            await self.processes[maker].start()
-        return self.processes[maker].make
-
     @once
     async def shared(self) -> dict[EnvMaker, dict[str, Sequence[Task]]]:
         """The environment makers, each with the tasks of its sets by name."""
@@ -318,6 +300,20 @@ class RolloutAssembly(Assembly[WithRoles]):
                 fitting = await fitter.fit(fitting)
             found[name] = Questions(one, fitting, maker, renderer)
         return found
+
+
+async def start_engine(
+    assembly: Assembly[Any], limits: Limits, servers: ServerStarter, seed: int = 0, **more: Any
+) -> Engine:
+    """The engine of a command, started. `more` fields of EngineStart are those of a training
+    run."""
+    given = {"model": await assembly.model(), "policy_version": 0, **more}
+    tokenizer, stack = await assembly.tokenizer(), assembly.stack
+    start = EngineStart(
+        tokenizer=tokenizer, limits=limits, stack=stack, servers=servers, seed=seed, **given
+    )
+    engine: Engine = await assembly.config.engine.start(start)
+    return engine
 
 
 def make_renderer(

@@ -1,4 +1,4 @@
-"""The environment of each question, in this process or in separate ones.
+"""The environment of each question.
 
 Missing, invalid or unused parts of a configuration are rejected before
 anything starts.

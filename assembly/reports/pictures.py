@@ -103,12 +103,16 @@ def _plot(profile: EntropyProfile, target: Path, name: str) -> None:
     write_whole(target, png(figure))
 
 
+def read_metrics(run: Path) -> list[Row]:
+    """The rows of metrics.jsonl, without a truncated last one."""
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
 def write_curve(run: Path) -> None:
     """Write curve.png of a run, if it has metrics."""
     if (run / "metrics.jsonl").is_file():
-        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-        rows = [json.loads(line) for line in lines if line.endswith("\n")]  # no truncated line
-        write_whole(run / "curve.png", png(learning_curve(rows, run.name)))
+        write_whole(run / "curve.png", png(learning_curve(read_metrics(run), run.name)))
 
 
 MIN_HEIGHT = 0.05  # of the y-axis, which begins at 0

@@ -24,7 +24,8 @@ from agentenv.base.config import ESSENTIAL
 from agentenv.base.deadline import uncancelled, within
 from agentenv.base.disk import OLD, PARTIAL, make_folder, replace_folder, write_whole
 from agentenv.base.disk_errors import DIR_KEY, explain
-from agentenv.base.errors import AgentEnvError, DataError, LearnerError, StallError
+from agentenv.base.errors import AgentEnvError, LearnerError, StallError
+from agentenv.base.model_files import read_as
 from agentenv.base.offload import in_thread
 
 if TYPE_CHECKING:
@@ -110,11 +111,7 @@ class Checkpoints:
 
 def load_state(checkpoint: Path, kind: type[Any]) -> Any:
     """The state of a checkpoint. Raises DataError."""
-    path = checkpoint / STATE_FILE
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
+    return read_as(checkpoint / STATE_FILE, "state of a run", kind)
 
 
 def save_state(checkpoint: Path, state: msgspec.Struct) -> None:

@@ -200,11 +200,16 @@ def leave_hanging(loop: asyncio.AbstractEventLoop) -> None:
 MAX_FILES = 65536
 
 
+def allowed_files() -> int:
+    """The number of files and connections that a command may open."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+
+
 def raise_file_limit() -> None:
     """Raise the soft limit of open files of this process and its children to the hard limit, at
     most MAX_FILES. Each running request is a connection; the usual default is 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    (soft, hard), wanted = resource.getrlimit(resource.RLIMIT_NOFILE), allowed_files()
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 

@@ -33,7 +33,7 @@ from agentenv.base.config import to_plain
 from agentenv.base.disk import PARTIAL, append_whole, make_folder, write_whole
 from agentenv.base.disk_errors import DIR_KEY, WEIGHTS_PREFIX, explain
 from agentenv.base.errors import ConfigError
-from agentenv.contract.monitoring import Monitoring
+from agentenv.contract.monitoring import Monitoring, Row
 from agentenv.rollout.archive import ARCHIVE
 
 LOG_FILE = "run.log"
@@ -49,7 +49,6 @@ OURS = {
     *(JOURNAL, ARCHIVE, STARTS, "trajectories", "ctl"),
     *("metrics.jsonl", "skipped", "pairs", "reference.npz", "tensorboard", "wandb", "wandb.json"),
 }
-Row = dict[str, Any]
 
 
 class RunDirectory:

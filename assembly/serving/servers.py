@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -185,10 +187,10 @@ async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
 
 @dataclass(eq=False)
 class ServerFactory:
-    """Starts the servers of a run. `folder`: for their logs, or a function that creates it when the
-    first server starts. `stack` stops the servers."""
+    """Starts the servers of a run. `folder`: for their logs; None: a temporary one. `stack` stops
+    the servers."""
 
-    folder: Path | Callable[[], Path]
+    folder: Path | None
     stack: AsyncExitStack
     report: Callable[[str], None]
 
@@ -198,7 +200,13 @@ class ServerFactory:
 
     @cached_property
     def _folder(self) -> Path:
-        folder = self.folder if isinstance(self.folder, Path) else self.folder()
+        folder = self.folder
+        if folder is None:
+            folder = own = Path(tempfile.mkdtemp(prefix="agentenv-logs-"))
+            # kept after a failure, whose reason the logs may show
+            self.stack.push(
+                lambda failed, *_: None if failed else shutil.rmtree(own, ignore_errors=True)
+            )
         return folder.absolute() / LOG_FOLDER
 
     @cached_property

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from agentenv.evaluation import statistics
-from agentenv.evaluation.sets import Curve, Floats, calls_to
+from agentenv.evaluation.sets import Curve, calls_to
 
 
 def curve_of(points: Sequence[Mapping[str, Any]]) -> Curve:
@@ -20,7 +20,7 @@ def curve_of(points: Sequence[Mapping[str, Any]]) -> Curve:
     return Curve(calls, np.array([[int(bit) for bit in p["right"]] for p in points], float), calls)
 
 
-def success_at(calls: Floats, success: Floats, budget: float) -> float:
+def success_at(calls: statistics.Floats, success: statistics.Floats, budget: float) -> float:
     """Success after `budget` calls; constant after the last evaluation."""
     return float(np.interp(budget, calls, success))
 

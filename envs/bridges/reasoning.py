@@ -19,12 +19,12 @@ row contains its entry, as a Python literal, since scorers distinguish tuples fr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
 from agentenv.base.errors import DataError
 from agentenv.base.installation import needed
+from agentenv.base.registry import meant
 from agentenv.base.types import Message, Task
 from agentenv.base.untrusted import decode_python
 from agentenv.data.data_files import Row
@@ -89,9 +89,8 @@ def _dataset(name: str, keys: Mapping[str, Any]) -> Any:
     gym = needed("reasoning_gym.factory", "reasoning-gym", f"reasoning_gym:{name}")
     known = gym.DATASETS
     if name not in known:
-        close = get_close_matches(name, known, 1)
-        listed = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
-        raise DataError(f"reasoning_gym:{name}: unknown task; {listed}")
+        hint = meant(name, known, f"known: {', '.join(known)}")
+        raise DataError(f"reasoning_gym:{name}: unknown task; {hint}")
     try:
         return gym.create_dataset(name, **keys)
     except (TypeError, AssertionError, ValueError) as error:

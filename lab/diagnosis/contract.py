@@ -11,6 +11,8 @@ from functools import partial
 from itertools import permutations, product
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from agentenv.assembly.checks.checks import EPISODES, MODEL, RUNS, TRAIN, Check, Skip
 from agentenv.assembly.parts.assembly import TRAINED, Assembly
 from agentenv.assembly.parts.environments import EnvMaker, grader_of
@@ -25,18 +27,20 @@ from agentenv.base.errors import (
 )
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Completion, Message, Task, ToolCall
+from agentenv.base.untrusted import schema_types
 from agentenv.contract.env import Grader, graded, start_grader
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.envs.grading.reward import AnswerReward
 from agentenv.envs.search.corpus import Query
 from agentenv.envs.search.providers import RemoteSearchConfig, WebConfig
+from agentenv.text.call_syntax import properties_of
 from agentenv.text.native import NativeRenderer
-from agentenv.text.renderer import Renderer, ToolSchemas
-from agentenv.text.tags import takes_object, written_arguments
+from agentenv.text.renderer import Renderer, TagRenderer, ToolSchemas
+from agentenv.text.tags import takes_object
 from agentenv.training.loop.parity import ParityProbe, computes_in_float32, gap_limits
 from agentenv.training.supervised.assembly import TrainingAssembly
 
-ARGUMENT = "1"
+SAMPLES = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}
 
 
 async def calls(assembly: TrainingAssembly) -> str:
@@ -56,13 +60,14 @@ def refuse_lost_call(
     renderer: Renderer, prompt: Sequence[int], tools: ToolSchemas, tool: dict[str, Any]
 ) -> None:
     """Raises ConfigError if the parser does not recover a call of this tool."""
-    wanted = sample_call(tool, every=isinstance(renderer, NativeRenderer))
-    name, stop = wanted.name, None
-    if isinstance(renderer, NativeRenderer):
-        text = renderer.calling("", [wanted])
-    else:
-        text = f"<{name}>{written_arguments(wanted.arguments, tool)}</{name}>"
+    assert isinstance(renderer, TagRenderer | NativeRenderer)
+    wanted, stop = sample_call(tool, "1"), None
+    name = wanted.name
+    if isinstance(renderer, TagRenderer):
         stop = f"</{name}>"
+        if not takes_object(tool):  # its argument is a text
+            wanted = replace(wanted, arguments=dict.fromkeys(wanted.arguments, "1"))
+    text = renderer.calling("", [wanted], tools)
     written = Completion(renderer.encode(text), [], [], "stop", [], stop)
     found = renderer.parse(written, tools, prompt).tool_calls
     if list(found) != [wanted]:
@@ -73,18 +78,15 @@ def refuse_lost_call(
         )
 
 
-def sample_call(tool: dict[str, Any], *, every: bool) -> ToolCall:
-    """A call with a value for the first parameter; with `every`, or if the arguments are an object,
-    for all required parameters."""
-    parameters = tool.get("parameters", {})
-    names = list(parameters.get("properties", {}))
-    if every or takes_object(tool):
-        required = [name for name in names if name in parameters.get("required", names)]
-        kinds = {name: parameters["properties"][name].get("type") for name in required}
-        values = {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}}
-        arguments = {name: values.get(str(kind), ARGUMENT) for name, kind in kinds.items()}
-        return ToolCall(str(tool["name"]), arguments)
-    return ToolCall(str(tool["name"]), dict.fromkeys(names[:1], ARGUMENT))
+def sample_call(tool: dict[str, Any], text: str) -> ToolCall:
+    """A call with a value for each parameter, `text` for texts."""
+    arguments = {}
+    for name, schema in properties_of(tool).items():
+        types = sorted(schema_types(schema) - {"string"})
+        is_text = "string" in schema_types(schema) or not types
+        chosen = schema.get("enum") if isinstance(schema, dict) else None
+        arguments[name] = chosen[0] if chosen else text if is_text else SAMPLES.get(types[0], text)
+    return ToolCall(str(tool["name"]), arguments)
 
 
 async def special_tokens(assembly: TrainingAssembly) -> str:

@@ -5,7 +5,6 @@ a configuration.
 from __future__ import annotations
 
 import importlib.metadata
-import resource
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -32,7 +31,7 @@ from agentenv.assembly.checks.checks import (
 from agentenv.assembly.keys.help import refuse_verl_keys
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.run import RunConfig
-from agentenv.assembly.run.exits import MAX_FILES
+from agentenv.assembly.run.exits import allowed_files
 from agentenv.assembly.run.terminal import View
 from agentenv.assembly.serving.gpus import GIB, find_machine
 from agentenv.base.config import Reporter, Tree, load_config
@@ -194,12 +193,6 @@ async def descriptors(folder: Path) -> str:
             "systemd)"
         )
     return f"up to {allowed} files and connections"
-
-
-def allowed_files() -> int:
-    """The number of files and connections that a command may open."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    return MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
 
 
 async def sandbox(folder: Path) -> str:

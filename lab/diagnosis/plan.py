@@ -228,18 +228,12 @@ class _Planner:
         num_workers = getattr(cluster, "workers", 0)
         is_wide = isinstance(cluster, WideCluster) and num_workers
         where = "on nodes of the cluster" if is_wide else HERE
-        sets = getattr(self.config, "sets", {}).values()
-        envs = [getattr(self.config, "env", None), *(one.env for one in sets)]
-        num_envs = max(0 if env is None else env.workers for env in envs)  # where rollouts are
-        work = "rollouts" if num_envs else "rollouts, tools, graders"
+        work = "rollouts, tools, graders"
         own = "queue, journal, evaluations" if num_workers else work
         self.plan.processes.append(Process("controller", 1, memory=Memory({}, host), note=own))
         if num_workers:
             note = f"{work}; {where}"
             self.plan.processes.append(Process("rollout worker", num_workers, note=note))
-        if num_envs:  # the controller has some too, for evaluations
-            number, note = num_envs * (1 + num_workers), f"tools, graders; {where}"
-            self.plan.processes.append(Process("environments", number, note=note))
 
     def _add_learner(self, learner: LearnerConfig, ranks: list[str]) -> None:
         """Add the learner's ranks, and lines on its files."""

@@ -33,8 +33,7 @@ from agentenv.base.config import Reporter
 from agentenv.base.errors import ConfigError, MissingError
 from agentenv.base.offload import in_thread
 from agentenv.base.tree import Node, TrajectoryTree
-from agentenv.base.types import Limits, SamplingParams, Task, ToolCall
-from agentenv.base.untrusted import schema_types
+from agentenv.base.types import Limits, SamplingParams, Task
 from agentenv.contract.env import Env, close_shared, shared_stats, start_grader
 from agentenv.contract.plan import Independent
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
@@ -44,10 +43,10 @@ from agentenv.envs.program import ProgramEnv
 from agentenv.envs.search.bm25 import BM25Config
 from agentenv.envs.search.keys import SearchConfig
 from agentenv.evaluation.subject import EvaluationAssembly, Subject
-from agentenv.lab.diagnosis.contract import OF_MODEL
+from agentenv.lab.diagnosis.contract import OF_MODEL, sample_call
 from agentenv.rollout import failure_log
 from agentenv.rollout.actor import Actor
-from agentenv.text.call_syntax import THOUGHT_CLOSE, THOUGHT_OPEN, properties_of
+from agentenv.text.call_syntax import THOUGHT_CLOSE, THOUGHT_OPEN
 from agentenv.text.native import NativeRenderer
 from agentenv.text.renderer import TagRenderer
 from agentenv.training.supervised.data import RowLoader
@@ -62,7 +61,6 @@ MARK = "trial step"  # one in each turn with a call
 NUM_CALLS = 2
 DROPPED = "context/altered/thoughts_dropped"
 SHOWN = (*NOTED, "diverged/")
-SAMPLES = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}
 
 
 @dataclass(frozen=True)
@@ -97,23 +95,9 @@ class TrialPolicy:
         thought = f"{'' if is_open else THOUGHT_OPEN}\na thought\n{THOUGHT_CLOSE}\n\n"
         if not self._tools or number >= NUM_CALLS:
             return f"{thought}The answer is {rng.randrange(1000)}."
-        call = sample_call(rng.choice(list(self._tools)))
+        call = sample_call(rng.choice(list(self._tools)), "sample")
         text = f"{thought}{MARK} {rng.randrange(1000)}"
-        if isinstance(self.renderer, NativeRenderer):
-            return self.renderer.calling(text, [call])
         return self.renderer.calling(text, [call], self._tools)
-
-
-def sample_call(tool: dict[str, Any]) -> ToolCall:
-    """A call with a value for each parameter."""
-    arguments = {}
-    for name, schema in properties_of(tool).items():
-        types = sorted(schema_types(schema) - {"string"})
-        is_text = "string" in schema_types(schema) or not types
-        value = "sample" if is_text else SAMPLES[types[0]]
-        chosen = schema.get("enum") if isinstance(schema, dict) else None
-        arguments[name] = chosen[0] if chosen else value
-    return ToolCall(str(tool["name"]), arguments)
 
 
 async def try_program(

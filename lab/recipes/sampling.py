@@ -23,7 +23,7 @@ from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.types import Info, Limit, Message, Task
 from agentenv.contract.env import EnvWrapper, StepResult
 from agentenv.envs.grading.verdict import final_answer
-from agentenv.evaluation.run import sample_into, share_failures
+from agentenv.evaluation.run import sample_missing
 from agentenv.evaluation.store import Store
 from agentenv.evaluation.subject import EvaluationAssembly
 from agentenv.lab.recipes.sorting import (
@@ -176,33 +176,9 @@ class SynthesisSampling:
     # Sampling.
 
     async def _sample(self, stage: str, wanted: Sequence[Wanted]) -> None:
-        missing = self.store.missing(wanted)
-        if len(missing) < len(wanted):
-            held = f"{len(wanted) - len(missing)} of {len(wanted)} trajectories"
-            self.view.log(f"{stage}: {held} exist already")
-        if not missing:
-            return
-        names = dict.fromkeys(one.dataset for one in missing)
-        actors = {name: await self._actor(name) for name in names}
-        failures = share_failures(actors.values())
-        self.view.begin(stage, len(missing))
-        try:
-            self.num_failed += await sample_into(
-                self.store, missing, actors, self.assembly.seed, self.view.advance,
-                concurrency=self.plan.evaluation.concurrency, change=hinted_row,
-            )  # fmt: skip
-        finally:
-            failures.report("failed attempts")
-            self.view.end()
-
-    async def _actor(self, name: str) -> Actor:
-        actor = await self.assembly.actor(name, await self.assembly.engine())
-        if name.endswith(".direct"):
-            make_env = actor.make_env
-            actor.make_env = lambda task: LanguageOnly(make_env(task))
-        elif name.endswith(".hints"):
-            actor.make_hooks = HintHooks
-        return actor
+        self.num_failed += await sample_missing(
+            self.assembly, self.store, wanted, stage, self.view, adapt=_adapt, change=hinted_row
+        )
 
     # Stored samples.
 
@@ -226,6 +202,15 @@ class SynthesisSampling:
                 way = cast(Way, one.dataset.rpartition(".")[2])
                 judged.append(judge(row, way, self.tools[one.task.env_id], config))
         return judged
+
+
+def _adapt(name: str, actor: Actor) -> None:
+    """Let the actor of a set sample in the set's way."""
+    if name.endswith(".direct"):
+        make_env = actor.make_env
+        actor.make_env = lambda task: LanguageOnly(make_env(task))
+    elif name.endswith(".hints"):
+        actor.make_hooks = HintHooks
 
 
 # The questions to sample: each once, without excluded ones.

@@ -40,7 +40,14 @@ from agentenv.base.secrets import SECRETS
 from agentenv.base.tree import Node, Scored, TrajectoryTree
 from agentenv.base.untrusted import decode_loose
 from agentenv.evaluation.store import ROWS_FILE
-from agentenv.lab.viewing.evaluations import Evaluation, JsonLines, compare, search, size_of
+from agentenv.lab.viewing.evaluations import (
+    Evaluation,
+    Figures,
+    JsonLines,
+    compare,
+    search,
+    size_of,
+)
 from agentenv.processes.supervisor import log_tail
 from agentenv.rollout.archive import ARCHIVE, Entry, KeptTree, changed_forks, steps_of
 from agentenv.rollout.archive_reader import Step, read_step
@@ -57,7 +64,6 @@ MAX_QUESTION_CHARS = 400
 EMPTY = np.zeros(0, np.float32)
 NUM_STEPS_KEPT = 32  # number of steps with cached details
 Texts = Callable[[Sequence[int]], list[str]]
-Figures = dict[str, Any]
 
 
 class Trees:

@@ -166,9 +166,9 @@ def test_a_local_class_is_an_environment_of_this_process_only(
     found = evaluate(path, ASKED, env=Inner, data=ROWS[:3], out=tmp_path / "inner")
     assert {row.env_id.rpartition(".")[2] for row in found.rows} == {"Inner"}
     assert not any("Inner" in one for one in env_ids())
-    elsewhere = {"env.workers": 1}
+    elsewhere = ["cluster.kind=processes", "cluster.workers=1"]
     with pytest.raises(ConfigError, match="of this process"):
-        evaluate(path, ASKED, elsewhere, env=Inner, data=ROWS[:3], out=tmp_path / "other")
+        train(warehouse, elsewhere, env=Inner)
 
 
 def test_mistakes_are_errors_with_the_text_of_the_command(

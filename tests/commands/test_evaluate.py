@@ -214,6 +214,6 @@ def test_a_log_folder_is_created_only_for_servers_and_kept_if_one_fails(
     judge += ["grader.kind=judge", "grader.judge={url='{role:judge}/v1', model='judge'}"]
     capsys.readouterr()
     assert run("failed", "--n", "1", "env.id=agentenv/QAGrader-v0", *judge) == 1
-    (log,) = folder.glob("agentenv-evaluate-*/servers/judge.log")
+    (log,) = folder.glob("agentenv-logs-*/servers/judge.log")
     assert "memory for the" in log.read_text()
     assert str(log) in capsys.readouterr().err

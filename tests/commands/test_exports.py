@@ -140,7 +140,7 @@ def transcripts(*arguments: object) -> int:
     ("arguments", "expected"),
     [
         (["{run}", "{out}", "--step", "9"], "contains no step 9; available: 1 to 2"),
-        (["{run}/model", "{out}"], "expected the folder of a run"),
+        (["{run}/model", "{out}"], "expected in the folder of a run"),
         (["{evaluation}", "{out}", "--step", "1"], "--step is for the trees of a run"),
         (["{run}", "{run}"], "is not empty; choose another directory"),
     ],

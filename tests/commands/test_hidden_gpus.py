@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from agentenv.assembly.keys.cluster import SpreadCluster
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.assembly.parts.env_processes import EnvProcesses
-from agentenv.assembly.parts.environments import EnvSettings
-from agentenv.assembly.serving.gpus import GpuPlan, gpus_for_others, gpus_of_ranks, visible_gpus
+from agentenv.assembly.serving.gpus import (
+    GpuPlan,
+    encodes_on_gpu,
+    gpus_for_others,
+    gpus_of_ranks,
+    visible_gpus,
+)
 from agentenv.base.config import load_config
 from agentenv.processes.supervisor import Supervisor
+from agentenv.processes.worker_group import Hello, WorkerGroup
 from tests.support.warehouse import ROOT
 
 
@@ -56,12 +61,13 @@ def test_a_controller_without_a_model_hides_all_gpus_and_passes_them_on(
     assert gpus_of_ranks() == []
 
 
-def test_environment_processes_see_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Any] = []
-    init = Supervisor.__init__
-    monkeypatch.setattr(
-        Supervisor, "__init__", lambda self, *a, **k: (init(self, *a, **k), started.append(self))[0]
-    )
-    EnvProcesses(EnvSettings.of(config_of("env.workers=2")), tmp_path, tmp_path, print)
+@pytest.mark.parametrize(("keys", "hides"), [((), True), ((ENCODER,), False)])
+def test_rollout_workers_see_no_gpus_unless_they_encode(
+    keys: tuple[str, ...], hides: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of("cluster.kind=processes", *keys)
+    assert isinstance(config.cluster, SpreadCluster)
+    spec = config.cluster.processes()._replace(sees_gpus=encodes_on_gpu(config))
+    started = Supervisor(spec, WorkerGroup(print), Hello("", 0, 0), tmp_path, print)
     monkeypatch.setattr(Supervisor, "address", "here")
-    assert started[0]._process(0).env["CUDA_VISIBLE_DEVICES"] == ""
+    assert ("CUDA_VISIBLE_DEVICES" in started._process(0).env) is hides

@@ -102,7 +102,7 @@ def test_a_folder_has_one_sweep_that_accepts_more_arms_and_seeds(tmp_path: Path)
     with pytest.raises(ConfigError, match="another sweep: overrides"):
         remember(tmp_path / "s", check(quickstart(overrides=["train.num_steps=3"])))
     (tmp_path / "s" / "sweep.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"sweep\.json"):
+    with pytest.raises(DataError, match=r"sweep\.json"):
         remember(tmp_path / "s", check(quickstart()))
 
 

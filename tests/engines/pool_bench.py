@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from msgspec import defstruct
 
 from agentenv.base.types import Completion, SamplingParams
 from agentenv.cluster.engines import LeasedEngine, Leases
@@ -96,17 +97,20 @@ async def bench(
     entropies: Literal["all", "window"] = "all",
     *,
     is_leased: bool = False,
+    max_outage_s: float = PoolConfig.max_outage_s,
     **settings: Any,
 ) -> AsyncIterator[Bench]:
     """`is_leased`: turns are taken as a rollout worker takes them."""
     servers = [FaultyServer(f"server{n}", reciter(folder)) for n in range(count)]
+    own = {"max_outage_s": max_outage_s}
+    config = defstruct("Config", [], bases=(PoolConfig,), namespace=own, frozen=True)
     pool = EnginePool(
         servers,
         folder,
         0,
         vocab_size=VOCAB_SIZE,
         eos_ids={EOS},
-        config=PoolConfig(**settings),
+        config=config(**settings),
         entropies=entropies,
     )
     await pool.start(fresh=True)

@@ -26,7 +26,6 @@ MODULES = (
     "agentenv.launchers.train",
     "agentenv.launchers.evaluate",
     "agentenv.training.loop.training",
-    "agentenv.training.workers.env_worker",
     "agentenv.training.workers.rollout_worker",
     "agentenv.evaluation.report",
     "tests.support.pictures:disable",

@@ -14,15 +14,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from agentenv.assembly.keys.cluster import RayCluster
-from agentenv.assembly.keys.rl import Sampling, TrainConfig
+from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.parts.assembly import (
-    EVALUATING,
     TRAINED,
-    TRAINING,
-    Questions,
     RolloutAssembly,
-    actor_seed,
+    actor_of,
     once,
+    start_engine,
     training_set,
 )
 from agentenv.assembly.parts.environments import try_env
@@ -37,8 +35,7 @@ from agentenv.base.errors import ConfigError
 from agentenv.base.model_files import vocab_size
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Task
-from agentenv.contract.engine import Engine, EngineStart, ServerStarter
-from agentenv.contract.env import Env
+from agentenv.contract.engine import Engine, ServerStarter
 from agentenv.contract.plan import RolloutPlan
 from agentenv.learners.keys import frozen_model, read_saved
 from agentenv.learners.lora import ADAPTER_FOLDER
@@ -245,24 +242,18 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
     async def engine(self) -> Engine:
         """The engine, started, at the policy version of the checkpoint."""
         config, checkpoint, model = self.config, self.checkpoint, await self.model()
-        rank = adapter_rank(config)
+        rank, version = adapter_rank(config), 0
+        if checkpoint is not None:
+            version = read_saved(checkpoint / "trainer").policy_version
         await self.gpus()
-        return await config.engine.start(
-            EngineStart(
-                model=(frozen_model(checkpoint) or model) if rank else model,
-                tokenizer=await self.tokenizer(),
-                policy_version=(
-                    0 if checkpoint is None else read_saved(checkpoint / "trainer").policy_version
-                ),
-                limits=config.limits,
-                stack=self.stack,
-                servers=self.engine_servers,
-                seed=config.run.seed,
-                colocated=config.resources.colocated,
-                lora_rank=rank,
-                adapter=model / ADAPTER_FOLDER if rank and checkpoint else None,
-                gate=await self.gate(),
-            )
+        return await start_engine(
+            *(self, config.limits, self.engine_servers, config.run.seed),
+            model=(frozen_model(checkpoint) or model) if rank else model,
+            policy_version=version,
+            colocated=config.resources.colocated,
+            lora_rank=rank,
+            adapter=model / ADAPTER_FOLDER if rank and checkpoint else None,
+            gate=await self.gate(),
         )
 
     @once
@@ -307,7 +298,7 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
         self.stack.push_async_callback(probe.close)
         trained = questions[TRAINED]
         encode_in_process(trained.renderer, self.stack)
-        make_env = await self.make_env(TRAINED)
+        given = config, engine, trained.renderer, trained.make_env
         num_words = vocab_size(await self.model())
         return Parts(
             tokenizer=await self.tokenizer(),
@@ -317,8 +308,8 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
             plan=config.algorithm.plan(num_words),
             engine=engine,
             learner=learner,
-            actor=self._actor(trained, make_env, config.sampling.train, engine, TRAINING),
-            eval_actor=self._actor(trained, make_env, config.sampling.eval, engine, EVALUATING),
+            actor=actor_of(*given),
+            eval_actor=actor_of(*given, "eval"),
             probe=probe,
             publisher=make_publisher(config, engine, learner, probe, await self.weights()),
             demonstrations=await self.demonstrations(),
@@ -339,23 +330,6 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
         """Whether an engine or the learner may be on another machine."""
         cluster = self.config.cluster
         return isinstance(cluster, RayCluster) and bool(cluster.engines or cluster.learner)
-
-    def _actor(
-        self,
-        questions: Questions,
-        make_env: Callable[[Task], Env],
-        sampling: Sampling,
-        engine: Engine,
-        use: str,
-    ) -> Actor:
-        return Actor(
-            engine,
-            questions.renderer,
-            make_env,
-            self.config.limits,
-            sampling.params(),
-            actor_seed(self.config, sampling, use),
-        )
 
 
 def _weights_folder(stack: AsyncExitStack, place: Path) -> Path:

@@ -22,7 +22,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from agentenv.assembly.keys.cluster import WHERE
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.run.checkpoints import load_state
 from agentenv.assembly.run.kept import check_optimizer, checkpoint_to_resume, resume_from
@@ -54,7 +53,6 @@ def rollout_settings(config: TrainConfig) -> str:
     under other settings is not resumed."""
     tables = ("model", "data", "env", "python", "search", "grader", "prompt", "renderer", "limits")
     plain = to_plain(config)
-    plain["env"] = {key: value for key, value in plain["env"].items() if key not in WHERE}
     plain["limits"] = {key: value for key, value in plain["limits"].items() if key not in TIMES}
     chosen = {name: plain.get(name) for name in (*tables, "sampling", "algorithm")}
     return blake2b(json.dumps(chosen, sort_keys=True).encode(), digest_size=8).hexdigest()

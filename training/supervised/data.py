@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from agentenv.assembly.keys.supervised import SFTConfig, SFTRunConfig, SupervisedRunConfig
-from agentenv.base.config import Resolve
+from agentenv.base.config import Reporter, Resolve
 from agentenv.base.errors import CrashError, DataError
 from agentenv.base.tree import Trajectory, TrajectoryTree
 from agentenv.contract.env import check_observation
@@ -116,7 +116,6 @@ def num_kinds(trees: Sequence[TrajectoryTree], threshold: float) -> dict[str, in
 
 
 T = TypeVar("T")
-Reporter = Callable[[str], None]
 Reader = Callable[[RawRow, RowFormat], list[T]]
 MAX_LISTED = 50  # bad rows that are listed individually
 TREE_PAIRS = 4  # maximum number of pairs of a row that is a tree

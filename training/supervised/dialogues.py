@@ -12,7 +12,6 @@ of both lists is the prompt.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -22,6 +21,7 @@ from msgspec import Meta, Struct
 
 from agentenv.assembly.keys.supervised import ChatColumns, ChatDataConfig, Format
 from agentenv.base.errors import DataError, ForeignError
+from agentenv.base.registry import meant
 from agentenv.base.types import Message, ToolCall
 from agentenv.base.untrusted import convert, decode_loose
 from agentenv.data.data_files import Row, find_files
@@ -408,8 +408,7 @@ def _entry(registry: Path, name: str) -> _Entry:
         raise DataError(f"{registry}: not a readable dataset_info.json: {error}") from error
     raw = known.get(name) if isinstance(known, dict) else None
     if not isinstance(raw, dict):
-        near = difflib.get_close_matches(name, list(known), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {sorted(known)[:20]}"
+        hint = meant(name, known, f"it has {sorted(known)[:20]}")
         raise DataError(f"{registry}: unknown dataset {name!r}; {hint}")
     hub = [key for key in HUBS if key in raw]
     if hub and "file_name" not in raw:

@@ -181,11 +181,11 @@ class ChatEncoder:
     def _with_calls(self, text: str, answer: Message, tools: Sequence[dict[str, Any]]) -> str:
         calls = answer.tool_calls
         try:
-            if isinstance(self.renderer, TagRenderer):
-                return self.renderer.calling(text, calls, tools)
-            whole = self.renderer.calling(text, calls)
+            whole = self.renderer.calling(text, calls, tools)
         except ConfigError as error:
             raise DataError(f"the call {calls[0].name} cannot be rendered: {error}") from error
+        if isinstance(self.renderer, TagRenderer):
+            return whole
         done = Completion([*self.renderer.encode(whole), self.end_id], [], [], "stop", [])
         if self.renderer.parse(done, tools).tool_calls != calls:
             raise DataError(

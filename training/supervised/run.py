@@ -7,7 +7,6 @@ order, so a resumed run continues bit for bit with the same rows.
 from __future__ import annotations
 
 import asyncio
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -24,7 +23,7 @@ from msgspec import Struct
 from agentenv.assembly.checks.checks import refuse
 from agentenv.assembly.keys.supervised import DPOLoopConfig, SupervisedRunConfig
 from agentenv.assembly.parts.assembly import Assembly, once
-from agentenv.assembly.reports.pictures import panels, png
+from agentenv.assembly.reports.pictures import panels, png, read_metrics
 from agentenv.assembly.run.checkpoints import Saver, load_state
 from agentenv.assembly.run.kept import checkpoint_to_resume, keep_best, resume_from
 from agentenv.assembly.run.rundir import RunDirectory
@@ -53,8 +52,7 @@ SMOOTHING = 0.9  # of the plotted running mean
 
 def plot_losses(run: Path, name: str, keys: tuple[str, ...]) -> None:
     """Plot loss.png, with a panel per key: each step, their running mean, and the held-out rows."""
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # no truncated line
+    rows = read_metrics(run)
     figure, places = panels(len(keys), (5.5 * len(keys), 4.2), run.name)
     for axes, key in zip(places, keys, strict=True):
         trained, held_out = (

@@ -108,7 +108,7 @@ class ClusterServers(WorkerGroup[Worker]):
             self._removed(url)
 
     def end(self, reason: str) -> None:
-        """No more servers will join: the pool ends when it has none (engine.pool.max_outage_s)."""
+        """No more servers will join: the pool ends some time after its last one."""
         super().end(reason)
         self.report(f"engine servers: {reason}")
 

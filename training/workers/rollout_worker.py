@@ -18,15 +18,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from agentenv.assembly.keys.cluster import FOLDER, Setup, SpreadCluster, read_setup
+from agentenv.assembly.keys.cluster import Setup, SpreadCluster, read_setup
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.assembly.parts.assembly import (
-    TRAINED,
-    TRAINING,
-    RolloutAssembly,
-    actor_seed,
-    training_set,
-)
+from agentenv.assembly.parts.assembly import TRAINED, RolloutAssembly, actor_of, training_set
 from agentenv.assembly.run.waits import WaitWatch
 from agentenv.assembly.run.watchdog import ended_when_held
 from agentenv.base.config import Reporter, build_config
@@ -256,20 +250,12 @@ async def build(
     setup = read_setup(frame)
     config = build_config(TrainConfig, setup.config, "the controller")
     assembly = WorkerAssembly(config, setup, stack, report, link.peer)
-    assembly.logs = assembly.folder / FOLDER / f"of-worker-{number}"
     stack.push_async_callback(close_shared)
     renderer = (await assembly.renderers())[TRAINED]
     encode_in_process(renderer, stack)
-    sampling, engine = config.sampling.train, await make_engine(assembly, setup, link)
+    engine = await make_engine(assembly, setup, link)
     stack.push_async_callback(engine.close)
-    actor = Actor(
-        engine,
-        renderer,
-        await assembly.make_env(TRAINED),
-        config.limits,
-        sampling.params(),
-        actor_seed(config, sampling, TRAINING),
-    )
+    actor = actor_of(config, engine, renderer, (await assembly.makers())[TRAINED])
     lag = LoopLag()
     waits = WaitWatch(lambda: [actor], lambda text: worker.notify(text))
 

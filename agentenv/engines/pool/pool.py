@@ -441,8 +441,8 @@ class EnginePool(TurnEngine[PooledServer]):
     def _end_outage(self) -> None:
         reasons = [f"{server.name}: {server.reason}" for server in self.servers]
         self.end(
-            f"no engine server was available for {self.config.max_outage_s:g} s "
-            f"(engine.pool.max_outage_s): {'; '.join(reasons) or 'all were removed'}"
+            f"no engine server was available for {self.config.max_outage_s:g} s: "
+            f"{'; '.join(reasons) or 'all were removed'}"
         )
 
     def end(self, reason: str) -> None:

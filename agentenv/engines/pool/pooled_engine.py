@@ -104,12 +104,6 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
                 "engine.servers.quantization: the servers of a policy get the learner's weights, "
                 "which are not quantized; remove it (roles may be quantized)"
             )
-        if self.pool.max_outage_s < self.pool.load_timeout_s:
-            raise ConfigError(
-                f"engine.pool.max_outage_s = {self.pool.max_outage_s:g} is below "
-                f"{self.pool.load_timeout_s:g}: the run would end while its only server loads "
-                "weights"
-            )
 
     @property
     def launched(self) -> ServersConfig | None:
