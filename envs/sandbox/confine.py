@@ -170,6 +170,14 @@ def be_seen(value: bool) -> None:
     _prctl(PR_SET_DUMPABLE, int(value))
 
 
+def become(uid: int | None) -> None:
+    """Become this user and its group permanently, without other groups; None: no change."""
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+
+
 def no_new_privileges() -> None:
     """Set no-new-privileges, which a system-call filter requires."""
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
