@@ -31,14 +31,14 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import msgspec
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from agentenv.base.config import ESSENTIAL, build_config
+from agentenv.base.config import ESSENTIAL
 from agentenv.base.crashes import guarded
 from agentenv.base.deadline import admitted
 from agentenv.base.errors import SHOWN, ConfigError, CrashError, EnvError
@@ -55,6 +55,7 @@ from agentenv.base.types import (
     Turn,
 )
 from agentenv.contract.env import ForkMode, Grade, Grader, StepResult, graded, shared, start_grader
+from agentenv.contract.tool_config import shared_config
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import make_grader
 from agentenv.envs.sandbox.program import Ended, Program, check_namespaces
@@ -515,14 +516,7 @@ class ProgramEnv:
         return found
 
 
-def program_config(values: Mapping[str, Any] | ProgramConfig) -> ProgramConfig:
-    """The settings, checked once per process. Raises ConfigError."""
-    if isinstance(values, ProgramConfig):
-        return values
-    return shared(
-        ("program keys", msgspec.json.encode(values)),
-        lambda: build_config(ProgramConfig, dict(values), "env.kwargs.program"),
-    )
+program_config = partial(shared_config, ProgramConfig, "env.kwargs.program")
 
 
 def _described(ended: Ended) -> str:
