@@ -121,7 +121,7 @@ LANDLOCK_ADVICE = (
 # The command line that puts the zygote into bubblewrap.
 
 HERE = Path(__file__).resolve().parent
-_INSIDE = ("zygote.py", "fork_broker.py", "process_table.py", "cells.py", "confine.py")
+_INSIDE = ("zygote.py", "fork_broker.py", "process_table.py", "cells.py", *confine.FILES)
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 NAMESPACES_ADVICE = (
     "Unprivileged user namespaces must be allowed: sysctl kernel.unprivileged_userns_clone=1 "
