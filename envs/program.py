@@ -29,16 +29,19 @@ import inspect
 import logging
 import os
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import msgspec
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from agentenv.base.config import ESSENTIAL, build_config
+from agentenv.base.config import ESSENTIAL
 from agentenv.base.crashes import guarded
 from agentenv.base.deadline import admitted
 from agentenv.base.errors import SHOWN, ConfigError, CrashError, EnvError
@@ -55,6 +58,7 @@ from agentenv.base.types import (
     Turn,
 )
 from agentenv.contract.env import ForkMode, Grade, Grader, StepResult, graded, shared, start_grader
+from agentenv.contract.tool_config import shared_config
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import make_grader
 from agentenv.envs.sandbox.program import Ended, Program, check_namespaces
@@ -77,30 +81,10 @@ Json = dict[str, Any]
 
 _COLUMN = re.compile(r"\{(\w+)\}")
 
-# Random differences between runs of a program, in the JSON of its calls.
-_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\w*"
-_DAY = r"\d{1,2}(?:st|nd|rd|th)?"
-_WEEKDAY = r"(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
+_VOLATILE = tomllib.loads((Path(__file__).parent / "data/volatile.toml").read_text("utf-8"))
 NORMALIZERS: dict[str, str] = {
-    "temporary path": r"/(?:tmp|var/tmp|var/folders)/[\w.+/-]+",  # first: it contains others
-    "uuid": r"\b[0-9a-f]{8}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{12}\b",
-    "time": r"\b\d{4}[-/]\d\d[-/]\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?:Z|[+-]\d\d:?\d\d)?)?",
-    "compact time": r"\b20\d\d[01]\d[0-3]\d(?:[T_-]?[0-2]\d[0-5]\d(?:[0-5]\d)?Z?)?\b",
-    "date": rf"\b(?:{_WEEKDAY},? +)?(?:{_MONTH} +{_DAY}(?: +\d\d:\d\d:\d\d)?(?:,? +\d{{4}})?"
-    rf"|{_DAY} +{_MONTH}(?:,? +\d{{4}})?|\d{{1,2}}[/.]\d{{1,2}}[/.](?:20)?\d\d)\b",
-    "weekday": rf"\b{_WEEKDAY}\b",
-    "port": r"\b(?:localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1?\]):\d{2,5}\b",
-    "clock": r"\b\d{1,2}:\d\d(?::\d\d(?:[.,]\d+)?)?(?: ?[APap]\.?[Mm]\b\.?)?",
-    "epoch": r"\b1[6-9]\d{8}(?:\.\d+|\d{3}|\d{6}|\d{9})?\b",
-    "duration": r"\b\d+(?:\.\d+)? ?(?:ms|milliseconds|s|sec|seconds)\b"
-    r"|(?:[Dd]uration|[Ee]lapsed|[Ll]atency)\w*[\"']?[ =:>]+\d+(?:\.\d+)?\b",
-    "address": r"\b0x[0-9a-f]{6,16}\b",
-    "process": r"\b(?:pid|PID|process)[ =:]+\d+\b",
-    "named identifier": r"(?:(?<![A-Za-z])[Ii]|(?<=[a-z])I)[Dd]"
-    r"(?:[\"']? ?[=:>] ?[\"']?| +(?=\d))[\w-]{4,}",
-    # of digits and letters: hexadecimal, ULID, nanoid, base64
-    "identifier": r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7,}\b"
-    r"|(?<![\w-])(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{20,}(?![\w-])",
+    name: Template(form).substitute(_VOLATILE["parts"])
+    for name, form in _VOLATILE["normalizers"].items()
 }
 
 
@@ -515,14 +499,7 @@ class ProgramEnv:
         return found
 
 
-def program_config(values: Mapping[str, Any] | ProgramConfig) -> ProgramConfig:
-    """The settings, checked once per process. Raises ConfigError."""
-    if isinstance(values, ProgramConfig):
-        return values
-    return shared(
-        ("program keys", msgspec.json.encode(values)),
-        lambda: build_config(ProgramConfig, dict(values), "env.kwargs.program"),
-    )
+program_config = partial(shared_config, ProgramConfig, "env.kwargs.program")
 
 
 def _described(ended: Ended) -> str:

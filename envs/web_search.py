@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 
-from agentenv.base.config import build_config
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Info, Message, Task, ToolResult
 from agentenv.contract.env import shared
 from agentenv.contract.function_tool import argument_schema, read_arguments
+from agentenv.contract.tool_config import shared_config
 from agentenv.contract.tool_env import Prompt, ToolEnv
 from agentenv.contract.tools import StatelessTool
 from agentenv.envs.grading.keys import GraderConfig
@@ -108,12 +108,4 @@ class WebSearchEnv(ToolEnv):
         return await super().step(action)
 
 
-def search_config(search: Mapping[str, Any] | SearchConfig | None) -> SearchConfig:
-    """The configuration, checked once per process."""
-
-    if isinstance(search, SearchConfig):
-        return search
-    return shared(
-        ("search keys", msgspec.json.encode(search)),
-        lambda: build_config(SearchConfig, dict(search or {}), "search"),
-    )
+search_config = partial(shared_config, SearchConfig, "search")

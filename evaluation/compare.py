@@ -14,6 +14,7 @@ from agentenv.assembly.run.terminal import View
 from agentenv.base.disk import write_whole
 from agentenv.base.errors import DataError
 from agentenv.contract.env import close_shared
+from agentenv.data.file_formats import of_both_ends
 from agentenv.evaluation import statistics
 from agentenv.evaluation.figures import (
     SCORES,
@@ -198,7 +199,7 @@ async def compare(first: Path, second: Path, out: Path | None, view: View) -> No
         pairing = pair_up(*sides)
     finally:
         await close_shared()
-    tables, left = tables_of(pairing, MAX_LISTED)
+    tables, left = tables_of(pairing, MAX_LISTED // 2)
     counts = {"only in A": pairing.only_first, "only in B": pairing.only_second}
     counts["failed in one of them"] = len(pairing.lost)
     missing = [f"{count} {where}" for where, count in counts.items() if count]
@@ -211,16 +212,16 @@ async def compare(first: Path, second: Path, out: Path | None, view: View) -> No
         view.log(f"and {left} more changed questions{'' if out else '; --out FILE lists all'}")
     view.log(paired)
     if out is not None:
-        tables, _ = tables_of(pairing, len(pairing.pairs))
+        tables, _ = tables_of(pairing, 0)
         head = f"# {markdown(str(first))} (A) against {markdown(str(second))} (B)"
         text = f"{head}\n\n{markdown(paired)}\n\n{lines_of(tables)}"
         write_whole(out, text.encode("utf-8", "replace"))
         view.log(f"wrote {out}")
 
 
-def tables_of(pairing: Pairing, max_listed: int) -> tuple[list[Table], int]:
-    """Tables of success, other figures, and changed questions; and the number of changed questions
-    that are not listed."""
+def tables_of(pairing: Pairing, ends: int) -> tuple[list[Table], int]:
+    """Tables of success, other figures, and changed questions, of which the first and the last
+    `ends` are listed, or all for 0; and the number of those that are not."""
     success = [_row(name, one) for name, one in success_by_group(pairing)]
     other = [_row(one.name, one) for one in other_differences(pairing)]
     columns = ["questions", "n", "A", "B", "B - A [95 %]", "p", "test"]
@@ -229,8 +230,7 @@ def tables_of(pairing: Pairing, max_listed: int) -> tuple[list[Table], int]:
     tables += _failed_table(pairing)
     tables += [Table(title="Scores and cost", columns=["figure", *columns[1:]], rows=other)]
     pairs = changed(pairing)
-    shown = [*pairs[: max_listed - max_listed // 2], *pairs[-(max_listed // 2) :]]
-    shown = pairs if len(pairs) <= max_listed else shown
+    shown = [*of_both_ends(pairs, ends)]
     if pairs:
         lost = sum(pair.change < 0 for pair in pairs)
         title = f"Changed: {lost} worse and {len(pairs) - lost} better in B"

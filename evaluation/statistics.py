@@ -150,7 +150,6 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     """Unbiased estimate of the probability that k of the samples, drawn without replacement,
     include a correct one: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374,
     equation 1)."""
-    _check_k(num_samples, k)
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
@@ -165,8 +164,6 @@ def majority_at_k(
     not vote. A tie is broken at random; without votes, no answer is elected.
     """
     total = num_right + sum(wrong) + num_blank
-    for k in ks:
-        _check_k(total, k)
     chances = [Fraction(0)] * len(ks)
     for votes in range(1, min(num_right, max(ks, default=0)) + 1):
         ways = _ways_below(wrong, num_blank, votes, max(ks) - votes)
@@ -198,11 +195,6 @@ def _ways_below(
                     into[ties + tie] = into.get(ties + tie, 0) + number * choices
         ways = longer
     return ways
-
-
-def _check_k(num_samples: int, k: int) -> None:
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"k = {k} of {num_samples} samples")
 
 
 def mcnemar(only_first: int, only_second: int) -> float:

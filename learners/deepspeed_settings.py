@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,31 +12,8 @@ from agentenv.learners.keys import LearnerConfig
 
 Settings = dict[str, Any]
 
-# Names that a JSON may set in addition to this project's keys. DeepSpeed ignores unknown ones
-# silently, and this learner does not use its pipelines, data loaders, schedulers and quantization.
-FREE = {
-    "comms_logger",
-    "communication_data_type",
-    "dump_state",
-    "flops_profiler",
-    "gradient_predivide_factor",
-    "memory_breakdown",
-    "prescale_gradients",
-    "timers",
-    "wall_clock_breakdown",
-}
-REFUSED = {  # unless it is switched off
-    "optimizer": "is set with learner.optimizer and learner.learning_rate here",
-    "scheduler": "is set with learner.schedule and learner.warmup_steps here",
-    "fp16": "is set with learner.dtype (float32 or bfloat16) here",
-    "amp": "is set with learner.dtype (float32 or bfloat16) here",
-    "train_batch_size": "is set with queue.groups_per_step here",
-    "checkpoint": "is set with [checkpoint] here",
-    "activation_checkpointing": "would have no effect: with learner.activation_checkpointing "
-    "layers keep no activations; moving or sharing them is not supported",
-    "aio": "would have no effect: it is for offloading to NVMe, which is not supported; see "
-    "learner.offload",
-}
+_TABLES = tomllib.loads(Path(__file__).with_name("deepspeed.toml").read_text("utf-8"))
+REFUSED: dict[str, str] = _TABLES["refused"]
 OFFLOADS = ("offload_optimizer", "offload_param")
 
 
@@ -55,7 +33,7 @@ def deepspeed_settings(config: LearnerConfig) -> Settings:
                     f"learner.deepspeed_config = {path}: {name!r} {REFUSED[name]}; remove it from "
                     "the file"
                 )
-            if name not in FREE and name not in settings:
+            if name not in _TABLES["free"] and name not in settings:
                 raise ConfigError(f"learner.deepspeed_config = {path}: {name!r} is not supported")
         _merge(settings, theirs, path, ())
     zero = settings["zero_optimization"]
@@ -90,28 +68,16 @@ def _our_settings(config: LearnerConfig) -> Settings:
     return settings
 
 
-# The key of each of the learner's values, for error messages.
-KEYS = {
-    ("zero_optimization", "stage"): "learner.zero_stage",
-    ("zero_optimization", "offload_optimizer", "device"): "learner.offload",
-    ("zero_optimization", "offload_param", "device"): "learner.offload",
-    ("bf16", "enabled"): "learner.dtype",
-    ("data_types", "grad_accum_dtype"): "learner.dtype",
-    ("gradient_clipping",): "learner.grad_clip",
-    ("train_micro_batch_size_per_gpu",): "learner.max_tokens_per_microbatch",
-    ("gradient_accumulation_steps",): "learner.groups_per_minibatch",
-}
-
-
 def _merge(ours: Settings, theirs: Settings, path: Path, where: tuple[str, ...]) -> None:
     for name, value in theirs.items():
         place = (*where, name)
         if isinstance(value, dict) and isinstance(ours.setdefault(name, {}), dict):
             _merge(ours[name], value, path, place)
         elif name in ours and value != "auto" and ours[name] != value:
-            key = KEYS.get(place, "this learner, which requires it")
+            dotted = ".".join(place)
+            key = _TABLES["keys"].get(dotted, "this learner, which requires it")
             raise ConfigError(
-                f"learner.deepspeed_config = {path}: {'.'.join(place)} = {value!r} contradicts "
+                f"learner.deepspeed_config = {path}: {dotted} = {value!r} contradicts "
                 f"{ours[name]!r} from {key}; change one of them, or remove it from the file"
             )
         elif value != "auto":

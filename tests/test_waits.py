@@ -79,7 +79,7 @@ ALLOWED = {
     "envs/sandbox/fork_broker.py _serve: requests.sendall": CHILD,
     "envs/sandbox/process.py ZygoteProcess._on_news: socket.recv_fds": "the socket never blocks",
     "envs/sandbox/sandbox.py Sandbox._wait_for_room: self._freed.wait": SAME,
-    "envs/sandbox/zygote.py _receive_packet: control.recvmsg": CHILD,
+    "envs/sandbox/zygote.py _serve: socket.recv_fds": CHILD,
     "envs/program.py ProgramEnv._next: self._program.wait": "asyncio.wait with the limits, below",
     "envs/sandbox/launch.py ControlledProcess.started: socket.recv_fds": "the socket never blocks",
     "envs/sandbox/program.py Program._ended: asyncio.get_running_loop().sock_recv": "the limits",

@@ -29,6 +29,7 @@ from gymnasium.vector.utils import create_shared_memory
 
 from agentenv.base.errors import ConfigError, EnvError
 from agentenv.base.types import Info, Message, Task
+from agentenv.base.untrusted import shortened
 from agentenv.contract import env_registry
 from agentenv.contract.env import Env, close_shared, forget_shared
 from agentenv.data.dataset import load_tasks
@@ -232,8 +233,7 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
     def _show(self, text: str) -> str:
         if len(text) > self._max_chars:
             room = max(0, self._max_chars - len(GAP_MARKER))
-            text = text[: room - room // 2] + GAP_MARKER + text[len(text) - room // 2 :]
-            text = text[: self._max_chars]
+            text = shortened(text, room, GAP_MARKER)[: self._max_chars]
         self._transcript += text
         return text
 

@@ -263,15 +263,12 @@ def check_reward(reward: Any, what: str) -> None:
 
 def check_end(outcomes: list[Outcome]) -> None:
     """The last action ends the episode, and none before it."""
-    for number, (_, _, terminated, truncated) in enumerate(outcomes):
-        ended = terminated or truncated
-        if number < len(outcomes) - 1:
-            assert not ended, (
-                f"action {number} already ends the episode; an action with a tool call is a "
-                "Message with tool_calls, or a text such as '<stock>bolts</stock>'"
-            )
-        else:
-            assert ended, "the last action does not end the episode"
+    *before, last = (terminated or truncated for _, _, terminated, truncated in outcomes)
+    assert True not in before, (
+        f"action {before.index(True)} already ends the episode; an action with a tool call is a "
+        "Message with tool_calls, or a text such as '<stock>bolts</stock>'"
+    )
+    assert last, "the last action does not end the episode"
 
 
 async def cancel_at(awaitable: Awaitable[Any], suspension: int, what: str) -> bool:
@@ -350,9 +347,7 @@ class Leftovers(NamedTuple):
         while loop.time() < deadline:
             await asyncio.sleep(0.05)
             state = cls.now()
-            if wanted is not None and not state.beyond(wanted):
-                return state
-            if wanted is None and state == last:
+            if state == last if wanted is None else not state.beyond(wanted):
                 return state
             last = state
         return last

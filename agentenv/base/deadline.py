@@ -22,7 +22,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from enum import StrEnum
-from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -235,23 +234,16 @@ class Work:
             self.begin()
 
 
-class deferring:
+@contextmanager
+def deferring(check: Callable[[], float]) -> Iterator[None]:
     """Within the block, the work for the current rollout may turn out to be lost. A deadline that
     is due therefore calls `check`, and is deferred by the returned seconds; 0: it expires."""
-
-    __slots__ = ("_before", "_check", "_clock")
-
-    def __init__(self, check: Callable[[], float]) -> None:
-        self._check = check
-        self._clock = _current.get()
-
-    def __enter__(self) -> None:
-        if self._clock is not None:
-            self._before, self._clock.deferral = self._clock.deferral, self._check
-
-    def __exit__(self, *_: object) -> None:
-        if self._clock is not None:
-            self._clock.deferral = self._before
+    clock = _current.get() or WorkClock()
+    before, clock.deferral = clock.deferral, check
+    try:
+        yield
+    finally:
+        clock.deferral = before
 
 
 @asynccontextmanager
@@ -438,10 +430,8 @@ async def uncancelled(work: Awaitable[T]) -> T:
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
-        ended: asyncio.Future[None] = task.get_loop().create_future()
-        task.add_done_callback(partial(end, ended))
         try:
-            await ended
+            await asyncio.wait({task})
         except asyncio.CancelledError as error:
             cancelled = error
     result = task.result()

@@ -13,18 +13,30 @@ required = false
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar, cast
 
-from msgspec import Meta, field
+import msgspec
+from msgspec import Meta, Struct, field
 
-from agentenv.base.config import substituted
+from agentenv.base.config import build_config, substituted
 from agentenv.base.errors import AgentEnvError, ConfigError
 from agentenv.base.registry import loaded
+from agentenv.contract.env import shared
 from agentenv.contract.function_tool import FunctionTool
 from agentenv.contract.tools import ChosenTool, Tool, ToolLimits, ToolSource
 
+C = TypeVar("C", bound=Struct)
 logger = logging.getLogger(__name__)
+
+
+def shared_config(kind: type[C], key: str, values: Mapping[str, Any] | C | None = None) -> C:
+    """The settings of the table `key`, checked once per process. Raises ConfigError."""
+    if isinstance(values, kind):
+        return values
+    table = cast(Mapping[str, Any], values or {})
+    text = msgspec.json.encode(table)
+    return shared(("keys", key, text), lambda: build_config(kind, dict(table), key))
 
 
 class ToolConfig(ToolLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,7 +15,6 @@ from functools import lru_cache
 from math import gcd, lcm
 from pathlib import Path
 from random import Random
-from typing import overload
 
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.types import Task
@@ -96,28 +95,18 @@ def load_mix(
     return TaskMix(loaded, [part.weight for part in parts])
 
 
-class TaskMix(Sequence[Task]):
-    """Tasks in weighted parts; as a sequence, all of them, part by part.
+class TaskMix(list[Task]):
+    """Tasks in weighted parts; as a list, all of them, part by part.
 
     `pattern` is one period of part numbers: after every position, the number of draws of each part
     is proportional to its weight, to within one task. Weights have a resolution of 1 in 10,000.
     """
 
     def __init__(self, parts: Sequence[Sequence[Task]], weights: Sequence[float]) -> None:
+        super().__init__(task for part in parts for task in part)
         self.parts = [list(part) for part in parts]
         self.weights = list(weights)
         self.pattern = _interleave(_whole(self.weights))
-        self._tasks = [task for part in self.parts for task in part]
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        return self._tasks[index]
 
 
 @dataclass(eq=False)

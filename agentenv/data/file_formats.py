@@ -93,23 +93,16 @@ def read_csv(path: Path) -> Iterator[RawRow]:
             raise DataError(
                 f"{path}: expected a first line that names each column once, got {list(names)}"
             )
+        wrong = f"expected {len(names)} fields as in the first line, got a different number"
         number = 0
-        while True:
-            number += 1
-            try:
-                row = next(reader)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                raise DataError(f"{path}, row {number}: not valid CSV: {error}") from error
-            if "" in row or None in row.values():
-                problem = (
-                    f"expected {len(names)} fields as in the first line, got a different number"
-                )
-                yield RawRow(path, number, {}, problem)
-            else:
-                nulls: dict[str, Any] = {name: text or None for name, text in row.items()}
-                yield RawRow(path, number, nulls)
+        try:
+            for number, row in enumerate(reader, 1):
+                if "" in row or None in row.values():
+                    yield RawRow(path, number, {}, wrong)
+                else:
+                    yield RawRow(path, number, {key: text or None for key, text in row.items()})
+        except csv.Error as error:
+            raise DataError(f"{path}, row {number + 1}: not valid CSV: {error}") from error
 
 
 def read_arrow(path: Path, ends: int = 0) -> Iterator[RawRow]:

@@ -94,12 +94,8 @@ class Growth:
     async def _generate(self, branch: Branch) -> Completion:
         """Sample the next turn. If the branch may fork, call `fork` as soon as the entropies of the
         first `fork_window` tokens are known, or at the end of a shorter turn."""
-        actor, window, turn, seconds = (
-            self.actor,
-            self.plan.fork_window,
-            branch.turn,
-            branch.clock(),
-        )
+        actor, window = self.actor, self.plan.fork_window
+        turn, seconds = branch.turn, branch.clock()
         plans_fork = turn.may_fork and window > 0 and not turn.was_planned
         # The first entropies of the first turn, and of a probe, are the baseline of comparisons.
         full = self.tree.num_started >= self.plan.group_size

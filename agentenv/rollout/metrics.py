@@ -253,9 +253,7 @@ class PrefixHits:
         now = completion.version_spans[0].version
         if all(span.version == now for span in cursor.version_spans):
             kind = "turn_hits" if cursor.branch == branch else "fork_hits"
-            sums = self._sums.setdefault(kind, [0, 0])
-            sums[0] += completion.num_cached_tokens
-            sums[1] += num_tokens
+            self.merge({kind: [completion.num_cached_tokens, num_tokens]})
 
     def take(self) -> dict[str, float]:
         """The cached shares by kind of turn, without kinds that had no turns."""

@@ -6,13 +6,12 @@ Everything is generated from a seed; nothing is downloaded.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from agentenv.adapters.cold_start import tiny_model, tiny_tokenizer
-from agentenv.base.disk import write_whole
+from agentenv.adapters.cold_start import tiny_model, tiny_tokenizer, write_rows
 from agentenv.envs.quickstart.world import (
     HABITS,
     KINDS,
@@ -57,18 +56,17 @@ def write_data(directory: str | Path, seed: int) -> None:
     gate has clean demonstrations about separate facts.
     """
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     world = make_world(seed)
-    _write(directory / "kb.jsonl", world.documents())
+    write_rows(directory / "kb.jsonl", world.documents())
     for name, questions in world.questions.items():
-        _write(directory / f"{name}.jsonl", (question.row() for question in questions))
+        write_rows(directory / f"{name}.jsonl", (question.row() for question in questions))
     reserved = set(world.reserved())
     rng = Random(f"gate {seed}")
     gate = [demonstration(rng, kind, reserved, "clean") for kind in KINDS for _ in range(GATE)]
     for demo in gate:
         reserved |= {demo.question.question, *(fact.text for fact in demo.question.facts)}
-    _write(directory / "gate.jsonl", (_demonstration_row(demo, "gate") for demo in gate))
-    _write(directory / "sft.jsonl", _sft_rows(Random(f"sft {seed}"), reserved))
+    write_rows(directory / "gate.jsonl", (_demonstration_row(demo, "gate") for demo in gate))
+    write_rows(directory / "sft.jsonl", _sft_rows(Random(f"sft {seed}"), reserved))
 
 
 def _sft_rows(rng: Random, reserved: Collection[str]) -> Iterator[dict[str, Any]]:
@@ -115,10 +113,6 @@ def _texts() -> Iterator[str]:
                 )
 
 
-def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    write_whole(path, (f"{json.dumps(row)}\n".encode() for row in rows))
-
-
 # Demonstrations as files of dialogues and of preferences:
 #
 #     {run}/data/sharegpt.jsonl  sharegpt-heldout.jsonl    whole chains with <result>, as published
@@ -156,7 +150,7 @@ def write_dialogues(folder: Path, seed: int) -> None:
         learned = rows(Random(f"{name} {seed}"), count, reserved | held_out)
         for suffix, part in (("", learned), ("-heldout", held)):
             file = f"{name}{suffix}.jsonl"
-            _write(folder / file, part)
+            write_rows(folder / file, part)
             registry[f"{name}{suffix}"] = {
                 "file_name": file,
                 "formatting": "sharegpt",

@@ -19,7 +19,7 @@ import sys
 import traceback
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 MAX_ERROR_CHARS = 2000
@@ -32,8 +32,8 @@ def serve(
 ) -> None:
     """Answer requests until the host closes its end: run a cell, fork, or return the digest of the
     variables and of the files below `home`."""
-    num_cells = 0
-    while (request := receive(fd)) is not None:
+    num_cells, requests = 0, os.fdopen(fd, "rb", closefd=False)
+    while (request := receive(requests)) is not None:
         if "code" in request:
             num_cells += 1
             output, problem = run_cell(request["code"], scope, num_cells, max_chars)
@@ -68,10 +68,8 @@ class _Output(io.TextIOBase):
 
     def __init__(self, max_chars: int) -> None:
         self.half = max_chars // 2
+        self.head = self.tail = ""
         self.total = 0
-        self.head = ""
-        self.parts: list[str] = []
-        self.num_pending = 0
 
     def writable(self) -> bool:
         return True
@@ -80,11 +78,10 @@ class _Output(io.TextIOBase):
         size = len(text)
         if not isinstance(text, str):
             text = bytes(text).decode("utf-8", "backslashreplace")
-        self.parts.append(text)
+        room = self.half - len(self.head)
+        self.head += text[:room]
+        self.tail = (self.tail + text[room:])[-self.half :]
         self.total += len(text)
-        self.num_pending += len(text)
-        if self.num_pending > 8 * self.half:
-            self._compact()
         if self.total > 2 * self.half * FLOOD_FACTOR:
             raise RuntimeError("too much output")
         return size
@@ -94,18 +91,10 @@ class _Output(io.TextIOBase):
         """The binary layer: `write` also takes bytes."""
         return self
 
-    def _compact(self) -> None:
-        text = "".join(self.parts)
-        room = self.half - len(self.head)
-        self.head += text[:room]
-        self.parts = [text[room:][-self.half :]]
-        self.num_pending = len(self.parts[0])
-
     def text(self) -> str:
-        self._compact()
-        num_left_out = self.total - len(self.head) - self.num_pending
+        num_left_out = self.total - len(self.head) - len(self.tail)
         gap = f"\n... {num_left_out} characters left out ...\n" if num_left_out > 0 else ""
-        return (self.head + gap + self.parts[0]).rstrip("\n")
+        return (self.head + gap + self.tail).rstrip("\n")
 
 
 def run_cell(code: str, scope: dict[str, Any], number: int, max_chars: int) -> tuple[str, str]:
@@ -149,20 +138,9 @@ def send(fd: int, message: dict[str, Any]) -> None:
         data = data[os.write(fd, data) :]
 
 
-def receive(fd: int) -> dict[str, Any] | None:
-    header = _read(fd, 4)
-    message = _read(fd, struct.unpack("!I", header)[0]) if header else b""
-    return json.loads(message) if message else None
-
-
-def _read(fd: int, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        piece = os.read(fd, size - len(data))
-        if not piece:
-            return b""
-        data += piece
-    return data
+def receive(requests: BinaryIO) -> dict[str, Any] | None:
+    header = requests.read(4)
+    return json.loads(requests.read(struct.unpack("!I", header)[0])) if header else None
 
 
 # Deterministic runs: seeds, and the digest of a session's state.

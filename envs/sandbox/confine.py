@@ -10,8 +10,11 @@ import platform
 import resource
 import signal
 import struct
+import tomllib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+FILES = ("confine.py", "system_calls.toml")  # of this module
 SESSION_ID = 1000  # uid and gid inside a session
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
@@ -170,6 +173,14 @@ def be_seen(value: bool) -> None:
     _prctl(PR_SET_DUMPABLE, int(value))
 
 
+def become(uid: int | None) -> None:
+    """Become this user and its group permanently, without other groups; None: no change."""
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+
+
 def no_new_privileges() -> None:
     """Set no-new-privileges, which a system-call filter requires."""
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
@@ -252,76 +263,30 @@ FCNTL = (0, 1, 2, 3, 4, 1030, 1031, 1032)  # duplicates, flags, pipe sizes; no o
 IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 PRCTL = (15, 16)  # the name of a thread
 PDEATHSIG = 1
-SECCOMP = (317, 277)
 SET_FILTER, NEW_LISTENER = 1, 8
 
-# name -> number on x86-64 and on aarch64, None if the call does not exist
-_Numbers = dict[str, tuple[int | None, int | None]]
-_READING: _Numbers = {
-    "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66),
-    "pread64": (17, 67), "pwrite64": (18, 68), "close": (3, 57), "close_range": (436, 436),
-    "fstat": (5, 80), "lseek": (8, 62), "mmap": (9, 222), "mprotect": (10, 226),
-    "munmap": (11, 215), "mremap": (25, 216), "brk": (12, 214), "madvise": (28, 233),
-    "msync": (26, 227), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135),
-    "rt_sigreturn": (15, 139), "rt_sigpending": (127, 136), "rt_sigtimedwait": (128, 137),
-    "rt_sigsuspend": (130, 133), "sigaltstack": (131, 132), "pause": (34, None),
-    "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24), "pipe": (22, None),
-    "pipe2": (293, 59), "select": (23, None), "pselect6": (270, 72), "poll": (7, None),
-    "ppoll": (271, 73), "epoll_create1": (291, 20), "epoll_ctl": (233, 21),
-    "epoll_wait": (232, None), "epoll_pwait": (281, 22), "eventfd2": (290, 19),
-    "sched_yield": (24, 124), "nanosleep": (35, 101), "clock_nanosleep": (230, 115),
-    "clock_gettime": (228, 113), "clock_getres": (229, 114), "gettimeofday": (96, 169),
-    "time": (201, None), "times": (100, 153), "getitimer": (36, 102), "setitimer": (38, 103),
-    "alarm": (37, None), "getpid": (39, 172), "gettid": (186, 178), "getppid": (110, 173),
-    "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177),
-    "getgroups": (115, 158), "getresuid": (118, 148), "getresgid": (120, 150),
-    "getpgrp": (111, None), "getpgid": (121, 155), "getsid": (124, 156), "uname": (63, 160),
-    "sysinfo": (99, 179), "getrusage": (98, 165), "getrlimit": (97, 163), "getcwd": (79, 17),
-    "umask": (95, 166), "getrandom": (318, 278), "futex": (202, 98),
-    "set_robust_list": (273, 99), "set_tid_address": (218, 96), "rseq": (334, 293),
-    "membarrier": (324, 283), "arch_prctl": (158, None), "getcpu": (309, 168),
-    "sched_getaffinity": (204, 123), "exit": (60, 93), "exit_group": (231, 94),
-    "restart_syscall": (219, 128), "getdents": (78, None), "getdents64": (217, 61),
-    "fstatfs": (138, 44), "fadvise64": (221, 223),
-}  # fmt: skip
-_QUERYING: _Numbers = {
-    "stat": (4, None), "lstat": (6, None), "newfstatat": (262, 79), "statx": (332, 291),
-    "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "statfs": (137, 43),
-    "readlink": (89, None), "readlinkat": (267, 78),
-}  # fmt: skip
-_CHANGING: _Numbers = {
-    "ftruncate": (77, 46), "truncate": (76, 45), "fallocate": (285, 47), "mkdir": (83, None),
-    "mkdirat": (258, 34), "rmdir": (84, None), "unlink": (87, None), "unlinkat": (263, 35),
-    "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276), "link": (86, None),
-    "linkat": (265, 37), "symlink": (88, None), "symlinkat": (266, 36), "creat": (85, None),
-    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "utimensat": (280, 88),
-    "fsync": (74, 82), "fdatasync": (75, 83),
-}  # fmt: skip
-_OTHER_FILES: _Numbers = {
-    "chdir": (80, 49), "sendfile": (40, 71), "copy_file_range": (326, 285),
-}  # fmt: skip
-_OWN_PROCESS: _Numbers = {"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131)}
-_SPECIAL: _Numbers = {"clone": (56, 220), "prctl": (157, 167), "capset": (126, 91)}
-# name -> where its flags are
-_OPEN: dict[str, tuple[tuple[int | None, int | None], int]] = {
-    "open": ((2, None), 1),
-    "openat": ((257, 56), 2),
-}
+with open(os.path.join(os.path.dirname(__file__), "system_calls.toml"), "rb") as _file:
+    _CALLS: dict[str, list[list[Any]]] = tomllib.load(_file)
+_SPECIAL = {name: numbers for name, *numbers in _CALLS["special"]}
 
 
 def numbers_of(machine: str, *names: str) -> list[int]:
     """The numbers of these system calls. Raises ValueError for an unsupported machine."""
     column = _column_of(machine)
-    return _column([_SPECIAL[name] for name in names], column)
+    return [_SPECIAL[name][column] for name in names]
+
+
+def _numbers(machine: str, *groups: str) -> list[int]:
+    column, rows = _column_of(machine), [row for group in groups for row in _CALLS[group]]
+    return [numbers[column] for _, *numbers in rows if column < len(numbers)]
 
 
 def listening(machine: str, fork_flags: int) -> list[Instruction]:
     """The filter above all sessions: its listener decides about the clone of forks,
     PR_SET_PDEATHSIG and signals."""
-    column = _column_of(machine)
     clone, prctl = numbers_of(machine, "clone", "prctl")
     code: list[Instruction] = [(LOAD, 0, 0, 0)]
-    for number in _column(_OWN_PROCESS.values(), column):
+    for number in _numbers(machine, "own_process"):
         code += [(IF_EQUAL, 0, 1, number), (RETURN, 0, 0, ASK)]
     for number, value in ((clone, fork_flags), (prctl, PDEATHSIG)):
         body = [(LOAD, 0, 0, 16), (IF_EQUAL, 0, 1, value), (RETURN, 0, 0, ASK)]
@@ -337,29 +302,28 @@ def program(machine: str, pid: int, *, files: bool, fork_flags: int = 0) -> list
     It allows no new threads. With `fork_flags` a listener
     decides about these forks and about signals. Raises ValueError for an unsupported machine.
     """
-    column, code = _column_of(machine), _beginning(machine)
-    names = _READING | _QUERYING | _CHANGING | _OTHER_FILES if files else _READING
-    for number in _column(names.values(), column):
+    code, others = _beginning(machine), ("querying", "changing", "other_files") if files else ()
+    for number in _numbers(machine, "reading", *others):
         code += [(IF_EQUAL, 0, 1, number), (RETURN, 0, 0, ALLOW)]
-    for numbers, place in _OPEN.values():
-        for number in _column([numbers], column):
+    for place, name in enumerate(("open", "openat"), 1):  # and where their flags are
+        for number in _numbers(machine, name):
             mask = 0 if files else NOT_READING
             code += _when(number, place, (0,), mask, errno.EROFS)
+    fstatat, fcntl, ioctl, prlimit, clone, prctl, capset, _ = numbers_of(machine, *_SPECIAL)
     if not files:  # the C library's fstat
-        code += _when((262, 79)[column], 3, (AT_EMPTY_PATH,), AT_EMPTY_PATH, errno.ENOENT)
+        code += _when(fstatat, 3, (AT_EMPTY_PATH,), AT_EMPTY_PATH, errno.ENOENT)
         # libraries can handle these errors
-        for calls, refusal in ((_QUERYING, errno.ENOENT), (_CHANGING, errno.EROFS)):
-            for number in _column(calls.values(), column):
+        for calls, refusal in (("querying", errno.ENOENT), ("changing", errno.EROFS)):
+            for number in _numbers(machine, calls):
                 code += [(IF_EQUAL, 0, 1, number), (RETURN, 0, 0, ERRNO | refusal)]
-    for number in _column(_OWN_PROCESS.values(), column):
+    for number in _numbers(machine, "own_process"):
         code += _when(number, 0, (0,), 0) if fork_flags else _when(number, 0, (pid,))
-    code += _when((72, 25)[column], 1, FCNTL)
-    code += _when((16, 29)[column], 1, IOCTL, refusal=errno.ENOTTY)
-    clone, prctl, capset = numbers_of(machine, "clone", "prctl", "capset")
+    code += _when(fcntl, 1, FCNTL)
+    code += _when(ioctl, 1, IOCTL, refusal=errno.ENOTTY)
     code += _when(prctl, 0, (*PRCTL, PDEATHSIG) if fork_flags else PRCTL)
     if fork_flags:  # a fork has capabilities in its own namespaces, and gives them up
         code += [(IF_EQUAL, 0, 1, capset), (RETURN, 0, 0, ALLOW)]
-    code += _when((302, 261)[column], 0, (0,))  # prlimit64, of itself
+    code += _when(prlimit, 0, (0,))  # prlimit64, of itself
     # the error for too many threads
     code += _when(clone, 0, (fork_flags,) if fork_flags else (), refusal=errno.EAGAIN)
     code += [(IF_EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, ERRNO | errno.EAGAIN)]
@@ -370,7 +334,7 @@ def _beginning(machine: str) -> list[Instruction]:
     """Refuse another architecture and the x32 numbers, and load the number of the call."""
     code = [
         (LOAD, 0, 0, 4),
-        (IF_EQUAL, 1, 0, AUDIT_ARCH[machine]),
+        (IF_EQUAL, 1, 0, [*AUDIT_ARCH.values()][_column_of(machine)]),
         (RETURN, 0, 0, KILL_PROCESS),
         (LOAD, 0, 0, 0),
     ]
@@ -385,32 +349,18 @@ def _beginning(machine: str) -> list[Instruction]:
 # no namespaces.
 
 NAMESPACES = 0x7E020000  # all CLONE_NEW flags except time
-_REFUSED: _Numbers = {
-    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
-    "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428),
-    "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432),
-    "fspick": (433, 433), "mount_setattr": (442, 442), "ptrace": (101, 117),
-    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
-    "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218), "bpf": (321, 280),
-    "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "kexec_load": (246, 104),
-    "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
-    "open_by_handle_at": (304, 265), "reboot": (169, 142), "swapon": (167, 224),
-    "syslog": (103, 116), "acct": (163, 89), "quotactl": (179, 60),
-}  # fmt: skip
-_SOCKETS: _Numbers = {"socket": (41, 198), "socketpair": (53, 199)}
 SOCKET_FAMILIES = (1, 2, 10, 16)  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK
 
 
 def program_filter(machine: str) -> list[Instruction]:
     """The filter for a program and all that it starts. Raises ValueError for another machine."""
-    column, code = _column_of(machine), _beginning(machine)
-    for number in _column(_REFUSED.values(), column):
+    code = _beginning(machine)
+    for number in _numbers(machine, "refused"):
         code += [(IF_EQUAL, 0, 1, number), (RETURN, 0, 0, ERRNO | errno.EPERM)]
     # the filter cannot read arguments in memory; without clone3 the C library calls clone
     code += [(IF_EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, ERRNO | errno.ENOSYS)]
     code += _when(numbers_of(machine, "clone")[0], 0, (0,), NAMESPACES)
-    for number in _column(_SOCKETS.values(), column):
+    for number in _numbers(machine, "sockets"):
         code += _when(number, 0, SOCKET_FAMILIES, refusal=errno.EAFNOSUPPORT)
     return [*code, (RETURN, 0, 0, ALLOW)]
 
@@ -427,7 +377,7 @@ def install(machine: str, filters: bytes, *, listen: bool = False) -> int:
     """
     header = _Program(len(filters) // 8, ctypes.cast(ctypes.c_char_p(filters), ctypes.c_void_p))
     flags = NEW_LISTENER if listen else 0
-    number = SECCOMP[_column_of(machine)]
+    (number,) = numbers_of(machine, "seccomp")
     result = int(_libc.syscall(number, SET_FILTER, ctypes.c_ulong(flags), ctypes.byref(header)))
     if result < 0:
         problem = ctypes.get_errno()
@@ -443,10 +393,6 @@ def _column_of(machine: str) -> int:
     if machine not in AUDIT_ARCH:
         raise ValueError(f"no system call filter for {machine}, only for {[*AUDIT_ARCH]}")
     return [*AUDIT_ARCH].index(machine)
-
-
-def _column(rows: Iterable[tuple[int | None, int | None]], column: int) -> list[int]:
-    return [number for row in rows if (number := row[column]) is not None]
 
 
 def _when(

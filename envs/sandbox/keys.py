@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from functools import partial
+from typing import Annotated, ClassVar
 
-import msgspec
 from msgspec import Meta, Struct, field
 
-from agentenv.base.config import ESSENTIAL, PATH, build_config
-from agentenv.contract.env import shared
+from agentenv.base.config import ESSENTIAL, PATH
+from agentenv.contract.tool_config import shared_config
 
 
 class SandboxLimits(Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,11 +60,4 @@ class PythonConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = False
 
 
-def python_config(values: Mapping[str, Any] | PythonConfig | None) -> PythonConfig:
-    """The settings, checked once per process. Raises ConfigError."""
-    if isinstance(values, PythonConfig):
-        return values
-    return shared(
-        ("python keys", msgspec.json.encode(values)),
-        lambda: build_config(PythonConfig, dict(values or {}), "python"),
-    )
+python_config = partial(shared_config, PythonConfig, "python")

@@ -48,13 +48,10 @@ class Interpreter(Struct, frozen=True):
 
     def open_to_all(self) -> bool:
         """Whether an unprivileged user could read all folders."""
-        for folder in self.folders:
-            if not os.stat(folder).st_mode & stat.S_IROTH:
-                return False
-            places = (Path(folder), *Path(folder).parents)
-            if not all(os.stat(place).st_mode & stat.S_IXOTH for place in places):
-                return False
-        return True
+        places = [place for one in self.folders for place in (Path(one), *Path(one).parents)]
+        return all(os.stat(one).st_mode & stat.S_IROTH for one in self.folders) and all(
+            place.stat().st_mode & stat.S_IXOTH for place in places
+        )
 
 
 async def find_interpreter(where: str | None) -> Interpreter:
@@ -124,7 +121,7 @@ LANDLOCK_ADVICE = (
 # The command line that puts the zygote into bubblewrap.
 
 HERE = Path(__file__).resolve().parent
-_INSIDE = ("zygote.py", "fork_broker.py", "process_table.py", "cells.py", "confine.py")
+_INSIDE = ("zygote.py", "fork_broker.py", "process_table.py", "cells.py", *confine.FILES)
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 NAMESPACES_ADVICE = (
     "Unprivileged user namespaces must be allowed: sysctl kernel.unprivileged_userns_clone=1 "

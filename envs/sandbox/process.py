@@ -216,7 +216,8 @@ class ZygoteProcess:
         python = await find_interpreter(config.interpreter)
         if rung == "landlock" and confine.landlock_abi() < 1:
             raise ConfigError(f"this kernel offers no Landlock. {LANDLOCK_ADVICE}")
-        isolated, home, files = rung == "namespaces", "", ExitStack()
+        isolated, files = rung == "namespaces", ExitStack()
+        home = "/tmp" if isolated else "/"
         prefix = bubblewrap(python) if isolated else []
         script = "/sandbox/zygote.py" if isolated else str(HERE / "zygote.py")
         if rung == "unsafe":
@@ -230,7 +231,6 @@ class ZygoteProcess:
             files.close()
             raise ConfigError(f"the Python sandbox cannot start: {error}") from error
         zygote = cls(process, rung)
-        started = False
         try:
             message = await process.started()
             if not message:
@@ -241,12 +241,12 @@ class ZygoteProcess:
             check_missing(report.missing, python)
             zygote.live_forks = report.live_forks
             asyncio.get_running_loop().add_reader(process.control, zygote._on_news)
-            started = True
-        except ForeignError as error:  # preloaded modules may do anything
-            raise InfraError(f"the sandbox did not start: {error}: {message[:200]!r}") from error
-        finally:
-            if not started:
-                await process.stop()
+        except BaseException as error:
+            await process.stop()
+            if isinstance(error, ForeignError):  # preloaded modules may do anything
+                problem = f"the sandbox did not start: {error}: {message[:200]!r}"
+                raise InfraError(problem) from error
+            raise
         return zygote
 
     def alive(self) -> bool:

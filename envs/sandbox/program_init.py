@@ -112,11 +112,7 @@ def _become(settings: dict[str, Any], output: int) -> None:
             os.dup2(fd, place)
         for name, value in settings["rlimits"].items():
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
-        uid = settings["uid"]
-        if uid is not None:
-            os.setgroups([])
-            os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)
+        confine.become(settings["uid"])
         os.chdir(settings["folder"])
         if settings["confined"]:
             confine.drop_privileges(True)

@@ -12,13 +12,14 @@ from msgspec import Meta, Struct, field
 
 from agentenv.base.config import ESSENTIAL, PATH
 from agentenv.base.errors import ConfigError
+from agentenv.envs.sandbox import confine
 from agentenv.envs.sandbox.launch import HERE, Interpreter, namespaces, parents
 
 MAX_OPEN_FILES = 4096
 TMP_BYTES = 256 << 20  # of /tmp and of /dev/shm each
 THREADS_A_PROCESS = 16  # counted against the processes of a user by the kernel
 FOLDER, INSIDE = "/home/agent", "/sandbox"
-INIT_FILES = ("program_init.py", "program_watch.py", "process_table.py", "confine.py")
+INIT_FILES = ("program_init.py", "program_watch.py", "process_table.py", *confine.FILES)
 SYSTEM_FILES = ("/etc/ssl", "/etc/ca-certificates", "/etc/pki", "/etc/ld.so.cache",
                 "/etc/alternatives", "/etc/mime.types")  # fmt: skip
 INSIDE_ETC = ("passwd", "group", "hosts", "nsswitch.conf")

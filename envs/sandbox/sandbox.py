@@ -367,20 +367,15 @@ class Sandbox:
 
     async def _launch_on(self, rung: Rung) -> ZygoteProcess:
         zygote = await ZygoteProcess.launch(self.config, rung)
-        tested = rung == "unsafe"
         try:
-            escape = "" if tested else await find_escape(zygote)
-            if escape:
+            if rung != "unsafe" and (escape := await find_escape(zygote)):
                 raise ConfigError(f"its self-test failed: {escape}")
-            tested = True
-        except InfraError as error:
-            if self.rung is not None:  # it has worked on this machine: a passing trouble
-                raise
+        except BaseException as error:
+            await zygote.stop()
+            if not isinstance(error, InfraError) or self.rung is not None:
+                raise  # a sandbox that has worked on this machine: a passing trouble
             advice = NAMESPACES_ADVICE if rung == "namespaces" else ""
             raise ConfigError(f"{error}. {advice}".rstrip(". ")) from error
-        finally:
-            if not tested:
-                await zygote.stop()
         return zygote
 
 

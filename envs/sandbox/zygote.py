@@ -20,7 +20,6 @@ A session runs untrusted code: the host trusts none of its answers.
 
 from __future__ import annotations
 
-import array
 import builtins
 import contextlib
 import errno
@@ -69,10 +68,7 @@ def main() -> None:
     os.nice(NICENESS)  # the trainer comes first
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # killed last when memory runs out
-    if config["uid"] is not None:
-        os.setgroups([])
-        os.setresgid(config["uid"], config["uid"], config["uid"])
-        os.setresuid(config["uid"], config["uid"], config["uid"])
+    confine.become(config["uid"])
     confine.die_with_parent()
     confine.no_new_privileges()
     confine.be_seen(True)
@@ -82,13 +78,8 @@ def main() -> None:
         initializer = ForkInitializer(config["tmp_bytes"], config["below_tmp"])
     del sys.path[0]
     missing = preload(config["preload"], config["preload_is_optional"])
-    home = "/"
-    if config["rung"] == "namespaces":
-        home = "/tmp"
-    elif config["rung"] == "landlock":
+    if config["rung"] == "landlock":
         config["rules_fd"] = confine.landlock_ruleset(confine.landlock_abi(), config["readable"])
-    else:
-        home = config["home"]
     config["rlimits"]["AS"] += _pages("self", 0) * resource.getpagesize()
     for fd in range(3):  # last, so that the host can read about a failure until here
         os.dup2(null, fd)
@@ -105,7 +96,7 @@ def main() -> None:
     os.close(own)
     gc.freeze()
     confine.use_huge_pages()
-    _serve(control, config, home, pids, broker)
+    _serve(control, config, pids, broker)
 
 
 def _filter(config: dict[str, Any], pid: int) -> bytes:
@@ -143,11 +134,7 @@ def _broker(
 
 
 def _serve(
-    control: socket.socket,
-    config: dict[str, Any],
-    home: str,
-    pids: dict[int, int],
-    broker: ForkBroker | None,
+    control: socket.socket, config: dict[str, Any], pids: dict[int, int], broker: ForkBroker | None
 ) -> None:
     """Answer requests and reap ended processes until the host is gone."""
     max_pages = config["max_total_bytes"] // resource.getpagesize()
@@ -156,20 +143,20 @@ def _serve(
     while True:
         ready = select.select(waiting, [], [], REAP_INTERVAL_S if pids else None)[0]
         if control in ready:
-            packet, channel = _receive_packet(control)
+            packet, fds, *_ = socket.recv_fds(control, 4096, 1)
             if not packet:
                 break
             request = json.loads(packet)
             if "spawn" in request:
-                pid = _spawn(channel, request["seed"], config, home)
-                os.close(channel)
+                pid = _spawn(fds[0], request["seed"], config)
+                os.close(fds[0])
                 if pid:
                     pids[request["spawn"]] = pid
                     if broker is not None and config["rung"] != "namespaces":
                         broker.begins(pid)
                     _announce(control, request["spawn"], pid)
             elif broker is not None and "fork" in request:
-                broker.grant(request["fork"], request["child"], channel)
+                broker.grant(request["fork"], request["child"], fds[0])
             elif broker is not None:
                 broker.forget(request["forget"])
         elif broker is not None and ready:
@@ -216,29 +203,16 @@ def _pages(pid: int | str, field: int) -> int:
         return int(file.read().split()[field])
 
 
-def _receive_packet(control: socket.socket) -> tuple[bytes, int]:
-    fds = array.array("i")
-    packet, ancillary, _, _ = control.recvmsg(4096, socket.CMSG_SPACE(fds.itemsize))
-    for _, _, data in ancillary:
-        fds.frombytes(data)
-    return packet, fds[0] if fds else -1
-
-
 def _reap(pids: dict[int, int], broker: ForkBroker | None) -> None:
-    while True:
-        try:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if not pid:
-            return
-        for number in [number for number, one in pids.items() if one == pid]:
-            del pids[number]
-        if broker is not None:
-            broker.ended(pid)
+    with contextlib.suppress(ChildProcessError):
+        while pid := os.waitpid(-1, os.WNOHANG)[0]:
+            for number in [number for number, one in pids.items() if one == pid]:
+                del pids[number]
+            if broker is not None:
+                broker.ended(pid)
 
 
-def _spawn(channel: int, seed: int, config: dict[str, Any], home: str) -> int:
+def _spawn(channel: int, seed: int, config: dict[str, Any]) -> int:
     """Fork a session; returns its pid, or 0 on failure, which the host reads."""
     ids = os.getuid(), os.getgid()  # inside they are unknown, until mapped
     isolated = config["rung"] == "namespaces"
@@ -255,18 +229,18 @@ def _spawn(channel: int, seed: int, config: dict[str, Any], home: str) -> int:
         try:
             if isolated:
                 confine.map_ids(*ids)
-            _run_session(channel, seed, config, home)
+            _run_session(channel, seed, config)
         finally:
             os._exit(1)  # never continue as a second zygote
     return pid
 
 
-def _run_session(channel: int, seed: int, config: dict[str, Any], home: str) -> None:
+def _run_session(channel: int, seed: int, config: dict[str, Any]) -> None:
     """Confine this process, then serve its cells until the host is gone."""
     os.dup2(channel, CHANNEL_FD)
     try:
         cells.seed_all(seed)
-        home = _confine(config, home)
+        home = _confine(config)
     except (OSError, ValueError) as error:
         cells.send(CHANNEL_FD, {"error": str(error)})
         return
@@ -280,10 +254,10 @@ def _run_session(channel: int, seed: int, config: dict[str, Any], home: str) -> 
     cells.serve(CHANNEL_FD, main_module.__dict__, config["max_output_chars"], files, fork)
 
 
-def _confine(config: dict[str, Any], home: str) -> str:
+def _confine(config: dict[str, Any]) -> str:
     """Drop all rights that a session must not have, and all descriptors except CHANNEL_FD; returns
     its working folder."""
-    rung = config["rung"]
+    rung, home = config["rung"], str(config["home"])
     if rung == "namespaces":
         confine.cover(config["tmp_bytes"], config["below_tmp"])
     else:
@@ -347,9 +321,7 @@ def stat_by_opening() -> None:
     os.environ["MPLCONFIGDIR"] = sys.prefix  # matplotlib requires an existing folder
 
 
-def _stat_by_opening(
-    path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True
-) -> os.stat_result:
+def _stat_by_opening(path: Any, *, dir_fd: int | None = None, **_: Any) -> os.stat_result:
     if isinstance(path, int):
         return os.fstat(path)
     try:
@@ -362,14 +334,7 @@ def _stat_by_opening(
         os.close(fd)
 
 
-def _access_by_opening(
-    path: Any,
-    mode: int,
-    *,
-    dir_fd: int | None = None,
-    effective_ids: bool = False,
-    follow_symlinks: bool = True,
-) -> bool:
+def _access_by_opening(path: Any, mode: int, *, dir_fd: int | None = None, **_: Any) -> bool:
     try:
         _stat_by_opening(path, dir_fd=dir_fd)
     except OSError:

@@ -34,7 +34,6 @@ from agentenv.learners.algorithms.credit import (
     Sharing,
     TreeCredit,
     Truncated,
-    are_equal,
     group_advantages,
     spread,
 )
@@ -107,11 +106,8 @@ def leave_one_out(rewards: Sequence[float] | Floats) -> Floats:
 
     Equal rewards and single rewards give exactly 0.
     """
-    values = np.asarray(rewards, np.float64)
-    if values.size < 2 or are_equal(values):
-        return np.zeros_like(values)
-    scaled: Floats = (values - values.mean()) * (values.size / (values.size - 1.0))
-    return scaled
+    others = max(1.0, len(rewards) - 1.0)
+    return group_advantages(rewards, norm_by_std=False) * (len(rewards) / others)
 
 
 class RLOO(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="rloo"):

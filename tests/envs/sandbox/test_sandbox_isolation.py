@@ -32,7 +32,8 @@ async def test_a_session_sees_only_its_own(sandbox: Sandbox) -> None:
     )
     assert names == "['HOME', 'LC_CTYPE', 'PWD', 'PYTHONHASHSEED']"
     assert await output_of(first, "os.listdir('/proc'), os.listdir('/tmp')") == f"([], {in_tmp})"
-    inside = ["cells.py", "confine.py", "fork_broker.py", "process_table.py", "zygote.py"]
+    code = ["cells.py", "confine.py", "fork_broker.py", "process_table.py"]
+    inside = [*code, "system_calls.toml", "zygote.py"]
     seen = await output_of(first, "sorted(os.listdir('/sandbox')), os.getppid(), os.getuid()")
     assert seen == f"({inside}, 1, 1000)"
     await first.run("open('/tmp/mine', 'w').write('secret')", 10)
