@@ -122,7 +122,7 @@ def check_special(renderer: Renderer, tools: ToolSchemas, texts: Sequence[str]) 
 
 async def packed_model(assembly: Assembly[Any]) -> str:
     """The learner's computation of a small model of this family matches transformers."""
-    from agentenv.learners.trees.model_check import TOLERANCE, check_model  # loads torch
+    from agentenv.learners.ranks.model_check import TOLERANCE, check_model  # loads torch
 
     learner, model = assembly.config.learner, await assembly.model()
     await in_thread(check_model, model, learner.context_parallel)

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from agentenv.base.errors import LearnerError
+from agentenv.base.model_files import load_pretrained
 from agentenv.learners.keys import SavedLearner
 from agentenv.learners.lora import add_adapters
 from agentenv.learners.ranks import checkpoint
@@ -32,7 +32,7 @@ from agentenv.learners.ranks.saved_checkpoint import Checkpoint, restore
 from agentenv.learners.ranks.shared import SharedCopy
 from agentenv.learners.ranks.trainer import Trainer
 from agentenv.learners.trees.liger import use_liger
-from agentenv.learners.trees.model_check import check_model
+from agentenv.learners.ranks.model_check import check_model
 from agentenv.learners.trees.policy import Policy
 
 WHILE_ASLEEP = (wire.Sleep, wire.ReleaseShared, wire.WriteShared)
@@ -204,7 +204,8 @@ def make_backend(init: wire.Init) -> RankBackend:
     transformers_logging.disable_progress_bar()
     check_model(Path(init.model_dir), config.context_parallel)
     # In the dtype of the files, weights are mapped, so that ranks of a machine share the pages.
-    model = AutoModelForCausalLM.from_pretrained(
+    model = load_pretrained(
+        "AutoModelForCausalLM",
         init.model_dir,
         dtype=checkpoint.stored_dtype(Path(init.model_dir)) or getattr(torch, config.dtype),
         attn_implementation="sdpa",

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -418,7 +418,10 @@ def _attend(
     if window is not None and window > layout.depth.max():  # all of every path
         window = None
     if layout.form == "blocked" and window is None:
-        return blocked_attention(query, key, value, layout.blocks, scale)
+        width = max(query.shape[-1], value.shape[-1])  # the kernel has one; zeros change nothing
+        wide = (pad(one, (0, width - one.shape[-1])) for one in (query, key, value))
+        attended = blocked_attention(*wide, layout.blocks, scale)
+        return attended[..., : value.shape[-1]].contiguous()
     if layout.form == "segments":
         return segment_attention(query, key, value, layout.segment_keys, scale, window)
     if layout.form == "flex" and query.shape[-1] >= MIN_FLEX_WIDTH:

@@ -10,7 +10,14 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from agentenv.base.errors import ConfigError
-from agentenv.learners.trees.model_check import TOLERANCE, check_model, distance, small
+from agentenv.learners.ranks.model_check import (
+    TOLERANCE,
+    check_export,
+    check_model,
+    distance,
+    random_model,
+    small,
+)
 
 MLA_AND_EXPERTS = ("deepseek_v2", "deepseek_v3")
 LONG = {"original_max_position_embeddings": 4096, "max_position_embeddings": 131_072}
@@ -76,7 +83,9 @@ def name_of(value: Any) -> str:
 
 @pytest.mark.parametrize(("family", "changes"), RIGHT, ids=name_of)
 def test_the_log_probs_are_those_of_transformers(family: str, changes: dict[str, Any]) -> None:
-    assert distance(small(CONFIG_MAPPING[family](**changes))) < TOLERANCE / 50
+    model = random_model(small(CONFIG_MAPPING[family](**changes)))
+    assert distance(model) < TOLERANCE / 50
+    check_export(model)
 
 
 @pytest.mark.parametrize(("family", "changes", "why"), REFUSED, ids=name_of)
