@@ -225,6 +225,26 @@ def check_known(model: Path) -> None:
     )
 
 
+def check_vocabulary(model: Path, tokenizer: Any) -> None:
+    """Raises DataError for tokens beyond the embedding, except special ones that neither begin or
+    end a text nor are in the chat template, such as those of images: no text of a run has them."""
+    size, template = vocab_size(model), str(getattr(tokenizer, "chat_template", None))
+    needed = {getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos")}
+    unused = {
+        token
+        for token, text in special_tokens(tokenizer).items()
+        if token not in needed and text not in template
+    }
+    beyond = {token: text for text, token in tokenizer.get_vocab().items() if token >= size}
+    if found := sorted(beyond.keys() - unused):
+        raise DataError(
+            f"{model}: the embedding has {size} rows (vocab_size in config.json), but the tokenizer"
+            f" has {len(found)} tokens beyond it, such as {beyond[found[0]]!r} (token {found[0]}); "
+            "remove them from the tokenizer, or save the model after "
+            "model.resize_token_embeddings(len(tokenizer))"
+        )
+
+
 def load_config(model: Path) -> Any:
     """The configuration of transformers in a model directory. Raises ConfigError."""
     check_known(model)

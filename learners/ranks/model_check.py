@@ -243,9 +243,11 @@ def _narrow(text: Any, own: Collection[dict[str, Any]]) -> dict[str, Any]:
     for names in RATIOS:
         unit = math.gcd(*real(*names)) or 1
         scale = HEAD_SIZE if real(*names) <= {unit} else HEAD_SIZE // 2
-        sizes |= dict.fromkeys(
-            names, {None: scale, **{one: one // unit * scale for one in real(*names)}}
-        )
+        scaled = {None: scale} | {one: one // unit * scale for one in real(*names)}
+        sizes |= dict.fromkeys(names, scaled)
+    parts = [getattr(text, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    if None not in parts:
+        sizes["qk_head_dim"] = sum(sizes["head_dim"][part] for part in parts)
     for names, least, step in ORDERED:
         ordered = enumerate(sorted(real(*names)))
         narrow = {None: least} | {one: least + step * place for place, one in ordered}

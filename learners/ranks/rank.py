@@ -27,12 +27,12 @@ from agentenv.learners.ranks.deepspeed_backend import DeepSpeedBackend
 from agentenv.learners.ranks.dpo import prefer
 from agentenv.learners.ranks.export import write_adapter_only, write_model
 from agentenv.learners.ranks.messages import R
+from agentenv.learners.ranks.model_check import check_model
 from agentenv.learners.ranks.offloaded_memory import HostMemory, OffloadedMemory
 from agentenv.learners.ranks.saved_checkpoint import Checkpoint, restore
 from agentenv.learners.ranks.shared import SharedCopy
 from agentenv.learners.ranks.trainer import Trainer
 from agentenv.learners.trees.liger import use_liger
-from agentenv.learners.ranks.model_check import check_model
 from agentenv.learners.trees.policy import Policy
 
 WHILE_ASLEEP = (wire.Sleep, wire.ReleaseShared, wire.WriteShared)
