@@ -32,7 +32,7 @@ FAMILIES = {  # regular expressions; a family that shares a form with an earlier
     "GLM": r"\[(?:[gs]?MASK|sop|eop)\]",
     "MiniMax": r"\][^\s\[\]]*~[^\s\[\]]*[\[\]]|\[e~\[|\]<\][^\[\]]*\[>\[|</?minimax:\w+",
     "InternLM": r"\[UNUSED_TOKEN_\d+\]|<TOKENS_UNUSED_\d+>",
-    "EXAONE": r"\[\|[^\s\[\]|]+\|\]",
+    "EXAONE": r"\[\|[^\s\[\]|]+\|\]|\[(?:BOS|EOS|PAD|UNK|CLS|SEP)\]",
     "Cohere, Nemotron": r"</?(?:[A-Z]+_TOKEN|SPECIAL_\d+|extra_id_\d+|PAD|UNK|CLS|SEP|EOS|BOS)>",
     "Qwen, Hermes": r"</?(?:tools|tool_(?:call|response|output|list|result)s?|think)>",
     "StarCoder, Granite": r"<(?:fim|file|repo|issue|jupyter|commit|gh|empty)_\w+>",

@@ -73,7 +73,7 @@ def check_model(directory: Path, context_parallel: int = 1) -> None:
         )
     with _step(family, "no small model could be made"):
         model = random_model(small(config))
-    with _step(family, "its forward or backward pass over a packed tree failed"):
+    with _step(family, "its forward pass or gradient over a packed tree failed"):
         gap = distance(model)
     if not gap <= TOLERANCE:
         raise ConfigError(

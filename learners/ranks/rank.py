@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
-from transformers.utils import logging as transformers_logging
 
 from agentenv.base.errors import LearnerError
 from agentenv.base.model_files import load_pretrained
@@ -201,7 +200,6 @@ def make_backend(init: wire.Init) -> RankBackend:
     """Load the model and start the configured backend. Raises ConfigError for an unsupported
     model."""
     config = init.config
-    transformers_logging.disable_progress_bar()
     check_model(Path(init.model_dir), config.context_parallel)
     # In the dtype of the files, weights are mapped, so that ranks of a machine share the pages.
     model = load_pretrained(
