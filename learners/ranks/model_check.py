@@ -36,25 +36,26 @@ WINDOW = 5  # tokens, less than the paths below, like every other length in a sm
 POSITIONS = 8
 HEADS, HEAD_SIZE = 4, 16
 SIZES = {  # of a small model; sizes that its configuration does not have are skipped
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
     **{"hidden_size_per_layer_input": 16, "laurel_rank": 8, "zero_expert_num": 2},
+    **{"num_attention_heads": HEADS, "hidden_size": HEADS * HEAD_SIZE},
 }
-ACTIVE = ("num_experts_per_tok", "top_k_experts", "moe_topk")
-HEAD_WIDTHS = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-RATIOS = (HEAD_WIDTHS, ("linear_key_head_dim", "linear_value_head_dim"))  # kept, also of sums
+RATIOS = (  # widths that keep their ratios, and so the inequalities of their sums
+    ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    ("linear_key_head_dim", "linear_value_head_dim"),
+)
 ORDERED = (  # sizes that keep their order: names, the least one, and the step to the next
     (("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size",
       "shared_intermediate_size", "ffn_hidden_size", "expert_ffn_hidden_size"), 32, 16),
     (("q_lora_rank", "kv_lora_rank"), 16, 8),
     (("linear_num_key_heads", "linear_num_value_heads"), 2, 2),
+    (("num_experts_per_tok", "top_k_experts", "moe_topk", "num_experts", "num_local_experts",
+      "n_routed_experts"), 2, 2),
+    (("n_group", "topk_group"), 1, 1),
     (("vocab_size_per_layer_input", "vocab_size"), VOCABULARY, 8),
 )  # fmt: skip
-FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers")  # counts of the first layers
-SHARED_LAYERS = (
-    "num_kv_shared_layers"  # the number of last layers that use the keys of earlier ones
-)
+FIRST_LAYERS, LAST_LAYERS = ("first_k_dense_replace", "num_dense_layers"), ("num_kv_shared_layers",)
 SPREAD = 0.15  # of random weights, so that log-probs depend on token and context
 
 
@@ -187,10 +188,12 @@ def small(config: Any) -> Any:
     unchanged."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
-    own = _own_of_layers(text)
+    tables = text.to_dict().get("per_layer_config") or {}  # sizes of single layers
+    own = {int(layer): table for layer, table in tables.items()}
+    if own:
+        text.per_layer_config = None
     kept = _keep_one_layer_of_each_kind(text, own)
-    sizes = {**SIZES, **_narrow(text, own.values())}
-    own = {place: own[layer] for place, layer in enumerate(kept) if layer in own}
+    sizes = _narrow(text, own.values())
     for name, size in sizes.items():
         now = getattr(text, name, False)
         if isinstance(now, list):
@@ -207,8 +210,8 @@ def small(config: Any) -> Any:
     _shorten_positions(text)
     if own:
         text.per_layer_config = {
-            place: {name: _of(sizes.get(name, value), value) for name, value in table.items()}
-            for place, table in own.items()
+            place: {key: _of(sizes.get(key, one), one) for key, one in own.get(layer, {}).items()}
+            for place, layer in enumerate(kept)
         }
     return config
 
@@ -216,14 +219,6 @@ def small(config: Any) -> Any:
 def _of(size: int | dict[int | None, int], now: int | None) -> int | None:
     """The small size of a real one, which may be small already by another name."""
     return size.get(now, now) if isinstance(size, dict) else size
-
-
-def _own_of_layers(text: Any) -> dict[int, dict[str, Any]]:
-    """The sizes of single layers, by number, which are removed."""
-    found = text.to_dict().get("per_layer_config") or {}
-    if found:
-        text.per_layer_config = None
-    return {int(layer): table for layer, table in found.items()}
 
 
 def _narrow(text: Any, own: Collection[dict[str, Any]]) -> dict[str, Any]:
@@ -239,7 +234,7 @@ def _narrow(text: Any, own: Collection[dict[str, Any]]) -> dict[str, Any]:
     def sign(left: int, right: int) -> int:
         return (left > right) - (left < right)
 
-    sizes: dict[str, Any] = {}
+    sizes: dict[str, Any] = {**SIZES}
     for names in RATIOS:
         unit = math.gcd(*real(*names)) or 1
         scale = HEAD_SIZE if real(*names) <= {unit} else HEAD_SIZE // 2
@@ -254,23 +249,15 @@ def _narrow(text: Any, own: Collection[dict[str, Any]]) -> dict[str, Any]:
         sizes |= dict.fromkeys(names, narrow)
     sizes["q_lora_rank"] = {**sizes["q_lora_rank"], None: None}  # another form of queries
     heads, keys = (getattr(text, f"num_{name}_heads", None) for name in ("attention", "key_value"))
-    sizes |= {"num_attention_heads": HEADS, "hidden_size": HEADS * HEAD_SIZE}
     sizes["num_key_value_heads"] = {
         key: HEADS // _share(heads, key) for key in (*real("num_key_value_heads"), keys)
     }
     width = getattr(text, "head_dim", None)
-    if heads and isinstance(width, int) and not real("qk_rope_head_dim", "mamba_expand"):
+    if type(heads) is type(width) is int and not real("qk_rope_head_dim", "mamba_expand"):
         sizes["hidden_size"] += HEAD_SIZE * sign(text.hidden_size, heads * width)
     for head, state in (("mamba_d_head", "mamba_d_state"), ("mamba_head_dim", "ssm_state_size")):
         for one, other in zip(real(state), real(head), strict=False):
             sizes[state] = HEAD_SIZE + HEAD_SIZE // 2 * sign(one, other)
-    experts = real("num_experts", "num_local_experts", "n_routed_experts")
-    for name in ACTIVE:
-        active = {one: 4 if one in experts else min(2, one) for one in real(name)}
-        sizes[name] = {None: 2, **active}
-    groups, chosen = real("n_group"), real("topk_group")
-    sizes["n_group"] = min(2, *(groups or {1}))
-    sizes["topk_group"] = 1 if groups != chosen else sizes["n_group"]
     return sizes
 
 
@@ -291,10 +278,8 @@ def _keep_one_layer_of_each_kind(text: Any, own: dict[int, dict[str, Any]]) -> l
         for name, value in values.items()
         if name not in by_layer and "layer" in name and all(isinstance(n, int) for n in value)
     }
-    first = {name: getattr(text, name, 0) or 0 for name in FIRST_LAYERS}
-    counts = {name: set(range(number)) for name, number in first.items()}
-    shared = getattr(text, SHARED_LAYERS, 0) or 0
-    counts[SHARED_LAYERS] = set(range(total - shared, total))
+    counts = {name: range(getattr(text, name, None) or 0) for name in FIRST_LAYERS}
+    counts |= {name: range(total - (getattr(text, name, None) or 0), total) for name in LAST_LAYERS}
     kinds: dict[Any, int] = {}
     for layer in range(total):
         kind = (
