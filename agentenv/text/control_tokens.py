@@ -6,38 +6,19 @@ of chat messages, `KNOWN` matches those of every family in docs/learner.md by th
 
 from __future__ import annotations
 
-import logging
 import re
+import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from agentenv.base.errors import SHOWN
 from agentenv.base.model_files import special_tokens
-from agentenv.contract.env import shared
+from agentenv.contract.env import tally
 from agentenv.text.call_syntax import CALL_TEXTS
 
-logger = logging.getLogger(__name__)
-
-FAMILIES = {  # regular expressions; a family that shares a form with an earlier one needs no entry
-    "ChatML, Llama 3, Phi, GLM, Granite, Cohere, OLMo, LFM2, gpt-oss, Kimi": r"<\|[^\s<>|]+\|?>",
-    "Gemma 4": r"<[^\s<>|]+\|>",
-    "DeepSeek, Hunyuan": r"<?\uff5c[^\s<>\uff5c]+\uff5c>?",
-    "Llama 2, Mistral": (
-        r"</?s>|<</?SYS>>|\[/?(?:INST|AVAILABLE_TOOLS|TOOL_(?:CALLS|RESULTS|CONTENT)|SYSTEM_PROMPT"
-        r"|MODEL_SETTINGS|ARGS|CALL_ID|THINK|IMG(?:_BREAK|_END)?|(?:BEGIN_)?AUDIO|TRANSCRIBE"
-        r"|PREFIX|MIDDLE|SUFFIX)\]"
-    ),
-    "Gemma, Phi, InternLM": r"<(?:start|end)_of_\w+>|</?(?:bos|eos|pad|unk|mask|sop|eop|eo[ahms])>",
-    "GLM": r"\[(?:[gs]?MASK|sop|eop)\]",
-    "MiniMax": r"\][^\s\[\]]*~[^\s\[\]]*[\[\]]|\[e~\[|\]<\][^\[\]]*\[>\[|</?minimax:\w+",
-    "InternLM": r"\[UNUSED_TOKEN_\d+\]|<TOKENS_UNUSED_\d+>",
-    "EXAONE": r"\[\|[^\s\[\]|]+\|\]|\[(?:BOS|EOS|PAD|UNK|CLS|SEP)\]",
-    "Cohere, Nemotron": r"</?(?:[A-Z]+_TOKEN|SPECIAL_\d+|extra_id_\d+|PAD|UNK|CLS|SEP|EOS|BOS)>",
-    "Qwen, Hermes": r"</?(?:tools|tool_(?:call|response|output|list|result)s?|think)>",
-    "StarCoder, Granite": r"<(?:fim|file|repo|issue|jupyter|commit|gh|empty)_\w+>",
-    "LongCat, Seed, Ernie": r"</?(?:longcat_\w+|seed:[\w/]+|mask:\d+)>",
-}
+_TABLE = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+FAMILIES: dict[str, str] = tomllib.loads(_TABLE)  # regular expressions
 PROBE = "qProbeq"
 NUM_SHOWN_CHARS = 40
 
@@ -49,7 +30,11 @@ def broken(pattern: re.Pattern[str] | None, text: str, *, counted: bool = False)
     if pattern is None or found is None:
         return text
     if counted:
-        shared("control tokens", BrokenTokens).add(text[found.start() :][:NUM_SHOWN_CHARS])
+        shown = text[found.start() :][:NUM_SHOWN_CHARS]
+        tally("control_tokens/num_broken").add(
+            1,
+            f"the text of a tool or user contains a control token, which a space breaks: {shown!r}",
+        )
     return pattern.sub(r"\1 ", text)
 
 
@@ -116,25 +101,3 @@ def _written(tokenizer: Any) -> Iterator[str]:
             yield str(
                 tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
             )
-
-
-class BrokenTokens:
-    """Counts the texts of tools and users in which control tokens were broken."""
-
-    def __init__(self) -> None:
-        self.number = 0
-
-    def add(self, text: str) -> None:
-        """Count a text; the first one is reported."""
-        if not self.number:
-            logger.warning(
-                "the text of a tool or user contains a control token, which a space breaks: %r "
-                "(env/control_tokens/num_broken)",
-                text,
-                extra=SHOWN,
-            )
-        self.number += 1
-
-    def stats(self) -> dict[str, float]:
-        """The number as a metric."""
-        return {"control_tokens/num_broken": float(self.number)}

@@ -14,7 +14,6 @@ cannot forge tags or special tokens. `agentenv/text/native.py` is the renderer o
 
 from __future__ import annotations
 
-import logging
 import re
 from array import array
 from collections import OrderedDict
@@ -25,18 +24,16 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 
 from msgspec import Meta, Struct
 
-from agentenv.base.errors import SHOWN, ConfigError, DataError
+from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.model_files import template_end
 from agentenv.base.types import Completion, Message, Role, ToolCall
 from agentenv.base.untrusted import shortened
-from agentenv.contract.env import check_observation, shared
+from agentenv.contract.env import check_observation, tally
 from agentenv.text.call_syntax import THOUGHT_OPEN
 from agentenv.text.control_tokens import broken, control_tokens, pattern_of
 from agentenv.text.encoder import Encoder, EncoderLostError, decoder, fast_tokenizer
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.tags import TAGS, Shown, check_tags, tag_calls, with_tools, written_arguments
-
-logger = logging.getLogger(__name__)
 
 RESULT_OPEN = " <result>\n"
 RESULT_CLOSE = "\n</result>"
@@ -50,6 +47,10 @@ FEW_CHARS = 200  # a shorter text is encoded on the loop, which is faster than s
 MAX_KNOWN_CHARS = 4_000_000  # of cached texts, since branches of a tree read equal texts
 
 SYSTEM_MARK = "[system message]"
+SYSTEM_MOVED = (
+    "the chat template rejects or omits a system message where it stands; it becomes a message of "
+    f"the user that begins with {SYSTEM_MARK}"
+)
 NO_USER = "the chat template cannot write a user's message after an"
 
 ToolSchemas = Sequence[dict[str, Any]]
@@ -275,7 +276,8 @@ class TextCodec:
         users = _as_users(messages, from_place=int(not after_turn))
         for found in (users, _joined(users), _joined(_as_users(messages))):
             if self._is_written(tuple([message.role for message in found]), after_turn):
-                shared("moved messages", MovedMessages).add(messages, found)
+                number = _num_system(messages) - _num_system(found)
+                tally("program/system_as_user").add(number, SYSTEM_MOVED)
                 return found
         return messages
 
@@ -463,28 +465,8 @@ class TagRenderer(TextCodec):
         return [texts[0].removeprefix(end), *texts[1:]]
 
 
-class MovedMessages:
-    """Counts the system messages that became messages of the user."""
-
-    def __init__(self) -> None:
-        self.number = 0
-
-    def add(self, messages: Sequence[Message], found: Sequence[Message]) -> None:
-        """Count those of one prompt or answer; the first one is reported."""
-        before, after = (
-            sum(message.role == "system" for message in one) for one in (messages, found)
-        )
-        if before > after and not self.number:
-            text = (
-                "the chat template rejects or omits a system message where it stands; it becomes a "
-                "message of the user that begins with %s (env/program/system_as_user)"
-            )
-            logger.warning(text, SYSTEM_MARK, extra=SHOWN)
-        self.number += before - after
-
-    def stats(self) -> dict[str, float]:
-        """The number as a metric."""
-        return {"program/system_as_user": float(self.number)}
+def _num_system(messages: Sequence[Message]) -> int:
+    return sum(message.role == "system" for message in messages)
 
 
 def _as_users(messages: Sequence[Message], from_place: int = 0) -> list[Message]:
