@@ -30,11 +30,9 @@ def broken(pattern: re.Pattern[str] | None, text: str, *, counted: bool = False)
     if pattern is None or found is None:
         return text
     if counted:
+        problem = "a space breaks a control token in the text of a tool or user"
         shown = text[found.start() :][:NUM_SHOWN_CHARS]
-        tally("control_tokens/num_broken").add(
-            1,
-            f"the text of a tool or user contains a control token, which a space breaks: {shown!r}",
-        )
+        tally("control_tokens/num_broken").add(1, f"{problem}: {shown!r}")
     return pattern.sub(r"\1 ", text)
 
 

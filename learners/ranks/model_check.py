@@ -41,7 +41,9 @@ SIZES = {  # of a small model; sizes that its configuration does not have are sk
     **{"hidden_size_per_layer_input": 16, "laurel_rank": 8, "zero_expert_num": 2},
     **{"num_attention_heads": HEADS, "hidden_size": HEADS * HEAD_SIZE},
 }
-RATIOS = (  # widths that keep their ratios, and so the inequalities of their sums
+RATIOS: tuple[
+    tuple[str, ...], ...
+] = (  # widths that keep their ratios, and so the inequalities of their sums
     ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     ("linear_key_head_dim", "linear_value_head_dim"),
 )
@@ -194,8 +196,9 @@ def small(config: Any) -> Any:
         text.per_layer_config = None
     kept = _keep_one_layer_of_each_kind(text, own)
     sizes = _narrow(text, own.values())
-    for name, size in sizes.items():
-        now = getattr(text, name, False)
+    real = {name: getattr(text, name, False) for name in sizes}  # some have two names
+    for name, now in real.items():
+        size = sizes[name]
         if isinstance(now, list):
             setattr(text, name, [_of(size, one) for one in now])
         elif isinstance(now, int | None) and not isinstance(now, bool):
@@ -217,7 +220,7 @@ def small(config: Any) -> Any:
 
 
 def _of(size: int | dict[int | None, int], now: int | None) -> int | None:
-    """The small size of a real one, which may be small already by another name."""
+    """The small size of a real one."""
     return size.get(now, now) if isinstance(size, dict) else size
 
 

@@ -385,14 +385,15 @@ def _attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Transformers calls it in each layer; query, key, value: [1, heads, tokens, width]."""
+    has_none = attention_mask is not None and not attention_mask.numel()  # families may slice it
     if tree_layout is None:
-        if attention_mask is NO_MASK:
+        if has_none:
             raise ValueError("NO_MASK requires tree_layout")
         output: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **others
         )
         return output
-    if attention_mask is not NO_MASK:
+    if not has_none:
         raise ValueError("tree_layout requires attention_mask = NO_MASK")
     share = tree_layout.share
     num_tokens = len(tree_layout.end) if share is None else share.num_tokens
@@ -419,8 +420,8 @@ def _attend(
         window = None
     if layout.form == "blocked" and window is None:
         width = max(query.shape[-1], value.shape[-1])  # the kernel has one; zeros change nothing
-        wide = (pad(one, (0, width - one.shape[-1])) for one in (query, key, value))
-        attended = blocked_attention(*wide, layout.blocks, scale)
+        wide = [pad(one, (0, width - one.shape[-1])) for one in (query, key, value)]
+        attended = blocked_attention(wide[0], wide[1], wide[2], layout.blocks, scale)
         return attended[..., : value.shape[-1]].contiguous()
     if layout.form == "segments":
         return segment_attention(query, key, value, layout.segment_keys, scale, window)
