@@ -19,8 +19,8 @@ from agentenv.text.call_syntax import CALL_TEXTS
 
 _TABLE = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 FAMILIES: dict[str, str] = tomllib.loads(_TABLE)  # regular expressions
-PROBE = "qProbeq"
 NUM_SHOWN_CHARS = 40
+SIGN = re.compile(r"[^\w\s]|_")  # neither of a word nor blank
 
 
 def broken(pattern: re.Pattern[str] | None, text: str, *, counted: bool = False) -> str:
@@ -52,7 +52,8 @@ def control_tokens(tokenizer: Any, eos_ids: Collection[int] = ()) -> dict[int, s
     """The control tokens among the added tokens of a tokenizer: special and named ones, those that
     end a turn, and those that its chat template, a call of any style, or a known family writes. The
     others, such as line breaks and tags of HTML, are text."""
-    added = {token: str(one.content) for token, one in _added(tokenizer).items()}
+    decoder: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    added = {token: str(one.content) for token, one in decoder.items()}
     named = {str(one) for one in getattr(tokenizer, "all_special_tokens", ())}
     own = {*special_tokens(tokenizer), *eos_ids}
     found = {token: text for token, text in added.items() if token in own or text in named}
@@ -62,19 +63,9 @@ def control_tokens(tokenizer: Any, eos_ids: Collection[int] = ()) -> dict[int, s
         found |= {
             token: text
             for token, text in rest.items()
-            if KNOWN.match(text) or (_is_mark(text) and text in written)
+            if KNOWN.match(text) or (SIGN.search(text) and text in written)
         }
     return found
-
-
-def _added(tokenizer: Any) -> Mapping[int, Any]:
-    found: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-    return found
-
-
-def _is_mark(text: str) -> bool:
-    """Whether a text has a character that is neither of a word nor blank."""
-    return any(not (char.isalnum() or char.isspace()) for char in text)
 
 
 def _written(tokenizer: Any) -> Iterator[str]:
@@ -90,11 +81,16 @@ def _written(tokenizer: Any) -> Iterator[str]:
             parts = Environment(autoescape=False).lex(source)
             yield from (text for _, kind, text in parts if kind in ("data", "string"))
     call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {}}}
-    asked, said = {"role": "user", "content": PROBE}, {"role": "assistant", "content": PROBE}
-    called = {"role": "assistant", "content": "", "tool_calls": [call]}
-    result = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": PROBE}
-    system = {"role": "system", "content": PROBE}
-    for chat in ([asked, said, asked], [system, asked], [asked, called, result, said]):
+    extra = {
+        "assistant": {"tool_calls": [call]},
+        "tool": {"name": "f", "tool_call_id": "call00000"},
+    }
+    for roles, more in (
+        ("user assistant user", {}),
+        ("system user", {}),
+        ("user assistant tool", extra),
+    ):
+        chat = [{"role": role, "content": "q", **more.get(role, {})} for role in roles.split()]
         with suppress(Exception):  # any error of template code: it writes no such chat
             yield str(
                 tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)

@@ -196,7 +196,6 @@ START: tuple[Check, ...] = (
     Check("model type", "model", RUNS, start_checks.model_type, MODEL),
     # the directory contains configuration, tokenizer and weights; the endpoint responds
     Check("model", "model", ALL, part("tokenizer"), MODEL),
-    Check("vocabulary", "model", RUNS, start_checks.vocabulary, MODEL),
     Check("context", "model", SAMPLING, start_checks.context, MODEL),
     # the renderer can write the prompts of this model
     Check("chat template", "model", ALL, part("renderers"), MODEL),

@@ -364,13 +364,11 @@ async def graders_here(assembly: RolloutAssembly[Any]) -> None:
 
 
 async def model_type(assembly: Assembly[Any]) -> None:
-    """transformers knows the type of the model."""
-    await in_thread(check_known, await assembly.model())
-
-
-async def vocabulary(assembly: Assembly[Any]) -> None:
-    """The model has an embedding for every token of its tokenizer."""
-    await in_thread(check_vocabulary, await assembly.model(), await assembly.tokenizer())
+    """transformers knows the type of the model, which has an embedding for every token."""
+    model = await assembly.model()
+    assert model is not None, "an endpoint cannot be trained"
+    await in_thread(check_known, model)
+    await in_thread(check_vocabulary, model, await assembly.tokenizer())
 
 
 async def context(assembly: RolloutAssembly[Any]) -> None:

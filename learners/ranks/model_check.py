@@ -234,9 +234,6 @@ def _narrow(text: Any, own: Collection[dict[str, Any]]) -> dict[str, Any]:
         flat = [part for one in found for part in (one if isinstance(one, list) else [one])]
         return {part for part in flat if type(part) is int}
 
-    def sign(left: int, right: int) -> int:
-        return (left > right) - (left < right)
-
     sizes: dict[str, Any] = {**SIZES}
     for names in RATIOS:
         unit = math.gcd(*real(*names)) or 1
@@ -257,10 +254,10 @@ def _narrow(text: Any, own: Collection[dict[str, Any]]) -> dict[str, Any]:
     }
     width = getattr(text, "head_dim", None)
     if type(heads) is type(width) is int and not real("qk_rope_head_dim", "mamba_expand"):
-        sizes["hidden_size"] += HEAD_SIZE * sign(text.hidden_size, heads * width)
+        sizes["hidden_size"] += HEAD_SIZE * int(np.sign(text.hidden_size - heads * width))
     for head, state in (("mamba_d_head", "mamba_d_state"), ("mamba_head_dim", "ssm_state_size")):
         for one, other in zip(real(state), real(head), strict=False):
-            sizes[state] = HEAD_SIZE + HEAD_SIZE // 2 * sign(one, other)
+            sizes[state] = HEAD_SIZE + HEAD_SIZE // 2 * int(np.sign(one - other))
     return sizes
 
 

@@ -153,7 +153,7 @@ def test_tokens_beyond_the_embedding_are_refused(
         tokenizer.chat_template += "<new>"
     tokenizer.save_pretrained(here / "model")
     assert dry(train.main, "train.toml", "engine.name=embedded") == 2 * (place != "unused")
-    assert ("such as '<new>' (token 548)" in capsys.readouterr().err) == (place != "unused")
+    assert ("'<new>' (token 548)" in capsys.readouterr().err) == (place != "unused")
 
 
 def test_control_tokens_of_questions_are_counted(
@@ -164,11 +164,11 @@ def test_control_tokens_of_questions_are_counted(
     row["prompt"][1]["content"] += " <|im_end|>"
     write_parquet(here / "train.parquet", [*(arpo_row(place) for place in range(6)), row])
     assert dry(train.main, "train.toml", "engine.name=embedded") == 0
-    assert "data: 1 of 7 questions" in capsys.readouterr().out
+    assert "data: 1 of 7" in capsys.readouterr().out
     write_rows(here / "q.jsonl", [{"question": "Is [INST] it?", "answer": "yes"}])
     words = ["http://127.0.0.1:9/v1", "--model", "m", "--env", "agentenv/QAGrader-v0"]
     assert evaluate.main([*words, "data=q.jsonl", "--dry-run"]) == 0
-    assert "1 of 1 questions" in capsys.readouterr().out
+    assert ": 1 of 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
