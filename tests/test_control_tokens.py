@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from typing import Any
 
 import pytest
@@ -18,31 +19,11 @@ from agentenv.text.control_tokens import KNOWN, broken
 from agentenv.text.native import NativeRenderer
 from agentenv.text.renderer import TagRenderer
 from tests.support.chat_models import QWEN3, byte_tokenizer, make_tokenizer
+from tests.support.sources import ROOT
 from tests.support.toy import TOOL
 
-BAR = "\uff5c"
-FAMILIES = {  # by family: special tokens, others that its template writes, and others
-    "qwen": ("<|endoftext|> <|im_start|> <|im_end|> <|vision_start|>",
-             "<tool_call> </tool_call> <tool_response> <think> </think>", ""),
-    "llama": ("<|begin_of_text|> <|eot_id|> <|start_header_id|> <|python_tag|>", "", ""),
-    "gemma": ("<bos> <eos> <pad> <start_of_turn> <end_of_turn>", "", "<h1> </table> <br>"),
-    "gemma 4": ('<bos> <|turn> <turn|> <|tool_call> <tool_call|> <|"|> <|channel> <channel|>',
-                "", "<b>"),
-    "deepseek": (f"<{BAR}begin\u2581of\u2581sentence{BAR}> <{BAR}end\u2581of\u2581sentence{BAR}>",
-                 f"<{BAR}User{BAR}> <{BAR}Assistant{BAR}> <{BAR}tool\u2581calls\u2581begin{BAR}>"
-                 f" {BAR}DSML{BAR}", ""),
-    "gpt-oss": ("<|start|> <|end|> <|message|> <|channel|> <|call|> <|return|>", "", ""),
-    "phi": ("<s> </s> <|user|> <|assistant|> <|system|> <|end|>", "", ""),
-    "mistral": ("<s> </s> [INST] [/INST] [TOOL_CALLS] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS]"
-                " [TOOL_RESULTS] [/TOOL_RESULTS] [IMG] [THINK] [SYSTEM_PROMPT]", "", ""),
-    "glm": ("<|endoftext|> [gMASK] [sMASK] [MASK] <sop> <eop> <|user|> <|observation|>",
-            "<arg_key> <arg_value>", ""),
-    "minimax": ("]~b] ]~!b[ [e~[ ]<]speech[>[", "<minimax:tool_call>", ""),
-    "internlm": ("<s> </s> <eoh> <eoa>", "[UNUSED_TOKEN_146] [UNUSED_TOKEN_145]", ""),
-    "exaone": ("[|endofturn|] [|system|] [BOS]", "[|user|]", ""),
-    "cohere": ("<BOS_TOKEN> <|START_OF_TURN_TOKEN|> <|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", ""),
-    "own": ("%%begin%% ~stop", "{turn} @@user", "<custom> plain ::"),
-}  # fmt: skip
+TABLE = ROOT / "tests" / "support" / "control_tokens.toml"
+FAMILIES = tomllib.loads(TABLE.read_text(encoding="utf-8"))
 
 
 def tokenizer_of(family: str) -> tuple[Any, list[str], list[str]]:

@@ -81,17 +81,10 @@ def _written(tokenizer: Any) -> Iterator[str]:
             parts = Environment(autoescape=False).lex(source)
             yield from (text for _, kind, text in parts if kind in ("data", "string"))
     call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {}}}
-    extra = {
-        "assistant": {"tool_calls": [call]},
-        "tool": {"name": "f", "tool_call_id": "call00000"},
-    }
-    for roles, more in (
-        ("user assistant user", {}),
-        ("system user", {}),
-        ("user assistant tool", extra),
-    ):
+    more: dict[str, Any] = {"tool": {"name": "f", "tool_call_id": "call00000"}}
+    more["called"] = {"role": "assistant", "tool_calls": [call]}
+    for roles in ("user assistant user", "system user", "user called tool assistant"):
         chat = [{"role": role, "content": "q", **more.get(role, {})} for role in roles.split()]
         with suppress(Exception):  # any error of template code: it writes no such chat
-            yield str(
-                tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-            )
+            keys = {"add_generation_prompt": True, "tokenize": False}
+            yield str(tokenizer.apply_chat_template(chat, **keys))

@@ -164,11 +164,11 @@ def test_control_tokens_of_questions_are_counted(
     row["prompt"][1]["content"] += " <|im_end|>"
     write_parquet(here / "train.parquet", [*(arpo_row(place) for place in range(6)), row])
     assert dry(train.main, "train.toml", "engine.name=embedded") == 0
-    assert "data: 1 of 7" in capsys.readouterr().out
+    assert " 1 of 7 " in capsys.readouterr().out
     write_rows(here / "q.jsonl", [{"question": "Is [INST] it?", "answer": "yes"}])
     words = ["http://127.0.0.1:9/v1", "--model", "m", "--env", "agentenv/QAGrader-v0"]
     assert evaluate.main([*words, "data=q.jsonl", "--dry-run"]) == 0
-    assert ": 1 of 1" in capsys.readouterr().out
+    assert " 1 of 1 " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
