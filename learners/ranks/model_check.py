@@ -74,31 +74,24 @@ def check_model(directory: Path, context_parallel: int = 1) -> None:
             f"{', '.join(recurrent)}, which carry state from token to token and cannot be computed "
             "in parts; set learner.context_parallel = 1"
         )
-    with _step(family, "no small model could be made"):
-        model = random_model(small(config))
-    with _step(family, "its forward pass or gradient over a packed tree failed"):
-        gap = distance(model)
-    if not gap <= TOLERANCE:
-        raise ConfigError(
-            f"{family} is not supported: with random weights its log-probs or gradients differ "
-            f"from transformers' own by {gap:.2g} nats or of their norm, at most {TOLERANCE:g} "
-            f"expected; {reason(config)}"
-        )
-    with _step(family, "its export could not be written and read"):
-        check_export(model)
-
-
-@contextlib.contextmanager
-def _step(family: str, problem: str) -> Iterator[None]:
-    """Names a part of the rehearsal that failed."""
+    problem = "no small model could be made"
     try:
-        yield
+        model = random_model(small(config))
+        problem = "its forward pass or gradient over a packed tree failed"
+        if not (gap := distance(model)) <= TOLERANCE:
+            raise ConfigError(
+                "with random weights its log-probs or gradients differ from transformers' own by "
+                f"{gap:.2g} nats or of their norm, at most {TOLERANCE:g} expected; {reason(config)}"
+            )
+        problem = "its export could not be written and read"
+        check_export(model)
     except ConfigError as error:
         raise ConfigError(f"{family} is not supported: {error}") from error
     except Exception as error:  # any error of a model family's code
+        cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(
-            f"{family} is not supported: {problem} ({type(error).__name__}: {error}); "
-            "docs/learner.md lists the supported families"
+            f"{family} is not supported: {problem} ({cause}); docs/learner.md lists the supported "
+            "families"
         ) from error
 
 
