@@ -240,13 +240,16 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
                 "{chat_template_kwargs = ...} works with vLLM and SGLang), or pass --tokenizer"
             )
         renderer, endpoint = self.config.renderer, await self.endpoint()
+        breaks = cast(OpenAIConfig, self.config.engine).break_control_tokens
         is_ours = isinstance(endpoint, ChatEngine) and endpoint.is_ours
         if is_ours or isinstance(renderer, NativeConfig):
-            return ChatRenderer(self.pieces, native=True)
+            return ChatRenderer(self.pieces, native=True, break_control_tokens=breaks)
         shown = renderer.tools_in_prompt
         if shown == "several":  # the model was not trained on our tags
             shown = "none" if prompt.template in WITHOUT_TOOLS else "all"
-        return ChatRenderer(self.pieces, native=False, tools_in_prompt=shown)
+        return ChatRenderer(
+            self.pieces, native=False, tools_in_prompt=shown, break_control_tokens=breaks
+        )
 
     async def read_rows(self, one: SetConfig) -> Sequence[Task]:
         rows = cast(QuestionSet, one.rows)

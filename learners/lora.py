@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 from agentenv.base.config import ESSENTIAL
 from agentenv.base.errors import ConfigError, MissingError
 from agentenv.base.installation import install_hint
+from agentenv.base.model_files import load_config
 
 if TYPE_CHECKING:
     import torch
@@ -128,11 +129,17 @@ def _unmergeable(model: Any, name: str, module: Any, shared: dict[int, list[str]
 
 def check_adapters(model: Path, config: LoRAConfig) -> None:
     """Add adapters to a model without weights. Raises the ConfigError of `add_adapters`."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    add_adapters(empty_model(model), config)
 
+
+def empty_model(directory: Path) -> Any:
+    """The model of a directory without memory for its weights. Raises ConfigError."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(directory)
     with torch.device("meta"):
-        add_adapters(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)), config)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 def is_adapter(name: str) -> bool:

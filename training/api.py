@@ -59,6 +59,7 @@ from agentenv.assembly.serving.gpus import gpus_for_others
 from agentenv.base.config import Tree, read_toml, resolve_config
 from agentenv.base.errors import AgentEnvError, ConfigError
 from agentenv.base.installation import require_train
+from agentenv.base.model_files import load_pretrained, load_tokenizer
 from agentenv.base.offload import in_new_thread, result_of
 from agentenv.base.registry import loaded
 from agentenv.base.types import Task
@@ -134,10 +135,8 @@ class TrainingResult:
 
     def load(self) -> tuple[Any, Any]:
         """The trained model and its tokenizer, loaded by transformers."""
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
         place = self.checkpoint
-        return AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
+        return load_pretrained("AutoModelForCausalLM", place), load_tokenizer(place)
 
     def __str__(self) -> str:
         found = self.success

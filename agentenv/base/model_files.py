@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from agentenv.base.errors import DataError, ForeignError
+from agentenv.base.errors import ConfigError, DataError, ForeignError
 from agentenv.base.untrusted import decode
 
 GENERATION = "generation_config.json"
@@ -215,16 +215,79 @@ def check_model_directory(model: Path, with_weights: bool = True) -> None:
         raise DataError(f"{model} is not a model directory: it has no *.safetensors file")
 
 
+def check_known(model: Path) -> None:
+    """Raises ConfigError for a model_type that transformers does not know. Loads no torch."""
+    from transformers import __version__
+    from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
+
+    table = read_object(model / "config.json", "model configuration")
+    kind = table.get("model_type")
+    if kind in CONFIG_MAPPING_NAMES:
+        return
+    code = " and code of its own (auto_map), which is never run" if "auto_map" in table else ""
+    raise ConfigError(
+        f"{model}: config.json has model_type {kind!r}{code}; transformers {__version__}, which is "
+        "installed, does not know it: choose a model of a known type (docs/learner.md lists the "
+        "supported families), or install a version of transformers that has it"
+    )
+
+
+def check_vocabulary(model: Path, tokenizer: Any) -> None:
+    """Raises DataError for tokens beyond the embedding, except special ones that neither begin or
+    end a text nor are in the chat template, such as those of images: no text of a run has them."""
+    size, template = vocab_size(model), str(getattr(tokenizer, "chat_template", None))
+    needed = {getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos")}
+    unused = {
+        token
+        for token, text in special_tokens(tokenizer).items()
+        if token not in needed and text not in template
+    }
+    beyond = {token: text for text, token in tokenizer.get_vocab().items() if token >= size}
+    if found := sorted(beyond.keys() - unused):
+        raise DataError(
+            f"{model}: the embedding has {size} rows (vocab_size in config.json), but the tokenizer"
+            f" has {len(found)} tokens beyond it, such as {beyond[found[0]]!r} (token {found[0]}); "
+            "remove them from the tokenizer, or save the model after "
+            "model.resize_token_embeddings(len(tokenizer))"
+        )
+
+
+def load_config(model: Path) -> Any:
+    """The configuration of transformers in a model directory. Raises ConfigError."""
+    check_known(model)
+    return load_pretrained("AutoConfig", model)
+
+
+def load_pretrained(kind: str, model: Path | str, **keys: Any) -> Any:
+    """What a class of transformers, named `kind`, loads from a directory: the only call of its
+    `from_pretrained`, which neither runs code of the directory nor asks on standard input. Raises
+    ConfigError for files that it cannot load."""
+    import transformers
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    keys = {"local_files_only": True, **keys, "trust_remote_code": False}
+    try:
+        return getattr(transformers, kind).from_pretrained(model, **keys)
+    except (RuntimeError, MemoryError):  # of the machine, as a lack of memory
+        raise
+    except Exception as error:  # damaged files raise arbitrary errors
+        cause = _reason(error)
+        if "trust_remote_code" in str(error):
+            cause = "it requires code of its own (auto_map), which is never run"
+        raise ConfigError(
+            f"{model}: transformers {transformers.__version__} cannot load it as {kind}: {cause}; "
+            "check the files of this directory, or choose a model that this version can load"
+        ) from error
+
+
 def load_tokenizer(model: Path, with_weights: bool = True) -> Any:
     """The tokenizer of a Hugging Face directory, which must also have weights if `with_weights`.
     Raises DataError, naming the missing file."""
     check_model_directory(model, with_weights)
-    import transformers
-
-    kind = getattr(transformers, tokenizer_class(model) or "AutoTokenizer")
     try:
-        return kind.from_pretrained(model, local_files_only=True)
-    except Exception as error:  # damaged files raise arbitrary errors
+        return load_pretrained(tokenizer_class(model) or "AutoTokenizer", model)
+    except (ConfigError, RuntimeError) as error:
         raise DataError(f"{model}: its tokenizer cannot be loaded: {error}") from error
 
 
@@ -371,7 +434,6 @@ def read_gguf(file: Path) -> Path:
         importlib.import_module("gguf")  # transformers needs it
         import torch
         from huggingface_hub import constants
-        from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise DataError(
             f"{file}: reading GGUF needs {error.name}; pip install 'agentenv-rl[train]' gguf"
@@ -383,9 +445,9 @@ def read_gguf(file: Path) -> Path:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
-        named: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
-        read = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **named)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **named)
+        named = {"gguf_file": file.name}
+        read = load_pretrained("AutoModelForCausalLM", file.parent, dtype=torch.float32, **named)
+        tokenizer = load_pretrained("AutoTokenizer", file.parent, **named)
     except Exception as error:  # damaged files raise arbitrary errors
         raise DataError(f"{file}: transformers cannot read this GGUF file: {error}") from error
     if hasattr(read.config, "quantization_config"):

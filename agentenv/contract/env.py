@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -20,9 +21,11 @@ from msgspec import Struct
 
 from agentenv.base.crashes import guarded
 from agentenv.base.deadline import doing, uncancelled
-from agentenv.base.errors import CrashError, GraderError, OutageError
+from agentenv.base.errors import SHOWN, CrashError, GraderError, OutageError
 from agentenv.base.secrets import SECRETS
 from agentenv.base.types import Info, Limit, Message, Role, Task
+
+logger = logging.getLogger(__name__)
 
 ForkMode = Literal["pure", "replay", "snapshot", "none"]
 StepResult = tuple[list[Message], float, bool, bool, Info]  # see Env.step
@@ -112,6 +115,28 @@ def shared(key: Hashable, build: Callable[[], T]) -> T:
     if key not in _resources:
         _resources[key] = build()
     return cast(T, _resources[key])
+
+
+class Tally:
+    """A shared number of events, a metric of this name; the first event is reported."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.number = name, 0
+
+    def add(self, number: int, text: str) -> None:
+        """Count events."""
+        if number and not self.number:
+            logger.warning("%s (env/%s)", text, self.name, extra=SHOWN)
+        self.number += number
+
+    def stats(self) -> dict[str, float]:
+        """The number as a metric."""
+        return {self.name: float(self.number)}
+
+
+def tally(name: str) -> Tally:
+    """The live number of this name."""
+    return shared(("tally", name), lambda: Tally(name))
 
 
 def shared_stats() -> dict[str, float]:

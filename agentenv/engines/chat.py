@@ -21,6 +21,7 @@ from agentenv.contract.env import check_observation
 from agentenv.contract.http_client import MalformedReplyError
 from agentenv.engines.openai import EndpointEngine, OpenAIConfig, unmeasured
 from agentenv.text.chat_model import CHAT_PATH, ChatChoice, ChatReply, ChatUsage, read_chat
+from agentenv.text.control_tokens import KNOWN
 from agentenv.text.endpoint import Json
 from agentenv.text.prompt import for_native_calls
 from agentenv.text.renderer import (
@@ -36,9 +37,6 @@ from agentenv.text.tags import Shown, check_tags, tag_calls, with_tools
 FILL = 0
 OURS = "agentenv"  # owner of the models of `agentenv serve`
 BYTES_PER_TOKEN = 4
-# structural tokens of common models, since those of the served one are unknown
-MARKERS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|start_header_id|>",
-           "<|end_header_id|>", "<tool_call>", "</tool_call>")  # fmt: skip
 
 
 class ChatPiece(Struct, frozen=True, kw_only=True):
@@ -76,24 +74,33 @@ class Pieces:
         return [self._pieces[i - 1] for i in ids if i != FILL]
 
 
-class _Markers:
-    """The part of a tokenizer that TextCodec needs to break structural strings."""
+class _Unknown:
+    """The tokenizer of an endpoint, as far as TextCodec needs one to break strings."""
 
     eos_token_id = None
-    all_special_tokens = MARKERS
+    all_special_tokens = ()
 
 
 class ChatRenderer:
     """A renderer over pieces. `native`: tools and calls in the endpoint's fields; else the tag
-    protocol, whose calls end with a stop string."""
+    protocol, whose calls end with a stop string. `break_control_tokens`: in texts of tools and
+    users, those of all families, since those of the served model are unknown."""
 
     tokenizer = None
+    control = KNOWN
 
-    def __init__(self, pieces: Pieces, *, native: bool, tools_in_prompt: Shown = "several") -> None:
+    def __init__(
+        self,
+        pieces: Pieces,
+        *,
+        native: bool,
+        tools_in_prompt: Shown = "several",
+        break_control_tokens: bool = True,
+    ) -> None:
         self.pieces = pieces
         self.native = native
         self.tools_in_prompt: Shown = "none" if native else tools_in_prompt
-        self._codec = TextCodec(_Markers())
+        self._codec = TextCodec(_Unknown(), control=KNOWN if break_control_tokens else None)
 
     def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]:
         if self.native:
@@ -164,7 +171,7 @@ class ChatRenderer:
         return self.pieces.add(ChatPiece(text=text), estimated_tokens(text))
 
     def neutralise(self, text: str, tools: ToolSchemas) -> str:
-        """Break tags and the structural strings of common models."""
+        """Break tags and control tokens."""
         return self._codec.neutralise(text, tools)
 
     def num_prompt_tokens(self, action_ids: Sequence[int]) -> int:

@@ -57,6 +57,13 @@ class OpenAIConfig(EngineConfig, frozen=True, kw_only=True, tag="openai", tag_fi
             "known to support it"
         ),
     ] = "auto"
+    break_control_tokens: Annotated[
+        bool,
+        Meta(
+            description="in chat messages, break the control tokens of every known family in texts "
+            "of tools and users, so that they cannot end a message; false: send them unchanged"
+        ),
+    ] = True
     max_tokens_key: Annotated[
         Literal["max_tokens", "max_completion_tokens"],
         Meta(description="name of the token limit in chat requests that the endpoint expects"),

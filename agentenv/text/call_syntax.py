@@ -561,4 +561,12 @@ FINDERS: dict[str, Finder] = {
     "harmony": _harmony_calls,
     "gemma": partial(_block_calls, markers=_GEMMA, read=_gemma_call),
 }
+# what the formats write around names and values; an unfinished one is the beginning of a tag
+CALL_TEXTS = frozenset({
+    *_THOUGHT, *_CHANNEL, PYTHON_TAG, MESSAGE, _GEMMA_QUOTE, *CALL_MARKS.values(),
+    *(text for one in (_HERMES, _LFM, _GEMMA) for text in one[:2]),
+    *(text for one in (_QWEN_XML, _GLM, _ATEM) for text in (*one.around, one.closing)),
+    *("<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|eom|>", "<atem:parameter", "<function=",
+      "</function>", "<parameter=", "<arg_key>", "</arg_key>", "<arg_value>"),
+})  # fmt: skip
 PARSERS: dict[str, Parser] = {name: partial(_parsed, find=one) for name, one in FINDERS.items()}

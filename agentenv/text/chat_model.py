@@ -16,6 +16,7 @@ from agentenv.base.untrusted import convert, decode
 from agentenv.contract.http_client import Count, MalformedReplyError
 from agentenv.contract.server_config import ChatModelConfig
 from agentenv.text.call_syntax import without_thoughts
+from agentenv.text.control_tokens import KNOWN, broken
 from agentenv.text.endpoint import Json, ModelEndpoint
 
 CHAT_PATH = "/chat/completions"
@@ -104,11 +105,11 @@ def read_reply(reply: Any) -> ModelReply:
 
 
 def fenced(text: str, *, name: str = "DATA", digest_of: str = "") -> str:
-    """Untrusted text for a model, between marks that the text cannot contain: they are derived from
-    the text, or from `digest_of`, which must determine the text."""
+    """Untrusted text for a model, without control tokens, between marks that the text cannot
+    contain: they are derived from the text, or from `digest_of`, which must determine the text."""
     digest = hashlib.sha256((digest_of or text).encode(errors="replace")).hexdigest()
     mark = f"{name}-{digest[:16]}"
-    return f"[{mark}]\n{text}\n[/{mark}]"
+    return f"[{mark}]\n{broken(KNOWN, text)}\n[/{mark}]"
 
 
 class ChatModel:

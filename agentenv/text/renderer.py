@@ -14,7 +14,6 @@ cannot forge tags or special tokens. `agentenv/text/native.py` is the renderer o
 
 from __future__ import annotations
 
-import logging
 import re
 from array import array
 from collections import OrderedDict
@@ -25,17 +24,16 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 
 from msgspec import Meta, Struct
 
-from agentenv.base.errors import SHOWN, ConfigError, DataError
+from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.model_files import template_end
 from agentenv.base.types import Completion, Message, Role, ToolCall
 from agentenv.base.untrusted import shortened
-from agentenv.contract.env import check_observation, shared
+from agentenv.contract.env import check_observation, tally
 from agentenv.text.call_syntax import THOUGHT_OPEN
+from agentenv.text.control_tokens import broken, control_tokens, pattern_of
 from agentenv.text.encoder import Encoder, EncoderLostError, decoder, fast_tokenizer
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.tags import TAGS, Shown, check_tags, tag_calls, with_tools, written_arguments
-
-logger = logging.getLogger(__name__)
 
 RESULT_OPEN = " <result>\n"
 RESULT_CLOSE = "\n</result>"
@@ -49,6 +47,10 @@ FEW_CHARS = 200  # a shorter text is encoded on the loop, which is faster than s
 MAX_KNOWN_CHARS = 4_000_000  # of cached texts, since branches of a tree read equal texts
 
 SYSTEM_MARK = "[system message]"
+SYSTEM_MOVED = (
+    "the chat template rejects or omits a system message where it stands; it becomes a message of "
+    f"the user that begins with {SYSTEM_MARK}"
+)
 NO_USER = "the chat template cannot write a user's message after an"
 
 ToolSchemas = Sequence[dict[str, Any]]
@@ -133,13 +135,17 @@ class TextCodec:
     own_tags: tuple[str, ...] = ()
     prompt_config = PromptConfig()
 
-    def __init__(self, tokenizer: Any, eos_ids: Collection[int] = ()) -> None:
+    def __init__(self, tokenizer: Any, eos_ids: Collection[int] = (), control: Any = None) -> None:
+        """`control`: a pattern of control tokens, for a tokenizer that is unknown."""
         self.tokenizer = tokenizer
         self.eos_ids = frozenset(eos_ids) or frozenset({tokenizer.eos_token_id})
-        self.special_ids = frozenset(getattr(tokenizer, "all_special_ids", ()))
-        markers = sorted(_markers(tokenizer), key=len, reverse=True)
-        self._marker = re.compile("|".join(map(re.escape, markers))) if markers else None
-        self._openings = "".join({one[0] for one in markers})  # their first characters
+        self.control_tokens = control_tokens(tokenizer, self.eos_ids)
+        self.special_ids = frozenset(
+            (*self.control_tokens, *getattr(tokenizer, "all_special_ids", ()))
+        )
+        texts = {*self.control_tokens.values(), *map(str, tokenizer.all_special_tokens)} - {""}
+        self.control = control or pattern_of(texts)
+        self.is_probe = False  # whether the texts are those of a check, and not counted
         fast = fast_tokenizer(tokenizer)  # without the overhead of transformers
         is_bare = fast is not None and fast.truncation is None and fast.padding is None
         self._fast = fast if is_bare else None
@@ -159,7 +165,7 @@ class TextCodec:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def encode_foreign(self, text: str, tools: ToolSchemas, max_tokens: int) -> array[int]:
-        """Token ids of untrusted text, int32: neutralised, without special tokens, and at most
+        """Token ids of untrusted text, int32: neutralised, without control tokens, and at most
         max_tokens, with head and tail kept. The array is shared: do not modify it."""
         key = _key(text, tools, max_tokens)
         known = self._known.get(key)
@@ -208,13 +214,11 @@ class TextCodec:
         return ids
 
     def neutralise(self, text: str, tools: ToolSchemas) -> str:
-        """Insert a space into the strings of tags and of special tokens."""
+        """Insert a space into the strings of tags and of control tokens."""
         if "<" in text:
             tags = (*TAGS, *self.own_tags, *(str(tool["name"]) for tool in tools))
             text = _opening(tags).sub("< ", text)
-        if self._marker is not None and any(map(text.__contains__, self._openings)):
-            text = self._marker.sub(lambda match: match[0][:1] + " " + match[0][1:], text)
-        return text
+        return broken(self.control, text, counted=not self.is_probe)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids, special tokens included."""
@@ -272,7 +276,8 @@ class TextCodec:
         users = _as_users(messages, from_place=int(not after_turn))
         for found in (users, _joined(users), _joined(_as_users(messages))):
             if self._is_written(tuple([message.role for message in found]), after_turn):
-                shared("moved messages", MovedMessages).add(messages, found)
+                number = _num_system(messages) - _num_system(found)
+                tally("program/system_as_user").add(number, SYSTEM_MOVED)
                 return found
         return messages
 
@@ -460,28 +465,8 @@ class TagRenderer(TextCodec):
         return [texts[0].removeprefix(end), *texts[1:]]
 
 
-class MovedMessages:
-    """Counts the system messages that became messages of the user."""
-
-    def __init__(self) -> None:
-        self.number = 0
-
-    def add(self, messages: Sequence[Message], found: Sequence[Message]) -> None:
-        """Count those of one prompt or answer; the first one is reported."""
-        before, after = (
-            sum(message.role == "system" for message in one) for one in (messages, found)
-        )
-        if before > after and not self.number:
-            text = (
-                "the chat template rejects or omits a system message where it stands; it becomes a "
-                "message of the user that begins with %s (env/program/system_as_user)"
-            )
-            logger.warning(text, SYSTEM_MARK, extra=SHOWN)
-        self.number += before - after
-
-    def stats(self) -> dict[str, float]:
-        """The number as a metric."""
-        return {"program/system_as_user": float(self.number)}
+def _num_system(messages: Sequence[Message]) -> int:
+    return sum(message.role == "system" for message in messages)
 
 
 def _as_users(messages: Sequence[Message], from_place: int = 0) -> list[Message]:
@@ -523,10 +508,3 @@ def _key(text: str, tools: ToolSchemas, max_tokens: int) -> Known:
     """Far longer texts are shortened, so that their processing on the loop takes a bounded time."""
     text = shortened(text, max_tokens * MAX_CHARS_A_TOKEN, CUT_MARKER)
     return text, tuple([str(tool["name"]) for tool in tools]), max_tokens
-
-
-def _markers(tokenizer: Any) -> set[str]:
-    """The tokenizer's structural strings: special tokens, and added tokens in the form of a tag."""
-    added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
-    tags = {text for text in added if text.startswith("<") and text.endswith(">")}
-    return {*map(str, tokenizer.all_special_tokens), *tags}

@@ -193,6 +193,7 @@ START: tuple[Check, ...] = (
     Check("servers", "files", SAMPLING, start_checks.servers, remote=True),
     Check("rows that are here", "files", TRAIN, start_checks.rows_here, NOTHING),
     Check("graders of rows that are here", "files", TRAIN, start_checks.graders_here),
+    Check("model type", "model", RUNS, start_checks.model_type, MODEL),
     # the directory contains configuration, tokenizer and weights; the endpoint responds
     Check("model", "model", ALL, part("tokenizer"), MODEL),
     Check("context", "model", SAMPLING, start_checks.context, MODEL),
@@ -210,6 +211,15 @@ START: tuple[Check, ...] = (
     # the environment of each set begins an episode
     Check(EPISODES, "parts", SAMPLING, part("episodes"), ENV),
     Check("callable tools", "parts", SAMPLING, start_checks.callable_tools, PROMPT, after=EPISODES),
+    Check(
+        "special tokens in results",
+        "parts",
+        SAMPLING,
+        start_checks.control_tokens,
+        PROMPT,
+        after=EPISODES,
+    ),
+    Check("special tokens in questions", "parts", SAMPLING, start_checks.tokens_of_questions, ROWS),
     Check("observations", "parts", SAMPLING, start_checks.observations, ENV, after=EPISODES),
     Check("graders", "parts", SAMPLING, start_checks.graders, after=EPISODES),
     # every set has a prompt that fits the limits

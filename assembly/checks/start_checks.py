@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +33,9 @@ from agentenv.assembly.serving.servers import check_roles
 from agentenv.base.errors import ConfigError, CrashError, DataError
 from agentenv.base.model_files import (
     HubKind,
+    check_known,
     check_turn_end,
+    check_vocabulary,
     fetch_from_hub,
     num_positions,
     read_model_config,
@@ -45,12 +48,13 @@ from agentenv.contract.env import Env, check_observation, check_step
 from agentenv.contract.server_config import LaunchConfig
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.data.data_files import is_generated
+from agentenv.engines.openai import OpenAIConfig
 from agentenv.envs.grading.keys import grader_config
 from agentenv.envs.grading.reward import NUM_CHECKED_ROWS, check_grader
 from agentenv.learners.algorithms.credit import advantages_of
 from agentenv.learners.keys import LearnerConfig
 from agentenv.text.native import NativeConfig, NativeRenderer
-from agentenv.text.renderer import TagRenderer
+from agentenv.text.renderer import TagRenderer, ToolSchemas
 
 # The paths in a configuration: files, rows, and names on the hub.
 
@@ -359,6 +363,14 @@ async def graders_here(assembly: RolloutAssembly[Any]) -> None:
 # The model.
 
 
+async def model_type(assembly: Assembly[Any]) -> None:
+    """transformers knows the type of the model, which has an embedding for every token."""
+    model = await assembly.model()
+    assert model is not None, "an endpoint cannot be trained"
+    await in_thread(check_known, model)
+    await in_thread(check_vocabulary, model, await assembly.tokenizer())
+
+
 async def context(assembly: RolloutAssembly[Any]) -> None:
     """The context of each engine holds prompt and response of the longest episode."""
     for length in await assembly.contexts():
@@ -411,6 +423,62 @@ async def callable_tools(assembly: RolloutAssembly[Any]) -> None:
             renderers[name].check_tools(info.get("tools", ()))
         except ConfigError as error:
             raise ConfigError(f"{one.env.id}: {error}") from error
+
+
+async def control_tokens(assembly: RolloutAssembly[Any]) -> str:
+    """Control tokens and tags in tool results become ordinary text."""
+    renderers, episodes = await assembly.renderers(), await assembly.episodes()
+    number = 0
+    for name, renderer in renderers.items():
+        if isinstance(renderer, TagRenderer | NativeRenderer):
+            number += refuse_forged(renderer, episodes[name][1].get("tools", ()))
+    return f"{number} tokens and tags" if number else ""
+
+
+def refuse_forged(renderer: TagRenderer | NativeRenderer, tools: ToolSchemas) -> int:
+    """Raises ConfigError if an added token of the tokenizer, or a tag, that is the text of a tool
+    result becomes a control token, or a tag of the protocol. Returns the number of texts."""
+    probe = copy(renderer)
+    probe.is_probe = True
+    name = str(tools[0]["name"]) if tools else "tool"
+    tags = [f"<{kind}{tool['name']}>" for tool in tools for kind in ("", "/")]
+    forged = {*renderer.control_tokens.values(), *tags, "</result>", "<answer>"}
+    added: dict[str, int] = getattr(renderer.tokenizer, "get_added_vocab", dict)()
+
+    def of(text: str) -> tuple[int, str]:
+        ids = probe.observation([Message("tool", text, name=name)], tools, 512)
+        return sum(one in renderer.special_ids for one in ids), probe.decode(ids)
+
+    harmless, frame = of("before  after")
+    for text in (texts := forged | added.keys()):
+        number, read = of(f"before {text} after")
+        if number > harmless or (text in forged and read.count(text) > frame.count(text)):
+            raise ConfigError(
+                f"the tool result {text!r} becomes a token or tag of the protocol; this is a bug "
+                "of the renderer: report it with the name of the tokenizer"
+            )
+    return len(texts)
+
+
+async def tokens_of_questions(assembly: RolloutAssembly[Any]) -> None:
+    """Report the questions that contain control tokens, which are not broken there."""
+    engine = getattr(assembly.config, "engine", None)
+    if await assembly.model() is None and not isinstance(engine, OpenAIConfig):
+        return  # the tokenizer is missing
+    tasks = await assembly.tasks()
+    for name, renderer in (await assembly.renderers()).items():
+        if (control := getattr(renderer, "control", None)) is None:
+            continue
+        found = await in_thread(
+            lambda own, seen=control.search: [one.id for one in own if seen(one.question)],
+            tasks[name],
+        )
+        if found:
+            assembly.report(
+                f"{assembly.sets[name].key}: {len(found)} of {len(tasks[name])} questions contain "
+                f"control tokens, which the model reads as such; the first is {found[0]}: remove "
+                "them from the data, unless they are intended"
+            )
 
 
 async def observations(assembly: RolloutAssembly[Any]) -> None:

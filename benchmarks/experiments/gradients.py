@@ -39,14 +39,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.base.config import build_config
 from agentenv.base.errors import DataError
-from agentenv.base.model_files import vocab_size
+from agentenv.base.model_files import load_pretrained, vocab_size
 from agentenv.base.tree import TrajectoryTree
 from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.algorithms.baselines import GRPO
@@ -95,8 +94,8 @@ class Gradients:
     """Of trees, at the weights of a model."""
 
     def __init__(self, model: Path) -> None:
-        weights = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, attn_implementation="sdpa"
+        weights = load_pretrained(
+            "AutoModelForCausalLM", model, dtype=torch.float32, attn_implementation="sdpa"
         )
         self.backend = RankBackend(Policy(weights.eval()), LearnerConfig(zero_stage=0))
         self.parameters = [one for one in weights.parameters() if one.requires_grad]

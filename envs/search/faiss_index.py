@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 from agentenv.base.config import PATH
 from agentenv.base.errors import ConfigError, DataError, InfraError
 from agentenv.base.installation import needed
+from agentenv.base.model_files import load_pretrained
 from agentenv.envs.search.corpus import (
     CORPUS_SCHEME,
     BackendConfig,
@@ -182,16 +183,14 @@ class VectorEncoder:
     def __init__(self, config: FaissConfig) -> None:
         what = "search.backend.encoder"
         torch = needed("torch", "train", what)
-        transformers = needed("transformers", "train", what)
+        needed("transformers", "train", what)
         self._torch: Any = torch
         self._config = config
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(config.encoder)
-            model = transformers.AutoModel.from_pretrained(config.encoder)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"search.backend.encoder: {config.encoder} cannot be loaded: {error}"
-            ) from error
+            tokenizer = load_pretrained("AutoTokenizer", config.encoder, local_files_only=False)
+            model = load_pretrained("AutoModel", config.encoder, local_files_only=False)
+        except ConfigError as error:
+            raise ConfigError(f"search.backend.encoder: {error}") from error
         self._tokenizer = tokenizer
         self._model = model.eval().to(config.device)
         self.size = int(model.config.hidden_size)

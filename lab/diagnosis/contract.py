@@ -89,42 +89,9 @@ def sample_call(tool: dict[str, Any], text: str) -> ToolCall:
     return ToolCall(str(tool["name"]), arguments)
 
 
-async def special_tokens(assembly: TrainingAssembly) -> str:
-    """Special tokens and tags in tool results become ordinary text."""
-    renderers, episodes = await assembly.renderers(), await assembly.episodes()
-    renderer, (_, info) = renderers[TRAINED], episodes[TRAINED]
-    tokenizer, tools = renderer.tokenizer, info.get("tools", ())
-    texts = [str(one) for one in getattr(tokenizer, "all_special_tokens", ())]
-    added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
-    texts += [text for text in added if text not in texts]
-    tags = [f"<{kind}{tool['name']}>" for tool in tools for kind in ("", "/")]
-    check_special(renderer, tools, [*texts, *tags, "</result>", "<answer>"])
-    return f"{len(texts)} special tokens, {len(tags) + 2} tags"
-
-
-def check_special(renderer: Renderer, tools: ToolSchemas, texts: Sequence[str]) -> None:
-    """Raises ConfigError if one of the texts in a tool result becomes a special token or tag."""
-    name = str(tools[0]["name"]) if tools else "tool"
-    special = set(getattr(renderer.tokenizer, "all_special_ids", ()))
-
-    def of(text: str) -> tuple[int, str]:
-        ids = list(renderer.observation([Message("tool", text, name=name)], tools, 512))
-        return sum(one in special for one in ids), renderer.decode(ids)
-
-    harmless, _ = of("harmless")
-    for text in texts:
-        number, read = of(f"before {text} after")
-        frame = of("before  after")[1]
-        if number > harmless or read.count(text) > frame.count(text):
-            raise ConfigError(
-                f"the tool result {text!r} becomes a token or tag of the protocol; this is a bug "
-                "of the renderer: report it with the name of the tokenizer"
-            )
-
-
 async def packed_model(assembly: Assembly[Any]) -> str:
     """The learner's computation of a small model of this family matches transformers."""
-    from agentenv.learners.trees.model_check import TOLERANCE, check_model  # loads torch
+    from agentenv.learners.ranks.model_check import TOLERANCE, check_model  # loads torch
 
     learner, model = assembly.config.learner, await assembly.model()
     await in_thread(check_model, model, learner.context_parallel)
@@ -369,7 +336,6 @@ OF_MODEL = (
 CONTRACT = (
     *OF_MODEL,
     Check("calls come back", "contract", TRAIN, calls, after=EPISODES),
-    Check("special tokens in results", "contract", TRAIN, special_tokens, after=EPISODES),
     Check("services", "contract", TRAIN, services, remote=True),
     Check("grader sanity", "contract", TRAIN, grader_sanity, after=EPISODES),
 )

@@ -18,6 +18,7 @@ from agentenv.learners.lora import (
     ADAPTER,
     ADAPTER_FOLDER,
     disk_shapes,
+    empty_model,
     is_adapter,
     merged,
     write_adapter,
@@ -45,8 +46,6 @@ def export(
     With adapters `out` has the merged model, and `out`/adapter the adapter. Raises DataError if the
     checkpoint is incomplete.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     if out.exists() and any(out.iterdir()):
         raise DataError(f"{out} is not empty; choose another folder")
     if not (checkpoint / "config.json").is_file():
@@ -55,8 +54,7 @@ def export(
     copy_files(checkpoint, out, dtype)
     weights = WeightFiles(_base_of(checkpoint, saved))
     wanted = getattr(torch, dtype)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
+    model = empty_model(checkpoint)
     fused = {} if saved is None else _fused(saved, model)
     kept = {  # unchanged: float32 biases of routers
         disk

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from agentenv.base.errors import LearnerError
+from agentenv.base.model_files import load_pretrained
 from agentenv.learners.keys import SavedLearner
 from agentenv.learners.lora import add_adapters
 from agentenv.learners.ranks import checkpoint
@@ -27,12 +26,12 @@ from agentenv.learners.ranks.deepspeed_backend import DeepSpeedBackend
 from agentenv.learners.ranks.dpo import prefer
 from agentenv.learners.ranks.export import write_adapter_only, write_model
 from agentenv.learners.ranks.messages import R
+from agentenv.learners.ranks.model_check import check_model
 from agentenv.learners.ranks.offloaded_memory import HostMemory, OffloadedMemory
 from agentenv.learners.ranks.saved_checkpoint import Checkpoint, restore
 from agentenv.learners.ranks.shared import SharedCopy
 from agentenv.learners.ranks.trainer import Trainer
 from agentenv.learners.trees.liger import use_liger
-from agentenv.learners.trees.model_check import check_model
 from agentenv.learners.trees.policy import Policy
 
 WHILE_ASLEEP = (wire.Sleep, wire.ReleaseShared, wire.WriteShared)
@@ -201,10 +200,10 @@ def make_backend(init: wire.Init) -> RankBackend:
     """Load the model and start the configured backend. Raises ConfigError for an unsupported
     model."""
     config = init.config
-    transformers_logging.disable_progress_bar()
     check_model(Path(init.model_dir), config.context_parallel)
     # In the dtype of the files, weights are mapped, so that ranks of a machine share the pages.
-    model = AutoModelForCausalLM.from_pretrained(
+    model = load_pretrained(
+        "AutoModelForCausalLM",
         init.model_dir,
         dtype=checkpoint.stored_dtype(Path(init.model_dir)) or getattr(torch, config.dtype),
         attn_implementation="sdpa",

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -385,14 +385,15 @@ def _attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Transformers calls it in each layer; query, key, value: [1, heads, tokens, width]."""
+    has_none = attention_mask is not None and not attention_mask.numel()  # families may slice it
     if tree_layout is None:
-        if attention_mask is NO_MASK:
+        if has_none:
             raise ValueError("NO_MASK requires tree_layout")
         output: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **others
         )
         return output
-    if attention_mask is not NO_MASK:
+    if not has_none:
         raise ValueError("tree_layout requires attention_mask = NO_MASK")
     share = tree_layout.share
     num_tokens = len(tree_layout.end) if share is None else share.num_tokens
@@ -418,7 +419,10 @@ def _attend(
     if window is not None and window > layout.depth.max():  # all of every path
         window = None
     if layout.form == "blocked" and window is None:
-        return blocked_attention(query, key, value, layout.blocks, scale)
+        width = max(query.shape[-1], value.shape[-1])  # the kernel has one; zeros change nothing
+        wide = [pad(one, (0, width - one.shape[-1])) for one in (query, key, value)]
+        attended = blocked_attention(wide[0], wide[1], wide[2], layout.blocks, scale)
+        return attended[..., : value.shape[-1]].contiguous()
     if layout.form == "segments":
         return segment_attention(query, key, value, layout.segment_keys, scale, window)
     if layout.form == "flex" and query.shape[-1] >= MIN_FLEX_WIDTH:

@@ -31,7 +31,7 @@ from agentenv.lab.diagnosis import doctor as machine
 from agentenv.lab.diagnosis.contract import refuse_lost_call, respelled
 from agentenv.lab.diagnosis.doctor import CHECKS, examine
 from agentenv.launchers import doctor
-from agentenv.learners.trees import model_check
+from agentenv.learners.ranks import model_check
 from agentenv.text.renderer import TagRenderer, TextCodec
 from tests.commands.test_checks import found
 from tests.support.toy import CharTokenizer

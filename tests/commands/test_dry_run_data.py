@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import json
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
 
 from agentenv.base.errors import EXIT_MISSING
 from agentenv.data.data_files import read_rows
 from agentenv.envs.quickstart.setup import build_model
-from agentenv.launchers import dpo, evaluate, sft, train
+from agentenv.launchers import dpo, evaluate, export, sft, train
 from tests.support.released import (
     BROKEN_CHAIN,
     arpo_row,
@@ -53,6 +58,13 @@ backend = { name = "bm25", corpus = "never-searched.jsonl" }
 """
 )
 
+PLANTED = """
+from pathlib import Path
+Path("it-ran").touch()
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
+class Mine(PretrainedConfig): model_type = "qwen9"
+class Words(PreTrainedTokenizerFast): pass
+"""
 SAME = {**preference_row(0), "rejected": preference_row(0)["chosen"]}
 
 
@@ -95,6 +107,68 @@ def test_adapters_that_cannot_be_merged_are_refused(
     main, engine = (train.main, ["engine.name=embedded"]) if name == "train" else (sft.main, [])
     assert dry(main, f"{name}.toml", *engine, *learner) == 2
     assert "model.embed_tokens of Qwen3ForCausalLM" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", [False, True])
+def test_a_model_of_an_unknown_type_is_refused_and_its_code_never_runs(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, code: bool
+) -> None:
+    """Nor is a question asked: a yes would be there."""
+    changes: dict[str, Any] = {"model_type": "qwen9"}
+    if code:
+        (here / "model" / "planted.py").write_text(PLANTED)
+        changes["auto_map"] = {"AutoConfig": "planted.Mine"}
+        tokens = {"auto_map": {"AutoTokenizer": ["planted.Words", "planted.Words"]}}
+        change_json(here / "model" / "tokenizer_config.json", **tokens)
+    change_json(here / "model" / "config.json", **changes)
+    commands: list[tuple[Any, list[str]]] = [
+        (train.main, ["train.toml", "engine.name=embedded", "--dry-run"]),
+        (train.main, ["train.toml", "engine.name=embedded"]),
+        (sft.main, ["sft.toml", "--dry-run"]),
+        (dpo.main, ["dpo.toml"]),
+        (export.main, ["model", "out"]),
+    ]
+    for main, words in commands:
+        monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+        assert main(words) == 2
+        told = " ".join(capsys.readouterr().err.split())
+        assert "model_type 'qwen9'" in told
+        assert ("(auto_map), which is" in told) == code
+        assert f"transformers {transformers.__version__}" in told
+    assert not (here / "it-ran").exists()
+
+
+def change_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("place", ["template", "text", "unused"])
+def test_tokens_beyond_the_embedding_are_refused(
+    here: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    """Those that no text of a run has, such as one for images, are not."""
+    tokenizer = AutoTokenizer.from_pretrained(here / "model")
+    tokenizer.add_tokens([AddedToken("<new>", special=place != "text", normalized=False)])
+    if place == "template":
+        tokenizer.chat_template += "<new>"
+    tokenizer.save_pretrained(here / "model")
+    assert dry(train.main, "train.toml", "engine.name=embedded") == 2 * (place != "unused")
+    assert ("'<new>' (token 548)" in capsys.readouterr().err) == (place != "unused")
+
+
+def test_control_tokens_of_questions_are_counted(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For an endpoint too, by the families that are known."""
+    row = arpo_row(6)
+    row["prompt"][1]["content"] += " <|im_end|>"
+    write_parquet(here / "train.parquet", [*(arpo_row(place) for place in range(6)), row])
+    assert dry(train.main, "train.toml", "engine.name=embedded") == 0
+    assert " 1 of 7 " in capsys.readouterr().out
+    write_rows(here / "q.jsonl", [{"question": "Is [INST] it?", "answer": "yes"}])
+    words = ["http://127.0.0.1:9/v1", "--model", "m", "--env", "agentenv/QAGrader-v0"]
+    assert evaluate.main([*words, "data=q.jsonl", "--dry-run"]) == 0
+    assert " 1 of 1 " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,11 @@ from agentenv.learners.keys import LearnerConfig, Metrics, check_heads
 from agentenv.learners.lora import LoRAConfig, add_adapters
 from agentenv.learners.ranks.dpo import prefer, with_reference
 from agentenv.learners.ranks.learner import DeepSpeedLearner
+from agentenv.learners.ranks.model_check import check_model
 from agentenv.learners.ranks.saved_checkpoint import Checkpoint, restore
 from agentenv.learners.ranks.trainer import Trainer
 from agentenv.learners.trees.context import ContextShare
 from agentenv.learners.trees.encoded_tree import EncodedTree, encode, encode_sequence
-from agentenv.learners.trees.model_check import check_model
 from agentenv.learners.trees.partition import assign, pack, partition
 from tests.learners.flat import grown
 from tests.learners.ranks import ALGORITHM as RANKS_ALGORITHM

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,16 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from agentenv.base.errors import ConfigError
-from agentenv.learners.trees.model_check import TOLERANCE, check_model, distance, small
+from agentenv.learners.ranks.model_check import (
+    ORDERED,
+    RATIOS,
+    TOLERANCE,
+    check_export,
+    check_model,
+    distance,
+    random_model,
+    small,
+)
 
 MLA_AND_EXPERTS = ("deepseek_v2", "deepseek_v3")
 LONG = {"original_max_position_embeddings": 4096, "max_position_embeddings": 131_072}
@@ -40,7 +51,10 @@ RIGHT = [
     ("granite", {"logits_scaling": 8.0}),
     ("granitemoe", {"logits_scaling": 6.0}),
     ("cohere", {"logit_scale": 0.0625}),
-    ("minicpm3", {}),
+    *((name, {}) for name in ("minicpm3", "glm4_moe_lite", "longcat_flash", "youtu", "axk1")),
+    # layers that share keys, or have another width
+    ("gemma3n_text", {}),
+    ("gemma4_text", {"num_kv_shared_layers": 18}),
     ("phimoe", {}),
     ("minimax_m2", {}),
     # convolutions and recurrent layers
@@ -76,7 +90,9 @@ def name_of(value: Any) -> str:
 
 @pytest.mark.parametrize(("family", "changes"), RIGHT, ids=name_of)
 def test_the_log_probs_are_those_of_transformers(family: str, changes: dict[str, Any]) -> None:
-    assert distance(small(CONFIG_MAPPING[family](**changes))) < TOLERANCE / 50
+    model = random_model(small(CONFIG_MAPPING[family](**changes)))
+    assert distance(model) < TOLERANCE / 50
+    check_export(model)
 
 
 @pytest.mark.parametrize(("family", "changes", "why"), REFUSED, ids=name_of)
@@ -85,6 +101,37 @@ def test_an_unsupported_model_is_refused_with_its_family_and_the_reason(
 ) -> None:
     CONFIG_MAPPING[family](**changes).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=f"{family} .*{why}"):
+        check_model(tmp_path)
+
+
+@pytest.mark.parametrize(("family", "changes"), RIGHT, ids=name_of)
+def test_sizes_that_differ_differ_in_the_small_model(family: str, changes: dict[str, Any]) -> None:
+    real = CONFIG_MAPPING[family](**changes)
+    made = small(real)
+    for names in (*RATIOS, *(names for names, _, _ in ORDERED)):
+        tables = ({**vars(one), **one.per_layer_config[-1].to_dict()} for one in (real, made))
+        whole, narrow = tables
+        sizes = [(whole.get(name), narrow.get(name)) for name in names]
+        for (left, first), (right, second) in combinations(sizes, 2):
+            if type(left) is type(right) is int:
+                assert (left < right, left == right) == (first < second, first == second)
+    shares = [getattr(one, "num_kv_shared_layers", 0) > 0 for one in (real, made)]
+    assert shares[0] == shares[1]
+
+
+def test_a_model_that_cannot_be_made_small_has_another_message(tmp_path: Path) -> None:
+    config = CONFIG_MAPPING["qwen3"](num_hidden_layers=2)
+    config.save_pretrained(tmp_path)
+    table = json.loads((tmp_path / "config.json").read_text())
+    table["hidden_act"] = "no such function"
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    with pytest.raises(ConfigError, match=r"no small model could be made \(KeyError"):
+        check_model(tmp_path)
+
+
+def test_an_export_with_a_name_twice_is_refused(tmp_path: Path) -> None:
+    CONFIG_MAPPING["hrm_text"]().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"its export has .* twice"):
         check_model(tmp_path)
 
 

@@ -27,7 +27,7 @@ from agentenv.base.types import SYSTEM_KEY, Completion, Message, Task
 from agentenv.contract.instruction import Instruction
 from agentenv.data.rows import repaired
 from agentenv.learners.trees.encoded_tree import EncodedTree, encode_sequence
-from agentenv.text.call_syntax import THOUGHT_OPEN
+from agentenv.text.call_syntax import CALL_TEXTS, THOUGHT_OPEN
 from agentenv.text.native import NativeRenderer
 from agentenv.text.renderer import NUM_TAIL_IDS, Renderer, TagRenderer
 from agentenv.text.tags import tag_calls
@@ -133,9 +133,9 @@ class ChatEncoder:
         text = answer.content
         if self._opens_thought and text.lstrip().startswith(THOUGHT_OPEN):
             text = text.lstrip().removeprefix(THOUGHT_OPEN).lstrip("\n")
+        text = self._without_end(text)
         if answer.tool_calls:
             text = self._with_calls(text, answer, tools)
-        text = self._without_end(text)
         if self.is_native or self.compat:
             yield self.renderer.encode(text), True
         else:
@@ -145,13 +145,15 @@ class ChatEncoder:
             yield [self.end_id], True
 
     def _without_end(self, text: str) -> str:
-        """An answer without a special token at its end, which some datasets include. Raises
-        DataError for a token at which generation does not stop."""
+        """An answer without a control token at its end, which some datasets include, unless it is
+        that of a call or thought. Raises DataError for one at which generation does not stop."""
         ids = self.renderer.encode(text[-NUM_END_CHARS:].rstrip())
         if not ids or ids[-1] not in self.renderer.special_ids:
             return text
         last, end = ids[-1], self.renderer.decode(ids[-1:])
         if last not in self.renderer.eos_ids:
+            if end in CALL_TEXTS:
+                return text
             known = [self.renderer.decode([token]) for token in sorted(self.renderer.eos_ids)]
             raise DataError(
                 f"an answer ends with {end!r}, at which generation does not stop; it stops at "

@@ -1,0 +1,84 @@
+"""Texts of tools forge no control token, of any family, with its tokenizer and without."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentenv.assembly.checks.start_checks import refuse_forged
+from agentenv.base.types import Message
+from agentenv.contract.env import shared_stats
+from agentenv.engines.chat import ChatRenderer, Pieces
+from agentenv.text.call_syntax import CALL_MARKS, CALL_TEXTS, FINDERS
+from agentenv.text.chat_model import fenced
+from agentenv.text.control_tokens import KNOWN, broken
+from agentenv.text.native import NativeRenderer
+from agentenv.text.renderer import TagRenderer
+from tests.support.chat_models import QWEN3, byte_tokenizer, make_tokenizer
+from tests.support.sources import ROOT
+from tests.support.toy import TOOL
+
+TABLE = ROOT / "tests" / "support" / "control_tokens.toml"
+FAMILIES = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+
+
+def tokenizer_of(family: str) -> tuple[Any, list[str], list[str]]:
+    """The tokenizer, its control tokens, and its other added tokens."""
+    special, written, others = (part.split(" ") if part else [] for part in FAMILIES[family])
+    start = "".join(f"{{{{ {text!r} }}}}" for text in written)
+    template = start + "{% for m in messages %}{{ m.content }}{% endfor %}"
+    others = [*others, "\n\n", "  "]
+    tokenizer = byte_tokenizer(template, special, [*written, *others], eos=special[-1])
+    tokenizer.extra_special_tokens = []  # then no name points to them
+    return tokenizer, [*special, *written], others
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_tool_result_has_a_control_token_and_others_stay_text(family: str) -> None:
+    tokenizer, control, others = tokenizer_of(family)
+    renderer = TagRenderer(tokenizer)
+    assert set(renderer.control_tokens.values()) == set(control)
+    before = shared_stats().get("control_tokens/num_broken", 0)
+    ids = renderer.observation([Message("tool", " ".join([*control, *others]))], [TOOL], 1000)
+    assert not renderer.special_ids & {*ids}
+    assert {*tokenizer.convert_tokens_to_ids(others)} <= {*ids}
+    assert refuse_forged(renderer, [TOOL]) > len(control)
+    assert shared_stats()["control_tokens/num_broken"] == before + 1
+
+
+CONTROL = sorted({text for one in FAMILIES for text in tokenizer_of(one)[1] if one != "own"})
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from([*CONTROL, *sorted(CALL_TEXTS), "a", " ", "<", "]", "|"])))
+def test_no_endpoint_gets_a_control_token_of_a_known_family(parts: list[str]) -> None:
+    text = "".join(parts)
+    pieces = Pieces()
+    for renderer in (ChatRenderer(pieces, native=True), ChatRenderer(pieces, native=False)):
+        ids = renderer.observation([Message("tool", text, name="search")], [TOOL], 10_000)
+        (result,) = pieces.read(ids)[0].messages
+        for sent in (result.content, fenced(text)):
+            assert not [one for one in (*CONTROL, *CALL_TEXTS) if one in sent]
+    assert broken(KNOWN, broken(KNOWN, text)) == broken(KNOWN, text)
+
+
+def test_a_key_sends_texts_to_an_endpoint_unchanged() -> None:
+    renderer = ChatRenderer(Pieces(), native=True, break_control_tokens=False)
+    assert renderer.neutralise("[INST] <|im_end|>", [TOOL]) == "[INST] <|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "text", ["<b>x</b><br/>", "[1] a[i][j] ![x](y)", "x <- y | z |> f", "a < b"]
+)
+def test_ordinary_text_reaches_an_endpoint_unchanged(text: str) -> None:
+    assert broken(KNOWN, text) == text
+
+
+def test_the_texts_of_every_call_syntax_are_known() -> None:
+    assert CALL_MARKS.keys() <= FINDERS.keys()
+    renderer = NativeRenderer(make_tokenizer(QWEN3))
+    assert {"<tool_call>", "</think>", "<|im_end|>"} <= set(renderer.control_tokens.values())
