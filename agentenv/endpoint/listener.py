@@ -3,7 +3,7 @@
     421   on loopback, a Host that is no name of loopback: the name of a page leads here
     403   an Origin or a Sec-Fetch-Site of another page; a link may lead here
     401   a wrong key, or none; GET /health needs none
-    408, 413, 400   a body that is late, larger than `max_bytes`, or unreadable
+    408, 413, 400   a body that is late, larger than `max_bytes`, or unreadable; a request, too
 
 A browser sends requests to loopback for any page that its user opens, so that a server without a
 key needs the first two. Beyond loopback a server has a key, and any Host. Every error is the JSON
@@ -36,6 +36,37 @@ _NAMES = {404: "no_route", 405: "no_method", 413: "too_large"}
 
 logger = logging.getLogger(__name__)
 encode = msgspec.json.Encoder(enc_hook=str).encode
+
+
+class _Connection(web.RequestHandler):
+    """Closed without a first request within BODY_S."""
+
+    headers: Mapping[str, str]  # of all replies
+    is_asked = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        asyncio.get_running_loop().call_later(BODY_S, self._check)
+
+    def _check(self) -> None:
+        if not self.is_asked:
+            self.force_close()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The reply to a request that is no HTTP."""
+        if status != 400:
+            return super().handle_error(request, status, exc, message)
+        error = ApiError("malformed", f"the request is not valid HTTP: {message or '':.200}")
+        response = json_response(openai_error(error), status)
+        response.headers.update(self.headers)
+        response.force_close()
+        return response
 
 
 class Listener:
@@ -84,13 +115,18 @@ class Listener:
         app.router.add_routes([web.get(route, answer) for route, answer in gets.items()])
         app.router.add_routes([web.post(route, answer) for route, answer in posts.items()])
         app.on_response_prepare.append(self._mark)
-        self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S,
-            auto_decompress=False,
-        )  # fmt: skip
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
-        answer, self._is_local = self._runner.server, is_loopback(host)
-        assert answer is not None
+        loop, self._is_local = asyncio.get_running_loop(), is_loopback(host)
+
+        def answer() -> _Connection:
+            assert self._runner is not None
+            assert self._runner.server is not None
+            options: Json = {"access_log": None, "auto_decompress": False}
+            connection = _Connection(self._runner.server, loop=loop, **options)
+            connection.headers = self.headers
+            return connection
+
         has_key = self.has_keys or bool(self._key)
         try:
             self._servers = [await open_server(answer, host, port, has_key=has_key)]
@@ -99,7 +135,6 @@ class Listener:
             raise
         self.port = port_of(self._servers[0].sockets[0])
         if path is not None:
-            loop = asyncio.get_running_loop()
             self._servers.append(await loop.create_unix_server(answer, path, backlog=BACKLOG))
 
     async def close(self) -> None:
@@ -116,9 +151,16 @@ class Listener:
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
         if self._is_local and not is_loopback(name):
             raise ApiError("other_host", f"this is not {host}")
-        site, mode = (http.headers.get(f"Sec-Fetch-{one}", "none") for one in ("Site", "Mode"))
+        site, mode, target = (
+            http.headers.get(f"Sec-Fetch-{one}", "none") for one in ("Site", "Mode", "Dest")
+        )
         is_own = origin in (None, f"http://{host}") and site in ("none", "same-origin")
-        is_link = origin is None and http.method == "GET" and mode == "navigate"
+        is_link = (
+            origin is None
+            and http.method == "GET"
+            and mode == "navigate"
+            and target in ("none", "document")
+        )
         if not (is_own or is_link):
             raise ApiError("other_page", "requests of other pages are rejected")
         if http.path != "/health":
@@ -126,6 +168,7 @@ class Listener:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        request.protocol.is_asked = True  # type: ignore[attr-defined]
         try:
             self._refuse(request)
             return await handler(request)
@@ -175,6 +218,8 @@ _BROKEN = web.PayloadAccessError, web.RequestPayloadError, ConnectionError, Valu
 async def body_of(http: web.Request) -> bytes:
     """The body of a request, decoded. Raises ApiError."""
     try:
+        if (http.content_length or 0) > http.client_max_size:
+            raise web.HTTPRequestEntityTooLarge(http.client_max_size, http.content_length or 0)
         async with asyncio.timeout(BODY_S):
             data = await http.read()
         coding = http.headers.get("Content-Encoding", "identity").lower()

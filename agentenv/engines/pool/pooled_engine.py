@@ -16,7 +16,14 @@ from agentenv.base.offload import in_thread
 from agentenv.contract.engine import EngineConfig, EngineStart, check_context
 from agentenv.contract.http import checked_url
 from agentenv.contract.http_client import why_unreachable
-from agentenv.contract.server_config import MAX_SHARE, PoolConfig, Served, ServersConfig, read_key
+from agentenv.contract.server_config import (
+    MAX_SHARE,
+    PoolConfig,
+    Served,
+    ServersConfig,
+    read_key,
+    started_key,
+)
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.remote.weight_sync import Server
 
@@ -178,6 +185,7 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
                 colocated=given.colocated,
                 lora_rank=given.lora_rank,
                 gate=given.gate,
+                key=self.key(),
             )
             urls = await given.servers.start(served, launched, "engine.servers")
         pool = EnginePool(
@@ -207,9 +215,14 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
             )
         return pool
 
+    def key(self) -> str:
+        """The servers' key: that in `api_key_env`, else of servers that the run starts, theirs."""
+        named = read_key(self.api_key_env, "engine.api_key_env")
+        return named or (started_key() if self.launched is not None else "")
+
     def server_maker(self, vocabulary: int) -> Callable[[str], Server]:
         """Makes the client of a URL; `vocabulary` is the model's number of token ids."""
-        api_key = read_key(self.api_key_env, "engine.api_key_env")
+        api_key = self.key()
 
         def make(url: str) -> Server:
             return type(self).client(
