@@ -29,23 +29,20 @@ ROLES = (
 )  # in addition to the policy, which is [engine]
 
 
-def read_key(variable: str, key: str) -> str:
-    """The API key in this environment variable, which `key` of the configuration names; none where
-    it names none. Raises ConfigError where the variable is not set."""
+KEY_ENV = "AGENTENV_SERVER_KEY"  # variable with the key of engine servers that a run starts
+
+
+def read_key(variable: str, key: str, *, starts: bool = False) -> str:
+    """The API key in this environment variable, which `key` of the configuration names; where it
+    names none, of servers that this run `starts` a new one, which its processes inherit, else none.
+    Raises ConfigError where the variable is not set."""
     found = os.environ.get(variable, "").strip() if variable else ""
     if variable and not found:
         raise ConfigError(f"{key}: {variable} is not set; export it before the start")
+    if starts and not variable:
+        found = os.environ.setdefault(KEY_ENV, secrets.token_urlsafe(24))
     SECRETS.add(found)
     return found
-
-
-SERVER_KEY = "AGENTENV_SERVER_KEY"  # variable with the key of engine servers that a run starts
-
-
-def started_key() -> str:
-    """The key of the engine servers of this process, and of those that inherit its environment."""
-    SECRETS.add(key := os.environ.setdefault(SERVER_KEY, secrets.token_urlsafe(24)))
-    return key
 
 
 # of servers that clients ask: `agentenv serve`, `serve-env`, `retriever`

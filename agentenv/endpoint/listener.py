@@ -17,6 +17,7 @@ import logging
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from hmac import compare_digest
 from typing import Any, ClassVar
 
@@ -41,30 +42,21 @@ encode = msgspec.json.Encoder(enc_hook=str).encode
 class _Connection(web.RequestHandler):
     """Closed without a first request within BODY_S."""
 
-    headers: Mapping[str, str]  # of all replies
-    is_asked = False
+    timer: asyncio.TimerHandle
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        asyncio.get_running_loop().call_later(BODY_S, self._check)
-
-    def _check(self) -> None:
-        if not self.is_asked:
-            self.force_close()
+        self.timer = asyncio.get_running_loop().call_later(BODY_S, self.force_close)
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: Any, status: int = 500, exc: Any = None, message: Any = None
     ) -> web.StreamResponse:
-        """The reply to a request that is no HTTP."""
+        """The reply to a request that is not HTTP."""
         if status != 400:
             return super().handle_error(request, status, exc, message)
-        error = ApiError("malformed", f"the request is not valid HTTP: {message or '':.200}")
+        error = ApiError("malformed", f"not HTTP: {message:.200}")
         response = json_response(openai_error(error), status)
-        response.headers.update(self.headers)
+        response.headers.update(Listener.headers)
         response.force_close()
         return response
 
@@ -79,6 +71,7 @@ class Listener:
     headers: ClassVar[Mapping[str, str]] = {
         "X-Content-Type-Options": "nosniff",
         "Cross-Origin-Resource-Policy": "same-origin",
+        "X-Frame-Options": "DENY",
     }
 
     def __init__(self, key: str = "") -> None:
@@ -118,15 +111,8 @@ class Listener:
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
         loop, self._is_local = asyncio.get_running_loop(), is_loopback(host)
-
-        def answer() -> _Connection:
-            assert self._runner is not None
-            assert self._runner.server is not None
-            options: Json = {"access_log": None, "auto_decompress": False}
-            connection = _Connection(self._runner.server, loop=loop, **options)
-            connection.headers = self.headers
-            return connection
-
+        options: Json = {"manager": self._runner.server, "access_log": None}
+        answer = partial(_Connection, loop=loop, auto_decompress=False, **options)
         has_key = self.has_keys or bool(self._key)
         try:
             self._servers = [await open_server(answer, host, port, has_key=has_key)]
@@ -151,16 +137,9 @@ class Listener:
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
         if self._is_local and not is_loopback(name):
             raise ApiError("other_host", f"this is not {host}")
-        site, mode, target = (
-            http.headers.get(f"Sec-Fetch-{one}", "none") for one in ("Site", "Mode", "Dest")
-        )
+        site, mode = (http.headers.get(f"Sec-Fetch-{one}", "none") for one in ("Site", "Mode"))
         is_own = origin in (None, f"http://{host}") and site in ("none", "same-origin")
-        is_link = (
-            origin is None
-            and http.method == "GET"
-            and mode == "navigate"
-            and target in ("none", "document")
-        )
+        is_link = origin is None and http.method == "GET" and mode == "navigate"
         if not (is_own or is_link):
             raise ApiError("other_page", "requests of other pages are rejected")
         if http.path != "/health":
@@ -168,7 +147,7 @@ class Listener:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        request.protocol.is_asked = True  # type: ignore[attr-defined]
+        request.protocol.timer.cancel()  # type: ignore[attr-defined]
         try:
             self._refuse(request)
             return await handler(request)

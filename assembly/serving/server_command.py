@@ -16,17 +16,11 @@ from agentenv.base.errors import ConfigError
 from agentenv.base.installation import CLONE
 from agentenv.base.model_files import num_experts, read_model_config
 from agentenv.base.ports import LOOPBACK_DEVICE, is_loopback
-from agentenv.contract.server_config import (
-    SERVER_KEY,
-    SGLANG_RESERVED,
-    VLLM_IPC,
-    LaunchConfig,
-    Served,
-)
+from agentenv.contract.server_config import KEY_ENV, SGLANG_RESERVED, VLLM_IPC, LaunchConfig, Served
 from agentenv.processes.supervisor import GPUS
 
 VLLM_PLUGIN = Path(agentenv.__file__).parent / "engines" / "vllm_plugin"  # for PYTHONPATH
-SERVER_KEY_FOLDER = VLLM_PLUGIN.with_name("server_key")  # likewise
+SERVER_KEY = VLLM_PLUGIN.with_name("server_key")  # likewise
 VLLM_GATE = "AGENTENV_LEARNER_READY"  # variable that the plugin reads
 SERVER_BYTES = 2 * GIB  # activations and graphs of a server, outside weights and cache
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -74,12 +68,13 @@ def environment(served: Served, config: LaunchConfig) -> dict[str, str]:
     env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if is_loopback(config.host):  # else gloo and vLLM listen at the machine's own address
         env |= {"GLOO_SOCKET_IFNAME": LOOPBACK_DEVICE, "VLLM_HOST_IP": "127.0.0.1"}
-    paths = [str(SERVER_KEY_FOLDER)] if served.key else []
-    env |= {SERVER_KEY: served.key} if served.key else {}
+    paths = list[Path]()
+    if served.key:
+        env[KEY_ENV], paths = served.key, [SERVER_KEY]
     if served.engine == "vllm":
         env |= {"VLLM_NO_USAGE_STATS": "1"}
         if served.trained:
-            paths.append(str(VLLM_PLUGIN))
+            paths.append(VLLM_PLUGIN)
             env["VLLM_SERVER_DEV_MODE"] = "1"  # routes for weights, pause, sleep and resume
         if served.gate is not None:
             env[VLLM_GATE] = str(served.gate)
@@ -99,7 +94,7 @@ def environment(served: Served, config: LaunchConfig) -> dict[str, str]:
             env["SGLANG_PLATFORM"] = SGLANG_CPU_PLATFORM
     else:
         env[GPUS] = ",".join(served.gpus)
-    return env | {"PYTHONPATH": os.pathsep.join(paths)} | config.env
+    return env | {"PYTHONPATH": os.pathsep.join(map(str, paths))} | config.env
 
 
 def _vllm_arguments(served: Served, config: LaunchConfig, model: dict[str, Any]) -> list[str]:

@@ -16,14 +16,7 @@ from agentenv.base.offload import in_thread
 from agentenv.contract.engine import EngineConfig, EngineStart, check_context
 from agentenv.contract.http import checked_url
 from agentenv.contract.http_client import why_unreachable
-from agentenv.contract.server_config import (
-    MAX_SHARE,
-    PoolConfig,
-    Served,
-    ServersConfig,
-    read_key,
-    started_key,
-)
+from agentenv.contract.server_config import MAX_SHARE, PoolConfig, Served, ServersConfig, read_key
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.remote.weight_sync import Server
 
@@ -217,8 +210,7 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
 
     def key(self) -> str:
         """The servers' key: that in `api_key_env`, else of servers that the run starts, theirs."""
-        named = read_key(self.api_key_env, "engine.api_key_env")
-        return named or (started_key() if self.launched is not None else "")
+        return read_key(self.api_key_env, "engine.api_key_env", starts=self.launched is not None)
 
     def server_maker(self, vocabulary: int) -> Callable[[str], Server]:
         """Makes the client of a URL; `vocabulary` is the model's number of token ids."""
