@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import json
 import os
 import re
 import subprocess
@@ -23,6 +24,7 @@ import pytest
 
 from agentenv.base.errors import ConfigError
 from agentenv.base.ports import LOOPBACK_DEVICE, open_server
+from agentenv.endpoint import listener
 from agentenv.endpoint.capture import Endpoint
 from agentenv.endpoint.listener import Listener
 from agentenv.endpoint.openenv import EnvServer
@@ -82,7 +84,9 @@ async def served(kind: str, folder: Path) -> AsyncIterator[int]:
 
 
 @pytest.mark.parametrize("kind", SERVERS)
-async def test_a_server_answers_no_page_of_others(kind: str, tmp_path: Path) -> None:
+async def test_a_server_answers_no_page_of_others(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (_, path, damaged), before = SERVERS[kind], sockets_of()
     async with served(kind, tmp_path) as port, aiohttp.ClientSession() as http:
         assert [place for place, _ in sockets_of().keys() - before] == ["127.0.0.1"]
@@ -99,8 +103,29 @@ async def test_a_server_answers_no_page_of_others(kind: str, tmp_path: Path) -> 
             for headers, method in product(sent, ("GET", "POST", "PUT")[: 3 if is_refused else 1]):
                 found, body = await ask(method, path if is_refused else "/health", headers)
                 assert (str(found), "error" in body) == (status, is_refused)
+        for sent in (b"x", b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nA B: c\r\n"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(sent + b"\r\n\r\n")
+            head, _, text = (await reader.read()).partition(b"\r\n\r\n")
+            assert (b" 400 " in head, b"nosniff" in head) == (True, True)
+            assert json.loads(text)["error"]["message"].startswith("not HTTP: ")
+            writer.close()
+        assert not caplog.records
         status, body = await ask("POST", path, {"x-api-key": "k"}, b"\xff")
         assert (status, bool(body["error"]["message"])) == (damaged, True)
+
+
+async def test_what_a_client_never_sends_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "BODY_S", 0.1)
+    server = Listener()
+    await server.listen({}, {"/x": listener.body_of}, "127.0.0.1", 0)
+    length = b"Host: localhost\r\nContent-Length: 999999999\r\nConnection: close\r\n\r\n"
+    for sent, reply in ((b"GET / HT", b""), (b"POST /x HTTP/1.1\r\n" + length, b"HTTP/1.1 413 ")):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(sent)
+        assert (await reader.read())[:13] == reply
+        writer.close()
+    await server.close()
 
 
 async def test_beyond_loopback_a_server_needs_a_key() -> None:
