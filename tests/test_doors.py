@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import product
 from pathlib import Path
@@ -43,19 +43,35 @@ TABLE = tomllib.loads((ROOT / "tests" / "support" / "doors.toml").read_text(enco
 INHERITED = "self.listen"  # of a Listener
 
 
-def opened(source: str, how: str) -> list[int]:
-    """Lines that call one of those."""
-    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
-    names = ((ast.unparse(call.func), call.lineno) for call in calls)
-    return [line for name, line in names if re.fullmatch(how, name) and name != INHERITED]
+def named(source: str) -> Iterator[str]:
+    """The names that it uses, however it calls them later: of modules and attributes, imported
+    ones, also under another name, and texts, as of getattr."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) != INHERITED:
+            yield from (node.attr, ast.unparse(node))
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"import {node.module}.{one.name}" for one in node.names)
+            yield from (one.name for one in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (f"import {one.name}" for one in node.names)
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
 
 
-@pytest.mark.parametrize("kind", ["server"])
+@pytest.mark.parametrize("kind", ["server", "client"])
 def test_each_kind_is_opened_in_its_place(kind: str) -> None:
     places = dict(TABLE[kind])
-    how = places.pop("calls").strip()
-    found = (path for path in sources() if opened(path.read_text(encoding="utf-8"), how))
+    names = re.compile(places.pop("names").strip())
+    found = (
+        path
+        for path in sources()
+        if any(map(names.fullmatch, named(path.read_text(encoding="utf-8"))))
+    )
     assert {str(path.relative_to(ROOT)) for path in found} == places.keys()
+    for spelled in TABLE["spelled"][kind]:
+        assert any(map(names.fullmatch, named(spelled))), spelled
 
 
 def viewer(folder: Path) -> FolderServer:
