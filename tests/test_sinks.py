@@ -8,7 +8,7 @@ import re
 from tests.support.sources import ROOT, sources
 
 SINK = re.compile(
-    r"logging\.(?:\w*Handler|basicConfig|handlers|config)|import logging as|addHandler|\.handlers\b"
+    r"logging\.(?:\w*Handler|basicConfig|handlers|config)|^ *import logging as|addHandler|\.handlers\b"
     r"|logging import.*(?:Handler|Config)|(?:Stream|File)Handler|setLogRecordFactory|excepthook"
     r"|[( ]Console\b|import print\b|traceback\.print_|import print_|\"/dev/std(?:out|err)\""
     r"|sys\.(?:__)?std(?:out|err)(?:__|\.\w+|$| =)|sys import.*std(?:out|err)|redirect_std"
@@ -38,6 +38,7 @@ SINKS = {
 }
 SEALS = re.compile(r"seal_output\(\)|worker_process import main")
 UNSEALED = {"agentenv/processes/guard.py", "agentenv/processes/worker_pool.py"}
+UNSEALED |= {"agentenv/engines/server_key/agentenv_key.py"}  # removes its key itself
 UNSEALED |= {"envs/sandbox/program_init.py", "envs/sandbox/zygote.py"}
 UNSEALED |= {"envs/bridges/verifiers_env.py"}  # runs without agentenv
 
