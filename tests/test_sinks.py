@@ -8,8 +8,9 @@ import re
 from tests.support.sources import ROOT, sources
 
 SINK = re.compile(
-    r"logging\.(?:\w*Handler|basicConfig|handlers|config)|^ *import logging as|addHandler|\.handlers\b"
-    r"|logging import.*(?:Handler|Config)|(?:Stream|File)Handler|setLogRecordFactory|excepthook"
+    r"logging\.(?:\w*Handler|basicConfig|handlers|config)|^ *import logging as|addHandler"
+    r"|\.handlers\b|logging import.*(?:Handler|Config)|(?:Stream|File)Handler"
+    r"|setLogRecordFactory|excepthook"
     r"|[( ]Console\b|import print\b|traceback\.print_|import print_|\"/dev/std(?:out|err)\""
     r"|sys\.(?:__)?std(?:out|err)(?:__|\.\w+|$| =)|sys import.*std(?:out|err)|redirect_std"
     r"|(?:os\.write|fdopen|\bopen)\([12],|sys, \"std(?:out|err)\"",
@@ -28,7 +29,7 @@ SINKS = {
     "agentenv/processes/guard.py": "the name of a command that does not start",
     "assembly/run/terminal.py": "the terminal and run.log: records and streams are sealed",
     "assembly/run/exits.py": "after seal_output",
-    "agentenv/engines/server_key/agentenv_key.py": "in the environment of an engine: removes its key",
+    "agentenv/engines/server_key/agentenv_key.py": "removes an engine's key",
     "training/workers/worker_process.py": "sealed records, for the controller too",
     "learners/ranks/rank_process.py": "after seal_output",
     "envs/sandbox/cells.py": "in the sandbox: the output of a call, which env.check_step cleans",
