@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import json
 import os
 import re
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import product
 from pathlib import Path
@@ -23,6 +24,7 @@ import pytest
 
 from agentenv.base.errors import ConfigError
 from agentenv.base.ports import LOOPBACK_DEVICE, open_server
+from agentenv.endpoint import listener
 from agentenv.endpoint.capture import Endpoint
 from agentenv.endpoint.listener import Listener
 from agentenv.endpoint.openenv import EnvServer
@@ -41,19 +43,35 @@ TABLE = tomllib.loads((ROOT / "tests" / "support" / "doors.toml").read_text(enco
 INHERITED = "self.listen"  # of a Listener
 
 
-def opened(source: str, how: str) -> list[int]:
-    """Lines that call one of those."""
-    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
-    names = ((ast.unparse(call.func), call.lineno) for call in calls)
-    return [line for name, line in names if re.fullmatch(how, name) and name != INHERITED]
+def named(source: str) -> Iterator[str]:
+    """The names that it uses, however it calls them later: of modules and attributes, imported
+    ones, also under another name, and texts, as of getattr."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) != INHERITED:
+            yield from (node.attr, ast.unparse(node))
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"import {node.module}.{one.name}" for one in node.names)
+            yield from (one.name for one in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (f"import {one.name}" for one in node.names)
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
 
 
-@pytest.mark.parametrize("kind", ["server"])
+@pytest.mark.parametrize("kind", ["server", "client"])
 def test_each_kind_is_opened_in_its_place(kind: str) -> None:
     places = dict(TABLE[kind])
-    how = places.pop("calls").strip()
-    found = (path for path in sources() if opened(path.read_text(encoding="utf-8"), how))
+    names = re.compile(places.pop("names").strip())
+    found = (
+        path
+        for path in sources()
+        if any(map(names.fullmatch, named(path.read_text(encoding="utf-8"))))
+    )
     assert {str(path.relative_to(ROOT)) for path in found} == places.keys()
+    for spelled in TABLE["spelled"][kind]:
+        assert any(map(names.fullmatch, named(spelled))), spelled
 
 
 def viewer(folder: Path) -> FolderServer:
@@ -82,7 +100,9 @@ async def served(kind: str, folder: Path) -> AsyncIterator[int]:
 
 
 @pytest.mark.parametrize("kind", SERVERS)
-async def test_a_server_answers_no_page_of_others(kind: str, tmp_path: Path) -> None:
+async def test_a_server_answers_no_page_of_others(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (_, path, damaged), before = SERVERS[kind], sockets_of()
     async with served(kind, tmp_path) as port, aiohttp.ClientSession() as http:
         assert [place for place, _ in sockets_of().keys() - before] == ["127.0.0.1"]
@@ -99,8 +119,29 @@ async def test_a_server_answers_no_page_of_others(kind: str, tmp_path: Path) -> 
             for headers, method in product(sent, ("GET", "POST", "PUT")[: 3 if is_refused else 1]):
                 found, body = await ask(method, path if is_refused else "/health", headers)
                 assert (str(found), "error" in body) == (status, is_refused)
+        for sent in (b"x", b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nA B: c\r\n"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(sent + b"\r\n\r\n")
+            head, _, text = (await reader.read()).partition(b"\r\n\r\n")
+            assert (b" 400 " in head, b"nosniff" in head) == (True, True)
+            assert json.loads(text)["error"]["message"].startswith("not HTTP: ")
+            writer.close()
+        assert not caplog.records
         status, body = await ask("POST", path, {"x-api-key": "k"}, b"\xff")
         assert (status, bool(body["error"]["message"])) == (damaged, True)
+
+
+async def test_what_a_client_never_sends_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "BODY_S", 0.1)
+    server = Listener()
+    await server.listen({}, {"/x": listener.body_of}, "127.0.0.1", 0)
+    length = b"Host: localhost\r\nContent-Length: 999999999\r\nConnection: close\r\n\r\n"
+    for sent, reply in ((b"GET / HT", b""), (b"POST /x HTTP/1.1\r\n" + length, b"HTTP/1.1 413 ")):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(sent)
+        assert (await reader.read())[:13] == reply
+        writer.close()
+    await server.close()
 
 
 async def test_beyond_loopback_a_server_needs_a_key() -> None:

@@ -22,6 +22,7 @@ from agentenv.base.disk import remove_left
 from agentenv.base.disk_errors import SHARED_MEMORY, WEIGHTS_PREFIX
 from agentenv.base.offload import in_thread
 from agentenv.cluster.workers import RolloutWorkers
+from agentenv.contract.server_config import KEY_ENV
 from agentenv.learners.ranks.rank_group import RemoteRanks
 from agentenv.processes.supervisor import ExternalPlacement, Placement, Supervisor
 from agentenv.training.loop.loop import Loop
@@ -91,6 +92,7 @@ async def start_workers(loop: Loop, stack: AsyncExitStack) -> RolloutWorkers | N
         urls=parts.urls,
         vocab_size=parts.vocab_size,
         is_leased=config.engine.is_shared,
+        key=os.environ.get(KEY_ENV, ""),
         settings=loop.settings,
         incarnation=loop.state.incarnation,
     )

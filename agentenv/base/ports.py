@@ -27,13 +27,18 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
+def check_key(host: str, *, has_key: bool) -> None:
+    """Raises ConfigError for a server beyond loopback without a key."""
+    if not has_key and not is_loopback(host):
+        raise ConfigError(f"host {host} is reachable from other machines; set a key (api_key_env)")
+
+
 async def open_server(
     make: Callable[[], asyncio.BaseProtocol], host: str, port: int, *, has_key: bool
 ) -> asyncio.Server:
     """Listen at `host`; port 0 is any free one. `has_key`: clients need a key or a token, without
     which only loopback is served. Raises ConfigError."""
-    if not has_key and not is_loopback(host):
-        raise ConfigError(f"host {host} is reachable from other machines; set a key (api_key_env)")
+    check_key(host, has_key=has_key)
     loop = asyncio.get_running_loop()
     try:
         server = await loop.create_server(make, host, port, backlog=BACKLOG, start_serving=False)

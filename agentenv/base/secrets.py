@@ -19,6 +19,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import reduce
 from typing import Any, TypeVar, cast
 from urllib.parse import quote, quote_plus, unquote_plus
@@ -34,9 +35,10 @@ MIN_CHARS = 8  # of a secret; shorter values occur in ordinary text
 MIN_HEAD = 12  # of the beginning of a secret that was cut
 
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
-_NAMED = re.compile(r"(?i)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)")
+_NAMED = re.compile(r"(?i)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|(^|_)PA(T|SS))(_|$)")
+_OPTION = re.compile(r"(?i)--?([\w-]*-)?(key|token|secret|password|passwd|pat)")
 _SECRET_KEY = re.compile(
-    r"(?i)(.*[_-])?(api[_-]?key|password|passwd|authorization|cookie|"
+    r"(?i)token|secret|(x|hub)[_-]token|(.*[_-])?(api[_-]?key|password|passwd|authorization|cookie|"
     r"(access|auth|refresh|bearer|private|client|secret)[_-]?(token|key|secret))"
 )
 _PUBLIC_HEADER = re.compile(r"(?i)headers\.(accept.*|content-.*|host|origin|referer|user-agent)")
@@ -180,17 +182,24 @@ def _secrets(value: Any, environment: Mapping[str, str], key: str = "") -> Itera
                 one, environment, f"headers.{name}" if key.endswith("headers") else str(name)
             )
     elif isinstance(value, list | tuple):
-        for one in value:
+        for before, one in zip(["", *value], value, strict=False):
             yield from _secrets(one, environment)
+            if isinstance(one, str):  # of a command: --token VALUE, --token=VALUE
+                option, _, own = one.partition("=")
+                yield from [one] * bool(_OPTION.fullmatch(str(before)))
+                yield from [own] * bool(_OPTION.fullmatch(option))
     elif isinstance(value, str):
         text = _VARIABLE.sub(lambda found: environment.get(found[1], ""), value)
         names = [value] if key.endswith("_env") else _VARIABLE.findall(value)
         yield from (environment.get(name, "") for name in names)
         if key.startswith("headers.") and not _PUBLIC_HEADER.fullmatch(key):
-            yield from (text, text.rpartition(" ")[2])  # for "Bearer abc" also abc
+            yield from (text, token := text.rpartition(" ")[2])  # for "Bearer abc" also abc
+            with suppress(ValueError):  # of "Basic"
+                yield base64.b64decode(token, validate=True).decode().partition(":")[2]
             yield from (part.partition("=")[2] for part in text.split(";"))  # of cookies
         elif _SECRET_KEY.fullmatch(key) or (key.isupper() and _NAMED.search(key)):
             yield text
+        yield from (found for form in _LIKELY[2:4] for found in form.findall(text))
         for found in _USER.findall(text) + _QUERY.findall(text):
             for one in (found, unquote_plus(found)):
                 yield from (one, one.partition(":")[2])
@@ -201,7 +210,10 @@ def _encodings(value: str) -> Iterator[str]:
     data = value.encode(errors="surrogateescape")
     for url in (quote(data, safe=""), quote_plus(data)):
         yield from (url, re.sub("%..", lambda found: found[0].lower(), url))
-    yield from (value, html.escape(value), repr(value)[1:-1], json.dumps(value)[1:-1])
+    text, bare = json.dumps(value)[1:-1], value.replace("\\", r"\\")
+    yield from (value, html.escape(value), repr(value)[1:-1], text, text.replace("/", r"\/"))
+    yield re.sub("[<>&]", lambda one: f"\\u{ord(one[0]):04x}", text)  # Go
+    yield re.sub("[\"+&'<>`]|[^ -~]", lambda one: f"\\u{ord(one[0]):04X}", bare)  # .NET
     for encode in (base64.b64encode, base64.urlsafe_b64encode):
         for before, shared in ((0, 0), (1, 2), (2, 3)):  # bytes, and characters that they affect
             text = encode(bytes(before) + data).decode().rstrip("=")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -11,6 +12,7 @@ from msgspec import Meta, Struct, field
 
 from agentenv.base.config import ESSENTIAL
 from agentenv.base.errors import ConfigError
+from agentenv.base.ports import check_key
 from agentenv.base.retries import backoff_s
 from agentenv.base.secrets import SECRETS
 
@@ -27,12 +29,18 @@ ROLES = (
 )  # in addition to the policy, which is [engine]
 
 
-def read_key(variable: str, key: str) -> str:
-    """The API key in this environment variable, which `key` of the configuration names; none where
-    it names none. Raises ConfigError where the variable is not set."""
+KEY_ENV = "AGENTENV_SERVER_KEY"  # variable with the key of engine servers that a run starts
+
+
+def read_key(variable: str, key: str, *, starts: bool = False) -> str:
+    """The API key in this environment variable, which `key` of the configuration names; where it
+    names none, of servers that this run `starts` a new one, which its processes inherit, else none.
+    Raises ConfigError where the variable is not set."""
     found = os.environ.get(variable, "").strip() if variable else ""
     if variable and not found:
         raise ConfigError(f"{key}: {variable} is not set; export it before the start")
+    if starts and not variable:
+        found = os.environ.setdefault(KEY_ENV, secrets.token_urlsafe(24))
     SECRETS.add(found)
     return found
 
@@ -188,8 +196,12 @@ class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     max_model_len: Annotated[
         int, Meta(ge=0, description="tokens of prompt and answer; 0: the model's")
     ] = 0
+    api_key_env: Annotated[
+        str, Meta(description="environment variable with its clients' key; needed beyond loopback")
+    ] = ""
 
     def __post_init__(self) -> None:
+        check_key(self.host, has_key=bool(self.api_key_env))
         if bool(self.url) == bool(self.model):
             raise ConfigError("roles.NAME: set exactly one of url and model")
 
@@ -198,9 +210,9 @@ class Served(Struct, frozen=True):
     """The model that one server serves, as `name`. `trained`: its weights are replaced during the
     run, through `weights`, or as LoRA adapters of rank `lora_rank` if that is not 0. `colocated`:
     the learner uses the same GPUs, "at_once" or while the server sleeps; the server measures their
-    memory once the file `gate` exists. The starter sets the last four, its placement;
-    `cache_bytes` is the size of the KV cache, 0 if the server measures the free memory, which is
-    not possible next to other processes."""
+    memory once the file `gate` exists. Its clients send the `key`, if any. The starter sets the
+    last four, its placement; `cache_bytes` is the size of the KV cache, 0 if the server measures
+    the free memory, which is not possible next to other processes."""
 
     engine: str
     model: Path
@@ -211,6 +223,7 @@ class Served(Struct, frozen=True):
     colocated: bool | str = False
     lora_rank: int = 0
     gate: Path | None = None
+    key: str = ""
     port: int = 0
     gpus: Sequence[str] = ()
     on_cpu: bool = False

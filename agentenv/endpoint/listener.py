@@ -3,7 +3,7 @@
     421   on loopback, a Host that is no name of loopback: the name of a page leads here
     403   an Origin or a Sec-Fetch-Site of another page; a link may lead here
     401   a wrong key, or none; GET /health needs none
-    408, 413, 400   a body that is late, larger than `max_bytes`, or unreadable
+    408, 413, 400   a body that is late, larger than `max_bytes`, or unreadable; a request, too
 
 A browser sends requests to loopback for any page that its user opens, so that a server without a
 key needs the first two. Beyond loopback a server has a key, and any Host. Every error is the JSON
@@ -17,6 +17,7 @@ import logging
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from hmac import compare_digest
 from typing import Any, ClassVar
 
@@ -38,6 +39,28 @@ logger = logging.getLogger(__name__)
 encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
+class _Connection(web.RequestHandler):
+    """Closed without a first request within BODY_S."""
+
+    timer: asyncio.TimerHandle
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.timer = asyncio.get_running_loop().call_later(BODY_S, self.force_close)
+
+    def handle_error(
+        self, request: Any, status: int = 500, exc: Any = None, message: Any = None
+    ) -> web.StreamResponse:
+        """The reply to a request that is not HTTP."""
+        if status != 400:
+            return super().handle_error(request, status, exc, message)
+        error = ApiError("malformed", f"not HTTP: {message:.200}")
+        response = json_response(openai_error(error), status)
+        response.headers.update(Listener.headers)
+        response.force_close()
+        return response
+
+
 class Listener:
     """Routes that are served at `port`. A client needs the `key`, if any; a server with other keys
     (`has_keys`) overrides `check`."""
@@ -48,6 +71,7 @@ class Listener:
     headers: ClassVar[Mapping[str, str]] = {
         "X-Content-Type-Options": "nosniff",
         "Cross-Origin-Resource-Policy": "same-origin",
+        "X-Frame-Options": "DENY",
     }
 
     def __init__(self, key: str = "") -> None:
@@ -84,13 +108,11 @@ class Listener:
         app.router.add_routes([web.get(route, answer) for route, answer in gets.items()])
         app.router.add_routes([web.post(route, answer) for route, answer in posts.items()])
         app.on_response_prepare.append(self._mark)
-        self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S,
-            auto_decompress=False,
-        )  # fmt: skip
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
-        answer, self._is_local = self._runner.server, is_loopback(host)
-        assert answer is not None
+        loop, self._is_local = asyncio.get_running_loop(), is_loopback(host)
+        options: Json = {"manager": self._runner.server, "access_log": None}
+        answer = partial(_Connection, loop=loop, auto_decompress=False, **options)
         has_key = self.has_keys or bool(self._key)
         try:
             self._servers = [await open_server(answer, host, port, has_key=has_key)]
@@ -99,7 +121,6 @@ class Listener:
             raise
         self.port = port_of(self._servers[0].sockets[0])
         if path is not None:
-            loop = asyncio.get_running_loop()
             self._servers.append(await loop.create_unix_server(answer, path, backlog=BACKLOG))
 
     async def close(self) -> None:
@@ -126,6 +147,7 @@ class Listener:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        request.protocol.timer.cancel()  # type: ignore[attr-defined]
         try:
             self._refuse(request)
             return await handler(request)
@@ -175,6 +197,8 @@ _BROKEN = web.PayloadAccessError, web.RequestPayloadError, ConnectionError, Valu
 async def body_of(http: web.Request) -> bytes:
     """The body of a request, decoded. Raises ApiError."""
     try:
+        if (http.content_length or 0) > http.client_max_size:
+            raise web.HTTPRequestEntityTooLarge(http.client_max_size, http.content_length or 0)
         async with asyncio.timeout(BODY_S):
             data = await http.read()
         coding = http.headers.get("Content-Encoding", "identity").lower()

@@ -325,8 +325,8 @@ def check_reachable(
 class Setup(Struct, array_like=True, frozen=True):
     """The setup of a worker. `config`: the run's configuration as plain data. `folder`: that of the
     run. `model`: the model's directory. `urls`: those of roles, by name. `is_leased`: the worker
-    sends its requests to the engine's servers itself. `settings`, `incarnation`: see
-    agentenv.rollout.journal."""
+    sends its requests to the engine's servers itself. `key`: that of servers that the run started.
+    `settings`, `incarnation`: see agentenv.rollout.journal."""
 
     config: dict[str, Any]
     folder: str
@@ -334,6 +334,7 @@ class Setup(Struct, array_like=True, frozen=True):
     urls: dict[str, str]
     vocab_size: int
     is_leased: bool
+    key: str
     settings: str
     incarnation: int
 

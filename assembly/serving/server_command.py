@@ -5,6 +5,7 @@ sampled distribution, and CPU workarounds.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from agentenv.base.errors import ConfigError
 from agentenv.base.installation import CLONE
 from agentenv.base.model_files import num_experts, read_model_config
 from agentenv.base.ports import LOOPBACK_DEVICE, is_loopback
-from agentenv.contract.server_config import SGLANG_RESERVED, VLLM_IPC, LaunchConfig, Served
+from agentenv.contract.server_config import KEY_ENV, SGLANG_RESERVED, VLLM_IPC, LaunchConfig, Served
 from agentenv.processes.supervisor import GPUS
 
 VLLM_PLUGIN = Path(agentenv.__file__).parent / "engines" / "vllm_plugin"  # for PYTHONPATH
+SERVER_KEY = VLLM_PLUGIN.with_name("server_key")  # likewise
 VLLM_GATE = "AGENTENV_LEARNER_READY"  # variable that the plugin reads
 SERVER_BYTES = 2 * GIB  # activations and graphs of a server, outside weights and cache
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -63,13 +65,16 @@ def command(python: str, served: Served, config: LaunchConfig) -> list[str]:
 
 def environment(served: Served, config: LaunchConfig) -> dict[str, str]:
     """The server's environment variables, in addition to ours."""
-    env = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "", "TOKENIZERS_PARALLELISM": "false"}
+    env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if is_loopback(config.host):  # else gloo and vLLM listen at the machine's own address
         env |= {"GLOO_SOCKET_IFNAME": LOOPBACK_DEVICE, "VLLM_HOST_IP": "127.0.0.1"}
+    paths = list[Path]()
+    if served.key:
+        env[KEY_ENV], paths = served.key, [SERVER_KEY]
     if served.engine == "vllm":
         env |= {"VLLM_NO_USAGE_STATS": "1"}
         if served.trained:
-            env["PYTHONPATH"] = str(VLLM_PLUGIN)
+            paths.append(VLLM_PLUGIN)
             env["VLLM_SERVER_DEV_MODE"] = "1"  # routes for weights, pause, sleep and resume
         if served.gate is not None:
             env[VLLM_GATE] = str(served.gate)
@@ -89,7 +94,7 @@ def environment(served: Served, config: LaunchConfig) -> dict[str, str]:
             env["SGLANG_PLATFORM"] = SGLANG_CPU_PLATFORM
     else:
         env[GPUS] = ",".join(served.gpus)
-    return env | config.env
+    return env | {"PYTHONPATH": os.pathsep.join(map(str, paths))} | config.env
 
 
 def _vllm_arguments(served: Served, config: LaunchConfig, model: dict[str, Any]) -> list[str]:
@@ -100,6 +105,8 @@ def _vllm_arguments(served: Served, config: LaunchConfig, model: dict[str, Any])
     found += ["--served-model-name", served.name, "--uvicorn-log-level", "warning"]
     # With "auto", vLLM would run a float32 model in half precision.
     found += ["--dtype", _dtype(config, model)]
+    if served.key:
+        found += ["--middleware", "agentenv_key.Guard"]
     if served.max_model_len:
         found += ["--max-model-len", str(served.max_model_len)]
     if config.max_num_seqs:
@@ -148,7 +155,8 @@ def _vllm_arguments(served: Served, config: LaunchConfig, model: dict[str, Any])
 
 def _sglang_arguments(served: Served, config: LaunchConfig, model: dict[str, Any]) -> list[str]:
     """SGLang's module and its arguments, after `python -m`."""
-    found = ["sglang.launch_server", "--host", config.host, "--port", str(served.port)]
+    found = ["agentenv_key"] if served.key else []
+    found += ["sglang.launch_server", "--host", config.host, "--port", str(served.port)]
     found += ["--model-path", str(served.model), "--served-model-name", served.name]
     found += ["--dtype", _dtype(config, model), "--enable-metrics", "--log-level-http", "warning"]
     if served.max_model_len:

@@ -32,7 +32,7 @@ from agentenv.base.offload import in_thread
 from agentenv.base.ports import hold_port, port_of
 from agentenv.base.registry import decode_part
 from agentenv.base.retries import Restarts
-from agentenv.contract.server_config import ROLES, LaunchConfig, RoleConfig, Served
+from agentenv.contract.server_config import ROLES, LaunchConfig, RoleConfig, Served, read_key
 from agentenv.processes.supervisor import LocalProcess, ProcessSpec, log_tail, open_log
 
 POLL_S = 0.5
@@ -347,7 +347,8 @@ async def start_servers(
             urls[name] = role.url.rstrip("/")
             continue
         model: Path = resolve(role.model)
-        served = Served(role.engine, model, name, role.max_model_len)
+        key = read_key(role.api_key_env, f"roles.{name}.api_key_env")
+        served = Served(role.engine, model, name, role.max_model_len, key=key)
         (urls[name],) = await factory.start(served, role, f"roles.{name}")
     return urls
 

@@ -90,6 +90,26 @@ def test_trees_are_redacted_and_keep_variable_names(redactor: Redactor) -> None:
     assert redactor.known(before + "q7Rz0pL\nmX2") == before + REDACTED
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"token": "q7Rz/0p+X2<"},
+        {"command": ["server", "--auth-token", "q7Rz/0p+X2<"]},
+        {"command": ["server", "--api-key=q7Rz/0p+X2<"]},
+        {"env": {"GITHUB_PAT": "q7Rz/0p+X2<"}},
+        {"headers": {"Authorization": f"Basic {b64encode(b'me:q7Rz/0p+X2<').decode()}"}},
+    ],
+)
+def test_secrets_are_found_by_their_place_and_in_every_escape(settings: Any) -> None:
+    found = Redactor(settings, {})
+    for text in ("q7Rz/0p+X2<", r"q7Rz/0p\u002BX2\u003C", r"q7Rz\/0p+X2<", r"q7Rz/0p+X2\u003c"):
+        assert found.known(text) == REDACTED
+    assert (
+        Redactor({"stop_token": "<|im_end|>", "args": ["--max-tokens", "12345"]}, {}).values
+        == set()
+    )
+
+
 # Real commands, with a secret in each place and a server that repeats all of them in every reply.
 
 OF_TOOL = ("TOOL_ACCESS", "TOOL_COOKIE", "TOOL_HEADER")

@@ -16,7 +16,7 @@ from agentenv.assembly.serving.gpus import GpuPlan, visible_gpus
 from agentenv.assembly.serving.server_command import command, environment, find_python
 from agentenv.assembly.serving.servers import ServerFactory
 from agentenv.base.errors import ConfigError
-from agentenv.contract.server_config import LaunchConfig, Served, ServersConfig
+from agentenv.contract.server_config import KEY_ENV, LaunchConfig, RoleConfig, Served, ServersConfig
 from agentenv.envs.quickstart.setup import build_model
 
 
@@ -136,6 +136,18 @@ def test_the_command_line_of_vllm_on_the_cpu(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
     with pytest.raises(ConfigError, match="have size 16"):
         command("py", served(tmp_path), LaunchConfig())
+
+
+def test_the_key_of_a_server_is_in_its_environment_alone(tmp_path: Path) -> None:
+    build_model(tmp_path, seed=0)
+    for engine, flag in (("vllm", "--middleware"), ("sglang", "agentenv_key")):
+        keyed = served(tmp_path, engine=engine, key="a-secret", trained=False)
+        line, env = command("py", keyed, LaunchConfig()), environment(keyed, LaunchConfig())
+        assert flag in line
+        assert "a-secret" not in line
+        assert [name for name, value in env.items() if value == "a-secret"] == [KEY_ENV]
+    with pytest.raises(ConfigError, match="api_key_env"):
+        RoleConfig(model="m", host="0.0.0.0")
 
 
 def test_a_role_gets_no_routes_for_weights(tmp_path: Path) -> None:

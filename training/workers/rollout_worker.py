@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import secrets
 import sys
@@ -30,6 +31,7 @@ from agentenv.cluster.engines import LeasedEngine, LinkedEngine
 from agentenv.cluster.messages import Grow, WorkerFigures, pack
 from agentenv.contract.env import close_shared, shared_stats
 from agentenv.contract.plan import RolloutPlan
+from agentenv.contract.server_config import KEY_ENV
 from agentenv.engines.pool.pooled_engine import PooledEngineConfig
 from agentenv.processes.link import Link
 from agentenv.processes.worker_group import named, serve
@@ -229,6 +231,7 @@ async def make_engine(
         return LinkedEngine(link)
     assert isinstance(config, PooledEngineConfig)
     model = await assembly.model()
+    os.environ[KEY_ENV] = setup.key
     make = config.server_maker(setup.vocab_size)
     return LeasedEngine(
         link,

@@ -172,6 +172,7 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
                 colocated=given.colocated,
                 lora_rank=given.lora_rank,
                 gate=given.gate,
+                key=self.key(),
             )
             urls = await given.servers.start(served, launched, "engine.servers")
         pool = EnginePool(
@@ -201,9 +202,13 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
             )
         return pool
 
+    def key(self) -> str:
+        """The servers' key: that in `api_key_env`, else of servers that the run starts, theirs."""
+        return read_key(self.api_key_env, "engine.api_key_env", starts=self.launched is not None)
+
     def server_maker(self, vocabulary: int) -> Callable[[str], Server]:
         """Makes the client of a URL; `vocabulary` is the model's number of token ids."""
-        api_key = read_key(self.api_key_env, "engine.api_key_env")
+        api_key = self.key()
 
         def make(url: str) -> Server:
             return type(self).client(
