@@ -65,7 +65,7 @@ def _write(folder: Path, summary: Summary) -> None:
         after = f", after step {subject['step']} (policy version {subject['policy_version']})"
     subtitle = (
         f"{overall.num_questions} questions, {overall.num_trajectories} graded trajectories, "
-        f"{overall.num_failed} failed{after}"
+        f"{overall.num_failed} failed{after}{_empty_replies(overall, '; ')}"
     )
     lines = (subtitle, *hints_of(summary, folder.name))
     head = "\n\n".join([f"# {markdown(summary.name)}", *map(markdown, lines)])
@@ -84,6 +84,12 @@ def hints_of(summary: Summary, folder: str) -> list[str]:
         for name, use in summary.overall.tools.items()
         if use.calls >= FEW_CALLS and use.num_same > use.calls / 2
     ]
+    if summary.overall.num_empty > MAX_EMPTY_SHARE * summary.overall.num_trajectories:
+        hints.append(
+            f"{_empty_replies(summary.overall)}, graded as they are: some gateways answer so under "
+            "load (lower engine.max_concurrency), and reasoning models whose thoughts fill "
+            "limits.max_response_tokens"
+        )
     if noted := [f"{name} {count:.0f}" for name, count in summary.overall.endpoint.items()]:
         hints.append(f"counted of the program's calls (docs/metrics.md): {', '.join(noted)}")
     count = summary.overall.num_misformatted
@@ -98,10 +104,17 @@ def hints_of(summary: Summary, folder: str) -> list[str]:
     ]
 
 
+def _empty_replies(figures: Figures, before: str = "") -> str:
+    """Number and share of trajectories with an empty reply, if there are any."""
+    count, total = figures.num_empty, max(1, figures.num_trajectories)
+    return f"{before}empty replies: {count} ({100 * count / total:.1f} %)" if count else ""
+
+
 Cell = Callable[[Figures], str]
 
 SCORE_TITLES = {"em": "EM", "f1": "F1", "rule": "rules"}  # of those with another name
 FEW_CALLS = 5  # of a tool; a share of errors over fewer means nothing
+MAX_EMPTY_SHARE = 0.01  # of trajectories with an empty reply; above it the report warns
 NOT_SHORT = ("reward", "contains", "rule")
 MAX_UNREADABLE_SHARE = 0.05  # of a judge's replies; above it the report warns
 

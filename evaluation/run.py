@@ -231,8 +231,9 @@ async def run_evaluation(
                 )  # fmt: skip
         except* TooManyFailuresError as errors:
             problem = first_reason(errors)
-        counted = [f"{name} {value:g}" for name, value in shared_stats().items() if value]
-        if counted:
+        asked = {f"engine/num_{name}": engine.stats().get(name) for name in ("requests", "retries")}
+        counts = {**shared_stats(), **asked}
+        if counted := [f"{name} {value:g}" for name, value in counts.items() if value]:
             view.log(f"environments: {', '.join(counted)}")
         failed = [row for row in store.rows.values() if row.end == FAILED]
         for name, one in sets.items():

@@ -125,20 +125,20 @@ _current = _shared
 
 
 class OwnThread:
-    """A dedicated thread for one kind of work, created on first use. The shared threads may all be
-    blocked, by tools or by a file server that hangs."""
+    """A dedicated thread for one kind of work, or `count` of them, created on first use. The shared
+    threads may all be blocked, by tools or by a file server that hangs."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, count: int = 1) -> None:
+        self._name, self._count = name, count
         self._threads: ThreadPoolExecutor | None = None
 
-    async def __call__(self, function: Callable[..., T], /, *arguments: Any) -> T:
-        """The function's result, or its error; functions run in the order of the calls."""
+    async def __call__(self, function: Callable[..., T], /, *arguments: Any, **keys: Any) -> T:
+        """The function's result, or its error; functions start in the order of the calls."""
         if _current is not _shared:
-            return await _current.in_thread(function, *arguments)
+            return await _current.in_thread(function, *arguments, **keys)
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(1, thread_name_prefix=self._name)
-        return await Machine(self._threads).in_thread(function, *arguments)
+            self._threads = ThreadPoolExecutor(self._count, thread_name_prefix=self._name)
+        return await Machine(self._threads).in_thread(function, *arguments, **keys)
 
     def close(self) -> None:
         """Stop the thread after its pending functions, without waiting for it. Idempotent."""

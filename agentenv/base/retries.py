@@ -9,7 +9,7 @@ from random import Random
 from typing import TypeVar
 
 from agentenv.base.deadline import Work, waiting
-from agentenv.base.errors import InfraError, OutageError
+from agentenv.base.errors import AgentEnvError, InfraError, OutageError
 
 T = TypeVar("T")
 
@@ -35,6 +35,32 @@ async def pause_before_retry(
     delay_s = backoff_s(attempt, key, first_s=first_s, max_s=max_s, at_least_s=at_least_s)
     with waiting(f"a pause before {who} is retried"):
         await asyncio.sleep(delay_s)
+
+
+async def retried(
+    call: Callable[[int], Awaitable[T]],
+    who: str,
+    key: str,
+    wanted_s: Callable[[AgentEnvError], float | None],
+    *,
+    num_retries: int,
+    first_s: float,
+    max_s: float,
+) -> T:
+    """The result of `call`, which gets the number of the attempt (from 0), or the error of the last
+    attempt. `wanted_s` returns the seconds that `who` requests before the next one, 0 if none, and
+    None for an error that is final."""
+    for attempt in count():
+        try:
+            return await call(attempt)
+        except AgentEnvError as error:
+            least_s = wanted_s(error)
+            if least_s is None or attempt >= num_retries:
+                raise
+        await pause_before_retry(
+            who, attempt, key, first_s=first_s, max_s=max_s, at_least_s=least_s
+        )
+    raise AssertionError
 
 
 async def through_outage(

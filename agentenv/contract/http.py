@@ -23,10 +23,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import email.utils
-import json
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from itertools import count
@@ -44,12 +41,15 @@ from agentenv.base.errors import (
     InfraError,
     ToolError,
 )
+from agentenv.base.offload import in_new_thread, result_of
 from agentenv.base.secrets import SECRETS
 from agentenv.base.untrusted import decode
 from agentenv.contract.env import shared
 
 if TYPE_CHECKING:
     import aiohttp
+
+    from agentenv.contract.http_session import HttpSession
 
 T = TypeVar("T")
 
@@ -142,7 +142,8 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
         return float(text)
     try:
         until = email.utils.parsedate_to_datetime(text)
-        now = email.utils.parsedate_to_datetime(headers.get("Date", ""))
+        date = headers.get("Date") or email.utils.formatdate(usegmt=True)
+        now = email.utils.parsedate_to_datetime(date)
         return max(0.0, (until - now).total_seconds())
     except (ValueError, TypeError, OverflowError):
         return None
@@ -170,54 +171,38 @@ def _named(status: int) -> str:
         return str(status)
 
 
-FETCH_S = 30.0
+FETCH_S = 30.0  # without a byte
 
 
-def fetch(url: str, headers: Mapping[str, str], body: Any = None) -> Any:
-    """The JSON response of a URL, to a POST if there is a `body`. Synchronous: for data files and
-    threads. None if the server does not have the route. Raises DataError."""
-    data = None if body is None else json.dumps(body).encode()
-    sent = {"Content-Type": "application/json", **headers}
+async def fetched(url: str, headers: Mapping[str, str], body: Any = None) -> Any:
+    """The JSON response of a URL, to a POST if there is a `body`. None if the server does not have
+    the route. Raises DataError."""
+    import aiohttp
+
+    from agentenv.contract.http_session import HttpSession, read_body
+
+    method = "GET" if body is None else "POST"
+    limit = aiohttp.ClientTimeout(total=10 * FETCH_S, sock_connect=FETCH_S, sock_read=FETCH_S)
+    sent: dict[str, Any] = {"headers": headers, "timeout": limit, "allow_redirects": True}
+    http = HttpSession()
     try:
-        request = urllib.request.Request(url, data, sent)
-        with urllib.request.urlopen(request, timeout=FETCH_S) as response:
-            return decode(response.read())
-    except urllib.error.HTTPError as error:
-        error.close()
-        if error.code in (404, 405, 501):
-            return None
-        raise DataError(f"{url}: HTTP {_named(error.code)}") from error
-    except (OSError, ValueError) as error:
+        async with await http.send(method, url, json=body, **sent) as response:
+            if response.status in (404, 405, 501):
+                return None
+            if not response.ok:
+                raise DataError(f"{url}: HTTP {_named(response.status)}")
+            return decode(await read_body(response))
+    except (aiohttp.ClientError, OSError, ValueError) as error:
         raise DataError(f"{url}: no answer: {error}") from error
     except ForeignError as error:
         raise DataError(f"{url}: the answer is not valid JSON: {error}") from error
+    finally:
+        await http.close()
 
 
-class HttpSession:
-    """The connections of one client, opened by its first request: an aiohttp session without
-    cookies, unless `keeps_cookies`. `options` are those of its connector; `limit`: connections at
-    the same time, 0: any number."""
-
-    def __init__(self, *, keeps_cookies: bool = False, limit: int = 0, **options: Any) -> None:
-        self._keeps_cookies, self._options = keeps_cookies, {"limit": limit, **options}
-        self._session: aiohttp.ClientSession | None = None
-
-    @property
-    def opened(self) -> aiohttp.ClientSession:
-        import aiohttp
-
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(**self._options),
-                cookie_jar=None if self._keeps_cookies else aiohttp.DummyCookieJar(),
-            )
-        return self._session
-
-    async def close(self) -> None:
-        """Drop the connections; a later request opens new ones. Idempotent."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+def fetch(url: str, headers: Mapping[str, str], body: Any = None) -> Any:
+    """As `fetched`, for data files: waits for the response."""
+    return result_of(in_new_thread(lambda: asyncio.run(fetched(url, headers, body)), "fetch"))
 
 
 class JsonSocket:
@@ -229,13 +214,13 @@ class JsonSocket:
         self._problem = "it is not connected"
         self._ws: aiohttp.ClientWebSocketResponse | None = None
 
-    async def connect(self, http: aiohttp.ClientSession) -> None:
+    async def connect(self, http: HttpSession) -> None:
         """Raises InfraError."""
         import aiohttp
 
         try:
             async with asyncio.timeout(self.timeout_s):
-                self._ws = await http.ws_connect(self.url, max_msg_size=0)
+                self._ws = await http.connect(self.url)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise InfraError(f"{self.url}: {type(error).__name__}: {error}") from error
         self._problem = ""
@@ -256,7 +241,7 @@ class JsonSocket:
                 raise ForeignError(f"the server closed it ({answer.data or answer.type.name})")
             found = decode(answer.data, kind)
         except TimeoutError as error:
-            self._problem = f"no answer within {self.timeout_s:g} s to {text:.200}"
+            self._problem = f"no answer within {self.timeout_s:g} s to {SECRETS.known(text):.200}"
             raise EnvError(f"{self.url}: {self._problem}") from error
         except (aiohttp.ClientError, OSError, ForeignError) as error:
             self._problem = f"{type(error).__name__}: {error}"
@@ -346,7 +331,7 @@ class HttpClient:
         session = self._session()
         token = await session.token()
         for attempt in count():
-            answer = await self._answer(session.http.opened, method, path, what, token, options)
+            answer = await self._answer(session.http, method, path, what, token, options)
             if answer[0] != HTTPStatus.UNAUTHORIZED or not token:
                 session.answered(answer[0], by_token=bool(token))
                 return answer
@@ -362,7 +347,7 @@ class HttpClient:
 
     async def _answer(
         self,
-        http: aiohttp.ClientSession,
+        http: HttpSession,
         method: str,
         path: str,
         what: str,
@@ -371,14 +356,19 @@ class HttpClient:
     ) -> tuple[int, str, Mapping[str, str]]:
         import aiohttp
 
+        from agentenv.contract.http_session import LargeReplyError, read_body, text_of
+
         headers = {**self.headers, **token, **options.get("headers", {})}
         timeout = aiohttp.ClientTimeout(total=self.timeout_s)
+        sent = {"allow_redirects": True, **options, "headers": headers, "timeout": timeout}
         try:
-            async with http.request(
-                method, self.url + path, **{**options, "headers": headers, "timeout": timeout}
-            ) as response:
-                text = await response.text(errors="replace")
-                return response.status, text, response.headers
+            async with await http.send(method, self.url + path, **sent) as response:
+                body = await read_body(response, cut=not response.ok)
+                return response.status, text_of(response, body), response.headers
+        except LargeReplyError as error:
+            raise ToolError(f"{error}; ask for less") from error
+        except aiohttp.InvalidUrlRedirectClientError as error:
+            raise ToolError(f"a redirect to {error.url}, which would get our headers") from error
         except TimeoutError as error:
             raise InfraError(f"{what}: no answer within {self.timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -393,6 +383,8 @@ class _Session:
     """Shared state of the episodes of one loop: connections, and the token of a login."""
 
     def __init__(self, client: HttpClient) -> None:
+        from agentenv.contract.http_session import HttpSession
+
         self._client = client
         self.http = HttpSession(keeps_cookies=True, limit=client.max_connections)
         self.prepared: set[str] = set()  # paths

@@ -256,9 +256,9 @@ class Connection:
             if self._url is not None:
                 client = await stack.enter_async_context(
                     AsyncClient(
-                        headers=self._extra,
+                        headers={"Accept-Encoding": "identity", **self._extra},
                         timeout=Timeout(HTTP_TIMEOUT_S, read=STREAM_TIMEOUT_S),
-                        event_hooks={"response": [self._note_refusal]},
+                        event_hooks={"response": [self._note_refusal, _bound]},
                     )
                 )
                 streams = await stack.enter_async_context(
@@ -277,6 +277,32 @@ class Connection:
     async def _note_refusal(self, response: Any) -> None:
         """Note the status, since the package reports only that there was an error."""
         self._refusal = str(response.status_code) if response.status_code >= 400 else ""
+
+
+async def _bound(response: Any) -> None:
+    """Bound the reply, as http_session.py does; the package bounds the events of streams."""
+    from httpx2 import AsyncByteStream
+
+    from agentenv.contract.http_session import MAX_REPLY_BYTES
+
+    whole = response.stream
+
+    class _Bounded(AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            num_bytes = 0
+            async for piece in whole:
+                num_bytes += len(piece)
+                if num_bytes > MAX_REPLY_BYTES:
+                    raise InfraError(f"a reply exceeds {MAX_REPLY_BYTES} bytes")
+                yield piece
+
+        async def aclose(self) -> None:
+            await whole.aclose()
+
+    if response.headers.get("Content-Encoding", "identity") != "identity":
+        raise InfraError("a compressed reply, which was not requested")
+    if not response.headers.get("Content-Type", "").startswith("text/event-stream"):
+        response.stream = _Bounded()
 
 
 async def _all_tools(session: Any) -> list[Any]:

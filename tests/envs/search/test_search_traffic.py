@@ -172,10 +172,12 @@ class Service(Upstream):
         self.up_at = up_at
         self.times: list[float] = []
 
-    async def _attempt(self, request: HttpRequest) -> Reply | tuple[str, float | None]:
+    async def _attempt(self, request: HttpRequest) -> Reply:
         self.times.append(now())
         await asyncio.sleep(1)
-        return Reply(200, b"fine") if now() > self.up_at else ("status 503", None)
+        if now() <= self.up_at:
+            raise InfraError("status 503")
+        return Reply(200, b"fine")
 
 
 def now() -> float:
