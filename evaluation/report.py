@@ -88,7 +88,7 @@ def hints_of(summary: Summary, folder: str) -> list[str]:
         hints.append(
             f"{_empty_replies(summary.overall)}, graded as they are: some gateways answer so under "
             "load (lower engine.max_concurrency), and reasoning models whose thoughts fill "
-            "limits.max_response_tokens"
+            "limits.max_turn_tokens"
         )
     if noted := [f"{name} {count:.0f}" for name, count in summary.overall.endpoint.items()]:
         hints.append(f"counted of the program's calls (docs/metrics.md): {', '.join(noted)}")

@@ -48,7 +48,7 @@ def opened(source: str, how: str) -> list[int]:
     return [line for name, line in names if re.fullmatch(how, name) and name != INHERITED]
 
 
-@pytest.mark.parametrize("kind", ["server"])
+@pytest.mark.parametrize("kind", ["server", "client"])
 def test_each_kind_is_opened_in_its_place(kind: str) -> None:
     places = dict(TABLE[kind])
     how = places.pop("calls").strip()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from agentenv.base.errors import StallError
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
+NUM_THREADS = 32
 LONGEST_S = 3600.0  # loading a large model from a slow disk takes minutes
 START_S = 60.0
 KILL_S = 10.0
@@ -72,8 +74,8 @@ def hanging() -> list[Job]:
 
 
 class Machine:
-    """Threads and processes of this machine. `threads` runs the functions; None: the event loop's
-    default executor."""
+    """Threads and processes of this machine. `threads` runs the functions: not those of the event
+    loop, which also resolve names, and which functions that hang would hold up."""
 
     def __init__(self, threads: ThreadPoolExecutor | None = None) -> None:
         self._threads = threads
@@ -120,8 +122,14 @@ class Machine:
         await asyncio.sleep(seconds)
 
 
-_shared = Machine()
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="agentenv")
+
+
+_shared = Machine(_threads())
 _current = _shared
+# a forked process has none of them
+os.register_at_fork(after_in_child=lambda: setattr(_shared, "_threads", _threads()))
 
 
 class OwnThread:
