@@ -53,6 +53,7 @@ BOMBS = {
     "headers": Bomb(b"", piece=b"X-More: 1\r\n" * 1000),
     "line": Bomb(f"{SSE}\r\n".encode(), b"data: ", b"x" * 65_536),
     "events": Bomb(f"{SSE}\r\n".encode(), piece=b"data: {}\n\n" * 1000),
+    "dense event": Bomb(f"{SSE}\r\n".encode(), b"data: " + DENSE[:1_000_000]),
     "gzip line": Bomb(f"{SSE}Content-Encoding: gzip\r\n\r\n".encode(), GZIP, BLOCK),
     "refusal": Bomb(f"{JSON}\r\n".encode(), status=400),
     "gzip refusal": Bomb(_coded("gzip"), GZIP, BLOCK, status=400),
@@ -69,7 +70,7 @@ MESSAGES = {  # WebSocket frames: a large one, and a message of endless parts
 @asynccontextmanager
 async def bombing(bomb: Bomb) -> AsyncIterator[str]:
     """The URL of a server that answers every request so; a WebSocket handshake is accepted."""
-    tasks: set[asyncio.Task[None]] = set()
+    tasks, writers = set[asyncio.Task[None]](), set[asyncio.StreamWriter]()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -86,6 +87,7 @@ async def bombing(bomb: Bomb) -> AsyncIterator[str]:
                 await asyncio.sleep(DRIP_S if bomb.drips else 0)
 
     def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.add(writer)
         tasks.add(asyncio.create_task(answer(reader, writer)))
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -93,8 +95,9 @@ async def bombing(bomb: Bomb) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
         server.close()
-        for task in tasks:
+        for task, writer in zip(tasks, writers, strict=True):
             task.cancel()
+            writer.transport.abort()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
