@@ -191,7 +191,9 @@ class Proxy:
         return web.json_response({"data": [{"id": "by proxy"}]})
 
 
-async def test_proxies_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_proxies_are_those_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     proxy = Proxy()
     async with serving(proxy) as url:
         monkeypatch.setenv("http_proxy", url.replace("//", "//me:pass@"))
@@ -208,6 +210,7 @@ async def test_proxies_are_those_of_the_environment(monkeypatch: pytest.MonkeyPa
         for host in ("inside.test", "localhost:1", "127.0.0.1:1", "[::1]:1"):
             await asyncio.gather(data(f"http://{host}/"), return_exceptions=True)
         assert not proxy.asked
+    assert "pages are opened directly" in caplog.text
     monkeypatch.setenv("https_proxy", "socks5://h:1")
     with pytest.raises(ConfigError, match="HTTPS_PROXY: expected http://HOST:PORT"):
         HttpSession()

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import importlib.util
 import ipaddress
+import logging
 import os
 import re
 import socket
@@ -21,13 +22,20 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from agentenv.base.deadline import admitted
-from agentenv.base.errors import AgentEnvError, ConfigError, InfraError, MissingError, ToolError
+from agentenv.base.errors import (
+    SHOWN,
+    AgentEnvError,
+    ConfigError,
+    InfraError,
+    MissingError,
+    ToolError,
+)
 from agentenv.base.installation import install_hint
 from agentenv.base.result_cache import ResultCache
 from agentenv.base.retries import retried
 from agentenv.base.untrusted import decode_text, printable
 from agentenv.contract.http import is_temporary, retry_after_s
-from agentenv.contract.http_session import HttpSession, Names, read_body
+from agentenv.contract.http_session import HttpSession, Names, proxies, read_body
 from agentenv.envs.search.keys import FetchConfig
 from agentenv.envs.search.upstream import Reply
 from agentenv.processes.worker_pool import JobError, JobStoppedError, WorkerPool
@@ -35,6 +43,7 @@ from agentenv.processes.worker_pool import JobError, JobStoppedError, WorkerPool
 # Allowed network addresses of pages: public ones, and configured networks.
 
 
+logger = logging.getLogger(__name__)
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -123,7 +132,7 @@ def _judged(address: str) -> list[_Address]:
     for network, places in _STANDS_FOR.items():
         if found in network:
             inner = [ipaddress.IPv4Address(bytes(found.packed[i] for i in one)) for one in places]
-            return [one for one in inner if int(one)] or [inner[0]]
+            return [one for one in inner if one.packed[0]] or inner[:1]  # 0.0.0.0/8: no address
     if found.teredo:
         return list(found.teredo)
     if found.packed[8:12] in _ISATAP:
@@ -199,6 +208,12 @@ class PageFetcher:
         self._rule = AddressRule(config.allow_networks)
         self._resolver = GuardedResolver(self._rule, resolver)
         self._slots = asyncio.Semaphore(MAX_CONCURRENCY)
+        if proxies().keys() & {"http", "https"}:
+            logger.warning(
+                "pages are opened directly, not by the proxy of the environment, since their "
+                "addresses are checked here",
+                extra=SHOWN,
+            )
         self._session = HttpSession(
             by_proxy=False, resolver=self._resolver, use_dns_cache=False, force_close=True
         )

@@ -234,6 +234,24 @@ def test_a_refusal_of_the_model_is_an_answer(run: Evaluate, rows: Any) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("empty", [None, " "])
+def test_empty_replies_are_counted(
+    run: Evaluate, tmp_path: Path, empty: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def script(body: Json, number: int) -> Answer:
+        return 429 if number == 1 else reply(empty if number == 2 else "<answer>310</answer>")
+
+    with ScriptedEndpoint(script) as endpoint:
+        assert run(endpoint, *QUICK, "concurrency=1") == 0
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["overall"]["num_empty"] == 1
+    report = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    shown = capsys.readouterr()
+    assert report.count("empty replies: 1 (50.0 %)") == 2
+    assert "empty replies: 1 (50.0 %)" in shown.out + shown.err
+    log = (tmp_path / "out" / "run.log").read_text(encoding="utf-8")
+    assert "engine/num_requests 3, engine/num_retries 1" in log
+
+
 @pytest.mark.parametrize("status", [401, 404])
 def test_a_status_that_fails_every_request_ends_the_command(
     run: Evaluate, rows: Any, status: int, capsys: pytest.CaptureFixture[str]
