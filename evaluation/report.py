@@ -87,8 +87,7 @@ def hints_of(summary: Summary, folder: str) -> list[str]:
     if summary.overall.num_empty > MAX_EMPTY_SHARE * summary.overall.num_trajectories:
         hints.append(
             f"{_empty_replies(summary.overall)}, graded as they are: some gateways answer so under "
-            "load (lower engine.max_concurrency), and reasoning models whose thoughts fill "
-            "limits.max_turn_tokens"
+            "load (lower engine.max_concurrency); thoughts may fill limits.max_turn_tokens"
         )
     if noted := [f"{name} {count:.0f}" for name, count in summary.overall.endpoint.items()]:
         hints.append(f"counted of the program's calls (docs/metrics.md): {', '.join(noted)}")

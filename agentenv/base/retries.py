@@ -9,7 +9,7 @@ from random import Random
 from typing import TypeVar
 
 from agentenv.base.deadline import Work, waiting
-from agentenv.base.errors import AgentEnvError, InfraError, OutageError
+from agentenv.base.errors import EngineError, InfraError, OutageError
 
 T = TypeVar("T")
 
@@ -41,22 +41,21 @@ async def retried(
     call: Callable[[int], Awaitable[T]],
     who: str,
     key: str,
-    wanted_s: Callable[[AgentEnvError], float | None],
     *,
     num_retries: int,
     first_s: float,
     max_s: float,
 ) -> T:
-    """The result of `call`, which gets the number of the attempt (from 0), or the error of the last
-    attempt. `wanted_s` returns the seconds that `who` requests before the next one, 0 if none, and
-    None for an error that is final."""
+    """The result of `call`, which gets the number of the attempt (from 0). Failures of
+    infrastructure and engines that are not final are retried, not before the seconds that `who`
+    requests (`retry_after_s`); then raises the last one."""
     for attempt in count():
         try:
             return await call(attempt)
-        except AgentEnvError as error:
-            least_s = wanted_s(error)
-            if least_s is None or attempt >= num_retries:
+        except (InfraError, EngineError) as error:
+            if attempt >= num_retries or getattr(error, "is_final", False):
                 raise
+            least_s = getattr(error, "retry_after_s", 0.0)
         await pause_before_retry(
             who, attempt, key, first_s=first_s, max_s=max_s, at_least_s=least_s
         )

@@ -35,13 +35,11 @@ import msgspec
 from agentenv.base.errors import (
     AgentEnvError,
     ConfigError,
-    DataError,
     EnvError,
     ForeignError,
     InfraError,
     ToolError,
 )
-from agentenv.base.offload import in_new_thread, result_of
 from agentenv.base.secrets import SECRETS
 from agentenv.base.untrusted import decode
 from agentenv.contract.env import shared
@@ -169,40 +167,6 @@ def _named(status: int) -> str:
         return f"{status} {HTTPStatus(status).phrase}"
     except ValueError:
         return str(status)
-
-
-FETCH_S = 30.0  # without a byte
-
-
-async def fetched(url: str, headers: Mapping[str, str], body: Any = None) -> Any:
-    """The JSON response of a URL, to a POST if there is a `body`. None if the server does not have
-    the route. Raises DataError."""
-    import aiohttp
-
-    from agentenv.contract.http_session import HttpSession, read_body
-
-    method = "GET" if body is None else "POST"
-    limit = aiohttp.ClientTimeout(total=10 * FETCH_S, sock_connect=FETCH_S, sock_read=FETCH_S)
-    sent: dict[str, Any] = {"headers": headers, "timeout": limit, "allow_redirects": True}
-    http = HttpSession()
-    try:
-        async with await http.send(method, url, json=body, **sent) as response:
-            if response.status in (404, 405, 501):
-                return None
-            if not response.ok:
-                raise DataError(f"{url}: HTTP {_named(response.status)}")
-            return decode(await read_body(response))
-    except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise DataError(f"{url}: no answer: {error}") from error
-    except ForeignError as error:
-        raise DataError(f"{url}: the answer is not valid JSON: {error}") from error
-    finally:
-        await http.close()
-
-
-def fetch(url: str, headers: Mapping[str, str], body: Any = None) -> Any:
-    """As `fetched`, for data files: waits for the response."""
-    return result_of(in_new_thread(lambda: asyncio.run(fetched(url, headers, body)), "fetch"))
 
 
 class JsonSocket:
@@ -356,7 +320,7 @@ class HttpClient:
     ) -> tuple[int, str, Mapping[str, str]]:
         import aiohttp
 
-        from agentenv.contract.http_session import LargeReplyError, read_body, text_of
+        from agentenv.contract.http_session import LargeReplyError, read_body
 
         headers = {**self.headers, **token, **options.get("headers", {})}
         timeout = aiohttp.ClientTimeout(total=self.timeout_s)
@@ -364,14 +328,15 @@ class HttpClient:
         try:
             async with await http.send(method, self.url + path, **sent) as response:
                 body = await read_body(response, cut=not response.ok)
-                return response.status, text_of(response, body), response.headers
+                text = body.decode(response.charset or "utf-8", "replace")
+                return response.status, text, response.headers
         except LargeReplyError as error:
             raise ToolError(f"{error}; ask for less") from error
         except aiohttp.InvalidUrlRedirectClientError as error:
             raise ToolError(f"a redirect to {error.url}, which would get our headers") from error
         except TimeoutError as error:
             raise InfraError(f"{what}: no answer within {self.timeout_s:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, LookupError) as error:  # an unknown charset
             raise InfraError(f"{what}: {_lost(error)}") from error
 
     def _session(self) -> _Session:

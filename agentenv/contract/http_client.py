@@ -27,7 +27,8 @@ import msgspec
 from msgspec import Meta, Struct
 from yarl import URL
 
-from agentenv.base.errors import SHOWN, ConfigError, EngineError, ForeignError
+from agentenv.base.errors import SHOWN, ConfigError, DataError, EngineError, ForeignError
+from agentenv.base.offload import in_new_thread, result_of
 from agentenv.base.secrets import SECRETS
 from agentenv.base.untrusted import decode
 from agentenv.contract.http import checked_url, is_temporary, reason_of, retry_after_s
@@ -51,10 +52,10 @@ KEEP_ALIVE_S = 3.0
 CONNECT_S = 10.0
 END_S = 0.25  # for the end of a complete answer; later its connection is not kept
 MAX_REASON = 500  # characters of a server's text in messages
-# Of the reply to a request that samples: for its form, for a token, and for a log-prob of a token.
+# Of the reply to a request that samples: for its form, for a token, for a log-prob of a token.
 FORM_BYTES, TOKEN_BYTES, LOGPROB_BYTES = 262_144, 64, 256
-EVENT_BYTES = 1024  # of a stream, for a token
-MAX_LINE_BYTES = 4_000_000  # beyond the log-probs of a token
+EVENT_LOGPROBS = 4  # an event of a stream has the size of this many
+MAX_LINE_BYTES = 4_000_000  # beyond the tokens of an event
 DONE = b"[DONE]"
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 NO_DESCRIPTOR_S = 0.25  # between attempts of a request without a free file descriptor
@@ -101,6 +102,11 @@ class MalformedReplyError(EngineError):
     """A reply with status 200 of an unexpected form or size."""
 
 
+def reply_bytes(num_tokens: int, num_logprobs: int) -> int:
+    """The bound of a reply with this many tokens, each with this many log-probs."""
+    return FORM_BYTES + num_tokens * (TOKEN_BYTES + LOGPROB_BYTES * num_logprobs)
+
+
 async def why_unreachable(url: str, key: str) -> str:
     """The reason why no connection to this URL of `key` is possible; empty if one is. Raises
     ConfigError for an invalid URL."""
@@ -131,6 +137,7 @@ class ServerClient:
         url: str,
         *,
         api_key: str = "",
+        headers: Mapping[str, str] | None = None,
         call_s: float = 30.0,
         wait_s: float = 600.0,
         fresh_posts: bool = False,
@@ -139,7 +146,7 @@ class ServerClient:
         self._base = URL(checked_url(url, "engine URL"))
         self.name = str(self._base.with_user(None).with_query(None)).rstrip("/")
         self.wait_s, self._call_s = wait_s, call_s
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {**(headers or {})}
         self._fresh_posts = fresh_posts
         self._warned_at = -WARN_S
         # Kept connections; a router's cookie would bind all sessions to one server.
@@ -210,11 +217,13 @@ class ServerClient:
         json: Any,
         headers: Mapping[str, str] | None = None,
         *,
-        max_bytes: int = MAX_REPLY_BYTES,
-        max_line: int = MAX_LINE_BYTES,
+        num_tokens: int = 1,
+        num_logprobs: int = 0,
+        num_together: int = 1,
     ) -> AsyncIterator[AsyncIterator[bytes]]:
         """A POST with server-sent events as its answer: yields the data of each, without the final
-        `[DONE]`. Leaving the context before the end drops the connection.
+        `[DONE]`. Leaving the context before the end drops the connection. The bounds follow from
+        the number of tokens, of log-probs of a token, and of tokens in an event.
 
         The iterator raises BrokenConnectionError if the stream ends before `[DONE]`, and
         ServerLostError beyond the bounds. Raises NoDescriptorError if nothing was sent.
@@ -222,7 +231,10 @@ class ServerClient:
         limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self.wait_s)
         sending = self._request("POST", path, json, limit, headers=headers, streams=True)
         async with sending as response:
-            yield self._events(response, path, read_lines(response, max_bytes, max_line))
+            num_logprobs += EVENT_LOGPROBS
+            max_line = MAX_LINE_BYTES + reply_bytes(num_together, num_logprobs)
+            lines = read_lines(response, reply_bytes(num_tokens, num_logprobs), max_line)
+            yield self._events(response, path, lines)
 
     async def routes(self) -> frozenset[str]:
         """The routes in its /openapi.json, as "POST /path"; ConfigError if hidden."""
@@ -394,3 +406,27 @@ def beginning(text: bytes | str) -> str:
     return SECRETS.known(text if isinstance(text, str) else text.decode(errors="replace"))[
         :MAX_REASON
     ]
+
+
+FETCH_S = 300.0
+
+
+async def fetched(url: str, headers: Mapping[str, str], body: Any = None) -> Any:
+    """The JSON response of a URL, to a POST if there is a `body`. None if the server does not have
+    the route. Raises DataError."""
+    server = ServerClient(url, headers=headers, call_s=FETCH_S, by_proxy=True)
+    try:
+        return await server.call_json("GET" if body is None else "POST", "", body)
+    except (RefusedError, FailedError) as error:
+        if error.status in (404, 405, 501):
+            return None
+        raise DataError(str(error)) from error
+    except EngineError as error:
+        raise DataError(str(error)) from error
+    finally:
+        await server.close()
+
+
+def fetch(url: str, headers: Mapping[str, str], body: Any = None) -> Any:
+    """As `fetched`, for data files: waits for the response."""
+    return result_of(in_new_thread(lambda: asyncio.run(fetched(url, headers, body)), "fetch"))

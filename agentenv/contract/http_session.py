@@ -23,7 +23,6 @@ from yarl import URL
 from agentenv.base.errors import ConfigError
 from agentenv.base.offload import OwnThread
 from agentenv.base.secrets import SECRETS
-from agentenv.contract.http import public_url
 
 # Of a reply, a line or a message. Decoded JSON may take thirty times as much: [{}, {}, ..].
 MAX_REPLY_BYTES = 1_500_000
@@ -127,11 +126,9 @@ def proxies() -> dict[str, str]:
     for scheme in ("http", "https"):
         proxy = found.get(scheme, "http://")
         SECRETS.learn(proxy)
-        if not proxy.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"{scheme.upper()}_PROXY: expected http://HOST:PORT, got {public_url(proxy)!r}; "
-                "other proxies are not supported"
-            )
+        if not proxy.startswith("http"):
+            kind = proxy.partition(":")[0]
+            raise ConfigError(f"{scheme}_proxy: expected http://HOST:PORT, got one of {kind!r}")
     return found
 
 
@@ -147,14 +144,6 @@ async def read_body(
                 break
             raise LargeReplyError(f"the reply exceeds {max_bytes} bytes")
     return bytes(memoryview(body)[:max_bytes])
-
-
-def text_of(response: aiohttp.ClientResponse, body: bytes) -> str:
-    """The body as text, by the charset of its type, or UTF-8."""
-    try:
-        return body.decode(response.charset or "utf-8", "replace")
-    except LookupError:
-        return body.decode("utf-8", "replace")
 
 
 async def read_lines(
@@ -188,4 +177,4 @@ async def _stay(_: Any, __: Any, params: aiohttp.TraceRequestRedirectParams) -> 
     with suppress(ValueError):
         if params.url.join(URL(target)).origin() == params.url.origin():
             return
-    raise aiohttp.InvalidUrlRedirectClientError(public_url(target), "another host")
+    raise aiohttp.InvalidUrlRedirectClientError(target.partition("?")[0], "another host")

@@ -23,14 +23,7 @@ from agentenv.base.errors import EngineError, ForeignError
 from agentenv.base.types import Chunk, SamplingParams, VersionSpan
 from agentenv.base.untrusted import decode
 from agentenv.contract.engine import EngineCapabilities, check_request
-from agentenv.contract.http_client import (
-    FORM_BYTES,
-    LOGPROB_BYTES,
-    Count,
-    Logprob,
-    RefusedError,
-    ServerClient,
-)
+from agentenv.contract.http_client import Count, Logprob, RefusedError, ServerClient, reply_bytes
 from agentenv.contract.request import BusyError, PartEnd, ServerLoad, ServerLostError, ServerRequest
 from agentenv.contract.server_config import SGLANG_RESERVED
 from agentenv.contract.weights import Bucket, Group, Manifest
@@ -341,10 +334,6 @@ class SGLangServer(WeightSync[SGLangFacts]):
         await self._stream("/generate", body["rid"], body, request, answer, on_chunk)
         return answer.finish()
 
-    @property
-    def _num_logprobs(self) -> int:
-        return max(super()._num_logprobs, self._connected().max_top_k)  # after truncation: all
-
     def _of_rank(self, rank: int | None) -> dict[str, Any]:
         return {} if rank is None else {"routed_dp_rank": rank}
 
@@ -360,7 +349,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
             "return_logprob": True,
             "logprob_start_len": start - 1,
         }
-        most = FORM_BYTES + LOGPROB_BYTES * len(ids)
+        most = reply_bytes(len(ids), 1)
         found = await self._http.call_as(SGLangScores, "POST", "/generate", body, max_bytes=most)
         scored = found.meta_info.input_token_logprobs[start - len(ids) :]
         return [nan if one[0] is None else one[0] for one in scored]

@@ -14,17 +14,10 @@ from msgspec import Struct
 from yarl import URL
 
 from agentenv.base.deadline import admitted
-from agentenv.base.errors import AgentEnvError, ConfigError, EngineDeadError, EngineError
+from agentenv.base.errors import ConfigError, EngineDeadError, EngineError
 from agentenv.base.retries import retried
 from agentenv.contract.http import checked_url
-from agentenv.contract.http_client import (
-    FORM_BYTES,
-    LOGPROB_BYTES,
-    TOKEN_BYTES,
-    RefusedError,
-    ServerClient,
-)
-from agentenv.contract.request import BusyError
+from agentenv.contract.http_client import RefusedError, ServerClient, reply_bytes
 from agentenv.contract.server_config import ChatModelConfig, read_key
 
 FIRST_DELAY_S = 0.5
@@ -118,7 +111,7 @@ class ModelEndpoint:
 
         try:
             return await retried(
-                *(ask, self.api.name, key, _wanted_s),
+                *(ask, self.api.name, key),
                 num_retries=self.num_retries,
                 first_s=FIRST_DELAY_S,
                 max_s=MAX_DELAY_S,
@@ -132,21 +125,14 @@ class ModelEndpoint:
         params = body.get("sampling_params", body)
         limits = [params[key] for key in TOKEN_LIMITS if isinstance(params.get(key), int)]
         num_tokens = min(limits, default=self.max_model_len or NUM_TOKENS)
-        logprobs = [params[key] for key in ("logprobs", "top_logprobs") if params.get(key)]
-        of_token = TOKEN_BYTES + LOGPROB_BYTES * sum(map(int, logprobs))
-        return FORM_BYTES + of_token * num_tokens + ID_BYTES * len(body.get("prompt", ()))
+        num_logprobs = sum(int(params.get(key) or 0) for key in ("logprobs", "top_logprobs"))
+        return reply_bytes(num_tokens, num_logprobs) + ID_BYTES * len(body.get("prompt", ()))
 
     async def close(self) -> None:
         """Close the connections; later requests raise EngineDeadError. Idempotent."""
         self._closed = True
         await self.api.close()
         await self.root.close()
-
-
-def _wanted_s(error: AgentEnvError) -> float | None:
-    if not isinstance(error, EngineError) or isinstance(error, RefusedError | EngineDeadError):
-        return None
-    return error.retry_after_s if isinstance(error, BusyError) else 0.0
 
 
 class _Model(Struct):

@@ -41,7 +41,8 @@ from agentenv.base.types import Info, Limit, Message, Task, ToolResult
 from agentenv.base.untrusted import convert
 from agentenv.contract.env import ForkMode, StepResult, shared
 from agentenv.contract.function_tool import inlined
-from agentenv.contract.http import JsonSocket, fetch, fetched
+from agentenv.contract.http import JsonSocket
+from agentenv.contract.http_client import fetch, fetched
 from agentenv.contract.http_session import HttpSession
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import StatelessTool

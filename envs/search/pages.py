@@ -22,14 +22,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from agentenv.base.deadline import admitted
-from agentenv.base.errors import (
-    SHOWN,
-    AgentEnvError,
-    ConfigError,
-    InfraError,
-    MissingError,
-    ToolError,
-)
+from agentenv.base.errors import SHOWN, ConfigError, InfraError, MissingError, ToolError
 from agentenv.base.installation import install_hint
 from agentenv.base.result_cache import ResultCache
 from agentenv.base.retries import retried
@@ -123,7 +116,7 @@ def _is_public(address: _Address) -> bool:
     return address.is_global and not address.is_multicast and not special
 
 
-def _judged(address: str) -> list[_Address]:
+def _judged(address: str) -> Sequence[_Address]:
     """The addresses that decide about this one: those for which it stands, and itself if it also
     leads elsewhere."""
     found = _usual(address)
@@ -188,18 +181,6 @@ _TEXT_TYPES = ("text/", "application/xhtml", "application/xml", "application/jso
 _ENDS_IN_NUMBER = re.compile(r"(?:^|\.)(?:\d+|0[xX][0-9a-fA-F]*)\.?$")
 
 
-class _StatusError(ToolError):
-    """A page has no status 200. `wanted_s`: the seconds before a retry; None: it does not help."""
-
-    def __init__(self, url: str, status: int, retry_after_s: float | None) -> None:
-        super().__init__(f"{url} answered with status {status}.")
-        self.wanted_s = (retry_after_s or 0.0) if is_temporary(status) else None
-
-
-def _wanted_s(error: AgentEnvError) -> float | None:
-    return error.wanted_s if isinstance(error, _StatusError) else None
-
-
 class PageFetcher:
     """Fetches pages, with connections to allowed addresses only."""
 
@@ -209,11 +190,7 @@ class PageFetcher:
         self._resolver = GuardedResolver(self._rule, resolver)
         self._slots = asyncio.Semaphore(MAX_CONCURRENCY)
         if proxies().keys() & {"http", "https"}:
-            logger.warning(
-                "pages are opened directly, not by the proxy of the environment, since their "
-                "addresses are checked here",
-                extra=SHOWN,
-            )
+            logger.warning("web pages are opened directly, not by HTTP_PROXY", extra=SHOWN)
         self._session = HttpSession(
             by_proxy=False, resolver=self._resolver, use_dns_cache=False, force_close=True
         )
@@ -226,13 +203,17 @@ class PageFetcher:
         lacks resources.
         """
 
-        async def ask(_: int) -> Reply:
+        async def ask(attempt: int) -> Reply:
             try:
                 async with (
                     admitted(self._slots, "a slot to fetch a page"),
                     asyncio.timeout(self.config.timeout_s),
                 ):
                     return await self._follow(url)
+            except InfraError as error:  # its status
+                if attempt < NUM_RETRIES:
+                    raise
+                raise ToolError(str(error)) from error
             except TimeoutError:
                 limit = self.config.timeout_s
                 raise ToolError(f"{url} did not answer within {limit:g} seconds.") from None
@@ -240,10 +221,7 @@ class PageFetcher:
                 raise _named(url, error) from error
 
         return await retried(
-            *(ask, "a page", url, _wanted_s),
-            num_retries=NUM_RETRIES,
-            first_s=FIRST_DELAY_S,
-            max_s=MAX_DELAY_S,
+            *(ask, "a page", url), num_retries=NUM_RETRIES, first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S
         )
 
     async def close(self) -> None:
@@ -261,7 +239,10 @@ class PageFetcher:
                     target = self._checked(location, requested=url, base=target)
                     continue
                 if response.status != 200:
-                    raise _StatusError(url, response.status, retry_after_s(response.headers))
+                    text = f"{url} answered with status {response.status}."
+                    if is_temporary(response.status):
+                        raise InfraError(text, retry_after_s(response.headers) or 0.0)
+                    raise ToolError(text)
                 kind = printable(response.content_type)
                 if not kind.startswith(_TEXT_TYPES):
                     raise ToolError(f"{url} is not a text but {kind}.")

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct, field
 
 from agentenv.base.deadline import admitted, waiting
-from agentenv.base.errors import AgentEnvError, ConfigError, InfraError
+from agentenv.base.errors import ConfigError, InfraError
 from agentenv.base.retries import retried
 from agentenv.contract.http import is_temporary, retry_after_s
 from agentenv.contract.http_session import MAX_ERROR_BYTES, HttpSession, LargeReplyError, read_body
@@ -77,7 +77,7 @@ COOL_DOWN_S = 30.0  # length of this pause
 _REFUSED = (401, 402, 403, 407, 432, 433)
 # Words of a 429 for an exhausted plan (of some providers), which no retry fixes.
 _SPENT = re.compile(
-    r"run out of|not enough credits|out of credits|insufficient (?:credit|balance|quota)",
+    rb"run out of|not enough credits|out of credits|insufficient (?:credit|balance|quota)",
     re.IGNORECASE,
 )
 
@@ -132,7 +132,7 @@ class Upstream:
 
         try:
             reply = await retried(
-                *(ask, self.name, f"{self.name} {request.key}", self._wanted_s),
+                *(ask, self.name, f"{self.name} {request.key}"),
                 num_retries=self.config.num_retries,
                 first_s=FIRST_DELAY_S,
                 max_s=MAX_DELAY_S,
@@ -145,13 +145,6 @@ class Upstream:
             raise InfraError(f"{self.name}: {num_sent} attempts failed: {error}") from error
         self._num_failures = 0
         return reply
-
-    def _wanted_s(self, error: AgentEnvError) -> float | None:
-        if not isinstance(error, InfraError):
-            return None
-        if error.retry_after_s:  # it applies to all callers
-            self._bucket.pause(min(error.retry_after_s, MAX_DELAY_S))
-        return error.retry_after_s
 
     def stats(self) -> dict[str, float]:
         """The number of sent requests, and of retries among them."""
@@ -181,12 +174,12 @@ class Upstream:
                 if status in _REFUSED:
                     raise self._refusal(status)
                 if is_temporary(status):
-                    text = (await read_body(response, MAX_ERROR_BYTES, cut=True)).decode(
-                        "utf-8", "replace"
-                    )
+                    text = await read_body(response, MAX_ERROR_BYTES, cut=True)
                     if status == 429 and _SPENT.search(text):
                         raise self._refusal(status)
-                    raise InfraError(f"status {status}", retry_after_s(response.headers) or 0.0)
+                    wanted_s = retry_after_s(response.headers) or 0.0
+                    self._bucket.pause(min(wanted_s, MAX_DELAY_S))  # it applies to all callers
+                    raise InfraError(f"status {status}", wanted_s)
                 return Reply(status, await read_body(response))
         except TimeoutError as error:
             raise InfraError(f"no reply within {self.config.timeout_s:g} s") from error

@@ -22,14 +22,7 @@ from msgspec.structs import replace
 
 from agentenv.base.errors import ConfigError, EngineError
 from agentenv.base.types import Chunk, Completion, VersionSpan
-from agentenv.contract.http_client import (
-    EVENT_BYTES,
-    FORM_BYTES,
-    LOGPROB_BYTES,
-    MAX_LINE_BYTES,
-    RefusedError,
-    ServerClient,
-)
+from agentenv.contract.http_client import RefusedError, ServerClient
 from agentenv.contract.request import (
     ForeignWeightsError,
     NoDescriptorError,
@@ -308,15 +301,16 @@ class RemoteServer(ABC, Generic[F]):
         """Read the whole answer to a request. A cancelled or failed request is aborted at once,
         since a server would notice a lost connection only after seconds."""
         is_over, session = False, request.session
-        of_token = EVENT_BYTES + LOGPROB_BYTES * self._num_logprobs
-        bounds = {
-            "max_bytes": FORM_BYTES + of_token * request.sampling.max_tokens,
-            "max_line": MAX_LINE_BYTES + of_token * request.stream_interval,
+        num_logprobs = max(self._top_k, getattr(self._facts, "max_top_k", 0))
+        expected = {
+            "num_tokens": request.sampling.max_tokens,
+            "num_logprobs": self._vocab_size if self._top_k == -1 else num_logprobs,
+            "num_together": request.stream_interval,
         }
         try:
             with self._ranks.take(session) as rank:
                 body |= self._of_rank(rank)
-                sending = self._http.stream(path, body, routing(session, rank), **bounds)
+                sending = self._http.stream(path, body, routing(session, rank), **expected)
                 async with sending as events:
                     async for event in events:
                         if (chunk := answer.add(event)) is not None:
@@ -328,11 +322,6 @@ class RemoteServer(ABC, Generic[F]):
         finally:
             if not is_over:
                 self._spawn(self._abort([request_id]))
-
-    @property
-    def _num_logprobs(self) -> int:
-        """The largest number of log-probs of a token."""
-        return self._vocab_size if self._top_k == -1 else self._top_k
 
     def _of_rank(self, rank: int | None) -> dict[str, Any]:
         """Keys of a request for a certain rank; most servers use only the header."""
