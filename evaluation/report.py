@@ -65,7 +65,7 @@ def _write(folder: Path, summary: Summary) -> None:
         after = f", after step {subject['step']} (policy version {subject['policy_version']})"
     subtitle = (
         f"{overall.num_questions} questions, {overall.num_trajectories} graded trajectories, "
-        f"{overall.num_failed} failed{after}{_empty_replies(overall, '; ')}"
+        f"{overall.num_failed} failed{after}"
     )
     lines = (subtitle, *hints_of(summary, folder.name))
     head = "\n\n".join([f"# {markdown(summary.name)}", *map(markdown, lines)])
@@ -84,10 +84,12 @@ def hints_of(summary: Summary, folder: str) -> list[str]:
         for name, use in summary.overall.tools.items()
         if use.calls >= FEW_CALLS and use.num_same > use.calls / 2
     ]
-    if summary.overall.num_empty > MAX_EMPTY_SHARE * summary.overall.num_trajectories:
+    empty, total = summary.overall.num_empty, summary.overall.num_trajectories
+    if empty > MAX_EMPTY_SHARE * total:
         hints.append(
-            f"{_empty_replies(summary.overall)}, graded as they are: some gateways answer so under "
-            "load (lower engine.max_concurrency); thoughts may fill limits.max_turn_tokens"
+            f"empty replies: {empty} ({100 * empty / total:.1f} %), graded as they are: some "
+            "gateways answer so under load (lower engine.max_concurrency); thoughts may fill "
+            "limits.max_turn_tokens"
         )
     if noted := [f"{name} {count:.0f}" for name, count in summary.overall.endpoint.items()]:
         hints.append(f"counted of the program's calls (docs/metrics.md): {', '.join(noted)}")
@@ -101,12 +103,6 @@ def hints_of(summary: Summary, folder: str) -> list[str]:
         f"evaluate regrade {shlex.quote(folder)} grader.reward=answer), or request the format "
         "with a prompt.template such as no_tools or search",
     ]
-
-
-def _empty_replies(figures: Figures, before: str = "") -> str:
-    """Number and share of trajectories with an empty reply, if there are any."""
-    count, total = figures.num_empty, max(1, figures.num_trajectories)
-    return f"{before}empty replies: {count} ({100 * count / total:.1f} %)" if count else ""
 
 
 Cell = Callable[[Figures], str]
@@ -138,7 +134,7 @@ def tables_of(summary: Summary) -> list[Table]:
         tables.append(_tools(overall))
     if overall.assist:
         tables.append(_helpers(overall))
-    if overall.truncations or overall.num_failed:
+    if overall.truncations or overall.num_failed or overall.num_empty:
         tables.append(_ends(overall))
     if overall.agreement is not None:
         tables.append(_agreement(overall.agreement))
@@ -305,8 +301,9 @@ def _ends(figures: Figures) -> Table:
     total = figures.num_trajectories + figures.num_failed
     counts = [(f"limit {name}", count) for name, count in figures.truncations.items()]
     counts += [(f"failed {name}", count) for name, count in figures.failures.items()]
+    counts += [("empty replies", figures.num_empty)] * (figures.num_empty > 0)
     return Table(
-        title="Truncated and failed",
+        title="Truncated and failed, and empty replies",
         columns=["end", "trajectories", "share"],
         rows=[[name, str(count), f"{count / total:.1%}"] for name, count in counts],
         note="Truncated by a limit: graded as they are. Failed: excluded from scores.",

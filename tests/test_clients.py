@@ -233,7 +233,7 @@ async def test_own_headers_stay_at_their_host() -> None:
     async with serving(other) as elsewhere, serving(first) as url, isolated_shared():
         client = HttpClient(url, headers={"X-Api-Key": "mine"})
         assert await client.get("/here") == [1]
-        with pytest.raises(ToolError, match="which would get our headers"):
+        with pytest.raises(ToolError, match="would get our headers"):
             await client.get("/away")
         with pytest.raises(DataError, match="302"):
             await in_thread(fetch, f"{url}/away", {"X-Api-Key": "mine"})
@@ -264,7 +264,7 @@ async def test_one_policy_of_retries(
         return web.Response(status=429, headers=headers)
 
     monkeypatch.setattr("agentenv.base.retries.pause_before_retry", pause)
-    monkeypatch.setattr("agentenv.envs.search.upstream.MAX_DELAY_S", 0.0)  # of all callers
+    monkeypatch.setattr("agentenv.envs.search.upstream.MAX_PAUSE_S", 0.0)  # of all callers
     monkeypatch.setattr("tests.test_clients.NUM_RETRIES", 2)
     async with serving(full) as url:
         with pytest.raises(AgentEnvError, match="429"):

@@ -122,10 +122,7 @@ class Machine:
         await asyncio.sleep(seconds)
 
 
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="agentenv")
-
-
+_threads = partial(ThreadPoolExecutor, NUM_THREADS, "agentenv")
 _shared = Machine(_threads())
 _current = _shared
 # a forked process has none of them

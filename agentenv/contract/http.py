@@ -330,10 +330,8 @@ class HttpClient:
                 body = await read_body(response, cut=not response.ok)
                 text = body.decode(response.charset or "utf-8", "replace")
                 return response.status, text, response.headers
-        except LargeReplyError as error:
-            raise ToolError(f"{error}; ask for less") from error
-        except aiohttp.InvalidUrlRedirectClientError as error:
-            raise ToolError(f"a redirect to {error.url}, which would get our headers") from error
+        except (LargeReplyError, aiohttp.InvalidUrlRedirectClientError) as error:
+            raise ToolError(f"{what}: {error}") from error
         except TimeoutError as error:
             raise InfraError(f"{what}: no answer within {self.timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError, LookupError) as error:  # an unknown charset

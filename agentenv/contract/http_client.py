@@ -33,12 +33,11 @@ from agentenv.base.secrets import SECRETS
 from agentenv.base.untrusted import decode
 from agentenv.contract.http import checked_url, is_temporary, reason_of, retry_after_s
 from agentenv.contract.http_session import (
-    MAX_ERROR_BYTES,
-    MAX_REPLY_BYTES,
     HttpSession,
     LargeReplyError,
     read_body,
     read_lines,
+    read_refusal,
 )
 from agentenv.contract.request import (
     BrokenConnectionError,
@@ -163,10 +162,10 @@ class ServerClient:
         timeout_s: float | None = None,
         *,
         fresh: bool = False,
-        max_bytes: int = MAX_REPLY_BYTES,
+        max_bytes: int = 0,
     ) -> bytes:
         """The body of a 2xx answer. `json` is sent as JSON unless it is None. `fresh`: use a new
-        connection. Raises MalformedReplyError for a larger body."""
+        connection; `max_bytes`: see `read_body`. Raises MalformedReplyError for a larger body."""
         limit = aiohttp.ClientTimeout(total=timeout_s or self._call_s, sock_connect=CONNECT_S)
         fresh = fresh or (self._fresh_posts and method == "POST")
         async with self._request(method, path, json, limit, params, fresh=fresh) as response:
@@ -216,8 +215,7 @@ class ServerClient:
         path: str,
         json: Any,
         headers: Mapping[str, str] | None = None,
-        *,
-        num_tokens: int = 1,
+        num_tokens: int = 4096,
         num_logprobs: int = 0,
         num_together: int = 1,
     ) -> AsyncIterator[AsyncIterator[bytes]]:
@@ -283,8 +281,7 @@ class ServerClient:
             async with await sending as response:
                 if not 200 <= response.status < 300:
                     wanted_s = retry_after_s(response.headers)
-                    body = await read_body(response, MAX_ERROR_BYTES, cut=True)
-                    self._refuse(path, response.status, body, wanted_s)
+                    self._refuse(path, response.status, await read_refusal(response), wanted_s)
                 yield response
         except LargeReplyError as error:
             wrong = ServerLostError if streams else MalformedReplyError
@@ -402,10 +399,8 @@ def _lacks_descriptors() -> bool:
 
 def beginning(text: bytes | str) -> str:
     """The beginning of a server's text for messages, without secrets."""
-    text = text[:MAX_ERROR_BYTES]
-    return SECRETS.known(text if isinstance(text, str) else text.decode(errors="replace"))[
-        :MAX_REASON
-    ]
+    text = text if isinstance(text, str) else text.decode(errors="replace")
+    return SECRETS.known(text[:10_000])[:MAX_REASON]
 
 
 FETCH_S = 300.0
@@ -417,11 +412,9 @@ async def fetched(url: str, headers: Mapping[str, str], body: Any = None) -> Any
     server = ServerClient(url, headers=headers, call_s=FETCH_S, by_proxy=True)
     try:
         return await server.call_json("GET" if body is None else "POST", "", body)
-    except (RefusedError, FailedError) as error:
-        if error.status in (404, 405, 501):
-            return None
-        raise DataError(str(error)) from error
     except EngineError as error:
+        if getattr(error, "status", 0) in (404, 405, 501):
+            return None
         raise DataError(str(error)) from error
     finally:
         await server.close()

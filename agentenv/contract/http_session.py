@@ -16,7 +16,6 @@ from typing import Any, cast
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
-from aiohttp.abc import AbstractResolver
 from aiohttp.resolver import ThreadedResolver
 from yarl import URL
 
@@ -51,10 +50,6 @@ class Names(ThreadedResolver):
         """See the event loop's."""
         return await self._threads(socket.getnameinfo, *arguments)
 
-    async def close(self) -> None:
-        """Stop the threads, without waiting for them. Idempotent."""
-        self._threads.close()
-
 
 class HttpSession:
     """The connections of one client, opened by its first request: without cookies, unless
@@ -69,13 +64,11 @@ class HttpSession:
         limit: int = 0,
         by_proxy: bool = True,
         headers: dict[str, str] | None = None,
-        resolver: AbstractResolver | None = None,
         **options: Any,
     ) -> None:
         self._keeps_cookies, self._headers = keeps_cookies, headers
         self._options = {"limit": limit, **options}
         self._proxies = proxies() if by_proxy else {}
-        self._resolver = resolver
         self._session: aiohttp.ClientSession | None = None
 
     async def send(self, method: str, url: URL | str, **options: Any) -> aiohttp.ClientResponse:
@@ -95,17 +88,14 @@ class HttpSession:
         session, self._session = self._session, None
         if session is not None:
             await session.close()
-        if self._resolver is not None:
-            await self._resolver.close()
 
     @property
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
             trace = aiohttp.TraceConfig()
             trace.on_request_redirect.append(_stay)
-            self._resolver = self._resolver or Names()
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(resolver=self._resolver, **self._options),
+                connector=aiohttp.TCPConnector(**{"resolver": Names(), **self._options}),
                 cookie_jar=None if self._keeps_cookies else aiohttp.DummyCookieJar(),
                 headers=self._headers,
                 trace_configs=[trace],
@@ -124,19 +114,18 @@ def proxies() -> dict[str, str]:
     """The proxies of the environment. Raises ConfigError for another kind than http."""
     found = getproxies()
     for scheme in ("http", "https"):
-        proxy = found.get(scheme, "http://")
-        SECRETS.learn(proxy)
+        proxy = SECRETS.learn(found.get(scheme, "http"))
         if not proxy.startswith("http"):
-            kind = proxy.partition(":")[0]
-            raise ConfigError(f"{scheme}_proxy: expected http://HOST:PORT, got one of {kind!r}")
+            raise ConfigError(f"{scheme}_proxy: expected http://HOST:PORT, no other kind of proxy")
     return found
 
 
 async def read_body(
-    response: aiohttp.ClientResponse, max_bytes: int = MAX_REPLY_BYTES, *, cut: bool = False
+    response: aiohttp.ClientResponse, max_bytes: int = 0, *, cut: bool = False
 ) -> bytes:
-    """The body; if `cut`, at most its beginning. Raises LargeReplyError."""
-    body = bytearray()
+    """The body, of at most `max_bytes` (0: MAX_REPLY_BYTES); if `cut`, the beginning of a larger
+    one. Raises LargeReplyError."""
+    body, max_bytes = bytearray(), max_bytes or MAX_REPLY_BYTES
     async for piece in response.content.iter_chunked(PIECE_BYTES):
         body += piece
         if len(body) > max_bytes:
@@ -144,6 +133,11 @@ async def read_body(
                 break
             raise LargeReplyError(f"the reply exceeds {max_bytes} bytes")
     return bytes(memoryview(body)[:max_bytes])
+
+
+async def read_refusal(response: aiohttp.ClientResponse) -> bytes:
+    """The beginning of the reply to a failed request."""
+    return await read_body(response, MAX_ERROR_BYTES, cut=True)
 
 
 async def read_lines(
@@ -177,4 +171,6 @@ async def _stay(_: Any, __: Any, params: aiohttp.TraceRequestRedirectParams) -> 
     with suppress(ValueError):
         if params.url.join(URL(target)).origin() == params.url.origin():
             return
-    raise aiohttp.InvalidUrlRedirectClientError(target.partition("?")[0], "another host")
+    raise aiohttp.InvalidUrlRedirectClientError(
+        target.partition("?")[0], "another host would get our headers"
+    )

@@ -20,8 +20,6 @@ from agentenv.contract.http import checked_url
 from agentenv.contract.http_client import RefusedError, ServerClient, reply_bytes
 from agentenv.contract.server_config import ChatModelConfig, read_key
 
-FIRST_DELAY_S = 0.5
-MAX_DELAY_S = 60.0  # even if a server requests more
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
 NUM_TOKENS = 32_768  # of a reply without a limit
 ID_BYTES = 8
@@ -110,12 +108,7 @@ class ModelEndpoint:
                 return read(await client.call_json("POST", path, body, max_bytes=max_bytes))
 
         try:
-            return await retried(
-                *(ask, self.api.name, key),
-                num_retries=self.num_retries,
-                first_s=FIRST_DELAY_S,
-                max_s=MAX_DELAY_S,
-            )
+            return await retried(ask, self.api.name, key, self.num_retries)
         except EngineError as error:
             error.is_final = True
             raise

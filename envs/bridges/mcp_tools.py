@@ -298,15 +298,12 @@ async def _bound(response: Any) -> None:
                 num_bytes += len(piece)
                 num_values += piece.count(b"{") + piece.count(b"[")
                 if num_bytes > MAX_REPLY_BYTES or num_values > MAX_VALUES:
-                    raise InfraError(
-                        f"a reply exceeds {MAX_REPLY_BYTES} bytes or {MAX_VALUES} values"
-                    )
+                    raise InfraError("a reply is too large")
                 yield piece
                 if is_stream and _EVENT_END.search(piece):
                     num_bytes = num_values = 0
 
-        async def aclose(self) -> None:
-            await whole.aclose()
+        aclose = whole.aclose
 
     if response.headers.get("Content-Encoding", "identity") != "identity":
         raise InfraError("a compressed reply, which was not requested")

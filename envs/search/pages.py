@@ -172,7 +172,6 @@ NUM_RETRIES = 2  # after 429 and 5xx
 MEMORY_BYTES = 2_000_000_000
 NUM_WORKERS = 2  # processes that extract text
 EXTRACT_S = 5.0  # CPU time for the text of one page
-FIRST_DELAY_S, MAX_DELAY_S = 1.0, 30.0  # before a retry; doubles, jittered
 _REDIRECTS = (301, 302, 303, 307, 308)
 _TEXT_TYPES = ("text/", "application/xhtml", "application/xml", "application/json")
 
@@ -220,9 +219,7 @@ class PageFetcher:
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 raise _named(url, error) from error
 
-        return await retried(
-            *(ask, "a page", url), num_retries=NUM_RETRIES, first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S
-        )
+        return await retried(ask, "a page", url, NUM_RETRIES)
 
     async def close(self) -> None:
         """Close the connections; idempotent."""

@@ -19,7 +19,7 @@ from agentenv.base.deadline import admitted, waiting
 from agentenv.base.errors import ConfigError, InfraError
 from agentenv.base.retries import retried
 from agentenv.contract.http import is_temporary, retry_after_s
-from agentenv.contract.http_session import MAX_ERROR_BYTES, HttpSession, LargeReplyError, read_body
+from agentenv.contract.http_session import HttpSession, LargeReplyError, read_body, read_refusal
 from agentenv.envs.search.keys import TrafficConfig
 
 
@@ -67,8 +67,7 @@ class TokenBucket:
 
 
 BURST = 20  # requests that may start at the same time
-FIRST_DELAY_S = 0.5  # before a retry; doubles, jittered
-MAX_DELAY_S = 30.0  # the longest wait between attempts
+MAX_PAUSE_S = 30.0  # of all callers, as the service requests
 MAX_FAILURES = 20  # consecutive failed calls until requests to the service pause
 COOL_DOWN_S = 30.0  # length of this pause
 
@@ -131,12 +130,8 @@ class Upstream:
                 return await self._attempt(request)
 
         try:
-            reply = await retried(
-                *(ask, self.name, f"{self.name} {request.key}"),
-                num_retries=self.config.num_retries,
-                first_s=FIRST_DELAY_S,
-                max_s=MAX_DELAY_S,
-            )
+            key = f"{self.name} {request.key}"
+            reply = await retried(ask, self.name, key, self.config.num_retries)
         except InfraError as error:
             self._num_failures += 1
             if self._num_failures >= MAX_FAILURES:
@@ -174,11 +169,11 @@ class Upstream:
                 if status in _REFUSED:
                     raise self._refusal(status)
                 if is_temporary(status):
-                    text = await read_body(response, MAX_ERROR_BYTES, cut=True)
+                    text = await read_refusal(response)
                     if status == 429 and _SPENT.search(text):
                         raise self._refusal(status)
                     wanted_s = retry_after_s(response.headers) or 0.0
-                    self._bucket.pause(min(wanted_s, MAX_DELAY_S))  # it applies to all callers
+                    self._bucket.pause(min(wanted_s, MAX_PAUSE_S))
                     raise InfraError(f"status {status}", wanted_s)
                 return Reply(status, await read_body(response))
         except TimeoutError as error:

@@ -301,16 +301,13 @@ class RemoteServer(ABC, Generic[F]):
         """Read the whole answer to a request. A cancelled or failed request is aborted at once,
         since a server would notice a lost connection only after seconds."""
         is_over, session = False, request.session
-        num_logprobs = max(self._top_k, getattr(self._facts, "max_top_k", 0))
-        expected = {
-            "num_tokens": request.sampling.max_tokens,
-            "num_logprobs": self._vocab_size if self._top_k == -1 else num_logprobs,
-            "num_together": request.stream_interval,
-        }
+        of_token = max(self._top_k, getattr(self._facts, "max_top_k", 0))
+        of_token = self._vocab_size if self._top_k == -1 else of_token
+        bounds = (request.sampling.max_tokens, of_token, request.stream_interval)
         try:
             with self._ranks.take(session) as rank:
                 body |= self._of_rank(rank)
-                sending = self._http.stream(path, body, routing(session, rank), **expected)
+                sending = self._http.stream(path, body, routing(session, rank), *bounds)
                 async with sending as events:
                     async for event in events:
                         if (chunk := answer.add(event)) is not None:

@@ -268,7 +268,7 @@ async def test_a_shortage_of_the_own_machine_is_an_infra_error() -> None:
 
 async def test_pages_that_wait_for_a_retry_hold_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentenv.envs.search.pages.MAX_CONCURRENCY", 1)
-    monkeypatch.setattr("agentenv.envs.search.pages.FIRST_DELAY_S", 60.0)
+    monkeypatch.setattr("agentenv.base.retries.FIRST_DELAY_S", 60.0)
     asked = asyncio.Event()
 
     async def busy(request: web.Request) -> web.Response:
