@@ -15,15 +15,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from agentenv.base.errors import (
-    AgentEnvError,
-    ConfigError,
-    DataError,
-    EngineError,
-    EnvError,
-    InfraError,
-    ToolError,
-)
+from agentenv.base.errors import AgentEnvError, ConfigError, DataError, ToolError
 from agentenv.base.offload import in_thread
 from agentenv.base.secrets import SECRETS
 from agentenv.contract.env import isolated_shared
@@ -37,6 +29,7 @@ from agentenv.envs.search.pages import PageFetcher
 from agentenv.envs.search.upstream import HttpRequest, Upstream
 from agentenv.text.chat_model import ChatModel, read_chat
 from tests.envs.search_server import serving
+from tests.support.begun import closing
 from tests.support.bombs import BOMBS, MESSAGES, bombing, socket_bomb
 
 MAX_BYTES, SHORT_S, NUM_RETRIES = 64 << 20, 1.0, 0
@@ -44,45 +37,35 @@ Ask = Callable[[str], Awaitable[Any]]
 
 
 async def engine(url: str) -> Any:
-    client = ServerClient(url, call_s=SHORT_S)
-    try:
+    async with closing(ServerClient(url, call_s=SHORT_S)) as client:
         return await client.call_json("POST", "/x", {})
-    finally:
-        await client.close()
 
 
 async def stream(url: str) -> Any:
-    client = ServerClient(url, wait_s=SHORT_S)
-    try:
-        async with asyncio.timeout(30), client.stream("/x", {}) as events:
-            return [event async for event in events]
-    finally:
-        await client.close()
+    async with (
+        closing(ServerClient(url, wait_s=SHORT_S)) as client,
+        asyncio.timeout(30),
+        client.stream("/x", {}) as events,
+    ):
+        return [event async for event in events]
 
 
 async def judge(url: str) -> Any:
     config = ChatModelConfig(url=url, model="m", timeout_s=SHORT_S, num_retries=NUM_RETRIES)
-    model = ChatModel(config, "grader.judge")
-    try:
+    async with closing(ChatModel(config, "grader.judge")) as model:
         return await model.complete("", "right?")
-    finally:
-        await model.close()
 
 
 async def search(url: str) -> Any:
-    upstream = Upstream("service", TrafficConfig(timeout_s=SHORT_S, num_retries=NUM_RETRIES))
-    try:
+    traffic = TrafficConfig(timeout_s=SHORT_S, num_retries=NUM_RETRIES)
+    async with closing(Upstream("service", traffic)) as upstream:
         return await upstream.send(HttpRequest("GET", url))
-    finally:
-        await upstream.close()
 
 
 async def page(url: str) -> Any:
-    fetcher = PageFetcher(FetchConfig(timeout_s=SHORT_S, allow_networks=["127.0.0.0/8"]))
-    try:
+    config = FetchConfig(timeout_s=SHORT_S, allow_networks=("127.0.0.0/8",))
+    async with closing(PageFetcher(config)) as fetcher:
         return await fetcher.fetch(url)
-    finally:
-        await fetcher.close()
 
 
 async def api(url: str) -> Any:
@@ -95,11 +78,8 @@ async def data(url: str) -> Any:
 
 
 async def mcp(url: str) -> Any:
-    connection = Connection(None, url, {})
-    try:
+    async with closing(Connection(None, url, {})) as connection:
         return await connection.start()
-    finally:
-        await connection.close()
 
 
 CLIENTS: tuple[Ask, ...] = (engine, stream, judge, search, page, api, data, mcp)
@@ -143,18 +123,14 @@ async def test_no_reply_takes_much_memory(
 @pytest.mark.parametrize("kind", MESSAGES)
 async def test_no_message_takes_much_memory(kind: str) -> None:
     async def ask(url: str) -> Any:
-        http, end = HttpSession(), JsonSocket(f"{url}/ws", SHORT_S)
-        try:
+        async with closing(HttpSession()) as http, closing(JsonSocket(url, SHORT_S)) as end:
             await end.connect(http)
             return await end.request({}, dict)
-        finally:
-            await end.close()
-            await http.close()
 
     async with bombing(socket_bomb(kind)) as url:
         peak, found = await peak_of(ask(url))
     assert peak < MAX_BYTES
-    assert isinstance(found, EnvError), found
+    assert isinstance(found, AgentEnvError), found
     assert "limit" in str(found)
 
 
@@ -205,8 +181,8 @@ async def test_proxies_are_those_of_the_environment(
             assert {user for _, user in proxy.asked} == {"Basic bWU6cGFzcw=="}
             assert all(path.startswith("http://far.test:1/") for path, _ in proxy.asked)
         proxy.asked.clear()
-        for ask, to in product((engine, stream, page), ("far.test",)):
-            await asyncio.gather(ask(f"http://{to}/"), return_exceptions=True)
+        for ask in (engine, stream, page):
+            await asyncio.gather(ask("http://far.test/"), return_exceptions=True)
         for host in ("inside.test", "localhost:1", "127.0.0.1:1", "[::1]:1"):
             await asyncio.gather(data(f"http://{host}/"), return_exceptions=True)
         assert not proxy.asked
@@ -237,10 +213,9 @@ async def test_own_headers_stay_at_their_host() -> None:
             await client.get("/away")
         with pytest.raises(DataError, match="302"):
             await in_thread(fetch, f"{url}/away", {"X-Api-Key": "mine"})
-        http = HttpSession(headers={"X-Api-Key": "mine"})
-        with pytest.raises(InfraError):
-            await JsonSocket(f"{url}/away", SHORT_S).connect(http)
-        await http.close()
+        async with closing(HttpSession(headers={"X-Api-Key": "mine"})) as http:
+            with pytest.raises(AgentEnvError):
+                await JsonSocket(f"{url}/away", SHORT_S).connect(http)
     assert not seen
 
 
@@ -289,10 +264,8 @@ async def test_no_part_of_a_secret_remains_where_a_reply_is_cut() -> None:
         return web.json_response({"x": text}, status=status)
 
     for pad, status in product((190, 195, 199, 200, 490, 495, 500, 505), (200, 400)):
-        async with serving(repeat) as url:
-            client = ServerClient(url)
-            client._headers = {"X-Pad": str(pad), "X-Status": str(status)}
-            with pytest.raises(EngineError) as raised:
+        headers = {"X-Pad": str(pad), "X-Status": str(status)}
+        async with serving(repeat) as url, closing(ServerClient(url, headers=headers)) as client:
+            with pytest.raises(AgentEnvError) as raised:
                 read_chat(await client.call("GET", "/x"))
-            await client.close()
             assert SECRET[:6] not in str(raised.value)
