@@ -84,6 +84,13 @@ def hints_of(summary: Summary, folder: str) -> list[str]:
         for name, use in summary.overall.tools.items()
         if use.calls >= FEW_CALLS and use.num_same > use.calls / 2
     ]
+    empty, total = summary.overall.num_empty, summary.overall.num_trajectories
+    if empty > MAX_EMPTY_SHARE * total:
+        hints.append(
+            f"empty replies: {empty} ({100 * empty / total:.1f} %), graded as they are: some "
+            "gateways answer so under load (lower engine.max_concurrency); thoughts may fill "
+            "limits.max_turn_tokens"
+        )
     if noted := [f"{name} {count:.0f}" for name, count in summary.overall.endpoint.items()]:
         hints.append(f"counted of the program's calls (docs/metrics.md): {', '.join(noted)}")
     count = summary.overall.num_misformatted
@@ -102,6 +109,7 @@ Cell = Callable[[Figures], str]
 
 SCORE_TITLES = {"em": "EM", "f1": "F1", "rule": "rules"}  # of those with another name
 FEW_CALLS = 5  # of a tool; a share of errors over fewer means nothing
+MAX_EMPTY_SHARE = 0.01  # of trajectories with an empty reply; above it the report warns
 NOT_SHORT = ("reward", "contains", "rule")
 MAX_UNREADABLE_SHARE = 0.05  # of a judge's replies; above it the report warns
 
@@ -126,7 +134,7 @@ def tables_of(summary: Summary) -> list[Table]:
         tables.append(_tools(overall))
     if overall.assist:
         tables.append(_helpers(overall))
-    if overall.truncations or overall.num_failed:
+    if overall.truncations or overall.num_failed or overall.num_empty:
         tables.append(_ends(overall))
     if overall.agreement is not None:
         tables.append(_agreement(overall.agreement))
@@ -293,8 +301,9 @@ def _ends(figures: Figures) -> Table:
     total = figures.num_trajectories + figures.num_failed
     counts = [(f"limit {name}", count) for name, count in figures.truncations.items()]
     counts += [(f"failed {name}", count) for name, count in figures.failures.items()]
+    counts += [("empty replies", figures.num_empty)] * (figures.num_empty > 0)
     return Table(
-        title="Truncated and failed",
+        title="Truncated and failed, and empty replies",
         columns=["end", "trajectories", "share"],
         rows=[[name, str(count), f"{count / total:.1%}"] for name, count in counts],
         note="Truncated by a limit: graded as they are. Failed: excluded from scores.",

@@ -215,8 +215,10 @@ async def run_evaluation(
             problem = first_reason(errors)
         if is_whole:
             return 0, None
-        counted = [f"{name} {value:g}" for name, value in shared_stats().items() if value]
-        if counted:
+        engine = (await assembly.engine()).stats()
+        asked = {f"engine/num_{name}": engine.get(name) for name in ("requests", "retries")}
+        counts = {**shared_stats(), **asked}
+        if counted := [f"{name} {value:g}" for name, value in counts.items() if value]:
             view.log(f"environments: {', '.join(counted)}")
         failed = [row for row in store.rows.values() if row.end == FAILED]
         for name, one in sets.items():

@@ -108,13 +108,9 @@ def _print_outcomes() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (
-        "agentenv.envs.search.pages.FIRST_DELAY_S",
-        "agentenv.envs.search.upstream.FIRST_DELAY_S",
-    ):
-        monkeypatch.setattr(name, 0.0)
-    monkeypatch.setattr("agentenv.envs.search.upstream.MAX_DELAY_S", 0.002)
-    monkeypatch.setattr("agentenv.text.endpoint.FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr("agentenv.base.retries.FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr("agentenv.base.retries.MAX_DELAY_S", 0.002)
+    monkeypatch.setattr("agentenv.envs.search.upstream.MAX_PAUSE_S", 0.002)
 
 
 def ended(target: str, call: Callable[[], Any], *allowed: type[Exception]) -> Any:

@@ -48,16 +48,17 @@ async def test_the_signal_that_killed_a_process_is_named(
 async def test_a_cancelled_start_closes_a_log_that_opens_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened, go_on = [], threading.Event()
+    opened, began, go_on = [], threading.Event(), threading.Event()
 
     def open_late(path: Path) -> BinaryIO:
+        began.set()
         go_on.wait()
         opened.append(open_log(path))
         return opened[0]
 
     monkeypatch.setattr(supervisor, "open_log", open_late)
     start = asyncio.create_task(LocalProcess(spec_of(tmp_path, "pass")).start())
-    await asyncio.sleep(0)
+    await asyncio.to_thread(began.wait)
     start.cancel()
     with pytest.raises(asyncio.CancelledError):
         await start

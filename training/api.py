@@ -44,13 +44,7 @@ from agentenv.assembly.parts.session import run_session
 from agentenv.assembly.reports.pictures import read_metrics
 from agentenv.assembly.reports.records import EvalRow
 from agentenv.assembly.run.checkpoints import LATEST
-from agentenv.assembly.run.exits import (
-    check_places,
-    leave_hanging,
-    raise_file_limit,
-    reason_of,
-    without_deepspeed,
-)
+from agentenv.assembly.run.exits import check_places, raise_file_limit, reason_of, without_deepspeed
 from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.run.rundir import INPUTS
 from agentenv.assembly.run.terminal import View
@@ -483,11 +477,8 @@ def _run_in_thread(work: Callable[[], Coroutine[Any, Any, T]], view: View) -> T:
     async def main() -> T:
         nonlocal task
         task = asyncio.current_task()
-        try:
-            async with isolated_shared():
-                return await work()
-        finally:
-            leave_hanging(loop)
+        async with isolated_shared():
+            return await work()
 
     def run() -> T:
         watchdog = Watchdog(loop, view.warn_at_once)

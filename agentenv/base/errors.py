@@ -115,6 +115,8 @@ class EngineError(AgentEnvError):
 class EngineDeadError(EngineError):
     """The engine is gone for good: no request can succeed any more, so the run ends."""
 
+    is_final = True
+
 
 class GraderError(AgentEnvError):
     """A grader could not grade the episode; the leaf ends as failed."""

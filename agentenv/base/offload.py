@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from agentenv.base.errors import StallError
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
+NUM_THREADS = 32
 LONGEST_S = 3600.0  # loading a large model from a slow disk takes minutes
 START_S = 60.0
 KILL_S = 10.0
@@ -72,8 +74,8 @@ def hanging() -> list[Job]:
 
 
 class Machine:
-    """Threads and processes of this machine. `threads` runs the functions; None: the event loop's
-    default executor."""
+    """Threads and processes of this machine. `threads` runs the functions: not those of the event
+    loop, which also resolve names, and which functions that hang would hold up."""
 
     def __init__(self, threads: ThreadPoolExecutor | None = None) -> None:
         self._threads = threads
@@ -120,25 +122,28 @@ class Machine:
         await asyncio.sleep(seconds)
 
 
-_shared = Machine()
+_threads = partial(ThreadPoolExecutor, NUM_THREADS, "agentenv")
+_shared = Machine(_threads())
 _current = _shared
+# a forked process has none of them
+os.register_at_fork(after_in_child=lambda: setattr(_shared, "_threads", _threads()))
 
 
 class OwnThread:
-    """A dedicated thread for one kind of work, created on first use. The shared threads may all be
-    blocked, by tools or by a file server that hangs."""
+    """A dedicated thread for one kind of work, or `count` of them, created on first use. The shared
+    threads may all be blocked, by tools or by a file server that hangs."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, count: int = 1) -> None:
+        self._name, self._count = name, count
         self._threads: ThreadPoolExecutor | None = None
 
-    async def __call__(self, function: Callable[..., T], /, *arguments: Any) -> T:
-        """The function's result, or its error; functions run in the order of the calls."""
+    async def __call__(self, function: Callable[..., T], /, *arguments: Any, **keys: Any) -> T:
+        """The function's result, or its error; functions start in the order of the calls."""
         if _current is not _shared:
-            return await _current.in_thread(function, *arguments)
+            return await _current.in_thread(function, *arguments, **keys)
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(1, thread_name_prefix=self._name)
-        return await Machine(self._threads).in_thread(function, *arguments)
+            self._threads = ThreadPoolExecutor(self._count, thread_name_prefix=self._name)
+        return await Machine(self._threads).in_thread(function, *arguments, **keys)
 
     def close(self) -> None:
         """Stop the thread after its pending functions, without waiting for it. Idempotent."""

@@ -9,9 +9,11 @@ from random import Random
 from typing import TypeVar
 
 from agentenv.base.deadline import Work, waiting
-from agentenv.base.errors import InfraError, OutageError
+from agentenv.base.errors import EngineError, InfraError, OutageError
 
 T = TypeVar("T")
+
+FIRST_DELAY_S, MAX_DELAY_S = 0.5, 60.0  # between requests to a server; doubles, jittered
 
 
 def backoff_s(
@@ -35,6 +37,22 @@ async def pause_before_retry(
     delay_s = backoff_s(attempt, key, first_s=first_s, max_s=max_s, at_least_s=at_least_s)
     with waiting(f"a pause before {who} is retried"):
         await asyncio.sleep(delay_s)
+
+
+async def retried(call: Callable[[int], Awaitable[T]], who: str, key: str, num_retries: int) -> T:
+    """The result of `call`, which gets the number of the attempt (from 0). Failures of
+    infrastructure and engines that are not final are retried, not before the seconds that `who`
+    requests (`retry_after_s`) within MAX_DELAY_S; then raises the last one."""
+    for attempt in count():
+        try:
+            return await call(attempt)
+        except (InfraError, EngineError) as error:
+            if attempt >= num_retries or getattr(error, "is_final", False):
+                raise
+            least_s = getattr(error, "retry_after_s", 0.0)
+        delays = {"first_s": FIRST_DELAY_S, "max_s": MAX_DELAY_S, "at_least_s": least_s}
+        await pause_before_retry(who, attempt, key, **delays)
+    raise AssertionError
 
 
 async def through_outage(

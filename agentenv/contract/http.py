@@ -23,10 +23,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import email.utils
-import json
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from itertools import count
@@ -38,7 +35,6 @@ import msgspec
 from agentenv.base.errors import (
     AgentEnvError,
     ConfigError,
-    DataError,
     EnvError,
     ForeignError,
     InfraError,
@@ -50,6 +46,8 @@ from agentenv.contract.env import shared
 
 if TYPE_CHECKING:
     import aiohttp
+
+    from agentenv.contract.http_session import HttpSession
 
 T = TypeVar("T")
 
@@ -142,7 +140,8 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
         return float(text)
     try:
         until = email.utils.parsedate_to_datetime(text)
-        now = email.utils.parsedate_to_datetime(headers.get("Date", ""))
+        date = headers.get("Date") or email.utils.formatdate(usegmt=True)
+        now = email.utils.parsedate_to_datetime(date)
         return max(0.0, (until - now).total_seconds())
     except (ValueError, TypeError, OverflowError):
         return None
@@ -170,56 +169,6 @@ def _named(status: int) -> str:
         return str(status)
 
 
-FETCH_S = 30.0
-
-
-def fetch(url: str, headers: Mapping[str, str], body: Any = None) -> Any:
-    """The JSON response of a URL, to a POST if there is a `body`. Synchronous: for data files and
-    threads. None if the server does not have the route. Raises DataError."""
-    data = None if body is None else json.dumps(body).encode()
-    sent = {"Content-Type": "application/json", **headers}
-    try:
-        request = urllib.request.Request(url, data, sent)
-        with urllib.request.urlopen(request, timeout=FETCH_S) as response:
-            return decode(response.read())
-    except urllib.error.HTTPError as error:
-        error.close()
-        if error.code in (404, 405, 501):
-            return None
-        raise DataError(f"{url}: HTTP {_named(error.code)}") from error
-    except (OSError, ValueError) as error:
-        raise DataError(f"{url}: no answer: {error}") from error
-    except ForeignError as error:
-        raise DataError(f"{url}: the answer is not valid JSON: {error}") from error
-
-
-class HttpSession:
-    """The connections of one client, opened by its first request: an aiohttp session without
-    cookies, unless `keeps_cookies`. `options` are those of its connector; `limit`: connections at
-    the same time, 0: any number."""
-
-    def __init__(self, *, keeps_cookies: bool = False, limit: int = 0, **options: Any) -> None:
-        self._keeps_cookies, self._options = keeps_cookies, {"limit": limit, **options}
-        self._session: aiohttp.ClientSession | None = None
-
-    @property
-    def opened(self) -> aiohttp.ClientSession:
-        import aiohttp
-
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(**self._options),
-                cookie_jar=None if self._keeps_cookies else aiohttp.DummyCookieJar(),
-            )
-        return self._session
-
-    async def close(self) -> None:
-        """Drop the connections; a later request opens new ones. Idempotent."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
-
-
 class JsonSocket:
     """A WebSocket with JSON messages, answered in the order of the requests. An interrupted request
     ends the session, since its unread answer would be taken for that of the next request."""
@@ -229,13 +178,13 @@ class JsonSocket:
         self._problem = "it is not connected"
         self._ws: aiohttp.ClientWebSocketResponse | None = None
 
-    async def connect(self, http: aiohttp.ClientSession) -> None:
+    async def connect(self, http: HttpSession) -> None:
         """Raises InfraError."""
         import aiohttp
 
         try:
             async with asyncio.timeout(self.timeout_s):
-                self._ws = await http.ws_connect(self.url, max_msg_size=0)
+                self._ws = await http.connect(self.url)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise InfraError(f"{self.url}: {type(error).__name__}: {error}") from error
         self._problem = ""
@@ -256,7 +205,7 @@ class JsonSocket:
                 raise ForeignError(f"the server closed it ({answer.data or answer.type.name})")
             found = decode(answer.data, kind)
         except TimeoutError as error:
-            self._problem = f"no answer within {self.timeout_s:g} s to {text:.200}"
+            self._problem = f"no answer within {self.timeout_s:g} s to {SECRETS.known(text):.200}"
             raise EnvError(f"{self.url}: {self._problem}") from error
         except (aiohttp.ClientError, OSError, ForeignError) as error:
             self._problem = f"{type(error).__name__}: {error}"
@@ -346,7 +295,7 @@ class HttpClient:
         session = self._session()
         token = await session.token()
         for attempt in count():
-            answer = await self._answer(session.http.opened, method, path, what, token, options)
+            answer = await self._answer(session.http, method, path, what, token, options)
             if answer[0] != HTTPStatus.UNAUTHORIZED or not token:
                 session.answered(answer[0], by_token=bool(token))
                 return answer
@@ -362,7 +311,7 @@ class HttpClient:
 
     async def _answer(
         self,
-        http: aiohttp.ClientSession,
+        http: HttpSession,
         method: str,
         path: str,
         what: str,
@@ -371,17 +320,21 @@ class HttpClient:
     ) -> tuple[int, str, Mapping[str, str]]:
         import aiohttp
 
+        from agentenv.contract.http_session import LargeReplyError, read_body
+
         headers = {**self.headers, **token, **options.get("headers", {})}
         timeout = aiohttp.ClientTimeout(total=self.timeout_s)
+        sent = {"allow_redirects": True, **options, "headers": headers, "timeout": timeout}
         try:
-            async with http.request(
-                method, self.url + path, **{**options, "headers": headers, "timeout": timeout}
-            ) as response:
-                text = await response.text(errors="replace")
+            async with await http.send(method, self.url + path, **sent) as response:
+                body = await read_body(response, cut=not response.ok)
+                text = body.decode(response.charset or "utf-8", "replace")
                 return response.status, text, response.headers
+        except (LargeReplyError, aiohttp.InvalidUrlRedirectClientError) as error:
+            raise ToolError(f"{what}: {error}") from error
         except TimeoutError as error:
             raise InfraError(f"{what}: no answer within {self.timeout_s:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, LookupError) as error:  # an unknown charset
             raise InfraError(f"{what}: {_lost(error)}") from error
 
     def _session(self) -> _Session:
@@ -393,6 +346,8 @@ class _Session:
     """Shared state of the episodes of one loop: connections, and the token of a login."""
 
     def __init__(self, client: HttpClient) -> None:
+        from agentenv.contract.http_session import HttpSession
+
         self._client = client
         self.http = HttpSession(keeps_cookies=True, limit=client.max_connections)
         self.prepared: set[str] = set()  # paths

@@ -27,9 +27,18 @@ import msgspec
 from msgspec import Meta, Struct
 from yarl import URL
 
-from agentenv.base.errors import SHOWN, ConfigError, EngineError, ForeignError
+from agentenv.base.errors import SHOWN, ConfigError, DataError, EngineError, ForeignError
+from agentenv.base.offload import in_new_thread, result_of
+from agentenv.base.secrets import SECRETS
 from agentenv.base.untrusted import decode
-from agentenv.contract.http import HttpSession, checked_url, is_temporary, reason_of, retry_after_s
+from agentenv.contract.http import checked_url, is_temporary, reason_of, retry_after_s
+from agentenv.contract.http_session import (
+    HttpSession,
+    LargeReplyError,
+    read_body,
+    read_lines,
+    read_refusal,
+)
 from agentenv.contract.request import (
     BrokenConnectionError,
     BusyError,
@@ -42,6 +51,10 @@ KEEP_ALIVE_S = 3.0
 CONNECT_S = 10.0
 END_S = 0.25  # for the end of a complete answer; later its connection is not kept
 MAX_REASON = 500  # characters of a server's text in messages
+# Of the reply to a request that samples: for its form, for a token, for a log-prob of a token.
+FORM_BYTES, TOKEN_BYTES, LOGPROB_BYTES = 262_144, 64, 256
+EVENT_LOGPROBS = 4  # an event of a stream has the size of this many
+MAX_LINE_BYTES = 4_000_000  # beyond the tokens of an event
 DONE = b"[DONE]"
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 NO_DESCRIPTOR_S = 0.25  # between attempts of a request without a free file descriptor
@@ -85,7 +98,12 @@ class _Schema(Struct):
 
 
 class MalformedReplyError(EngineError):
-    """A reply with status 200 of an unexpected form."""
+    """A reply with status 200 of an unexpected form or size."""
+
+
+def reply_bytes(num_tokens: int, num_logprobs: int) -> int:
+    """The bound of a reply with this many tokens, each with this many log-probs."""
+    return FORM_BYTES + num_tokens * (TOKEN_BYTES + LOGPROB_BYTES * num_logprobs)
 
 
 async def why_unreachable(url: str, key: str) -> str:
@@ -110,7 +128,7 @@ class ServerClient:
     long call (requests wait while weights are loaded).
 
     `fresh_posts`: each POST that is not a stream uses a new connection, so that it cannot fail on a
-    closed one; for the few calls that change the server.
+    closed one; for the few calls that change the server. `by_proxy`: see HttpSession.
     """
 
     def __init__(
@@ -118,19 +136,22 @@ class ServerClient:
         url: str,
         *,
         api_key: str = "",
+        headers: Mapping[str, str] | None = None,
         call_s: float = 30.0,
         wait_s: float = 600.0,
         fresh_posts: bool = False,
+        by_proxy: bool = False,
     ) -> None:
         self._base = URL(checked_url(url, "engine URL"))
         self.name = str(self._base.with_user(None).with_query(None)).rstrip("/")
         self.wait_s, self._call_s = wait_s, call_s
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {**(headers or {})}
         self._fresh_posts = fresh_posts
         self._warned_at = -WARN_S
         # Kept connections; a router's cookie would bind all sessions to one server.
-        self._session = HttpSession(keepalive_timeout=KEEP_ALIVE_S, socket_factory=_socket)
-        self._fresh = HttpSession(force_close=True)  # a connection for each request
+        kept: Any = {"keepalive_timeout": KEEP_ALIVE_S, "socket_factory": _socket}
+        self._session = HttpSession(by_proxy=by_proxy, **kept)
+        self._fresh = HttpSession(by_proxy=by_proxy, force_close=True)  # one for each request
 
     async def call(
         self,
@@ -141,13 +162,14 @@ class ServerClient:
         timeout_s: float | None = None,
         *,
         fresh: bool = False,
+        max_bytes: int = 0,
     ) -> bytes:
         """The body of a 2xx answer. `json` is sent as JSON unless it is None. `fresh`: use a new
-        connection."""
+        connection; `max_bytes`: see `read_body`. Raises MalformedReplyError for a larger body."""
         limit = aiohttp.ClientTimeout(total=timeout_s or self._call_s, sock_connect=CONNECT_S)
         fresh = fresh or (self._fresh_posts and method == "POST")
         async with self._request(method, path, json, limit, params, fresh=fresh) as response:
-            return await response.read()
+            return await read_body(response, max_bytes)
 
     async def call_json(self, method: str, path: str, json: Any = None, **options: Any) -> Any:
         """As `call`, decoded; None for an empty body. Raises MalformedReplyError for invalid
@@ -165,7 +187,7 @@ class ServerClient:
         except ForeignError as error:
             raise MalformedReplyError(
                 f"{self.name}{path} returned an answer that no known engine gives ({error}): "
-                f"{_shorten(body)!r}"
+                f"{beginning(body)!r}"
             ) from error
 
     async def read(
@@ -183,24 +205,34 @@ class ServerClient:
         found = default if found is None else found
         if not isinstance(found, kind):
             raise MalformedReplyError(
-                f"{self.name}{path} answered {key} = {found!r:.200}, no {kind.__name__}"
+                f"{self.name}{path} answered {key} = {beginning(repr(found))}, no {kind.__name__}"
             )
         return found
 
     @asynccontextmanager
     async def stream(
-        self, path: str, json: Any, headers: Mapping[str, str] | None = None
+        self,
+        path: str,
+        json: Any,
+        headers: Mapping[str, str] | None = None,
+        num_tokens: int = 4096,
+        num_logprobs: int = 0,
+        num_together: int = 1,
     ) -> AsyncIterator[AsyncIterator[bytes]]:
         """A POST with server-sent events as its answer: yields the data of each, without the final
-        `[DONE]`. Leaving the context before the end drops the connection.
+        `[DONE]`. Leaving the context before the end drops the connection. The bounds follow from
+        the number of tokens, of log-probs of a token, and of tokens in an event.
 
-        The iterator raises BrokenConnectionError if the stream ends before `[DONE]`. Raises
-        NoDescriptorError if nothing was sent.
+        The iterator raises BrokenConnectionError if the stream ends before `[DONE]`, and
+        ServerLostError beyond the bounds. Raises NoDescriptorError if nothing was sent.
         """
         limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self.wait_s)
         sending = self._request("POST", path, json, limit, headers=headers, streams=True)
         async with sending as response:
-            yield self._events(response, path)
+            num_logprobs += EVENT_LOGPROBS
+            max_line = MAX_LINE_BYTES + reply_bytes(num_together, num_logprobs)
+            lines = read_lines(response, reply_bytes(num_tokens, num_logprobs), max_line)
+            yield self._events(response, path, lines)
 
     async def routes(self) -> frozenset[str]:
         """The routes in its /openapi.json, as "POST /path"; ConfigError if hidden."""
@@ -243,15 +275,17 @@ class ServerClient:
             "data": None if json is None else msgspec.json.encode(json),
             "headers": {**kind, **self._headers, **(headers or {})},
             "timeout": limit,
-            "allow_redirects": False,
         }
         try:
             sending = self._send(method, request, fresh=fresh, streams=streams)
             async with await sending as response:
                 if not 200 <= response.status < 300:
                     wanted_s = retry_after_s(response.headers)
-                    self._refuse(path, response.status, await response.read(), wanted_s)
+                    self._refuse(path, response.status, await read_refusal(response), wanted_s)
                 yield response
+        except LargeReplyError as error:
+            wrong = ServerLostError if streams else MalformedReplyError
+            raise wrong(f"{self.name}{path}: {error}") from error
         except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
             text = f" ({type(error).__name__}: {error})".replace(": )", ")")
             if isinstance(error, TimeoutError):
@@ -267,7 +301,7 @@ class ServerClient:
         while True:
             try:
                 session = self._fresh if fresh else self._session
-                return await session.opened.request(method, **request)
+                return await session.send(method, **request)
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
                 if isinstance(error, aiohttp.ClientConnectorError):
                     if error.errno not in NO_DESCRIPTOR and not _lacks_descriptors():
@@ -306,18 +340,16 @@ class ServerClient:
             text += "; check the API key of this server"
         raise RefusedError(text, status, reason)
 
-    async def _events(self, response: aiohttp.ClientResponse, path: str) -> AsyncIterator[bytes]:
-        # Not readline, whose limit is below a line with the log-probs of a whole vocabulary.
-        rest = b""
-        while piece := await response.content.readany():
-            *lines, rest = (rest + piece).split(b"\n") if rest else piece.split(b"\n")
-            for line in lines:
-                if line.startswith(b"data:"):
-                    data = line[5:].strip()
-                    if data == DONE:
-                        await _read_end(response)
-                        return
-                    yield data
+    async def _events(
+        self, response: aiohttp.ClientResponse, path: str, lines: AsyncIterator[bytes]
+    ) -> AsyncIterator[bytes]:
+        async for line in lines:
+            if line.startswith(b"data:"):
+                data = line[5:].strip()
+                if data == DONE:
+                    await _read_end(response)
+                    return
+                yield data
         raise BrokenConnectionError(f"{self.name}{path}: the stream ended before it was complete")
 
 
@@ -365,5 +397,29 @@ def _lacks_descriptors() -> bool:
     return False
 
 
-def _shorten(body: bytes) -> str:
-    return body[: 4 * MAX_REASON].decode(errors="replace")[:MAX_REASON]
+def beginning(text: bytes | str) -> str:
+    """The beginning of a server's text for messages, without secrets."""
+    text = text if isinstance(text, str) else text.decode(errors="replace")
+    return SECRETS.known(text[:10_000])[:MAX_REASON]
+
+
+FETCH_S = 300.0
+
+
+async def fetched(url: str, headers: Mapping[str, str], body: Any = None) -> Any:
+    """The JSON response of a URL, to a POST if there is a `body`. None if the server does not have
+    the route. Raises DataError."""
+    server = ServerClient(url, headers=headers, call_s=FETCH_S, by_proxy=True)
+    try:
+        return await server.call_json("GET" if body is None else "POST", "", body)
+    except EngineError as error:
+        if getattr(error, "status", 0) in (404, 405, 501):
+            return None
+        raise DataError(str(error)) from error
+    finally:
+        await server.close()
+
+
+def fetch(url: str, headers: Mapping[str, str], body: Any = None) -> Any:
+    """As `fetched`, for data files: waits for the response."""
+    return result_of(in_new_thread(lambda: asyncio.run(fetched(url, headers, body)), "fetch"))

@@ -25,6 +25,7 @@ from agentenv.contract.http_client import (
     RefusedError,
     SilentServerError,
     TokenId,
+    beginning,
 )
 from agentenv.contract.request import ServerLostError
 from agentenv.contract.server_config import ChatModelConfig
@@ -301,7 +302,7 @@ def _read_sglang(reply: Any) -> Completion:
 
 
 def _shown(reply: Any) -> str:
-    return repr(msgspec.json.encode(reply)[:200])
+    return repr(beginning(msgspec.json.encode(reply))[:200])
 
 
 def _completion(ids: list[int], reason: str | None, stop: Any) -> Completion:

@@ -23,7 +23,7 @@ from agentenv.base.errors import EngineError, ForeignError
 from agentenv.base.types import Chunk, SamplingParams, VersionSpan
 from agentenv.base.untrusted import decode
 from agentenv.contract.engine import EngineCapabilities, check_request
-from agentenv.contract.http_client import Count, Logprob, RefusedError, ServerClient
+from agentenv.contract.http_client import Count, Logprob, RefusedError, ServerClient, reply_bytes
 from agentenv.contract.request import BusyError, PartEnd, ServerLoad, ServerLostError, ServerRequest
 from agentenv.contract.server_config import SGLANG_RESERVED
 from agentenv.contract.weights import Bucket, Group, Manifest
@@ -331,7 +331,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
         check_turn(request, facts)
         body = request_body(request, facts, self._top_k, self._salt)
         answer = SGLangAnswer(self.name, request, self._top_k, self._span, facts.vocab_size)
-        await self._stream("/generate", body["rid"], body, request.session, answer, on_chunk)
+        await self._stream("/generate", body["rid"], body, request, answer, on_chunk)
         return answer.finish()
 
     def _of_rank(self, rank: int | None) -> dict[str, Any]:
@@ -349,7 +349,8 @@ class SGLangServer(WeightSync[SGLangFacts]):
             "return_logprob": True,
             "logprob_start_len": start - 1,
         }
-        found = await self._http.call_as(SGLangScores, "POST", "/generate", body)
+        most = reply_bytes(len(ids), 1)
+        found = await self._http.call_as(SGLangScores, "POST", "/generate", body, max_bytes=most)
         scored = found.meta_info.input_token_logprobs[start - len(ids) :]
         return [nan if one[0] is None else one[0] for one in scored]
 

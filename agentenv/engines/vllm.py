@@ -22,7 +22,7 @@ from agentenv.base.errors import ConfigError, EngineError
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Chunk
 from agentenv.contract.engine import EngineCapabilities, check_request
-from agentenv.contract.http_client import Logprob, RefusedError
+from agentenv.contract.http_client import Logprob, RefusedError, reply_bytes
 from agentenv.contract.request import (
     ForeignWeightsError,
     PartEnd,
@@ -160,9 +160,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
         sent = self._running[request_id] = Sent(on_chunk)
         try:
             async with sent.timeout:
-                await self._stream(
-                    GENERATE, request_id, body, request.session, answer, sent.receive
-                )
+                await self._stream(GENERATE, request_id, body, request, answer, sent.receive)
         except TimeoutError:
             if not sent.timeout.expired():
                 raise
@@ -187,7 +185,8 @@ class VLLMServer(WeightSync[VLLMFacts]):
             "cache_salt": self._salt,
         }
         body |= {"model": self._adapter} if self._adapter else {}
-        found = await self._http.call_as(VLLMScores, "POST", GENERATE, body)
+        most = reply_bytes(len(ids), 1)
+        found = await self._http.call_as(VLLMScores, "POST", GENERATE, body, max_bytes=most)
         pairs = zip(ids[start:], found.prompt_logprobs[start:], strict=True)
         return [one[token].logprob if one else nan for token, one in pairs]
 

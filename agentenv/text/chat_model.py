@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 from agentenv.base.errors import ForeignError
 from agentenv.base.secrets import SECRETS
 from agentenv.base.untrusted import convert, decode
-from agentenv.contract.http_client import Count, MalformedReplyError
+from agentenv.contract.http_client import Count, MalformedReplyError, beginning
 from agentenv.contract.server_config import ChatModelConfig
 from agentenv.text.call_syntax import without_thoughts
 from agentenv.text.control_tokens import KNOWN, broken
@@ -89,8 +89,8 @@ def read_chat(reply: Any) -> ChatReply:
         return decode(reply, ChatReply) if isinstance(reply, bytes) else convert(reply, ChatReply)
     except ForeignError as error:
         shown = reply if isinstance(reply, bytes) else msgspec.json.encode(reply)
-        text = shown[:200].decode(errors="replace")
-        raise MalformedReplyError(f"not a chat completion ({error}): {text}") from error
+        text = beginning(shown)
+        raise MalformedReplyError(f"not a chat completion ({error}): {text:.200}") from error
 
 
 def read_reply(reply: Any) -> ModelReply:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from itertools import count
 from typing import Any, TypeVar
 
 from msgspec import Struct
@@ -16,14 +15,14 @@ from yarl import URL
 
 from agentenv.base.deadline import admitted
 from agentenv.base.errors import ConfigError, EngineDeadError, EngineError
-from agentenv.base.retries import pause_before_retry
+from agentenv.base.retries import retried
 from agentenv.contract.http import checked_url
-from agentenv.contract.http_client import RefusedError, ServerClient
-from agentenv.contract.request import BusyError
+from agentenv.contract.http_client import RefusedError, ServerClient, reply_bytes
 from agentenv.contract.server_config import ChatModelConfig, read_key
 
-FIRST_DELAY_S = 0.5
-MAX_DELAY_S = 60.0  # even if a server requests more
+TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
+NUM_TOKENS = 32_768  # of a reply without a limit
+ID_BYTES = 8
 CONTINUES = ("vllm", "sglang")  # owners of models (/models) that support the extensions used here
 
 T = TypeVar("T")
@@ -45,7 +44,7 @@ class ModelEndpoint:
         self.owner = self.served_from = ""
         self.max_model_len = 0
         self.api, self.root = (  # `root` has the non-standard routes
-            ServerClient(one, api_key=key, call_s=timeout_s, wait_s=timeout_s)
+            ServerClient(one, api_key=key, call_s=timeout_s, wait_s=timeout_s, by_proxy=True)
             for one in (str(api), str(api).removesuffix("/v1"))
         )
         self.num_retries = config.num_retries
@@ -98,28 +97,29 @@ class ModelEndpoint:
         Raises RefusedError, or the error of the last attempt.
         """
         client = self.api if path.startswith(("/chat", "/completions")) else self.root
-        for attempt in count():
+        max_bytes = self._most_bytes(body)
+
+        async def ask(attempt: int) -> T:
             if self._closed:
                 raise EngineDeadError(f"the connection to {self.api.name} is closed")
-            try:
-                async with admitted(self._slots, self._slot):
-                    self.counts["requests"] += 1
-                    return read(await client.call_json("POST", path, body))
-            except RefusedError:
-                raise
-            except EngineError as error:  # lost, 5xx, 429, malformed
-                if attempt == self.num_retries:
-                    error.is_final = True
-                    raise
-                wanted_s = error.retry_after_s if isinstance(error, BusyError) else 0.0
-            self.counts["retries"] += 1
-            await pause_before_retry(
-                *(self.api.name, attempt, key),
-                first_s=FIRST_DELAY_S,
-                max_s=MAX_DELAY_S,
-                at_least_s=wanted_s,
-            )
-        raise AssertionError
+            async with admitted(self._slots, self._slot):
+                self.counts["requests"] += 1
+                self.counts["retries"] += attempt > 0
+                return read(await client.call_json("POST", path, body, max_bytes=max_bytes))
+
+        try:
+            return await retried(ask, self.api.name, key, self.num_retries)
+        except EngineError as error:
+            error.is_final = True
+            raise
+
+    def _most_bytes(self, body: Json) -> int:
+        """The bound of a reply: the need of its tokens and log-probs, and of the prompt's ids."""
+        params = body.get("sampling_params", body)
+        limits = [params[key] for key in TOKEN_LIMITS if isinstance(params.get(key), int)]
+        num_tokens = min(limits, default=self.max_model_len or NUM_TOKENS)
+        num_logprobs = sum(int(params.get(key) or 0) for key in ("logprobs", "top_logprobs"))
+        return reply_bytes(num_tokens, num_logprobs) + ID_BYTES * len(body.get("prompt", ()))
 
     async def close(self) -> None:
         """Close the connections; later requests raise EngineDeadError. Idempotent."""

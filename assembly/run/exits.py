@@ -10,7 +10,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -171,10 +170,7 @@ def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
 
         for number in handled:
             signal.signal(number, on_signal)
-        try:
-            return await work
-        finally:
-            leave_hanging(loop)
+        return await work
 
     raise_file_limit()
     share_heap()
@@ -189,12 +185,6 @@ def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
     finally:
         for number, handler in zip(handled, before, strict=True):
             signal.signal(number, handler)
-
-
-def leave_hanging(loop: asyncio.AbstractEventLoop) -> None:
-    """Let the loop close without waiting for threads that hang."""
-    if hanging():
-        loop.set_default_executor(ThreadPoolExecutor(1))
 
 
 MAX_FILES = 65536

@@ -14,13 +14,12 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
@@ -32,10 +31,11 @@ from agentenv.base.offload import in_thread
 from agentenv.base.ports import hold_port, port_of
 from agentenv.base.registry import decode_part
 from agentenv.base.retries import Restarts
+from agentenv.contract.http_client import ServerClient
 from agentenv.contract.server_config import ROLES, LaunchConfig, RoleConfig, Served, read_key
 from agentenv.processes.supervisor import LocalProcess, ProcessSpec, log_tail, open_log
 
-POLL_S = 0.5
+POLL_S, HEALTH_S = 0.5, 5.0
 MAX_RESTARTS = 10  # of one server in a run
 REPORT_EVERY_S = 20.0
 NUM_TAIL_LINES, MAX_LINES, TAIL_BYTES = 25, 400, 65536
@@ -104,8 +104,9 @@ class ServerProcess:
     async def _until_ready(self) -> None:
         loop = asyncio.get_running_loop()
         begin = reported = loop.time()
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
-            while not await _answers(session, self.spec.url):
+        server = ServerClient(self.spec.url)
+        try:
+            while not await _answers(server):
                 now = loop.time()
                 if self._process.status is not None:
                     raise EngineError(await in_thread(self._failure, await self._process.ended()))
@@ -118,6 +119,8 @@ class ServerProcess:
                     last = (await in_thread(self.tail, 1) or ["its log is empty"])[0]
                     self._report(f"{self.spec.name}: {now - begin:.0f} s: {last}")
                 await asyncio.sleep(POLL_S)
+        finally:
+            await server.close()
         self._report(f"{self.spec.name}: ready after {loop.time() - begin:.0f} s")
 
     async def _keep(self) -> None:
@@ -177,12 +180,11 @@ def root_cause(lines: Sequence[str]) -> str:
     return causes[0]
 
 
-async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
-    try:
-        async with session.get(f"{url}/health") as response:
-            return response.status == 200
-    except (aiohttp.ClientError, OSError):
-        return False
+async def _answers(server: ServerClient) -> bool:
+    with suppress(EngineError):
+        await server.call("GET", "/health", timeout_s=HEALTH_S)
+        return True
+    return False
 
 
 @dataclass(eq=False)

@@ -41,8 +41,10 @@ STOP_TIMEOUT_S = 10.0
 GRACE_S = 1.0  # for a server to end; the package kills it after 2
 MAX_PAGES = 1000  # of a server's list of tools
 MAX_LOG_CHARS = 2000  # of a server's standard error, shown if it does not start
+MAX_VALUES = 100_000  # objects and lists of a reply
 INVALID_REQUEST_CODES = (-32600, -32602)  # JSON-RPC: the call is invalid
 WRITERS = ("httpx2", "mcp.client.streamable_http")  # loggers of addresses
+_EVENT_END = re.compile(rb"\n\n|\r\r|\r\n\r\n")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
@@ -256,9 +258,9 @@ class Connection:
             if self._url is not None:
                 client = await stack.enter_async_context(
                     AsyncClient(
-                        headers=self._extra,
+                        headers={"Accept-Encoding": "identity", **self._extra},
                         timeout=Timeout(HTTP_TIMEOUT_S, read=STREAM_TIMEOUT_S),
-                        event_hooks={"response": [self._note_refusal]},
+                        event_hooks={"response": [self._note_refusal, _bound]},
                     )
                 )
                 streams = await stack.enter_async_context(
@@ -277,6 +279,35 @@ class Connection:
     async def _note_refusal(self, response: Any) -> None:
         """Note the status, since the package reports only that there was an error."""
         self._refusal = str(response.status_code) if response.status_code >= 400 else ""
+
+
+async def _bound(response: Any) -> None:
+    """Bound the reply, or each event of a stream, and its nested values: the package needs hundreds
+    of bytes for each."""
+    from httpx2 import AsyncByteStream
+
+    from agentenv.contract.http_session import MAX_REPLY_BYTES
+
+    whole = response.stream
+    is_stream = response.headers.get("Content-Type", "").startswith("text/event-stream")
+
+    class _Bounded(AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            num_bytes = num_values = 0
+            async for piece in whole:
+                num_bytes += len(piece)
+                num_values += piece.count(b"{") + piece.count(b"[")
+                if num_bytes > MAX_REPLY_BYTES or num_values > MAX_VALUES:
+                    raise InfraError("a reply is too large")
+                yield piece
+                if is_stream and _EVENT_END.search(piece):
+                    num_bytes = num_values = 0
+
+        aclose = whole.aclose
+
+    if response.headers.get("Content-Encoding", "identity") != "identity":
+        raise InfraError("a compressed reply, which was not requested")
+    response.stream = _Bounded()
 
 
 async def _all_tools(session: Any) -> list[Any]:

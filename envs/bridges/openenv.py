@@ -26,7 +26,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
-from aiohttp import ClientSession, TCPConnector
 from msgspec import Struct, field
 
 from agentenv.base.deadline import uncancelled, waiting
@@ -38,19 +37,20 @@ from agentenv.base.errors import (
     InfraError,
     ToolError,
 )
-from agentenv.base.offload import in_thread
 from agentenv.base.types import Info, Limit, Message, Task, ToolResult
 from agentenv.base.untrusted import convert
 from agentenv.contract.env import ForkMode, StepResult, shared
 from agentenv.contract.function_tool import inlined
-from agentenv.contract.http import JsonSocket, fetch
+from agentenv.contract.http import JsonSocket
+from agentenv.contract.http_client import fetch, fetched
+from agentenv.contract.http_session import HttpSession
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import StatelessTool
 from agentenv.envs.bridges.mcp_tools import expanded, text_of_json
 from agentenv.text.call_syntax import without_thoughts
 
 KEY = "openenv"  # in Task.metadata: the arguments of the reset
-SIZE, HELD_OUT_SEED, PAGE = 10_000, 1_000_000_000, 1000  # of seeds; tasks per request
+SIZE, HELD_OUT_SEED, PAGE = 10_000, 1_000_000_000, 100  # of seeds; tasks per request
 NUM_MEASURED = 4  # episodes with equal replays before forks by replay
 STEP = "step"  # the tool of a typed action; OpenEnv reserves the name
 SESSION = "openenv session"  # a hidden tool whose state the others share
@@ -199,11 +199,10 @@ class OpenEnvTool(StatelessTool):
 class OpenEnvServers:
     """Shared state of a server's sessions, and the source of their tools."""
 
-    http: ClientSession  # set by `load`
-
     def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float) -> None:
         self.url, self.timeout_s = url.rstrip("/"), timeout_s
         self.headers = expanded("OpenEnv", "headers", headers)
+        self.http = HttpSession(headers=self.headers)
         self.takes_turns = self.can_fork = False
         self.text_key = ""  # the field of an action that consists of a single text
         self.tools: list[StatelessTool] = []
@@ -256,12 +255,11 @@ class OpenEnvServers:
             )
             schema = {"type": "object", "properties": fields, "required": keys}
             tools = [{"name": STEP, "description": about, "inputSchema": schema}]
-        self.http = ClientSession(connector=TCPConnector(limit=0), headers=self.headers)
         self.tools = [SessionTool(self), *map(OpenEnvTool, tools)]
 
     async def request(self, path: str, body: Json | None = None) -> Any:
         """The answer to an HTTP request. Raises DataError."""
-        return await in_thread(fetch, self.url + path, self.headers, body)
+        return await fetched(self.url + path, self.headers, body)
 
     def stats(self) -> dict[str, float]:
         """The number of replays, and of those that differed."""
@@ -269,8 +267,7 @@ class OpenEnvServers:
 
     async def close(self) -> None:
         """Close the connections; idempotent."""
-        if self.tools:
-            await self.http.close()
+        await self.http.close()
 
 
 class OpenEnvSession:

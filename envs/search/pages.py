@@ -10,6 +10,7 @@ import contextlib
 import errno
 import importlib.util
 import ipaddress
+import logging
 import os
 import re
 import socket
@@ -18,23 +19,24 @@ from typing import Any
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
-from aiohttp.resolver import ThreadedResolver
 from yarl import URL
 
 from agentenv.base.deadline import admitted
-from agentenv.base.errors import ConfigError, InfraError, MissingError, ToolError
+from agentenv.base.errors import SHOWN, ConfigError, InfraError, MissingError, ToolError
 from agentenv.base.installation import install_hint
 from agentenv.base.result_cache import ResultCache
-from agentenv.base.retries import pause_before_retry
+from agentenv.base.retries import retried
 from agentenv.base.untrusted import decode_text, printable
-from agentenv.contract.http import HttpSession, is_temporary
+from agentenv.contract.http import is_temporary, retry_after_s
+from agentenv.contract.http_session import HttpSession, Names, proxies, read_body
 from agentenv.envs.search.keys import FetchConfig
-from agentenv.envs.search.upstream import Reply, read_at_most
+from agentenv.envs.search.upstream import Reply
 from agentenv.processes.worker_pool import JobError, JobStoppedError, WorkerPool
 
 # Allowed network addresses of pages: public ones, and configured networks.
 
 
+logger = logging.getLogger(__name__)
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -44,7 +46,7 @@ class RefusedAddress(OSError):
 
 
 # Networks that Python 3.11 wrongly counts as public: metadata services of Azure and Oracle, 6to4
-# relays, site-local, IPv4-compatible IPv6, local-use NAT64, and documentation addresses.
+# relays, site-local, and documentation addresses.
 _NOT_PUBLIC = tuple(
     ipaddress.ip_network(network)
     for network in (
@@ -52,12 +54,24 @@ _NOT_PUBLIC = tuple(
         "192.0.0.0/24",
         "192.88.99.0/24",
         "fec0::/10",
-        "::/96",
-        "64:ff9b:1::/48",
         "3fff::/20",
         "5f00::/16",
     )
 )
+# Networks of IPv6 that stand for IPv4 addresses, with the places of their bytes: compatible,
+# mapped, translated, NAT64 (of local use: of each length of prefix, RFC 6052), 6to4.
+_STANDS_FOR = {
+    ipaddress.IPv6Network(network): places
+    for network, *places in (
+        ("::/96", (12, 13, 14, 15)),
+        ("::ffff:0:0/96", (12, 13, 14, 15)),
+        ("::ffff:0:0:0/96", (12, 13, 14, 15)),
+        ("64:ff9b::/96", (12, 13, 14, 15)),
+        ("64:ff9b:1::/48", (12, 13, 14, 15), (6, 7, 9, 10), (7, 9, 10, 11), (9, 10, 11, 12)),
+        ("2002::/16", (2, 3, 4, 5)),
+    )
+}
+_ISATAP = (b"\0\0\x5e\xfe", b"\2\0\x5e\xfe")  # before the IPv4 address in the last four bytes
 PORTS = (80, 443)
 USER_AGENT = "Mozilla/5.0 (compatible; agentenv)"
 
@@ -75,12 +89,8 @@ class AddressRule:
             ) from error
 
     def check(self, address: str) -> None:
-        """Raises RefusedAddress. IPv4 inside IPv6 (mapped, 6to4, NAT64, Teredo) counts as IPv4."""
-        if self._is_allowed(address):
-            return
-        found = _usual(address)
-        inner = _embedded(found)
-        if not _is_public(found) or (inner and not _is_public(inner)):
+        """Raises RefusedAddress. An IPv6 address that stands for an IPv4 address counts as that."""
+        if not self._is_allowed(address) and not all(map(_is_public, _judged(address))):
             raise RefusedAddress("it is not a public address")
 
     def check_port(self, port: int, addresses: Iterable[str]) -> None:
@@ -90,7 +100,8 @@ class AddressRule:
             raise RefusedAddress(f"its port is not one of {', '.join(map(str, PORTS))}")
 
     def _is_allowed(self, address: str) -> bool:
-        return any(_usual(address) in network for network in self._allowed)
+        own = any(_usual(address) in network for network in self._allowed)
+        return own or all(any(one in net for net in self._allowed) for one in _judged(address))
 
 
 def _usual(address: str) -> _Address:
@@ -105,13 +116,21 @@ def _is_public(address: _Address) -> bool:
     return address.is_global and not address.is_multicast and not special
 
 
-def _embedded(address: _Address) -> ipaddress.IPv4Address | None:
-    if isinstance(address, ipaddress.IPv4Address):
-        return None
-    if address in ipaddress.ip_network("64:ff9b::/96"):
-        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-    teredo = address.teredo
-    return address.ipv4_mapped or address.sixtofour or (teredo[1] if teredo else None)
+def _judged(address: str) -> Sequence[_Address]:
+    """The addresses that decide about this one: those for which it stands, and itself if it also
+    leads elsewhere."""
+    found = _usual(address)
+    if isinstance(found, ipaddress.IPv4Address):
+        return [found]
+    for network, places in _STANDS_FOR.items():
+        if found in network:
+            inner = [ipaddress.IPv4Address(bytes(found.packed[i] for i in one)) for one in places]
+            return [one for one in inner if one.packed[0]] or inner[:1]  # 0.0.0.0/8: no address
+    if found.teredo:
+        return list(found.teredo)
+    if found.packed[8:12] in _ISATAP:
+        return [found, ipaddress.IPv4Address(found.packed[12:])]
+    return [found]
 
 
 class GuardedResolver(AbstractResolver):
@@ -129,7 +148,7 @@ class GuardedResolver(AbstractResolver):
     ) -> list[ResolveResult]:
         """The addresses of `host`. Raises RefusedAddress if one of them is not allowed."""
         if self._inner is None:
-            self._inner = ThreadedResolver()
+            self._inner = Names()
         found = await self._inner.resolve(host, port, family)
         addresses = [result["host"] for result in found]
         for address in addresses:
@@ -153,7 +172,6 @@ NUM_RETRIES = 2  # after 429 and 5xx
 MEMORY_BYTES = 2_000_000_000
 NUM_WORKERS = 2  # processes that extract text
 EXTRACT_S = 5.0  # CPU time for the text of one page
-FIRST_DELAY_S, MAX_DELAY_S = 1.0, 30.0  # before a retry; doubles, jittered
 _REDIRECTS = (301, 302, 303, 307, 308)
 _TEXT_TYPES = ("text/", "application/xhtml", "application/xml", "application/json")
 
@@ -170,7 +188,11 @@ class PageFetcher:
         self._rule = AddressRule(config.allow_networks)
         self._resolver = GuardedResolver(self._rule, resolver)
         self._slots = asyncio.Semaphore(MAX_CONCURRENCY)
-        self._session = HttpSession(resolver=self._resolver, use_dns_cache=False, force_close=True)
+        if proxies().keys() & {"http", "https"}:
+            logger.warning("web pages are opened directly, not by HTTP_PROXY", extra=SHOWN)
+        self._session = HttpSession(
+            by_proxy=False, resolver=self._resolver, use_dns_cache=False, force_close=True
+        )
 
     async def fetch(self, url: str) -> Reply:
         """The page, after redirects, truncated at MAX_BYTES.
@@ -179,29 +201,25 @@ class PageFetcher:
         status other than 200 (429 and 5xx are retried first). Raises InfraError if this machine
         lacks resources.
         """
-        status = 0
-        for attempt in range(NUM_RETRIES + 1):
-            if attempt:
-                await pause_before_retry(
-                    *("a page", attempt - 1, url), first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S
-                )
+
+        async def ask(attempt: int) -> Reply:
             try:
                 async with (
                     admitted(self._slots, "a slot to fetch a page"),
                     asyncio.timeout(self.config.timeout_s),
                 ):
-                    reply = await self._follow(url)
+                    return await self._follow(url)
+            except InfraError as error:  # its status
+                if attempt < NUM_RETRIES:
+                    raise
+                raise ToolError(str(error)) from error
             except TimeoutError:
                 limit = self.config.timeout_s
                 raise ToolError(f"{url} did not answer within {limit:g} seconds.") from None
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 raise _named(url, error) from error
-            status = reply.status
-            if status == 200:
-                return reply
-            if not is_temporary(status):
-                break
-        raise ToolError(f"{url} answered with status {status}.")
+
+        return await retried(ask, "a page", url, NUM_RETRIES)
 
     async def close(self) -> None:
         """Close the connections; idempotent."""
@@ -212,19 +230,20 @@ class PageFetcher:
         target = self._checked(url, requested=url)
         for _ in range(MAX_REDIRECTS + 1):
             headers = {"User-Agent": USER_AGENT, "Accept": "text/html,text/*;q=0.9"}
-            async with self._session.opened.get(
-                target, headers=headers, allow_redirects=False
-            ) as response:
+            async with await self._session.send("GET", target, headers=headers) as response:
                 location = response.headers.get("Location")
                 if response.status in _REDIRECTS and location:
                     target = self._checked(location, requested=url, base=target)
                     continue
                 if response.status != 200:
-                    return Reply(response.status, b"")
+                    text = f"{url} answered with status {response.status}."
+                    if is_temporary(response.status):
+                        raise InfraError(text, retry_after_s(response.headers) or 0.0)
+                    raise ToolError(text)
                 kind = printable(response.content_type)
                 if not kind.startswith(_TEXT_TYPES):
                     raise ToolError(f"{url} is not a text but {kind}.")
-                body = await read_at_most(response, MAX_BYTES)
+                body = await read_body(response, MAX_BYTES, cut=True)
                 kind = printable(response.headers.get("Content-Type", ""))
                 return Reply(200, body, kind, str(target))
         raise ToolError(f"{url} redirects more than {MAX_REDIRECTS} times.")

@@ -163,7 +163,8 @@ def provider_hits(config: WebConfig, reply: Reply, max_results: int) -> list[Hit
         raise InfraError(f"{config.provider}: the reply has an unexpected form: {error}") from error
     failure = content.get(provider.failure)
     if not rows and failure:
-        raise InfraError(f"{config.provider}: no results, but {str(failure)[:MAX_REASON_CHARS]}")
+        reason = SECRETS.known(str(failure))[:MAX_REASON_CHARS]
+        raise InfraError(f"{config.provider}: no results, but {reason}")
     hits: list[Hit] = []
     for row in rows:
         text = str(row.get(provider.text_field) or "").strip()

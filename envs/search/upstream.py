@@ -17,8 +17,9 @@ from msgspec import Struct, field
 
 from agentenv.base.deadline import admitted, waiting
 from agentenv.base.errors import ConfigError, InfraError
-from agentenv.base.retries import pause_before_retry
-from agentenv.contract.http import HttpSession, is_temporary, retry_after_s
+from agentenv.base.retries import retried
+from agentenv.contract.http import is_temporary, retry_after_s
+from agentenv.contract.http_session import HttpSession, LargeReplyError, read_body, read_refusal
 from agentenv.envs.search.keys import TrafficConfig
 
 
@@ -65,10 +66,8 @@ class TokenBucket:
         self._paused_until = max(self._paused_until, until)
 
 
-MAX_REPLY_BYTES = 8_000_000
 BURST = 20  # requests that may start at the same time
-FIRST_DELAY_S = 0.5  # before a retry; doubles, jittered
-MAX_DELAY_S = 30.0  # the longest wait between attempts
+MAX_PAUSE_S = 30.0  # of all callers, as the service requests
 MAX_FAILURES = 20  # consecutive failed calls until requests to the service pause
 COOL_DOWN_S = 30.0  # length of this pause
 
@@ -77,7 +76,7 @@ COOL_DOWN_S = 30.0  # length of this pause
 _REFUSED = (401, 402, 403, 407, 432, 433)
 # Words of a 429 for an exhausted plan (of some providers), which no retry fixes.
 _SPENT = re.compile(
-    r"run out of|not enough credits|out of credits|insufficient (?:credit|balance|quota)",
+    rb"run out of|not enough credits|out of credits|insufficient (?:credit|balance|quota)",
     re.IGNORECASE,
 )
 
@@ -122,30 +121,25 @@ class Upstream:
         Raises InfraError if all attempts fail, and ConfigError if the key is rejected or the plan
         is exhausted.
         """
-        problem, wanted_s = "", None
-        for attempt in range(self.config.num_retries + 1):
-            if attempt:
-                await pause_before_retry(
-                    *(self.name, attempt - 1, f"{self.name} {request.key}"),
-                    first_s=FIRST_DELAY_S,
-                    max_s=MAX_DELAY_S,
-                    at_least_s=wanted_s or 0.0,
-                )
+
+        async def ask(attempt: int) -> Reply:
             await self._bucket.take()
             async with admitted(self._slots, f"a slot at {self.name}"):  # while it is in flight
                 self.num_requests += 1
                 self.num_retries += attempt > 0
-                outcome = await self._attempt(request)
-            if isinstance(outcome, Reply):
-                self._num_failures = 0
-                return outcome
-            problem, wanted_s = outcome
-            if wanted_s:  # it applies to all callers
-                self._bucket.pause(min(wanted_s, MAX_DELAY_S))
-        self._num_failures += 1
-        if self._num_failures >= MAX_FAILURES:
-            self._bucket.pause(COOL_DOWN_S)
-        raise InfraError(f"{self.name}: {attempt + 1} attempts failed: {problem}")
+                return await self._attempt(request)
+
+        try:
+            key = f"{self.name} {request.key}"
+            reply = await retried(ask, self.name, key, self.config.num_retries)
+        except InfraError as error:
+            self._num_failures += 1
+            if self._num_failures >= MAX_FAILURES:
+                self._bucket.pause(COOL_DOWN_S)
+            num_sent = self.config.num_retries + 1
+            raise InfraError(f"{self.name}: {num_sent} attempts failed: {error}") from error
+        self._num_failures = 0
+        return reply
 
     def stats(self) -> dict[str, float]:
         """The number of sent requests, and of retries among them."""
@@ -158,50 +152,39 @@ class Upstream:
         """Close the connections; idempotent."""
         await self._session.close()
 
-    async def _attempt(self, request: HttpRequest) -> Reply | tuple[str, float | None]:
-        """A reply, or the problem and the seconds of delay that the service requests."""
+    async def _attempt(self, request: HttpRequest) -> Reply:
+        """A reply. Raises InfraError with the problem, and the delay that the service requests."""
         try:
             async with (
                 asyncio.timeout(self.config.timeout_s),
-                self._session.opened.request(
+                await self._session.send(
                     request.method,
                     request.url,
                     params=request.params,
                     json=request.json,
                     headers=request.secret_headers,
-                    allow_redirects=False,
                 ) as response,
             ):
                 status = response.status
                 if status in _REFUSED:
                     raise self._refusal(status)
-                if status == 429:
-                    text = (await response.content.read(10_000)).decode("utf-8", "replace")
-                    if _SPENT.search(text):
-                        raise self._refusal(status)
                 if is_temporary(status):
-                    return f"status {status}", retry_after_s(response.headers)
-                body = await read_at_most(response, MAX_REPLY_BYTES)
-                if len(body) == MAX_REPLY_BYTES:
-                    raise InfraError(f"{self.name}: the reply exceeds {MAX_REPLY_BYTES} bytes")
-                return Reply(status, body)
-        except TimeoutError:
-            return f"no reply within {self.config.timeout_s:g} s", None
+                    text = await read_refusal(response)
+                    if status == 429 and _SPENT.search(text):
+                        raise self._refusal(status)
+                    wanted_s = retry_after_s(response.headers) or 0.0
+                    self._bucket.pause(min(wanted_s, MAX_PAUSE_S))
+                    raise InfraError(f"status {status}", wanted_s)
+                return Reply(status, await read_body(response))
+        except TimeoutError as error:
+            raise InfraError(f"no reply within {self.config.timeout_s:g} s") from error
+        except LargeReplyError as error:
+            raise InfraError(str(error)) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             # the error's text may contain the address, and thus a key
-            return f"{type(error).__name__}", None
+            raise InfraError(type(error).__name__) from error
 
     def _refusal(self, status: int) -> ConfigError:
         return ConfigError(
             f"{self.name} rejected the request with status {status}; {self.refused_hint}"
         )
-
-
-async def read_at_most(response: aiohttp.ClientResponse, num_bytes: int) -> bytes:
-    """The body, or its beginning; the rest is not read."""
-    body = bytearray()
-    async for part in response.content.iter_chunked(65_536):
-        body += part
-        if len(body) >= num_bytes:
-            break
-    return bytes(body[:num_bytes])

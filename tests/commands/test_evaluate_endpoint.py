@@ -23,7 +23,7 @@ QUICK = ("engine.num_retries=1", "limits.max_failures=0")
 
 @pytest.fixture
 def run(warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Evaluate:
-    monkeypatch.setattr("agentenv.text.endpoint.FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("agentenv.base.retries.FIRST_DELAY_S", 0.01)
 
     def evaluated(endpoint: ScriptedEndpoint, *more: str, n: int = 2) -> int:
         arguments = [endpoint.url, "--env", "me/Warehouse-v0", "env.module=my_env"]
@@ -232,6 +232,25 @@ def test_a_refusal_of_the_model_is_an_answer(run: Evaluate, rows: Any) -> None:
     assert (row.end, row.success, row.prediction) == (
         "terminated", False, "I cannot help with that.",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("empty", [None, " "])
+def test_empty_replies_are_counted(
+    run: Evaluate, tmp_path: Path, empty: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def script(body: Json, number: int) -> Answer:
+        return 429 if number == 1 else reply(empty if number == 2 else "<answer>310</answer>")
+
+    with ScriptedEndpoint(script) as endpoint:
+        assert run(endpoint, *QUICK, "concurrency=1") == 0
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["overall"]["num_empty"] == 1
+    report = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    shown = capsys.readouterr()
+    assert "empty replies: 1" in report
+    assert "replies: 1 (50.0" in shown.out + shown.err
+    log = (tmp_path / "out" / "run.log").read_text(encoding="utf-8")
+    assert "engine/num_requests 3, " in log
+    assert "engine/num_retries 1" in log
 
 
 @pytest.mark.parametrize("status", [401, 404])

@@ -17,7 +17,7 @@ from tests.support.openai_endpoint import ScriptedEndpoint, reply
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentenv.text.endpoint.FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("agentenv.base.retries.FIRST_DELAY_S", 0.01)
 
 
 def model_at(url: str, **keys: Any) -> ChatModel:

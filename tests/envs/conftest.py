@@ -18,9 +18,9 @@ from tests.support.sandboxes import children, num_descriptors
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Services and pages are requested again without a delay."""
-    monkeypatch.setattr("agentenv.envs.search.pages.FIRST_DELAY_S", 0.0)
-    monkeypatch.setattr("agentenv.envs.search.upstream.FIRST_DELAY_S", 0.0)
-    monkeypatch.setattr("agentenv.envs.search.upstream.MAX_DELAY_S", 0.002)
+    monkeypatch.setattr("agentenv.base.retries.FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr("agentenv.base.retries.MAX_DELAY_S", 0.002)
+    monkeypatch.setattr("agentenv.envs.search.upstream.MAX_PAUSE_S", 0.002)
 
 
 @pytest.fixture

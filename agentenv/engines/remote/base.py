@@ -294,17 +294,21 @@ class RemoteServer(ABC, Generic[F]):
         path: str,
         request_id: str,
         body: dict[str, Any],
-        session: str,
+        request: ServerRequest,
         answer: AnswerParser,
         on_chunk: Callable[[Chunk], None],
     ) -> None:
         """Read the whole answer to a request. A cancelled or failed request is aborted at once,
         since a server would notice a lost connection only after seconds."""
-        is_over = False
+        is_over, session = False, request.session
+        of_token = max(self._top_k, getattr(self._facts, "max_top_k", 0))
+        of_token = self._vocab_size if self._top_k == -1 else of_token
+        bounds = (request.sampling.max_tokens, of_token, request.stream_interval)
         try:
             with self._ranks.take(session) as rank:
                 body |= self._of_rank(rank)
-                async with self._http.stream(path, body, routing(session, rank)) as events:
+                sending = self._http.stream(path, body, routing(session, rank), *bounds)
+                async with sending as events:
                     async for event in events:
                         if (chunk := answer.add(event)) is not None:
                             on_chunk(chunk)

@@ -19,6 +19,7 @@ from agentenv.contract.http_client import (
     MalformedReplyError,
     RefusedError,
     ServerClient,
+    beginning,
 )
 from agentenv.contract.request import PartEnd, ServerInfo, ServerRequest
 from agentenv.contract.server_config import VLLM_IPC
@@ -463,6 +464,6 @@ def read_metrics(body: bytes, names: Mapping[str, object]) -> dict[str, list[flo
             except ValueError:
                 value = nan
             if not isfinite(value):
-                raise EngineError(f"the metrics of a server hold no number: {line[:200]!r}")
+                raise EngineError(f"the metrics of a server hold no number: {beginning(line)!r}")
             found[name].append(value)
     return found

@@ -69,6 +69,17 @@ def answering(status: int = 200, text: str = PAGE, **headers: str) -> Handler:
         "fec0::1",
         "::127.0.0.1",
         "64:ff9b:1::7f00:1",
+        "64:ff9b:1:a00:0:100::",  # 10.0.0.1 after a prefix of 48 bits
+        "64:ff9b:1:a00:0:100:808:808",
+        "64:ff9b:1:7f:0:1::",  # 127.0.0.1 after 56
+        "64:ff9b:1:0:7f:0:100:0",  # and after 64
+        "::ffff:0:127.0.0.1",  # translated
+        "::10.0.0.1",
+        "2002:a00:1::",
+        "2001:0:808:808::f5ff:fffe",  # Teredo of 10.0.0.1
+        "2606:2800:220:1:0:5efe:10.0.0.1",  # ISATAP
+        "2606:2800:220:1:200:5efe:127.0.0.1",
+        "fe80::5efe:808:808",
         "3fff::1",
         "5f00::1",
     ],
@@ -78,14 +89,27 @@ def test_private_addresses_are_refused(address: str) -> None:
         AddressRule().check(address)
 
 
-@pytest.mark.parametrize("address", ["93.184.216.34", "2606:2800:220:1::1", "64:ff9b::808:808"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "93.184.216.34",
+        "2606:2800:220:1::1",
+        "64:ff9b::808:808",
+        "64:ff9b:1::808:808",
+        "64:ff9b:1:808:8:800::",
+        "::ffff:8.8.8.8",
+        "2002:808:808::1",
+        "2606:2800:220:1:0:5efe:8.8.8.8",
+    ],
+)
 def test_public_addresses_are_allowed(address: str) -> None:
     AddressRule().check(address)
 
 
 def test_networks_can_be_allowed() -> None:
     rule = AddressRule(["10.1.0.0/16"])
-    rule.check("10.1.2.3")
+    for address in ("10.1.2.3", "::ffff:10.1.2.3", "64:ff9b::a01:203", "2002:a01:203::"):
+        rule.check(address)
     with pytest.raises(RefusedAddress):
         rule.check("10.2.2.3")
     with pytest.raises(ConfigError, match=r"pages\.allow_networks.*expected networks"):
@@ -244,7 +268,7 @@ async def test_a_shortage_of_the_own_machine_is_an_infra_error() -> None:
 
 async def test_pages_that_wait_for_a_retry_hold_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentenv.envs.search.pages.MAX_CONCURRENCY", 1)
-    monkeypatch.setattr("agentenv.envs.search.pages.FIRST_DELAY_S", 60.0)
+    monkeypatch.setattr("agentenv.base.retries.FIRST_DELAY_S", 60.0)
     asked = asyncio.Event()
 
     async def busy(request: web.Request) -> web.Response:

@@ -158,7 +158,7 @@ async def test_the_wait_requested_by_a_service_delays_every_call() -> None:
         upstream._bucket.pause = pauses.append  # type: ignore[method-assign]
         assert (await upstream.send(HttpRequest("GET", url))).status == 200
         await upstream.close()
-    assert pauses == [0.002, 0.002]  # capped by MAX_DELAY_S
+    assert pauses == [0.002, 0.002]  # capped by MAX_PAUSE_S
 
 
 BREAK_S = 30.0  # after many failures in a row
@@ -172,10 +172,12 @@ class Service(Upstream):
         self.up_at = up_at
         self.times: list[float] = []
 
-    async def _attempt(self, request: HttpRequest) -> Reply | tuple[str, float | None]:
+    async def _attempt(self, request: HttpRequest) -> Reply:
         self.times.append(now())
         await asyncio.sleep(1)
-        return Reply(200, b"fine") if now() > self.up_at else ("status 503", None)
+        if now() <= self.up_at:
+            raise InfraError("status 503")
+        return Reply(200, b"fine")
 
 
 def now() -> float:
@@ -201,8 +203,8 @@ async def test_a_repeatedly_failing_service_gets_a_break(monkeypatch: pytest.Mon
 
 @on_virtual_clock
 async def test_a_call_that_waits_for_a_retry_holds_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentenv.envs.search.upstream.FIRST_DELAY_S", 20.0)
-    monkeypatch.setattr("agentenv.envs.search.upstream.MAX_DELAY_S", 30.0)
+    monkeypatch.setattr("agentenv.base.retries.FIRST_DELAY_S", 20.0)
+    monkeypatch.setattr("agentenv.base.retries.MAX_DELAY_S", 30.0)
     service = Service(up_at=1.5, config=TrafficConfig(max_concurrency=1, num_retries=1))
     first = asyncio.ensure_future(outcomes_of(service, 1))
     await asyncio.sleep(2)
