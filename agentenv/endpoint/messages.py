@@ -9,7 +9,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
@@ -250,10 +250,11 @@ _SURROGATES = re.compile(
 
 def read_body(data: bytes) -> Json:
     """The JSON object of a request. Half of a surrogate pair becomes U+FFFD."""
-    if b"\\ud" in data.lower():
-        data = _SURROGATES.sub(lambda one: b"\\ufffd" if one[1] else one[0], data)
     try:
-        body = decode(data)
+        try:
+            body = decode(data)
+        except ForeignError:  # perhaps of half a pair
+            body = decode(_SURROGATES.sub(lambda one: b"\\ufffd" if one[1] else one[0], data))
     except ForeignError as error:
         raise ApiError("malformed", f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
@@ -394,7 +395,8 @@ def in_order(messages: Sequence[Given]) -> Iterable[Given]:
 
 def checked(request: Request) -> Request:
     """The request, after checking that a turn can follow its messages."""
-    request.messages = tuple(in_order(request.messages))
+    if any(one.role == then.role == "tool" for one, then in pairwise(request.messages)):
+        request.messages = tuple(in_order(request.messages))
     if not request.messages:
         raise ApiError("invalid", "the request has no message", "messages")
     if request.messages[-1].role == "assistant":
