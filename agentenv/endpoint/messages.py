@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from math import isfinite
 from pathlib import Path
@@ -221,7 +221,11 @@ def check_keys(body: Mapping[str, Any], kind: str, ignored: set[str], where: str
     add the neutral ones to `ignored`, with their kind where that is not an API."""
     known, types, plain = _TABLES[kind]
     own = body.get("type")
-    if types is not None and own is not None and types.ignores(str(own), where + "type"):
+    if (
+        types is not None
+        and own is not None
+        and types.ignores(str(own), f"{where}type.{own}"[:160])
+    ):
         ignored.add(f"{kind}.{own}")
         return
     for key, value in body.items():
@@ -391,6 +395,17 @@ def in_order(messages: Sequence[Given]) -> Iterable[Given]:
         found = [*group]
         yield from sorted(found, key=lambda one: order.get(one.answers, len(order)))
         order = {call.id: place for place, call in enumerate(found[-1].calls)}
+
+
+def separated(messages: Sequence[Given], ignored: set[str]) -> Iterator[Given]:
+    """The messages, with an empty one of the user after an empty turn of the policy that another
+    turn follows, since templates begin a turn after a message of others."""
+    for place, one in enumerate(messages):
+        yield one
+        is_empty = one.role == "assistant" and not (one.text or one.calls)
+        if is_empty and all(then.role == "assistant" for then in messages[place + 1 :][:1]):
+            ignored.add("message.empty")
+            yield Given("user", "")
 
 
 def checked(request: Request) -> Request:
