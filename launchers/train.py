@@ -26,8 +26,7 @@ def main(argv: Sequence[str]) -> int:
         example="configs/quickstart.toml",
     )
     arguments = parse(parser, argv)
-    then = "" if arguments.resume else "an evaluation, then training"
-    return run_command(arguments, TrainConfig, reinforce, then, next_commands)
+    return run_command(arguments, TrainConfig, reinforce, suggest=next_commands)
 
 
 def next_commands(arguments: argparse.Namespace, run: Path) -> dict[str, str]:

@@ -924,7 +924,8 @@ def test_a_body_that_cannot_be_read_and_an_unknown_route_are_refused_calls() -> 
             headers = {**client.headers, "Content-Encoding": coding, "Connection": "close"}
             await client.http.post(client.url, data=body, headers=headers)
         other = client.url.replace("chat/completions", "embeddings")
-        await client.http.post(other, json={}, headers=client.headers)
+        lost = await client.http.post(other, json={}, headers=client.headers)
+        assert lost.headers["x-should-retry"] == "false"
         await client.ask([user("one")])
         return 1.0
 
@@ -933,6 +934,37 @@ def test_a_body_that_cannot_be_read_and_an_unknown_route_are_refused_calls() -> 
         "refused/request_too_large": 1, "refused/malformed": 1,
         "refused/unsupported_value/Content-Encoding": 2, "refused/not_found/v1/embeddings": 1,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("thought", ["", "<think>hm</think>"])
+def test_a_program_goes_on_after_an_empty_turn(thought: str) -> None:
+    def says(prompt: str, rng: Random) -> str:
+        return "there" if prompt.count("<|im_start|>user") > 1 else thought
+
+    async def program(client: Client) -> float:
+        messages = [user("one")]
+        for _ in range(2):
+            messages.append(await client.ask(messages, tools=None))
+        assert [one["content"] for one in messages[1:]] == ["", "there"]
+        messages.append(user("two"))
+        await client.ask(messages, tools=None)
+        return 1.0
+
+    (leaf,) = (tree := captured(program, says, tokenizer=make_tokenizer(QWEN3))).leaves()
+    assert (leaf.end, leaf.error, len(tree.path(leaf))) == ("terminated", None, 4)
+    counts = leaf.info["endpoint"]
+    assert (counts["context/extends"], counts["ignored/message.empty"]) == (2, 2)
+
+
+def test_a_participant_and_the_description_of_a_namespace_are_counted() -> None:
+    tools = [{"type": "namespace", "name": "n", "description": "d", "tools": TOOLS}]
+
+    async def program(client: Client) -> float:
+        await client.ask([{**user("one"), "name": "Ann"}], tools=tools)
+        return 1.0
+
+    counts = captured(program, said).leaves()[0].info["endpoint"]
+    assert {"ignored/message.name", "ignored/tools.namespace.description"} <= counts.keys()
 
 
 def test_results_stand_in_the_order_of_their_calls() -> None:

@@ -10,6 +10,7 @@ import errno
 import socket
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from ipaddress import ip_address
 
 from agentenv.base.errors import ConfigError
@@ -19,6 +20,7 @@ LOOPBACK_DEVICE = "lo" if sys.platform == "linux" else "lo0"
 BACKLOG = 4096  # concurrent connects; a client that the kernel drops retries after seconds
 
 
+@lru_cache(maxsize=64)
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches this address or name."""
     try:

@@ -65,6 +65,7 @@ _LIKELY = (  # group 1 is the secret
         r"[\"']?\s*[:=]\s*[\"']?(?!\[redacted)([^\s\"',;<>&]{8,})"
     ),
 )
+_NESTED = dict, list, tuple, Struct
 Spans = list[tuple[int, int]]
 
 
@@ -105,7 +106,7 @@ class Redactor:
 
     def known(self, text: str) -> str:
         """The text with each known secret replaced by "[redacted]"."""
-        return _without(text, self._found(text))
+        return _without(text, spans) if (spans := self._found(text)) else text
 
     def text(self, text: str) -> str:
         """As `known`, also without what looks like a secret."""
@@ -131,6 +132,8 @@ class Redactor:
             if isinstance(one, str):
                 is_whole = one and not only_known and _SECRET_KEY.fullmatch(str(key))
                 return REDACTED if is_whole else clean(one)
+            if not (isinstance(one, _NESTED) and one):
+                return one
             if id(one) in above or len(above) > MAX_DEPTH:  # an env's own info may hold itself
                 return "..."
             above = (*above, id(one))
@@ -139,10 +142,11 @@ class Redactor:
                 return {changed(name, above): changed(inner, above, name) for name, inner in pairs}
             if type(one) in (list, tuple):
                 return type(one)([changed(inner, above) for inner in one])
-            if isinstance(one, Struct):
-                names = one.__struct_fields__
-                return replace(one, **{name: changed(getattr(one, name), above) for name in names})
-            return one
+            if not isinstance(one, Struct):
+                return one
+            fields = ((name, getattr(one, name)) for name in one.__struct_fields__)
+            new = {n: clear for n, inner in fields if (clear := changed(inner, above)) is not inner}
+            return replace(one, **new) if new else one
 
         return cast(T, changed(value))
 

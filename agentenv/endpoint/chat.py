@@ -32,6 +32,7 @@ from agentenv.endpoint.messages import (
     objects,
     read_call,
     read_tool,
+    separated,
     stops,
     text_of,
 )
@@ -54,10 +55,12 @@ class Chat:
         shared = common(body, "chat")
         found = objects(body.get("messages"), "messages", MAX_MESSAGES)
         messages = [_message(one, f"messages[{i}]") for i, one in enumerate(found)]
+        if any(one.get("name") and one.get("role") != "tool" for one in found):
+            shared["ignored"].add("message.name")
         options = get(body, "stream_options", dict, {})
         schema = schema_of(get(body, "response_format", dict, {}), "response_format")
         return request_of(
-            messages,
+            [*separated(messages, shared["ignored"])],
             schema,
             usage_in_stream=get(options, "include_usage", bool, False),
             n=number(body, "n", int, 1, MAX_CHOICES) or 1,
@@ -212,6 +215,8 @@ def _flat(tools: Sequence[Json], where: str, ignored: set[str]) -> Iterator[tupl
             yield tool, "", spot
             continue
         check_keys(tool, "tool", ignored, spot)
+        if tool.get("description"):
+            ignored.add("tools.namespace.description")
         inner = objects(tool.get("tools") or [], f"{spot}tools", MAX_TOOLS)
         for one, _, there in _flat(inner, f"{spot}tools", ignored):
             yield one, str(tool.get("name")), there

@@ -167,7 +167,10 @@ class Listener:
             found = ApiError("bug", "internal error of the server; the traceback is in its log")
         self.refused(request, found)
         with suppress(ConnectionError):
-            return json_response(self.error(request, found), found.status)
+            response = json_response(self.error(request, found), found.status)
+            if found.status < 500:  # the SDKs of both APIs read it
+                response.headers["x-should-retry"] = "false"
+            return response
         raise ConnectionResetError
 
     async def _mark(self, http: web.Request, response: web.StreamResponse) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, pairwise
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
@@ -221,7 +221,11 @@ def check_keys(body: Mapping[str, Any], kind: str, ignored: set[str], where: str
     add the neutral ones to `ignored`, with their kind where that is not an API."""
     known, types, plain = _TABLES[kind]
     own = body.get("type")
-    if types is not None and own is not None and types.ignores(str(own), where + "type"):
+    if (
+        types is not None
+        and own is not None
+        and types.ignores(str(own), f"{where}type.{own}"[:160])
+    ):
         ignored.add(f"{kind}.{own}")
         return
     for key, value in body.items():
@@ -250,10 +254,11 @@ _SURROGATES = re.compile(
 
 def read_body(data: bytes) -> Json:
     """The JSON object of a request. Half of a surrogate pair becomes U+FFFD."""
-    if b"\\ud" in data.lower():
-        data = _SURROGATES.sub(lambda one: b"\\ufffd" if one[1] else one[0], data)
     try:
-        body = decode(data)
+        try:
+            body = decode(data)
+        except ForeignError:  # perhaps of half a pair
+            body = decode(_SURROGATES.sub(lambda one: b"\\ufffd" if one[1] else one[0], data))
     except ForeignError as error:
         raise ApiError("malformed", f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
@@ -392,9 +397,21 @@ def in_order(messages: Sequence[Given]) -> Iterable[Given]:
         order = {call.id: place for place, call in enumerate(found[-1].calls)}
 
 
+def separated(messages: Sequence[Given], ignored: set[str]) -> Iterator[Given]:
+    """The messages, with an empty one of the user after an empty turn of the policy that another
+    turn follows, since templates begin a turn after a message of others."""
+    for place, one in enumerate(messages):
+        yield one
+        is_empty = one.role == "assistant" and not (one.text or one.calls)
+        if is_empty and all(then.role == "assistant" for then in messages[place + 1 :][:1]):
+            ignored.add("message.empty")
+            yield Given("user", "")
+
+
 def checked(request: Request) -> Request:
     """The request, after checking that a turn can follow its messages."""
-    request.messages = tuple(in_order(request.messages))
+    if any(one.role == then.role == "tool" for one, then in pairwise(request.messages)):
+        request.messages = tuple(in_order(request.messages))
     if not request.messages:
         raise ApiError("invalid", "the request has no message", "messages")
     if request.messages[-1].role == "assistant":

@@ -25,6 +25,7 @@ from agentenv.endpoint.messages import (
     number,
     objects,
     read_call,
+    separated,
     stops,
     text_of,
 )
@@ -56,7 +57,7 @@ class Responses:
         include = get(body, "include", list, [])
         shared["ignored"] |= {f"include.{one}"[:60] for one in include if one != LOGPROBS}
         return request_of(
-            messages,
+            [*separated(messages, shared["ignored"])],
             schema,
             max_tokens=number(body, "max_output_tokens", int, 1, 1 << 24) or 0,
             stop=stops(body, "stop"),

@@ -433,7 +433,8 @@ def _tagged_call(body: str, tags: _Tags, tools: Tools) -> list[ToolCall]:
 def properties_of(tool: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of each parameter, with references resolved."""
     schema = tool["parameters"]
-    found = inlined(schema.get("properties", {}), schema.get("$defs") or {}, ())
+    found, definitions = schema.get("properties", {}), schema.get("$defs")
+    found = inlined(found, definitions, ()) if definitions else found
     return found if isinstance(found, dict) else {}
 
 

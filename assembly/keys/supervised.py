@@ -308,7 +308,11 @@ class SFTConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     data: Annotated[str, Meta(description="JSONL file of demonstrations", extra=ESSENTIAL | ROWS)]
     gate: Annotated[
         str,
-        Meta(description="JSONL file of clean demonstrations that measure the skill", extra=ROWS),
+        Meta(
+            description="JSONL file of clean demonstrations that measure the skill, by kind of "
+            "question; they are not trained",
+            extra=ROWS,
+        ),
     ]
     stages: Annotated[list[SFTStage], Meta(description="stages in order, [[sft.stages]]")]
     gate_every: Annotated[int, Meta(ge=1, description="steps between two measurements")] = 25

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
-from agentenv.assembly.run.watchdog import CommandLoop
+from agentenv.assembly.run.watchdog import CommandLoop, rolling_out
 from agentenv.base.types import (
     Completion,
     Info,
@@ -83,7 +84,8 @@ def words(size: int, rng: Random) -> str:
 
 def _words() -> list[str]:
     if not _known:
-        _known.extend((DOCS / "design.md").read_text(encoding="utf-8").split())
+        text = (DOCS / "design.md").read_text(encoding="utf-8")
+        _known.extend(re.findall(r"\b[a-z]{2,}\b", text))  # about one token each
     return _known
 
 
@@ -119,7 +121,7 @@ class WaitingEngine(Engine):
         rng = Random(1)
         self.turns = []
         for _ in range(64):
-            text = f"<think>{words(TURN // 2, rng)}</think><search>{words(6, rng)}</search>"
+            text = f"<think>{words(TURN - 26, rng)}</think><search>{words(6, rng)}</search>"
             self.turns.append(renderer.encode(text))
         self._next = itertools.cycle(self.turns)
         self.num_turns = self.num_context = self.num_sampled = 0
@@ -210,9 +212,10 @@ async def _measured(
     process.stdin.write(b"\n")
     task = Task("t", "programs", "?", ())
     begun, wall = time.process_time(), time.monotonic()
-    async with asyncio.TaskGroup() as group:
-        for index in range(num_programs):
-            group.create_task(actor.rollout(task, Independent(1), index=index))
+    with rolling_out():  # as in a run, garbage is collected seldom
+        async with asyncio.TaskGroup() as group:
+            for index in range(num_programs):
+                group.create_task(actor.rollout(task, Independent(1), index=index))
     us, wall_s = (time.process_time() - begun) * 1e6, time.monotonic() - wall
     programs_us = float((await process.stdout.read()).decode())
     await process.wait()
@@ -227,8 +230,8 @@ async def programs(url: str, num_calls: int, keys: Sequence[str]) -> None:
     """Print "ready", wait for a line, run all programs, and print their CPU in microseconds."""
     rng = Random(2)
     half = num_calls // 2 * (TURN + RESULT)
-    prompts = [words((CONTEXT - half) * 4 // 5, rng) for _ in keys]
-    results = [words(RESULT * 2 // 3, rng) for _ in range(num_calls * len(keys))]
+    prompts = [words(CONTEXT - half, rng) for _ in keys]
+    results = [words(RESULT, rng) for _ in range(num_calls * len(keys))]
     connector = aiohttp.TCPConnector(limit=0)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
