@@ -65,7 +65,7 @@ _LIKELY = (  # group 1 is the secret
         r"[\"']?\s*[:=]\s*[\"']?(?!\[redacted)([^\s\"',;<>&]{8,})"
     ),
 )
-_NESTED = dict, list, tuple, Struct
+_NESTED: Any = dict, list, tuple, Struct
 Spans = list[tuple[int, int]]
 
 
