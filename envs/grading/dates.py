@@ -202,9 +202,7 @@ def frequency(text: str) -> tuple[Fraction, str] | None:
 
 _PERIOD = _SPAN_TABLES.pattern("period", re.IGNORECASE)
 _PARTS: dict[str, str] = _SPAN_TABLES["parts"]
-_DECADE = re.compile(
-    r"\b(?:nineteen[- ])?(twent|thirt|fort|fift|sixt|sevent|eight|ninet)ies\b", re.IGNORECASE
-)
+_DECADE = _SPAN_TABLES.pattern("decade", re.IGNORECASE)
 
 
 def period(text: str) -> tuple[str, int, int, bool] | None:

@@ -21,28 +21,20 @@ from agentenv.base.untrusted import decode
 from agentenv.contract.env import shared
 from agentenv.envs.grading.formulas import Reader, readable
 from agentenv.envs.grading.numbers import long_decimals
+from agentenv.envs.grading.text import Tables
 from agentenv.envs.grading.values import Values
 from agentenv.envs.grading.verdict import GraderDownError
 from agentenv.processes.worker_pool import JobError, JobStoppedError, WorkerPool
 
 _APPROXIMATED = re.compile(r"\\approx(?![A-Za-z])|\N{ALMOST EQUAL TO}")
 _PLAIN_DECIMAL = re.compile(r"-?\d{1,40}(?:\.(\d{1,40}))?")
+_TABLES = Tables("formulas")
 _NAME = r"\\?[A-Za-z]+(?:_\{?\w+\}?)?"
 
 
 # The worker.
 
-WARM = (
-    (r"\frac{x^2-1}{2}", r"\frac{(x-1)(x+1)}{2}"),
-    (r"\sqrt{3}+2i", r"2i+3^{1/2}"),
-    (r"(1,2]\cup[3,\infty)", r"\{1,2\}"),
-    (r"\begin{pmatrix}1 & 2\\ 3 & -4\end{pmatrix}", r"\begin{bmatrix}1 & 2\\ 3 & 4\end{bmatrix}"),
-    (r"y = 2x+3, x \ge 1", r"1 < x \le 2"),
-    (r"a_{1}^{m+n}\cdot\ln(x)", r"\sin^2 x+\log_{2}{8}"),
-    (r"n!", r"n\cdot(n-1)!"),
-    (r"f(x) = e^{-x}", r"f(x)=|x|\pi"),
-    (r"(r,\theta) = (3, \frac{\pi}{2})", r"x \in \mathbb{R}"),
-)
+WARM: list[list[str]] = _TABLES["warm"]
 
 
 class Equality:
@@ -99,25 +91,7 @@ class Equality:
 MAX_CHARS = 600
 MAX_DEPTH = 20
 
-_LARGE = r"\s*(?:30[1-9]|3[1-9]\d|[4-9]\d\d|\d{4})\s*"
-_RISKS = {
-    risk: re.compile(form, re.DOTALL)
-    for risk, form in {
-        "a number of over 60 digits": r"\d{61}",
-        "a huge exponent": r"\^(?:\{[^{}]*(?:\d{5}|!)|\([^()]*(?:\d{5}|!)|-?\d{5})",
-        "a polynomial of huge degree": (
-            r"^(?=.*(?<![A-Za-z\\])[A-Za-z])"
-            rf".*\^(?:\{{{_LARGE}\}}|\({_LARGE}\)|{_LARGE}(?!\d))"
-        ),
-        "a tower of powers": r"\^-?(?:\d+|[A-Za-z])\^|\^\{[^{}]*\}\^",
-        "a large factorial": r"\d{4}\s*!|[)}\]]\s*!|!\s*!",
-        "a large binomial": r"\\[dt]?binom\s*\{?\s*\d{4}",
-        "a sum, product, limit or integral": (
-            r"\\(?:i?i?int|oint|sum|prod|lim)(?![a-zA-Z])|(?<![A-Za-z\\])"
-            r"(?:factorial|gamma|fibonacci|prime|binomial|integrate|diff|solve|Sum)\s*\("
-        ),
-    }.items()
-}
+_RISKS = _TABLES.patterns("risks")
 
 
 def risk_of(expression: str) -> str:

@@ -96,9 +96,7 @@ _SPECIAL_TABLES = Tables("special")
 _TRUTH = {word: kind == "yes" for kind in ("yes", "no") for word in _SPECIAL_TABLES[kind]}
 _SPECIAL = _SPECIAL_TABLES.patterns("special")
 _NO_ANSWER = _SPECIAL_TABLES.pattern("no_answer")
-_CLAIM = re.compile(
-    r"(?:(?:(?:the|this|that) (?:claim|statement|answer|proposition)|it|that) is|that's) "
-)
+_CLAIM = _SPECIAL_TABLES.pattern("claim")
 
 
 # A first word answers only before a pause or a clause: No, they ...; Yes it is; not No Country for
@@ -140,16 +138,8 @@ MAX_ELEMENTS = 40
 
 Compare = Callable[[str, str], bool | None]
 
-_AND = re.compile(
-    "\\s*[\u3001\u548c\u4e0e\u53ca]\\s*"
-    r"|\s+&\s+|\s+(?:as well as|along with|together with|but also|plus)\s+"
-    r"|(?<=[a-z]{3})\s*/\s*(?=[A-Za-z]{3})"
-    r"|\s*(?:,|;)\s*(?:and|or)\s+|\s+(?:and|or|\\text\{and\})\s+|\s*;\s*"
-)
-_NAMED_VALUE = re.compile(
-    r"(?:[A-Za-z](?:_\{?\w{1,3}\}?)?(?:\([a-z]\))?|[A-Za-z]{2,}(?: [A-Za-z]+){0,3})\s*=\s*(.*)",
-    re.DOTALL,
-)
+_AND = _SPECIAL_TABLES.pattern("and")
+_NAMED_VALUE = _SPECIAL_TABLES.pattern("named_value", re.DOTALL)
 _ITEM = re.compile(r"(?:^|[,;]\s+|(?<!\s)\s+(?:[,;]\s+)?)(?:\(?\d{1,2}[.)]|[-*\N{BULLET}])\s+")
 _OR = re.compile(r"\b[oO]r\b")
 _OPEN = {"(": ")", "[": "]", "{": "}"}

@@ -29,9 +29,7 @@ from agentenv.envs.grading.words import is_wordy
 _TABLES = Tables("identifiers")
 _FORM = _TABLES.pattern("identifier")
 _INSIDE = re.compile(rf"(?<![\w.#-])(?:{_FORM.pattern})(?![\w-]|\.\d)")
-_DENIED = re.compile(
-    rf",?\s*\b(?:and |but )?(?:not|rather than|instead of)\s+(?:{_FORM.pattern})(?![\w-]|\.\d)"
-)
+_DENIED = _TABLES.pattern("denied")
 _PHONE = _TABLES.pattern("phone")
 _SECTION = _TABLES.pattern("section")
 _LABEL = _TABLES.pattern("label", re.IGNORECASE)

@@ -44,7 +44,7 @@ from agentenv.envs.grading.numbers import is_rounded, same_plain
 from agentenv.envs.grading.parts import amount_of
 from agentenv.envs.grading.quantities import same_quantity
 from agentenv.envs.grading.sentences import affirmed, is_denied, states
-from agentenv.envs.grading.text import MAX_ANSWER_CHARS, clean, last_correction, squashed
+from agentenv.envs.grading.text import MAX_ANSWER_CHARS, Tables, clean, last_correction, squashed
 from agentenv.envs.grading.verdict import Verdict, final_answer, shown
 from agentenv.envs.grading.words import f1, glued, is_wordy, same_signs, tokens
 
@@ -59,13 +59,7 @@ _CODE = re.compile(r"[A-Z]{1,4}[- ]?\d{1,4}[A-Z]?")
 _AUTHOR = re.compile(r"[\"*]?,?\s+by\s+[A-Z][\w.'-]*(?:\s+[A-Z][\w.'-]*){0,3}$")
 _DASHED = re.compile(r"\d+(?:-\d+)+")
 _DOUBLED = re.compile(r"(?<=[\w)}\]])!!(?!!)")  # a double factorial
-_VECTOR = (
-    r"(?:\\(?:vec|mathbf|boldsymbol|bm)\s*\{?\s*[A-Za-z]\}?|\\nabla"
-    r"|[A-Z]\s*\^\s*\{?\s*(?:T|\\top)\}?)"
-)
-_VECTORS = re.compile(  # products that do not commute
-    rf"{_VECTOR}\s*(?:\\cdot|\\times)?\s*(?:{_VECTOR}|[A-Z](?![a-z]))|[A-Z]\s*{_VECTOR}"
-)
+_VECTORS = Tables("reading").pattern("vectors")
 _BASE = re.compile(r"([0-9A-Z]+)\s*_\s*\{?\s*(\w+)\s*\}?")
 
 

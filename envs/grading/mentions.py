@@ -47,9 +47,7 @@ _CALCULATED = _TABLES.pattern("calculated", re.IGNORECASE)
 ANAPHOR = _TABLES.pattern("anaphor", re.IGNORECASE)
 _ARTICLE = re.compile(r"\W*(?:the|an?)\s+", re.IGNORECASE)
 _OPERAND = _TABLES.pattern("operand"), _TABLES.pattern("operator")
-_CLAUSE = re.compile(
-    r"[.;!?\n()\[\]\u2014\u2013:]|,\s|\b(?:and|or|but|while|whereas|though)\b", re.I
-)
+_CLAUSE = _TABLES.pattern("clause", re.IGNORECASE)
 _INSIDE = re.compile(r"of|the|and|for|la|le|v[ao]n|der|d[aei]l?|al")  # a name
 _STARTS = re.compile(r"(?:^|[.!?:;\n\"'(*#>|])\s*$")
 _ENDS = re.compile(r"[.,;:!?)\]\"'}]$")
@@ -57,11 +55,7 @@ _INITIAL = re.compile(r"(?:\b[A-Z]|\b[JSDM]rs?|\bSt)\.$")
 _MONTH = re.compile(dates.MONTH, re.IGNORECASE)
 _YEAR = re.compile(r"1\d{3}|20\d{2}")
 _TOKEN = _TABLES.pattern("token")
-_TRUTH = re.compile(
-    r"\b(?:yes|no(?! (?-i:[a-z]))|true|false)\b"
-    r"|(?:^|(?<=[:)] )|(?<=\bi\. ))no\b(?! (?:doubt|question)\b)",
-    re.IGNORECASE,
-)
+_TRUTH = _TABLES.pattern("truth", re.IGNORECASE)
 _JOINTS: dict[str, Joint] = {"(": "bracket", ",": "comma", "-": "dash", ":": "colon"}
 MAX_WORDS_OF_AMOUNT = 5
 _COMMON = FRAME | LABELS | ASIDES | FUNCTION_WORDS

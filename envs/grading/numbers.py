@@ -131,9 +131,7 @@ _GAPS = str.maketrans("", "", ", ")
 _WORD = re.compile(r"[A-Za-z]+")
 _NEXT_WORD = re.compile(r"(?:(?<=\w)[\s-]+(and\s+)?)?([A-Za-z]+)")
 _POINT = _NUMBER_TABLES.pattern("point", re.IGNORECASE)
-_PART = re.compile(
-    r"(?:\s+and\s+(an?|one|two|three|four|five)\s+|[\s-]*)([A-Za-z]+?)s?\b", re.IGNORECASE
-)
+_PART = _NUMBER_TABLES.pattern("part", re.IGNORECASE)
 _NUMBER_HALF = _NUMBER_TABLES.pattern("half", re.IGNORECASE)
 
 

@@ -42,11 +42,7 @@ _PUNCTUATION = re.compile(r"""(?:[^\W\d_]|[\s.,;:!'"()\[\]{}*#>`$-])*""")
 _BUT = re.compile(r"\b(?:but|however)\b", re.IGNORECASE)
 _WHOLE = r"""(?:^|(?<=[\s"'(\[{*`$]))""", r"""(?=$|[\s"')\]}*`$]|[.,;:!]+(?:\W|$))"""
 _CITED = re.compile(r"^\d[.)]\s+|\[\d{1,2}\]")
-_ALTERED = re.compile(  # above 13
-    r"\b(?:above|before|after|since|up to|from|of|by|more|"
-    r"(?:all|any\w*|every\w*) but(?: the)?)\W*$",
-    re.IGNORECASE,
-)
+_ALTERED = _FRAMES.pattern("altered", re.IGNORECASE)
 _LETTERS = re.compile(r"\b[A-HJ-Z]\b")
 _LETTER = re.compile(r"\b[A-HJ-Z]\b(?!\s+\w|')")  # of an option, no article
 _ALONE = r"(?<![A-Za-z\d-])(?<!\d[.,/:])(?<!frac\{)(?<!\}\{)", r"(?![A-Za-z\d]|[.,/:]\d)"

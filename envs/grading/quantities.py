@@ -28,13 +28,7 @@ _OWN = {
     for name, factor in units.items()
 }
 _NAMES = _UNIT_TABLES.by_form("names")
-# pint reads "cats" as centi-atmospheres: prefixes are taken before the units that carry them only
-_PREFIXED = frozenset(
-    str.split(
-        "meter gram second liter watt joule pascal hertz volt ampere newton byte bit calorie ohm "
-        "watt_hour electron_volt mole metric_ton parsec kelvin bar"
-    )
-)
+_PREFIXED = _TABLES.words("prefixed")
 _LETTERS = frozenset("mgshlLJNWVAK")
 MAX_NAME_CHARS = 40
 MAX_CHARS = 200  # no number with its unit is longer

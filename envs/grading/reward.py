@@ -201,8 +201,6 @@ class Combined:
     """
 
     def __init__(self, graders: Mapping[str, Weighted]) -> None:
-        if not graders:
-            raise ValueError("Combined needs at least one grader")
         self.graders = dict(graders)
         deciding = [name for name, one in graders.items() if one.decides]
         self.deciding = deciding or [next(iter(graders))]

@@ -25,15 +25,9 @@ _APPOSITION = _TABLES.pattern("apposition", re.DOTALL)
 _AMOUNT = _TABLES.pattern("amount")
 _DATE = re.compile(r"(?:\w+ )?\d{1,2},? \w+,? \d{4}|[A-Z]\w+ \d{1,2}, \d{4}")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
-_SURE = re.compile(
-    r",? (?:without (?:a |any )?doubt|of course|for sure|i (?:think|believe))$", re.I
-)
-_BEGINNING = re.compile(
-    r"(?:the|an?|one|there|all|both|each|no|some|many|most|it|s?he|they|th(?:is|at))\b"
-)
-_OF_A_NOUN = re.compile(
-    r"(?:^[Aa]n?|\ban?|\b[Tt]he)\s+(?:\w+ly\s+(?=\w+\s+(?!(?:to|in|by|at|on|from|for|the|an?)\b)))?\S+"
-)
+_SURE = _TABLES.pattern("sure", re.IGNORECASE)
+_BEGINNING = _TABLES.pattern("beginning")
+_OF_A_NOUN = _TABLES.pattern("of_a_noun")
 _COLON = re.compile(r"(?<=[a-z\d)]):\s+")
 
 

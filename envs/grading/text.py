@@ -63,10 +63,7 @@ class Tables:
 
     def _filled(self, text: str | list[str]) -> str:
         joined = text if isinstance(text, str) else "".join(text)
-        return _INSERTED.sub(lambda match: self._value(match[1]), joined)
-
-    def _value(self, name: str) -> str:
-        return self._inserted[name] if name in self._inserted else self.text(name)
+        return _INSERTED.sub(lambda name: self._inserted.get(name[1]) or self.text(name[1]), joined)
 
 
 Rewrites = Sequence[tuple[re.Pattern[str], str]]
@@ -214,9 +211,7 @@ _LABEL = re.compile(r"(?:^|(?<=[\s,;.(\"'{]))([^\W\d]+)\s?#?(?:\d{1,2})?[\"']?\s
 _SEPARATOR_SYMBOLS = _SEPARATOR_TABLES.pattern("symbols")
 _SCRIPTS = _SEPARATOR_TABLES.pattern("scripts")
 _MARKS = _SEPARATOR_TABLES.pattern("marks")
-_ENUMERATED = re.compile(
-    r"(?:^|(?<=\s))(?:\(?([1-9a-eA-E\u03b1-\u03b5\u0430-\u0434]|i{1,3}|iv|v)[).:]|#?([1-9])(?:[.)]|\s-))(?=\s)"
-)
+_ENUMERATED = _SEPARATOR_TABLES.pattern("enumerated")
 _END = _SEPARATOR_TABLES.pattern("end")
 _ABBREVIATIONS = _SEPARATOR_TABLES.words("abbreviations")
 _LAST_WORD = re.compile(r"(?:[^\W\d_]\.)*[^\W\d_]{1,9}$")

@@ -12,24 +12,21 @@ from msgspec import Struct
 
 from agentenv.base.errors import GraderError, InfraError
 from agentenv.envs.grading.numbers import as_number
-from agentenv.envs.grading.text import BOX, MAX_ANSWER_CHARS, boxes, last_correction, words_of
+from agentenv.envs.grading.text import (
+    BOX,
+    MAX_ANSWER_CHARS,
+    Tables,
+    boxes,
+    last_correction,
+    words_of,
+)
 from agentenv.text.call_syntax import without_thoughts
 
 STOPPED = "stopped"  # the part of a grade without a result of the function
 _TAGGED = re.compile(r"(.*?)<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
-# after the last tag or box, in its line: (or 6), \text{(alt: 6)}, ^{\text{or } 6}, or 6
-_BESIDE = re.compile(  # no two repetitions share a character, so that its time is linear
-    r"[ \t$*]*+(?:\\[\])][ \t$*]*+)?(?:[\^_]\{?(?=\\(?:text|mbox)))?"
-    r"((?:,\s*)?(?:\\(?:text|mbox|[hv]?phantom|quad|qquad|[;, ])[^\w\\]*)*"
-    r"(?:[(\[<{;/|&]|\d|(?:or|and|aka|alt\w*|maybe|perhaps|possibly|else|otherwise|vs)\b)[^\n]*)",
-    re.IGNORECASE,
-)
-# a line of its own before or after a box: The answer is 5.
-_ANNOUNCED = re.compile(
-    r"(?:(?:so|thus|hence|therefore),? )?(?:(?:the|my|our) )?(?:final |correct )?answer(?: is|:)\s+"
-    r"(?P<content>\S(?:[^\n]{0,98}?[^\s:])?)[.!]?",
-    re.IGNORECASE,
-)
+_TABLES = Tables("frame")
+_BESIDE = _TABLES.pattern("beside", re.IGNORECASE)
+_ANNOUNCED = _TABLES.pattern("announced", re.IGNORECASE)
 MAX_WORDS_ANNOUNCED = 8  # more are a sentence
 
 
