@@ -104,10 +104,18 @@ class DeepSpeedLearner:
         learner = cls(config, algorithm, ranks)
         try:
             init = wire.Init.of(config, algorithm, _absolute(model_dir), seed, ranks.store)
-            await ranks.call([init] * config.num_ranks, config.start_timeout_s)
+            replies = await ranks.call([init] * config.num_ranks, config.start_timeout_s)
         except BaseException:
             await learner.close()
             raise
+        if names := replies[0].untrained:
+            parts = sorted({".".join(name.split(".")[:2]) for name in names})
+            logger.warning(
+                "%d tensors of the model are not trained; checkpoints and exports have them as "
+                "they are in %s: %s",
+                *(len(names), model_dir, ", ".join(parts)),
+                extra=SHOWN,
+            )
         return learner
 
     @property

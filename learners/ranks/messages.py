@@ -55,6 +55,13 @@ class RankDone(RankMessage, kw_only=True):
     policy_version: int = 0  # after the command
 
 
+class RankBuilt(RankDone, kw_only=True):
+    """The rank has its model. `untrained`: the tensors of the model's directory that it does not
+    train."""
+
+    untrained: list[str] = []
+
+
 class RankMetrics(RankDone):
     """Metrics of optimizer steps."""
 
@@ -104,7 +111,7 @@ class RankNotice(RankMessage):
     """A message without reply."""
 
 
-class Init(RankCommand[RankDone]):
+class Init(RankCommand[RankBuilt]):
     """Build the rank. `algorithm_class` is an import path, module:Class, which also supports
     classes of other packages."""
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from agentenv.base.errors import LearnerError
+from agentenv.base.errors import ConfigError, LearnerError
 from agentenv.learners.keys import SavedLearner
 from agentenv.learners.lora import add_adapters
 from agentenv.learners.ranks import checkpoint
@@ -25,7 +25,7 @@ from agentenv.learners.ranks.backend import RankBackend, device_of_rank
 from agentenv.learners.ranks.broadcast import Broadcaster
 from agentenv.learners.ranks.deepspeed_backend import DeepSpeedBackend
 from agentenv.learners.ranks.dpo import prefer
-from agentenv.learners.ranks.export import write_adapter_only, write_model
+from agentenv.learners.ranks.export import untrained, write_adapter_only, write_model
 from agentenv.learners.ranks.messages import R
 from agentenv.learners.ranks.offloaded_memory import HostMemory, OffloadedMemory
 from agentenv.learners.ranks.saved_checkpoint import Checkpoint, restore
@@ -61,6 +61,7 @@ class Rank:
         self.trainer = Trainer(self.backend, init.make_algorithm(), init.config)
         self.broadcaster = Broadcaster(self.backend, interrupted, host)
         self.policy_version = 0
+        self.untrained = untrained(self.backend.policy.model, self.source)
         self._offloaded: OffloadedMemory | None = None  # while the rank sleeps
         self._host = HostMemory()
         self.shared = SharedCopy(self.backend, self._host)
@@ -204,11 +205,20 @@ def make_backend(init: wire.Init) -> RankBackend:
     transformers_logging.disable_progress_bar()
     check_model(Path(init.model_dir), config.context_parallel)
     # In the dtype of the files, weights are mapped, so that ranks of a machine share the pages.
-    model = AutoModelForCausalLM.from_pretrained(
+    model, report = AutoModelForCausalLM.from_pretrained(
         init.model_dir,
         dtype=checkpoint.stored_dtype(Path(init.model_dir)) or getattr(torch, config.dtype),
         attn_implementation="sdpa",
-    ).eval()
+        output_loading_info=True,
+    )
+    model.eval()
+    lacking = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
+    if lacking:
+        raise ConfigError(
+            f"{init.model_dir}: {len(lacking)} tensors of {type(model).__name__} are missing or "
+            f"have another shape, such as {min(lacking)}, and would be random; download or copy "
+            "the model again"
+        )
     dropouts = () if config.lora is None else tuple(add_adapters(model, config.lora))
     if config.fused == "liger":
         use_liger(model)
