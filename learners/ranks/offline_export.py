@@ -45,7 +45,7 @@ def export(
     With adapters `out` has the merged model, and `out`/adapter the adapter. Raises DataError if the
     checkpoint is incomplete.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     if out.exists() and any(out.iterdir()):
         raise DataError(f"{out} is not empty; choose another folder")
@@ -55,16 +55,15 @@ def export(
     copy_files(checkpoint, out, dtype)
     weights = WeightFiles(_base_of(checkpoint, saved))
     wanted = getattr(torch, dtype)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
+    # Loaded, not made from its configuration: transformers notes what it renames.
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, device_map="meta")
     fused = {} if saved is None else _fused(saved, model)
+    first = {id(param): name for name, param in model.named_parameters()}
     names = {  # in memory by that on disk; the others are unchanged, as are biases of routers
-        disk: name
+        disk: first[id(param)]
         for name, param in model.named_parameters(remove_duplicate=False)
         for disk in disk_shapes(model, name, tuple(param.shape), param.dtype)
     }
-    first = {id(param): name for name, param in model.named_parameters()}
-    names = {disk: first[id(model.get_parameter(name))] for disk, name in names.items()}
 
     def tensor(name: str) -> Tensor:
         if name in fused:

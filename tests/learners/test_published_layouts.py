@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from agentenv.base.errors import ConfigError
+from agentenv.base.errors import ConfigError, EngineError
+from agentenv.contract.weights import Layout, check_layout, read_layout
 from agentenv.learners.lora import LoRAConfig
 from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks.offline_export import export
@@ -27,6 +28,7 @@ VISION = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64,
           "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
 QWEN = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 16,
         "out_hidden_size": 64, "num_position_embeddings": 64}  # fmt: skip
+APART = ("vision", "visual", "modal", "mtp")  # what is not trained
 NESTED = [
     ("gemma3", {"vision_config": VISION}),
     ("mistral3", {"text_config": {"model_type": "ministral3"},
@@ -62,7 +64,7 @@ def assert_same_layout(folder: Path, source: Path, changed: bool = True) -> None
     now, before = weights_in(folder), weights_in(source)
     assert {n: w.shape for n, w in now.items()} == {n: w.shape for n, w in before.items()}
     assert config_of(folder) == config_of(source)
-    apart = [n for n in before if any(part in n for part in ("visi", "visual", "modal", "mtp"))]
+    apart = [name for name in before if any(part in name for part in APART)]
     assert all(torch.equal(now[name], before[name]) for name in apart)
     kept = [name for name in before.keys() - apart if torch.equal(now[name], before[name])]
     assert len(kept) < len(before) / 2 or not changed
@@ -93,7 +95,15 @@ def lead(source: Path, folder: Path, **keys: Any) -> tuple[Path, Path]:
     assert all(torch.equal(found[name], expected[name]) for name in expected | found)
     update = folder / "update"
     resumed.run(wire.WriteModel(str(update), publish=True))
-    assert weights_in(update).keys() == expected.keys() - rank.untrained, "not into each update"
+    absent = expected.keys() - weights_in(update).keys() - {"lm_head.weight"}
+    assert absent == {*rank.untrained}, "not copied into each update"
+    served, sent = read_layout(source), read_layout(update)
+    check_layout(update, sent, served)
+    for lost in ("norm.weight", "layers.1.input_layernorm.weight"):
+        shapes = {name: shape for name, shape in sent.shapes.items() if not name.endswith(lost)}
+        if shapes != sent.shapes:
+            with pytest.raises(EngineError, match="missing"):
+                check_layout(update, Layout(update, shapes, sent.config), served)
     export(checkpoint, folder / "out", dtype="float32")
     return checkpoint, folder / "out"
 
@@ -111,3 +121,53 @@ def test_a_family_keeps_its_published_layout(
     assert_same_layout(out, source)
     written, found = weights_in(checkpoint), weights_in(out)
     assert all(torch.equal(written[name], found[name]) for name in written)
+    coarse = {n: w.bfloat16().to(w.dtype) if w.is_floating_point() else w for n, w in found.items()}
+    save_file(coarse, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    export(checkpoint, tmp_path / "masters", dtype="float32")
+    masters = weights_in(tmp_path / "masters")
+    trained = [name for name in found if not torch.equal(coarse[name], found[name])]
+    assert trained
+    own = [name for name in trained if not any(part in name for part in APART)]
+    assert all(torch.equal(masters[name], found[name]) for name in own if "bias" not in name)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("family", "changes"), [NESTED[1], NESTED[2]], ids=name_of)
+def test_adapters_of_the_text_model_reach_the_export(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its weights have other names in memory than on disk; towers get no adapters."""
+    source = publish(tmp_path / "source", family, changes)
+    checkpoint, out = lead(source, tmp_path, lora=LoRAConfig(r=2))
+    for folder in (checkpoint, out):
+        assert_same_layout(folder, source, changed=False)
+    before, written, found = map(weights_in, (source, checkpoint, out))
+    moved = [name for name in before if not torch.equal(found[name], before[name])]
+    assert any("q_proj" in name for name in moved)
+    for name in moved:
+        torch.testing.assert_close(found[name], written[name])
+    names = load_file(out / "adapter" / "adapter_model.safetensors")
+    assert not [name for name in names if "vision" in name or "modal" in name]
+
+
+def test_tied_weights_keep_all_their_names(tmp_path: Path) -> None:
+    """Some published models have the head of tied embeddings too: a copy of an older one would be
+    stale."""
+    source = publish(tmp_path / "source", "qwen3", {"tie_word_embeddings": True})
+    weights = weights_in(source)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    for folder in lead(source, tmp_path):
+        assert_same_layout(folder, source)
+        found = weights_in(folder)
+        assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
+
+
+def test_a_model_without_some_of_its_tensors_is_refused(tmp_path: Path) -> None:
+    """transformers makes new ones without an error."""
+    source = publish(tmp_path / "source", "qwen3", {})
+    weights = weights_in(source)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"1 tensors .*model\.layers\.1\.mlp\.up_proj"):
+        Rank(wire.Init.of(CONFIG, ALGORITHM, str(source), seed=0))
