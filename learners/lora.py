@@ -136,15 +136,6 @@ def _unmergeable(model: Any, name: str, module: Any, shared: dict[int, list[str]
     return ""
 
 
-def check_adapters(model: Path, config: LoRAConfig) -> None:
-    """Add adapters to a model without weights. Raises the ConfigError of `add_adapters`."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        add_adapters(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)), config)
-
-
 def is_adapter(name: str) -> bool:
     """Whether a parameter of that name belongs to an adapter."""
     return ".lora_" in name

@@ -18,7 +18,13 @@ from msgspec import inspect as mi
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.run import ModelConfig
-from agentenv.assembly.parts.assembly import Assembly, RolloutAssembly, load_function, prefixed
+from agentenv.assembly.parts.assembly import (
+    Assembly,
+    RolloutAssembly,
+    adapter_rank,
+    load_function,
+    prefixed,
+)
 from agentenv.assembly.parts.environments import (
     EnvMaker,
     EnvSettings,
@@ -42,7 +48,7 @@ from agentenv.base.registry import joined, marks_of, type_info
 from agentenv.base.types import Message, Task
 from agentenv.contract.engine import EngineConfig, check_context
 from agentenv.contract.env import Env, check_observation, check_step
-from agentenv.contract.server_config import LaunchConfig
+from agentenv.contract.server_config import LaunchConfig, RoleConfig, Served
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.data.data_files import is_generated
 from agentenv.envs.grading.keys import grader_config
@@ -360,10 +366,28 @@ async def graders_here(assembly: RolloutAssembly[Any]) -> None:
 
 
 async def context(assembly: RolloutAssembly[Any]) -> None:
-    """The context of each engine holds prompt and response of the longest episode."""
+    """The engine serves the model, and its context holds prompt and response of the longest
+    episode."""
+    model = await assembly.model()
+    if model is not None:
+        await in_thread(assembly.config.engine.check_model, model)
     for length in await assembly.contexts():
         for one in assembly.sets.values():
             check_context(one.limits, length)
+
+
+async def server_commands(assembly: RolloutAssembly[TrainConfig]) -> None:
+    """The servers that the run starts can serve their models on this machine."""
+    for name, launched, key in launched_servers(assembly.config):
+        if isinstance(launched, RoleConfig):
+            served = Served(name, assembly.resolve(launched.model), key)
+        elif (model := await assembly.model()) is not None:
+            rank = adapter_rank(assembly.config)
+            served = Served(name, model, key, trained=True, lora_rank=rank)
+        else:
+            continue
+        if (served.model / "config.json").is_file():
+            assembly.servers.check(served, launched, key)
 
 
 async def turn_end(assembly: Assembly[Any]) -> None:

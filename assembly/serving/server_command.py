@@ -13,7 +13,7 @@ import agentenv
 from agentenv.assembly.serving.gpus import GIB, memory_of
 from agentenv.base.errors import ConfigError
 from agentenv.base.installation import CLONE
-from agentenv.base.model_files import num_experts, read_model_config
+from agentenv.base.model_files import num_experts, num_layers, num_positions, read_model_config
 from agentenv.base.ports import LOOPBACK_DEVICE, is_loopback
 from agentenv.contract.server_config import SGLANG_RESERVED, VLLM_IPC, LaunchConfig, Served
 from agentenv.processes.supervisor import GPUS
@@ -131,7 +131,7 @@ def _vllm_arguments(served: Served, config: LaunchConfig, model: dict[str, Any])
         found += ["--enforce-eager", "--block-size", "32"]
         # A prompt that is computed in two parts crashes the engine if its request has a seed
         # (vLLM 0.32: "CPU Generator does not use offset"), so no prompt is split.
-        length = served.max_model_len or int(model.get("max_position_embeddings") or 0)
+        length = served.max_model_len or num_positions(model)
         found += ["--no-enable-chunked-prefill"]
         found += ["--max-num-batched-tokens", str(max(MIN_BATCHED_TOKENS, length))]
         if served.trained and (model.get("tie_word_embeddings") or num_experts(model)):
@@ -153,7 +153,7 @@ def _sglang_arguments(served: Served, config: LaunchConfig, model: dict[str, Any
     found += ["--dtype", _dtype(config, model), "--enable-metrics", "--log-level-http", "warning"]
     if served.max_model_len:
         length = served.max_model_len + SGLANG_RESERVED
-        of_model = int(model.get("max_position_embeddings") or length)
+        of_model = num_positions(model) or length
         found += ["--context-length", str(min(length, of_model))]
     if config.max_num_seqs:
         found += ["--max-running-requests", str(config.max_num_seqs)]
@@ -173,7 +173,7 @@ def _sglang_arguments(served: Served, config: LaunchConfig, model: dict[str, Any
         found += ["--device", "cpu", "--disable-overlap-schedule", "--skip-server-warmup"]
         found += ["--sleep-on-idle"]  # else it busy-waits on a core
         heads, size = _heads(model)  # the cache has keys and values in float32
-        each = 2 * 4 * heads * size * int(model.get("num_hidden_layers") or 0)
+        each = 2 * 4 * heads * size * num_layers(model)
         fitting = CPU_CACHE_GIB * 2**30 // each if each else MAX_CPU_TOKENS
         found += ["--max-total-tokens", str(min(MAX_CPU_TOKENS, fitting))]
         return found if config.max_num_seqs else [*found, "--max-running-requests", "64"]

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -96,7 +97,7 @@ class DeepSpeedLearner:
         Raises ConfigError for contradictory settings or an invalid model directory, LearnerError if
         a rank does not start.
         """
-        _check(config, algorithm, model_dir)
+        check_start(config, algorithm, model_dir)
         if config.deepspeed_config:  # ranks may run in another directory
             path = _absolute(Path(config.deepspeed_config))
             config = replace(config, deepspeed_config=path)
@@ -289,7 +290,8 @@ def encode_groups(
     ]
 
 
-def _check(config: LearnerConfig, algorithm: Algorithm, model_dir: Path) -> None:
+def check_start(config: LearnerConfig, algorithm: Any, model_dir: Path) -> None:
+    """Raises ConfigError for contradictory settings or an invalid model directory."""
     if getattr(algorithm, "compat", "none") == "reference" and not algorithm.is_released:
         raise ConfigError(
             'algorithm.compat = "reference": train with `agentenv.reference.algorithms.released`'

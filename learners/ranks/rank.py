@@ -13,19 +13,20 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from agentenv.base.errors import ConfigError, LearnerError
-from agentenv.learners.keys import SavedLearner
+from agentenv.learners.keys import LearnerConfig, SavedLearner
 from agentenv.learners.lora import add_adapters
 from agentenv.learners.ranks import checkpoint
 from agentenv.learners.ranks import messages as wire
-from agentenv.learners.ranks.backend import RankBackend, device_of_rank
+from agentenv.learners.ranks.backend import RankBackend, build_optimizer, device_of_rank
 from agentenv.learners.ranks.broadcast import Broadcaster
 from agentenv.learners.ranks.deepspeed_backend import DeepSpeedBackend
 from agentenv.learners.ranks.dpo import prefer
 from agentenv.learners.ranks.export import untrained, write_adapter_only, write_model
+from agentenv.learners.ranks.learner import check_start
 from agentenv.learners.ranks.messages import R
 from agentenv.learners.ranks.offloaded_memory import HostMemory, OffloadedMemory
 from agentenv.learners.ranks.saved_checkpoint import Checkpoint, restore
@@ -219,11 +220,27 @@ def make_backend(init: wire.Init) -> RankBackend:
             f"have another shape, such as {min(lacking)}, and would be random; download or copy "
             "the model again"
         )
-    dropouts = () if config.lora is None else tuple(add_adapters(model, config.lora))
     if config.fused == "liger":
         use_liger(model)
+    policy, dropouts = policy_of(model, config)
+    kind = DeepSpeedBackend if config.zero_stage else RankBackend
+    return kind(policy, config, dropouts)
+
+
+def policy_of(model: Any, config: LearnerConfig) -> tuple[Policy, list[Any]]:
+    """The policy of a model, and the dropout modules of its adapters. Raises ConfigError for
+    settings that do not fit the model."""
+    dropouts = [] if config.lora is None else add_adapters(model, config.lora)
     policy = Policy(model, checkpointing=config.activation_checkpointing)
     if config.router_loss:
         policy.balance_experts()
-    kind = DeepSpeedBackend if config.zero_stage else RankBackend
-    return kind(policy, config, dropouts)
+    return policy, dropouts
+
+
+def check_settings(directory: Path, config: LearnerConfig, algorithm: Any = None) -> None:
+    """Raises the ConfigErrors of a learner's start, except those about its machine, for a model
+    directory, whose weights are not loaded."""
+    check_start(config, algorithm, directory)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+    build_optimizer(policy_of(model, config)[0].model, config)

@@ -243,8 +243,9 @@ class Policy(nn.Module):
     logits of t's predecessor on its path.
 
     The model's attention and head are replaced by equivalent ones with more functions; its
-    parameters remain the same objects. Those of other towers are frozen. `checkpointing` keeps only the inputs of each layer for the
-    backward pass and recomputes the rest. Raises ConfigError for unsupported models.
+    parameters remain the same objects. Those of other towers are frozen. `checkpointing` keeps only
+    the inputs of each layer for the backward pass and recomputes the rest. Raises ConfigError for
+    unsupported models.
     """
 
     def __init__(self, model: Any, *, checkpointing: bool = False) -> None:

@@ -12,7 +12,7 @@ import pytest
 from agentenv.assembly.checks.checks import refuse
 from agentenv.assembly.keys.cluster import ResourcesConfig
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.assembly.parts.assembly import Assembly
+from agentenv.assembly.parts.assembly import Assembly, adapter_rank
 from agentenv.assembly.serving import server_command
 from agentenv.assembly.serving.gpus import GIB, GpuPlan, learner_gpus
 from agentenv.assembly.serving.server_command import command, environment
@@ -27,7 +27,6 @@ from agentenv.engines.sglang import SGLangConfig
 from agentenv.engines.vllm import VLLMConfig
 from agentenv.envs.quickstart.setup import build_model
 from agentenv.learners.keys import LearnerConfig
-from agentenv.training.loop.parts import adapter_rank
 
 TWO = LearnerConfig(num_ranks=2)
 SERVERS = VLLMConfig(servers=ServersConfig(num_servers=2))

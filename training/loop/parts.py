@@ -22,6 +22,7 @@ from agentenv.assembly.parts.assembly import (
     Questions,
     RolloutAssembly,
     actor_seed,
+    adapter_rank,
     once,
     training_set,
 )
@@ -366,12 +367,6 @@ def _weights_folder(stack: AsyncExitStack, place: Path) -> Path:
     except OSError as error:
         reason = explain(error, WEIGHTS_KEY)
         raise ConfigError(f"cannot transfer new weights through {place}: {reason}") from error
-
-
-def adapter_rank(config: TrainConfig) -> int:
-    """Rank of the LoRA adapters that are published to the engine; 0: whole models are."""
-    lora = config.learner.lora if config.engine.new_weights == "adapter" else None
-    return 0 if lora is None else lora.r
 
 
 def eval_key(name: str) -> str:
