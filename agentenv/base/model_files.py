@@ -72,12 +72,6 @@ def num_experts(model_config: dict[str, Any]) -> int:
     return max(int(model_config.get(name) or 0) for name in names)
 
 
-def num_layers(model_config: dict[str, Any]) -> int:
-    """Layers of the text model. Raises KeyError."""
-    kinds = model_config.get("layers_block_type") or ()  # Nemotron-H
-    return len(kinds) or int(model_config["num_hidden_layers"])
-
-
 def num_stretched_positions(model_config: dict[str, Any]) -> int:
     """The context length of a model in vLLM and SGLang: multiplied by the scaling factor in its
     config.json; 0 if it is not stated."""

@@ -31,12 +31,7 @@ from agentenv.assembly.serving.server_command import SERVER_BYTES
 from agentenv.base.disk import existing, free_bytes
 from agentenv.base.disk_errors import DIR_KEY, SHARED_MEMORY, WEIGHTS_KEY, explain
 from agentenv.base.errors import ConfigError, DataError
-from agentenv.base.model_files import (
-    num_experts,
-    num_layers,
-    num_stretched_positions,
-    read_model_config,
-)
+from agentenv.base.model_files import num_experts, num_stretched_positions, read_model_config
 from agentenv.contract.engine import EngineConfig
 from agentenv.contract.server_config import LaunchConfig
 from agentenv.learners.keys import LearnerConfig
@@ -166,7 +161,7 @@ def shape_of(config: dict[str, Any], path: Path) -> ModelShape:
         quantized = config.get("quantization_config") or {}
         return ModelShape(
             hidden=hidden,
-            layers=num_layers(config),
+            layers=int(config.get("num_hidden_layers") or len(config["layers_block_type"])),
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or hidden // heads),
@@ -193,7 +188,7 @@ def _experts(config: dict[str, Any]) -> dict[str, int]:
     experts = num_experts(config)
     if not experts:
         return {}
-    layers, every = num_layers(config), max(1, number("decoder_sparse_step"))
+    layers, every = number("num_hidden_layers"), max(1, number("decoder_sparse_step"))
     without = {*(config.get("mlp_only_layers") or ())}
     without |= {*range(number("first_k_dense_replace", "num_dense_layers"))}
     without |= {n for n in range(layers) if (n + 1) % every}

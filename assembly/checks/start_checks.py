@@ -18,13 +18,7 @@ from msgspec import inspect as mi
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.run import ModelConfig
-from agentenv.assembly.parts.assembly import (
-    Assembly,
-    RolloutAssembly,
-    adapter_rank,
-    load_function,
-    prefixed,
-)
+from agentenv.assembly.parts.assembly import Assembly, RolloutAssembly, load_function, prefixed
 from agentenv.assembly.parts.environments import (
     EnvMaker,
     EnvSettings,
@@ -382,7 +376,7 @@ async def server_commands(assembly: RolloutAssembly[TrainConfig]) -> None:
         if isinstance(launched, RoleConfig):
             served = Served(name, assembly.resolve(launched.model), key)
         elif (model := await assembly.model()) is not None:
-            rank = adapter_rank(assembly.config)
+            rank = getattr(assembly.config, "adapter_rank", 0)
             served = Served(name, model, key, trained=True, lora_rank=rank)
         else:
             continue

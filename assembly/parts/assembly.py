@@ -330,13 +330,6 @@ def make_renderer(
     return TagRenderer(tokenizer, prompt, eos_ids, config.tools_in_prompt)
 
 
-def adapter_rank(config: Any) -> int:
-    """Rank of the LoRA adapters that are published to the engine; 0: whole models are."""
-    learner = getattr(config, "learner", None)
-    lora = learner.lora if learner and config.engine.new_weights == "adapter" else None
-    return 0 if lora is None else lora.r
-
-
 def load_function(path: str, key: str) -> Callable[..., Any]:
     """The function named by 'module:function'. Raises ConfigError with the key."""
     try:

@@ -13,7 +13,7 @@ import agentenv
 from agentenv.assembly.serving.gpus import GIB, memory_of
 from agentenv.base.errors import ConfigError
 from agentenv.base.installation import CLONE
-from agentenv.base.model_files import num_experts, num_layers, num_positions, read_model_config
+from agentenv.base.model_files import num_experts, num_positions, read_model_config
 from agentenv.base.ports import LOOPBACK_DEVICE, is_loopback
 from agentenv.contract.server_config import SGLANG_RESERVED, VLLM_IPC, LaunchConfig, Served
 from agentenv.processes.supervisor import GPUS
@@ -173,7 +173,7 @@ def _sglang_arguments(served: Served, config: LaunchConfig, model: dict[str, Any
         found += ["--device", "cpu", "--disable-overlap-schedule", "--skip-server-warmup"]
         found += ["--sleep-on-idle"]  # else it busy-waits on a core
         heads, size = _heads(model)  # the cache has keys and values in float32
-        each = 2 * 4 * heads * size * num_layers(model)
+        each = 2 * 4 * heads * size * int(model.get("num_hidden_layers") or 0)
         fitting = CPU_CACHE_GIB * 2**30 // each if each else MAX_CPU_TOKENS
         found += ["--max-total-tokens", str(min(MAX_CPU_TOKENS, fitting))]
         return found if config.max_num_seqs else [*found, "--max-running-requests", "64"]

@@ -50,15 +50,10 @@ class RankFailed(RankMessage):
 
 
 class RankDone(RankMessage, kw_only=True):
-    """The command was executed; base of the replies with results."""
+    """The command was executed; base of the replies with results. `untrained`, of Init: the tensors
+    of the model's directory that are not trained."""
 
     policy_version: int = 0  # after the command
-
-
-class RankBuilt(RankDone, kw_only=True):
-    """The rank has its model. `untrained`: the tensors of the model's directory that it does not
-    train."""
-
     untrained: list[str] = []
 
 
@@ -111,7 +106,7 @@ class RankNotice(RankMessage):
     """A message without reply."""
 
 
-class Init(RankCommand[RankBuilt]):
+class Init(RankCommand[RankDone]):
     """Build the rank. `algorithm_class` is an import path, module:Class, which also supports
     classes of other packages."""
 

@@ -12,7 +12,7 @@ import pytest
 from agentenv.assembly.checks.checks import refuse
 from agentenv.assembly.keys.cluster import ResourcesConfig
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.assembly.parts.assembly import Assembly, adapter_rank
+from agentenv.assembly.parts.assembly import Assembly
 from agentenv.assembly.serving import server_command
 from agentenv.assembly.serving.gpus import GIB, GpuPlan, learner_gpus
 from agentenv.assembly.serving.server_command import command, environment
@@ -183,7 +183,7 @@ async def test_an_adapter_needs_a_learner_that_trains_one() -> None:
     with pytest.raises(ConfigError, match=r"requires \[learner\.lora\]"):
         await refuse(assembly, "configuration")
     raw["learner"] = {"lora": {"r": 8}, "optimizer": "adamw"}
-    assert adapter_rank(build_config(TrainConfig, raw, "test")) == 8
+    assert build_config(TrainConfig, raw, "test").adapter_rank == 8
     with pytest.raises(ConfigError, match="through a directory"):
         VLLMConfig(lora="adapter", weights="broadcast")
     with pytest.raises(ConfigError, match="is for vLLM"):

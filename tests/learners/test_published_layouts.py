@@ -15,13 +15,17 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 
 from agentenv.base.errors import ConfigError, EngineError
 from agentenv.contract.weights import Layout, check_layout, read_layout
+from agentenv.launchers import sft, train
+from agentenv.launchers.export import main as export_command
 from agentenv.learners.lora import LoRAConfig
 from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks.offline_export import export
 from agentenv.learners.ranks.rank import Rank
 from agentenv.learners.trees.model_check import check_model, small
+from tests.commands.supervised import make_supervised, run_small
 from tests.learners.ranks import ALGORITHM, encoded, two_ranks, uneven_trees, weights_in
 from tests.learners.test_model_check import RIGHT, name_of
+from tests.support.warehouse import ROOT
 
 CONFIG = two_ranks(num_ranks=1, zero_stage=0, learning_rate=1e-2, activation_checkpointing=True)
 VISION = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64,
@@ -39,14 +43,16 @@ NESTED = [
 ]  # fmt: skip
 
 
-def publish(folder: Path, family: str, changes: dict[str, Any]) -> Path:
+def publish(folder: Path, family: str, changes: dict[str, Any], num_words: int = 64) -> Path:
     """A tiny model as its authors publish it, with a head for further tokens (MTP)."""
     config = small(CONFIG_MAPPING[family](**changes))
+    config.get_text_config().vocab_size = num_words
     nested = config.get_text_config() is not config
     kind = AutoModelForImageTextToText if nested else AutoModelForCausalLM
     torch.manual_seed(0)
     kind.from_config(config).save_pretrained(folder)
-    (folder / "tokenizer_config.json").write_text("{}")
+    if not (folder / "tokenizer_config.json").exists():
+        (folder / "tokenizer_config.json").write_text("{}")
     weights = weights_in(folder) | {"mtp.fc.weight": torch.randn(4, 4)}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -171,3 +177,36 @@ def test_a_model_without_some_of_its_tensors_is_refused(tmp_path: Path) -> None:
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"1 tensors .*model\.layers\.1\.mlp\.up_proj"):
         Rank(wire.Init.of(CONFIG, ALGORITHM, str(source), seed=0))
+
+
+SFT = """\
+[data]
+train = "{folder}/sharegpt.jsonl"
+max_samples = 32
+max_length = 512
+[sft]
+num_steps = 2
+[checkpoint]
+every = 2
+"""
+EACH_KIND = ("qwen3_5", "gemma3", "mistral3", "qwen3_moe", "deepseek_v3")
+PADDED = 640  # rows of the embedding; the tokenizer has fewer words
+
+
+@pytest.mark.heavy
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", EACH_KIND)
+def test_the_commands_keep_a_published_layout(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_supervised(tmp_path, SFT)
+    source = publish(tmp_path / "model", family, dict((*RIGHT, *NESTED))[family], PADDED)
+    run = run_small(sft, tmp_path, "published")
+    assert "tensors of the model are not trained" in " ".join(capsys.readouterr().err.split())
+    assert export_command([str(run), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    assert_same_layout(run / "checkpoints" / "step-000002", source, changed=False)
+    assert_same_layout(tmp_path / "out", source, changed=False)
+    path = f"model.path={tmp_path / 'out'}"
+    settings = [str(ROOT / "configs" / "quickstart.toml"), path, "run.setup=", "data.train="]
+    assert train.main([*settings, f"data.train={tmp_path}/x.jsonl", "--dry-run"]) == 2
+    assert f"model_type '{family}' is not one of" in capsys.readouterr().err

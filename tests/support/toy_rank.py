@@ -85,7 +85,6 @@ class ToyRank(RankGroup):
         match command:
             case wire.Init():
                 self.source = Path(command.model_dir)
-                done = wire.RankBuilt()
             case wire.Update():
                 self.count["updates"] += len(command.minibatches)
                 metrics = {"num_tokens": 1.0, "num_computed_tokens": 1.0, "loss": 0.0}

@@ -22,7 +22,6 @@ from agentenv.assembly.parts.assembly import (
     Questions,
     RolloutAssembly,
     actor_seed,
-    adapter_rank,
     once,
     training_set,
 )
@@ -246,7 +245,7 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
     async def engine(self) -> Engine:
         """The engine, started, at the policy version of the checkpoint."""
         config, checkpoint, model = self.config, self.checkpoint, await self.model()
-        rank = adapter_rank(config)
+        rank = config.adapter_rank
         await self.gpus()
         return await config.engine.start(
             EngineStart(
