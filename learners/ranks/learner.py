@@ -97,7 +97,7 @@ class DeepSpeedLearner:
         Raises ConfigError for contradictory settings or an invalid model directory, LearnerError if
         a rank does not start.
         """
-        check_start(config, algorithm, model_dir)
+        await in_thread(check_start, config, algorithm, model_dir)
         if config.deepspeed_config:  # ranks may run in another directory
             path = _absolute(Path(config.deepspeed_config))
             config = replace(config, deepspeed_config=path)
