@@ -373,15 +373,11 @@ async def context(assembly: RolloutAssembly[Any]) -> None:
 async def server_commands(assembly: RolloutAssembly[TrainConfig]) -> None:
     """The servers that the run starts can serve their models on this machine."""
     for name, launched, key in launched_servers(assembly.config):
-        if isinstance(launched, RoleConfig):
-            served = Served(name, assembly.resolve(launched.model), key)
-        elif (model := await assembly.model()) is not None:
-            rank = getattr(assembly.config, "adapter_rank", 0)
-            served = Served(name, model, key, trained=True, lora_rank=rank)
-        else:
-            continue
-        if (served.model / "config.json").is_file():
-            assembly.servers.check(served, launched, key)
+        role = launched.model if isinstance(launched, RoleConfig) else ""
+        model = assembly.resolve(role) if role else await assembly.model()
+        rank = 0 if role else getattr(assembly.config, "adapter_rank", 0)
+        if model is not None and (model / "config.json").is_file():
+            assembly.servers.check(Served(name, model, key, lora_rank=rank), launched, key)
 
 
 async def turn_end(assembly: Assembly[Any]) -> None:

@@ -165,9 +165,10 @@ def tied_names(model: Any) -> dict[str, str]:
         return next(iter(disk_shapes(model, name, (2, 2), torch.float32)))
 
     first = {id(param): name for name, param in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    pairs = [(name, first[id(param)]) for name, param in every]
-    return {disk(name): disk(other) for name, other in pairs if name != other}
+    every = {
+        name: first[id(param)] for name, param in model.named_parameters(remove_duplicate=False)
+    }
+    return {disk(name): disk(other) for name, other in every.items() if name != other}
 
 
 def untrained(model: Any, source: Path) -> list[str]:

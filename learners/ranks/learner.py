@@ -111,12 +111,8 @@ class DeepSpeedLearner:
             raise
         if names := replies[0].untrained:
             parts = sorted({".".join(name.split(".")[:2]) for name in names})
-            logger.warning(
-                "%d tensors of the model are not trained; checkpoints and exports have them as "
-                "they are in %s: %s",
-                *(len(names), model_dir, ", ".join(parts)),
-                extra=SHOWN,
-            )
+            text = "%d tensors of the model are not trained; checkpoints and exports keep them: %s"
+            logger.warning(text, len(names), ", ".join(parts), extra=SHOWN)
         return learner
 
     @property

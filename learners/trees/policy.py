@@ -19,10 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-)
+from transformers.models.auto import modeling_auto as known
 
 from agentenv.base.errors import ConfigError, MissingError
 from agentenv.base.installation import install_hint
@@ -32,8 +29,8 @@ from agentenv.learners.trees.partition import MicroBatch
 
 # A family that is published with other towers only, such as Mistral 3, has no class for text alone:
 # AutoModelForCausalLM gives its whole model.
-for _kind, _name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items():
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(_kind, _name)
+for _kind, _name in known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items():
+    known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(_kind, _name)
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # of one [tokens, vocabulary] tensor
 # Of a float32 copy of some rows of the weight; on a GPU, which needs no copy, of their gradient.
