@@ -55,6 +55,8 @@ def add_adapters(model: Any, config: LoRAConfig) -> list[Any]:
     cannot be merged with its adapter.
     """
     peft_config = _peft_config(config, list(config.target_modules) or _default_targets(model))
+    if towers := _towers(model):
+        peft_config.exclude_modules = rf"(.*\.)?({'|'.join(towers)})(\..*)?"
     from peft import inject_adapter_in_model
 
     shared = _shared_weights(model)
@@ -80,6 +82,14 @@ def add_adapters(model: Any, config: LoRAConfig) -> list[Any]:
 def has_experts(model: Any) -> bool:
     """Whether the model has experts, which transformers keeps as one tensor with three axes."""
     return any(param.ndim == 3 and "experts" in name for name, param in model.named_parameters())
+
+
+def _towers(model: Any) -> list[str]:
+    """The names of the parts next to the text model, such as vision, which are not trained."""
+    text, whole = model.get_decoder(), model.base_model
+    if text is whole:
+        return []
+    return [name for name, part in whole.named_children() if text not in part.modules()]
 
 
 def _default_targets(model: Any) -> list[str]:
@@ -121,15 +131,10 @@ def _unmergeable(model: Any, name: str, module: Any, shared: dict[int, list[str]
     if module is model.get_output_embeddings():
         return f"{name} is the head of {family}"
     weight = f"{name}.weight"
-    disk = [*disk_shapes(model, weight, tuple(base.weight.shape), base.weight.dtype)]
-    if disk != [weight]:
+    disk = disk_shapes(model, weight, tuple(base.weight.shape), base.weight.dtype)
+    if [*disk.values()] != [tuple(base.weight.shape)]:
         return f"{name} of {family} is stored as {' and '.join(disk)}"
     return ""
-
-
-def check_adapters(model: Path, config: LoRAConfig) -> None:
-    """Add adapters to a model without weights. Raises the ConfigError of `add_adapters`."""
-    add_adapters(empty_model(model), config)
 
 
 def empty_model(directory: Path) -> Any:

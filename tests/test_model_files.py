@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -24,7 +25,15 @@ from agentenv.base.model_files import (
     tokenizer_class,
     vocab_size,
 )
+from tests.support.sources import sources
 
+SIZES = {
+    *("num_attention_heads", "num_key_value_heads", "hidden_size", "num_hidden_layers", "head_dim"),
+    *("intermediate_size", "max_position_embeddings", "rope_theta", "rope_scaling", "layer_types"),
+    *("rope_parameters", "num_experts", "n_routed_experts", "num_local_experts"),
+    *("num_experts_per_tok", "use_sliding_window"),
+}
+NOT_READ = {"model_check.py", "cold_start.py"}  # which set them in a small model
 TEXTS = ("Wer, wenn ich schriee?", " <|im_end|>x  12345\n\n", "naïve café 漢字")
 
 
@@ -107,3 +116,17 @@ def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     (model / "tokenizer.json").unlink()
     with pytest.raises(DataError, match=r"tokenizer.json is missing"):
         load_tokenizer(model, with_weights=False)
+
+
+def test_every_reader_of_sizes_reads_those_of_the_text_model() -> None:
+    """In published models they may be nested in config.json."""
+    found = set()
+    for path in sources():
+        text = path.read_text()
+        names = {node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)}
+        if names & SIZES and path.name not in NOT_READ:
+            found.add(path.name)
+            assert any(
+                one in text for one in ("text_table(", "read_model_config(", "text_config(")
+            ), path
+    assert len(found) > 5

@@ -20,3 +20,12 @@ def test_tokens_are_counted_by_the_version_that_sampled_them() -> None:
     assert metrics["staleness/max"] == 3
     assert metrics["staleness/tokens_3"] == pytest.approx(1 / total)
     assert metrics["staleness/tokens_1"] == pytest.approx((total - 1) / total)
+
+
+def test_sampled_ids_beyond_the_tokenizer_are_counted() -> None:
+    """Models pad their vocabulary, and an untrained one samples these ids."""
+    tree = uneven_trees(1)[0]
+    ids = sorted(token for node in tree.nodes for token in node.action_ids)
+    metrics = rollout_metrics([tree], 0, num_words=ids[-1])
+    assert metrics["rollout/padded_tokens"] == ids.count(ids[-1])
+    assert "rollout/padded_tokens" not in rollout_metrics([tree], 0, num_words=ids[-1] + 1)

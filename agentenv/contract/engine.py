@@ -222,6 +222,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if not self.capabilities.can_sleep:
             raise ConfigError(f"{key}: engine.name = {self.kind!r} has no GPU memory to release")
 
+    def check_model(self, model: Path) -> None:
+        """Raises ConfigError for a model that the engine cannot serve."""
+
     def max_context(self, model: Path) -> int:
         """Context length (prompt and response, tokens) of the engine with this model. Raises
         ConfigError for a max_model_len above the model's context."""

@@ -14,7 +14,9 @@ through it. On the learner's GPUs, servers read the weights from a rank's copy:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import re
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -143,6 +145,7 @@ class Sender(Protocol):
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 HEAD = "lm_head.weight"
+LAYER = re.compile(r"\.layers\.(\d+)\.")
 # Keys that shapes do not reveal, and that a server does not read again when it loads weights.
 SAME = (
     "architectures",
@@ -235,7 +238,8 @@ def check_manifest(manifest: Manifest, served: Layout | None) -> None:
 def check_layout(directory: Path, found: Layout, served: Layout) -> None:
     """Raises EngineError unless `found`, read from the directory, has the served parameters."""
     ignored = {HEAD} if served.tied else set()
-    missing = sorted(served.shapes.keys() - found.shapes.keys() - ignored)
+    lacking = served.shapes.keys() - found.shapes.keys() - ignored
+    missing = sorted(lacking - apart(lacking, found, served))
     unknown = sorted(found.shapes.keys() - served.shapes.keys() - ignored)
     if missing or unknown:
         raise EngineError(
@@ -254,6 +258,23 @@ def check_layout(directory: Path, found: Layout, served: Layout) -> None:
                 f"{directory / CONFIG}: {key} is {found.config[key]!r}, the served model has "
                 f"{served.config[key]!r}"
             )
+
+
+def apart(names: Collection[str], found: Layout, served: Layout) -> set[str]:
+    """Those of the names that are of a part of the served model of which `found` has nothing, as
+    the learner does not train it: another tower, or layers and modules for further tokens (MTP).
+    The server keeps them."""
+
+    def outer(some: Iterable[str]) -> set[str]:
+        """Names of outer modules, without those that hold tensors alone, such as lm_head."""
+        parts = [name.split(".") for name in some]
+        return {".".join((*p[:n], "")) for p in parts for n in range(1, min(3, len(p) - 1))}
+
+    towers = tuple(outer(names) - outer(found.shapes))
+    num_layers = served.config.get("num_hidden_layers") or math.inf
+    layers = ((name, LAYER.search(name)) for name in names)
+    further = {name for name, layer in layers if layer and int(layer[1]) >= num_layers}
+    return further | {name for name in names if name.startswith(towers)}
 
 
 def read_header(path: Path) -> dict[str, tuple[int, ...]]:

@@ -13,6 +13,7 @@ entropy_profile    entropy by position in a turn: ARPO and AEPO assume that it r
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
@@ -29,10 +30,12 @@ Metrics = dict[str, float]
 MAX_KIND_CHARS = 60
 
 
-def rollout_metrics(trees: Sequence[TrajectoryTree], learner_version: int) -> Metrics:
+def rollout_metrics(
+    trees: Sequence[TrajectoryTree], learner_version: int, num_words: float = math.inf
+) -> Metrics:
     """Metrics of one step's trees, averaged over trajectories. Lengths are in tokens, entropy in
     nats; staleness is the number of published versions between the oldest sampled token and the
-    learner."""
+    learner. `num_words`: the first id beyond the tokenizer's."""
     nodes = [node for tree in trees for node in tree.nodes]
     calls = [call for node in nodes for call in node.info.get("tool_calls", ())]
     failures = Counter(failure_kind_of(node.error) for node in nodes if node.end == "failed")
@@ -60,6 +63,8 @@ def rollout_metrics(trees: Sequence[TrajectoryTree], learner_version: int) -> Me
     if num := len(paths) + failures.total():
         metrics["failed/share"] = failures.total() / num
     counted = (path.leaf.info.get("endpoint", ()) for path, _ in paths)
+    if padded := sum(token >= num_words for node in nodes for token in node.action_ids):
+        metrics["rollout/padded_tokens"] = padded
     if refused := sum(any(name.startswith("refused/") for name in one) for one in counted):
         metrics["rollout/refused"] = refused
     if paths:

@@ -197,6 +197,7 @@ START: tuple[Check, ...] = (
     # the directory contains configuration, tokenizer and weights; the endpoint responds
     Check("model", "model", ALL, part("tokenizer"), MODEL),
     Check("context", "model", SAMPLING, start_checks.context, MODEL),
+    Check("models of servers", "model", SAMPLING, start_checks.server_commands, MODEL | MACHINE),
     # the renderer can write the prompts of this model
     Check("chat template", "model", ALL, part("renderers"), MODEL),
     Check("end of a turn", "model", ALL, start_checks.turn_end, MODEL),

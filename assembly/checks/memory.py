@@ -161,11 +161,11 @@ def shape_of(config: dict[str, Any], path: Path) -> ModelShape:
         quantized = config.get("quantization_config") or {}
         return ModelShape(
             hidden=hidden,
-            layers=int(config["num_hidden_layers"]),
+            layers=int(config.get("num_hidden_layers") or len(config["layers_block_type"])),
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or hidden // heads),
-            intermediate=int(config["intermediate_size"]),
+            intermediate=int(config.get("intermediate_size") or config["moe_intermediate_size"]),
             vocabulary=int(config["vocab_size"]),
             context=num_stretched_positions(config),
             tied=bool(config.get("tie_word_embeddings", False)),

@@ -45,7 +45,7 @@ from agentenv.base.registry import joined, marks_of, type_info
 from agentenv.base.types import Message, Task
 from agentenv.contract.engine import EngineConfig, check_context
 from agentenv.contract.env import Env, check_observation, check_step
-from agentenv.contract.server_config import LaunchConfig
+from agentenv.contract.server_config import LaunchConfig, RoleConfig, Served
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.data.data_files import is_generated
 from agentenv.engines.openai import OpenAIConfig
@@ -372,10 +372,24 @@ async def model_type(assembly: Assembly[Any]) -> None:
 
 
 async def context(assembly: RolloutAssembly[Any]) -> None:
-    """The context of each engine holds prompt and response of the longest episode."""
+    """The engine serves the model, and its context holds prompt and response of the longest
+    episode."""
+    model = await assembly.model()
+    if model is not None:
+        await in_thread(assembly.config.engine.check_model, model)
     for length in await assembly.contexts():
         for one in assembly.sets.values():
             check_context(one.limits, length)
+
+
+async def server_commands(assembly: RolloutAssembly[TrainConfig]) -> None:
+    """The servers that the run starts can serve their models on this machine."""
+    for name, launched, key in launched_servers(assembly.config):
+        role = launched.model if isinstance(launched, RoleConfig) else ""
+        model = assembly.resolve(role) if role else await assembly.model()
+        rank = 0 if role else getattr(assembly.config, "adapter_rank", 0)
+        if model is not None and (model / "config.json").is_file():
+            assembly.servers.check(Served(name, model, key, lora_rank=rank), launched, key)
 
 
 async def turn_end(assembly: Assembly[Any]) -> None:

@@ -482,6 +482,12 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return not self.refills and self.queue.equal_groups != "drop"
 
     @property
+    def adapter_rank(self) -> int:
+        """Rank of the LoRA adapters that are published to the engine; 0: whole models are."""
+        lora = self.learner.lora if self.engine.new_weights == "adapter" else None
+        return 0 if lora is None else lora.r
+
+    @property
     def size_of_update(self) -> str:
         """Prompts, trajectories and optimizer steps of an update, as text."""
         groups, size = self.queue.groups_per_step, self.algorithm.group_size

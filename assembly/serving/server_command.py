@@ -14,7 +14,7 @@ import agentenv
 from agentenv.assembly.serving.gpus import GIB, memory_of
 from agentenv.base.errors import ConfigError
 from agentenv.base.installation import CLONE
-from agentenv.base.model_files import num_experts, read_model_config
+from agentenv.base.model_files import num_experts, num_positions, read_model_config
 from agentenv.base.ports import LOOPBACK_DEVICE, is_loopback
 from agentenv.contract.server_config import KEY_ENV, SGLANG_RESERVED, VLLM_IPC, LaunchConfig, Served
 from agentenv.processes.supervisor import GPUS
@@ -138,7 +138,7 @@ def _vllm_arguments(served: Served, config: LaunchConfig, model: dict[str, Any])
         found += ["--enforce-eager", "--block-size", "32"]
         # A prompt that is computed in two parts crashes the engine if its request has a seed
         # (vLLM 0.32: "CPU Generator does not use offset"), so no prompt is split.
-        length = served.max_model_len or int(model.get("max_position_embeddings") or 0)
+        length = served.max_model_len or num_positions(model)
         found += ["--no-enable-chunked-prefill"]
         found += ["--max-num-batched-tokens", str(max(MIN_BATCHED_TOKENS, length))]
         if served.trained and (model.get("tie_word_embeddings") or num_experts(model)):
@@ -161,7 +161,7 @@ def _sglang_arguments(served: Served, config: LaunchConfig, model: dict[str, Any
     found += ["--dtype", _dtype(config, model), "--enable-metrics", "--log-level-http", "warning"]
     if served.max_model_len:
         length = served.max_model_len + SGLANG_RESERVED
-        of_model = int(model.get("max_position_embeddings") or length)
+        of_model = num_positions(model) or length
         found += ["--context-length", str(min(length, of_model))]
     if config.max_num_seqs:
         found += ["--max-running-requests", str(config.max_num_seqs)]

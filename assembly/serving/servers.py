@@ -237,13 +237,8 @@ class ServerFactory:
 
     def _specs(self, wanted: Served, config: LaunchConfig, key: str) -> list[ServerSpec]:
         """The spec of each server; `wanted` has their common values."""
-        number = config.count
-        if config.per_gpu > 1 and wanted.engine != "vllm":
-            raise ConfigError(f"{key}.servers_per_gpu: only vLLM's servers can share a GPU")
-        if not wanted.model.is_dir():
-            raise ConfigError(f"{key}: {wanted.model} is not a model directory")
+        number, on_cpu = config.count, self.check(wanted, config, key)
         python = find_python(wanted.engine, config, key)
-        on_cpu = self._on_cpu(config, key)
         gpus: list[str] = []
         cache_bytes = 0
         if not on_cpu:
@@ -272,6 +267,17 @@ class ServerFactory:
                 )
             )
         return specs
+
+    def check(self, wanted: Served, config: LaunchConfig, key: str) -> bool:
+        """Raises ConfigError for an impossible configuration, or a model that its servers cannot
+        serve here. Returns whether they run on the CPU."""
+        if config.per_gpu > 1 and wanted.engine != "vllm":
+            raise ConfigError(f"{key}.servers_per_gpu: only vLLM's servers can share a GPU")
+        if not wanted.model.is_dir():
+            raise ConfigError(f"{key}: {wanted.model} is not a model directory")
+        on_cpu = self._on_cpu(config, key)
+        command("", replace(wanted, on_cpu=on_cpu), config)
+        return on_cpu
 
     def _on_cpu(self, config: LaunchConfig, key: str) -> bool:
         on_cpu = config.device == "cpu" or (config.device == "auto" and not self.gpus.visible)

@@ -98,14 +98,13 @@ async def packed_model(assembly: Assembly[Any]) -> str:
     return f"within {TOLERANCE:g} nats"
 
 
-async def adapters(assembly: Assembly[Any]) -> None:
-    """The adapters of [learner.lora] fit the model."""
-    lora = assembly.config.learner.lora
-    if lora is None:
-        raise Skip("no adapters are trained")
-    from agentenv.learners.lora import check_adapters  # loads torch
+async def learner_settings(assembly: Assembly[Any]) -> None:
+    """The learner's settings fit the model: heads, adapters, losses, optimizer."""
+    from agentenv.learners.ranks.rank import check_settings  # loads torch
 
-    await in_thread(check_adapters, await assembly.model(), lora)
+    config, model = assembly.config, await assembly.model()
+    algorithm = getattr(config, "algorithm", None)
+    await in_thread(check_settings, model, config.learner, algorithm)
 
 
 async def parity(assembly: TrainingAssembly) -> str:
@@ -331,7 +330,7 @@ def remedy(guesses: Sequence[Guess]) -> str:
 
 OF_MODEL = (
     Check("packed model", "contract", RUNS, packed_model, MODEL),
-    Check("adapters", "contract", RUNS, adapters, MODEL),
+    Check("learner's settings", "contract", RUNS, learner_settings, MODEL),
 )
 CONTRACT = (
     *OF_MODEL,

@@ -139,7 +139,7 @@ class Broadcaster:
         problem = "" if self._joined or self.backend.rank else "no process group"
         sizes = [len(pack) for pack in packs(model)]
         pack: list[Tensor] = []
-        for entry in gathered(model):
+        for entry in gathered(entries(model)):
             if self.backend.rank or problem:
                 continue
             whole = entry.tensor().detach().to(self.backend.device).contiguous()

@@ -15,9 +15,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -47,6 +47,7 @@ from agentenv.learners.lora import (
     write_adapter,
 )
 from agentenv.learners.ranks.checkpoint import DTYPES, TensorPlace, write_tensors
+from agentenv.learners.trees.policy import text_part
 
 if TYPE_CHECKING:
     from agentenv.learners.ranks.backend import RankBackend
@@ -73,13 +74,14 @@ def write_model(
     """Write the policy as a Hugging Face directory; collective, rank 0 writes.
 
     Files other than weights (tokenizer, chat template, generation_config) come from `source`.
-    A `durable` directory survives a crash of the machine, also has the adapter, and is checked:
-    DataError names a file that cannot be opened.
+    A `durable` directory survives a crash of the machine, has all tensors of `source` and the
+    adapter, and is checked: DataError names a file that cannot be opened.
     """
-    whole = gathered(backend.policy.model)
+    planned = partial(entries, backend.policy.model, source if durable else None)
+    whole = gathered(planned())
     if backend.rank == 0:
         copy_files(source, directory, backend.config.dtype)
-        write_weights(entries(backend.policy.model), whole, directory, durable=durable)
+        write_weights(planned(), whole, directory, durable=durable)
     for _ in whole:  # the other ranks take part in the gathers
         pass
     if backend.config.lora is not None and durable:
@@ -116,10 +118,28 @@ class ParamParts:
         return torch.clone(self._left.pop(name))
 
 
-def entries(model: Any) -> Iterator[WeightEntry]:
-    """The entries of a model: tied weights once, under their first name; adapters merged."""
+def entries(model: Any, source: Path | None = None) -> Iterator[WeightEntry]:
+    """The entries of a model's text part: tied weights once, under their first name; adapters
+    merged. With the directory `source` that it was loaded from, also the other tensors there, as
+    they are, and tied weights under all names that they have there."""
+    own = text_part(model)
+    written = list(_own_entries(model, own))
+    yield from written
+    if source is None:
+        return
+    files, same = WeightFiles(source), tied_names(model)
+    by_name = {entry.name: entry for entry in written}
+    for name in files.names():
+        if name in same and name not in by_name:
+            yield replace(by_name[same[name]], name=name)
+        elif name not in by_name:
+            load = partial(files.tensor, name)
+            yield WeightEntry(name, files.dtype(name), files.shape(name), load)
+
+
+def _own_entries(model: Any, own: Container[int]) -> Iterator[WeightEntry]:
     for name, param in list(model.named_parameters()):
-        if is_adapter(name):
+        if is_adapter(name) or id(param) not in own:
             continue
         found = factors(model, name)
 
@@ -131,11 +151,30 @@ def entries(model: Any) -> Iterator[WeightEntry]:
         shape = tuple(getattr(param, "ds_shape", param.shape))
         needed = (param, *(found[:2] if found else ()))
         yield from _entries_of(model, plain_name(name), param.dtype, shape, tensor, needed)
-    everywhere = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for name, buffer in model.state_dict().items():
-        if name not in everywhere:
+    stored = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in stored and id(buffer) in own:
             shape = tuple(buffer.shape)
             yield from _entries_of(model, name, buffer.dtype, shape, buffer.detach)
+
+
+def tied_names(model: Any) -> dict[str, str]:
+    """The further names on disk of tied weights, each with the first one."""
+
+    def disk(name: str) -> str:
+        return next(iter(disk_shapes(model, name, (2, 2), torch.float32)))
+
+    first = {id(param): name for name, param in model.named_parameters()}
+    every = {
+        name: first[id(param)] for name, param in model.named_parameters(remove_duplicate=False)
+    }
+    return {disk(name): disk(other) for name, other in every.items() if name != other}
+
+
+def untrained(model: Any, source: Path) -> list[str]:
+    """The tensors of the directory `source` that the model does not train."""
+    trained = {entry.name for entry in _own_entries(model, text_part(model))}
+    return sorted({*WeightFiles(source).names()} - trained - tied_names(model).keys())
 
 
 def _entries_of(
@@ -157,9 +196,9 @@ def _entries_of(
         yield WeightEntry(disk, dtype, part, partial(parts.take, disk), needed)
 
 
-def gathered(model: Any) -> Iterator[WeightEntry]:
-    """The entries, gathered during iteration; collective at ZeRO stage 3."""
-    for bucket in buckets(entries(model), BUCKET_BYTES):
+def gathered(entries: Iterable[WeightEntry]) -> Iterator[WeightEntry]:
+    """The entries of a model, gathered during iteration; collective at ZeRO stage 3."""
+    for bucket in buckets(entries, BUCKET_BYTES):
         needed = {id(param): param for entry in bucket for param in entry.params}
         with _whole([*needed.values()]):
             yield from bucket

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -96,7 +97,7 @@ class DeepSpeedLearner:
         Raises ConfigError for contradictory settings or an invalid model directory, LearnerError if
         a rank does not start.
         """
-        _check(config, algorithm, model_dir)
+        await in_thread(check_start, config, algorithm, model_dir)
         if config.deepspeed_config:  # ranks may run in another directory
             path = _absolute(Path(config.deepspeed_config))
             config = replace(config, deepspeed_config=path)
@@ -104,10 +105,14 @@ class DeepSpeedLearner:
         learner = cls(config, algorithm, ranks)
         try:
             init = wire.Init.of(config, algorithm, _absolute(model_dir), seed, ranks.store)
-            await ranks.call([init] * config.num_ranks, config.start_timeout_s)
+            replies = await ranks.call([init] * config.num_ranks, config.start_timeout_s)
         except BaseException:
             await learner.close()
             raise
+        if names := replies[0].untrained:
+            parts = sorted({".".join(name.split(".")[:2]) for name in names})
+            text = "%d tensors of the model are not trained; checkpoints and exports keep them: %s"
+            logger.warning(text, len(names), ", ".join(parts), extra=SHOWN)
         return learner
 
     @property
@@ -281,7 +286,8 @@ def encode_groups(
     ]
 
 
-def _check(config: LearnerConfig, algorithm: Algorithm, model_dir: Path) -> None:
+def check_start(config: LearnerConfig, algorithm: Any, model_dir: Path) -> None:
+    """Raises ConfigError for contradictory settings or an invalid model directory."""
     if getattr(algorithm, "compat", "none") == "reference" and not algorithm.is_released:
         raise ConfigError(
             'algorithm.compat = "reference": train with `agentenv.reference.algorithms.released`'

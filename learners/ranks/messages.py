@@ -50,9 +50,11 @@ class RankFailed(RankMessage):
 
 
 class RankDone(RankMessage, kw_only=True):
-    """The command was executed; base of the replies with results."""
+    """The command was executed; base of the replies with results. `untrained`, of Init: the tensors
+    of the model's directory that are not trained."""
 
     policy_version: int = 0  # after the command
+    untrained: list[str] = []
 
 
 class RankMetrics(RankDone):

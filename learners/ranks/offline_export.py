@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from agentenv.base.errors import DataError
+from agentenv.base.model_files import load_pretrained
 from agentenv.learners.lora import (
     ADAPTER,
     ADAPTER_FOLDER,
     disk_shapes,
-    empty_model,
     is_adapter,
     merged,
     write_adapter,
@@ -54,24 +54,28 @@ def export(
     copy_files(checkpoint, out, dtype)
     weights = WeightFiles(_base_of(checkpoint, saved))
     wanted = getattr(torch, dtype)
-    model = empty_model(checkpoint)
+    # Loaded, not made from its configuration: transformers notes what it renames.
+    model = load_pretrained("AutoModelForCausalLM", checkpoint, device_map="meta")
     fused = {} if saved is None else _fused(saved, model)
-    kept = {  # unchanged: float32 biases of routers
-        disk
-        for name, buffer in model.named_buffers()
-        for disk in disk_shapes(model, name, tuple(buffer.shape), buffer.dtype)
+    first = {id(param): name for name, param in model.named_parameters()}
+    names = {  # in memory by that on disk; the others are unchanged, as are biases of routers
+        disk: first[id(param)]
+        for name, param in model.named_parameters(remove_duplicate=False)
+        for disk in disk_shapes(model, name, tuple(param.shape), param.dtype)
     }
 
     def tensor(name: str) -> Tensor:
         if name in fused:
             found = fused[name].take(name)
+        elif saved is None:
+            found = weights.tensor(name)
         else:
-            found = weights.tensor(name) if saved is None else trained(saved, weights, name)
+            found = trained(saved, weights, name, names.get(name, name))
         return found.to(written(name))
 
     def written(name: str) -> torch.dtype:
         before = weights.dtype(name)
-        return wanted if before.is_floating_point and name not in kept else before
+        return wanted if before.is_floating_point and name in names else before
 
     entries = [
         WeightEntry(name, written(name), weights.shape(name), partial(tensor, name))
@@ -100,11 +104,12 @@ def whole(saved: Checkpoint, name: str) -> Tensor:
     return saved.read(name, MASTER, 0, torch.Size(shape).numel()).view(shape)
 
 
-def trained(saved: Checkpoint, weights: WeightFiles, name: str) -> Tensor:
-    """A weight of the checkpoint: trained, merged with its adapter, or original."""
-    if name in saved.shapes:
-        return whole(saved, name)
-    layer, lora = name.removesuffix(".weight"), saved.meta.lora
+def trained(saved: Checkpoint, weights: WeightFiles, name: str, own: str) -> Tensor:
+    """A weight of the checkpoint, with its name on disk and its `own` one in memory: trained,
+    merged with its adapter, or original."""
+    if own in saved.shapes:
+        return whole(saved, own)
+    layer, lora = own.removesuffix(".weight"), saved.meta.lora
     pair = [f"{layer}.lora_{part}.{ADAPTER}.weight" for part in ("A", "B")]
     if lora is None or pair[0] not in saved.shapes:
         return weights.tensor(name)

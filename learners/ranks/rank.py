@@ -14,17 +14,18 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from agentenv.base.errors import LearnerError
+from agentenv.base.errors import ConfigError, LearnerError
 from agentenv.base.model_files import load_pretrained
-from agentenv.learners.keys import SavedLearner
-from agentenv.learners.lora import add_adapters
+from agentenv.learners.keys import LearnerConfig, SavedLearner
+from agentenv.learners.lora import add_adapters, empty_model
 from agentenv.learners.ranks import checkpoint
 from agentenv.learners.ranks import messages as wire
-from agentenv.learners.ranks.backend import RankBackend, device_of_rank
+from agentenv.learners.ranks.backend import RankBackend, build_optimizer, device_of_rank
 from agentenv.learners.ranks.broadcast import Broadcaster
 from agentenv.learners.ranks.deepspeed_backend import DeepSpeedBackend
 from agentenv.learners.ranks.dpo import prefer
-from agentenv.learners.ranks.export import write_adapter_only, write_model
+from agentenv.learners.ranks.export import untrained, write_adapter_only, write_model
+from agentenv.learners.ranks.learner import check_start
 from agentenv.learners.ranks.messages import R
 from agentenv.learners.ranks.model_check import check_model
 from agentenv.learners.ranks.offloaded_memory import HostMemory, OffloadedMemory
@@ -60,6 +61,7 @@ class Rank:
         self.trainer = Trainer(self.backend, init.make_algorithm(), init.config)
         self.broadcaster = Broadcaster(self.backend, interrupted, host)
         self.policy_version = 0
+        self.untrained = untrained(self.backend.policy.model, self.source)
         self._offloaded: OffloadedMemory | None = None  # while the rank sleeps
         self._host = HostMemory()
         self.shared = SharedCopy(self.backend, self._host)
@@ -202,17 +204,40 @@ def make_backend(init: wire.Init) -> RankBackend:
     config = init.config
     check_model(Path(init.model_dir), config.context_parallel)
     # In the dtype of the files, weights are mapped, so that ranks of a machine share the pages.
-    model = load_pretrained(
+    model, report = load_pretrained(
         "AutoModelForCausalLM",
         init.model_dir,
         dtype=checkpoint.stored_dtype(Path(init.model_dir)) or getattr(torch, config.dtype),
         attn_implementation="sdpa",
-    ).eval()
-    dropouts = () if config.lora is None else tuple(add_adapters(model, config.lora))
+        output_loading_info=True,
+    )
+    model.eval()
+    lacking = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
+    if lacking:
+        raise ConfigError(
+            f"{init.model_dir}: {len(lacking)} tensors of {type(model).__name__} are missing or "
+            f"have another shape, such as {min(lacking)}, and would be random; download or copy "
+            "the model again"
+        )
     if config.fused == "liger":
         use_liger(model)
+    policy, dropouts = policy_of(model, config)
+    kind = DeepSpeedBackend if config.zero_stage else RankBackend
+    return kind(policy, config, dropouts)
+
+
+def policy_of(model: Any, config: LearnerConfig) -> tuple[Policy, list[Any]]:
+    """The policy of a model, and the dropout modules of its adapters. Raises ConfigError for
+    settings that do not fit the model."""
+    dropouts = [] if config.lora is None else add_adapters(model, config.lora)
     policy = Policy(model, checkpointing=config.activation_checkpointing)
     if config.router_loss:
         policy.balance_experts()
-    kind = DeepSpeedBackend if config.zero_stage else RankBackend
-    return kind(policy, config, dropouts)
+    return policy, dropouts
+
+
+def check_settings(directory: Path, config: LearnerConfig, algorithm: Any = None) -> None:
+    """Raises the ConfigErrors of a learner's start, except those about its machine, for a model
+    directory, whose weights are not loaded."""
+    check_start(config, algorithm, directory)
+    build_optimizer(policy_of(empty_model(directory), config)[0].model, config)

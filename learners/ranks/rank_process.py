@@ -150,7 +150,7 @@ def serve(
                 join(command.store, command.config.command_timeout_s)
                 rank = Rank(command, partial(interrupted, connection), host)
                 gc.freeze()  # exclude 400,000 objects of modules from the collections at each sleep
-                reply = wire.RankDone()
+                reply = wire.RankDone(untrained=rank.untrained)
             elif rank is None:
                 reply = wire.RankFailed("the first command must be Init", "")
             else:

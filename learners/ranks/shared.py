@@ -70,7 +70,7 @@ class SharedCopy:
             rank = self._backend.rank
             problem = f"rank {rank} has no memory for a copy of the weights: {first_line(error)}"
         places = iter(self._slices)
-        for entry in gathered(self._backend.policy.model):
+        for entry in gathered(entries(self._backend.policy.model)):
             place = next(places, None)
             if self._copy is not None and place is not None and not problem:
                 place.of(self._copy).copy_(entry.tensor().detach())

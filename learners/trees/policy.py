@@ -13,17 +13,24 @@ fit into one chunk, which keeps its probabilities.
 from __future__ import annotations
 
 import sys
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers.models.auto import modeling_auto as known
 
 from agentenv.base.errors import ConfigError, MissingError
 from agentenv.base.installation import install_hint
 from agentenv.learners.trees.attention import NO_MASK, TreeLayout, use_tree_attention
 from agentenv.learners.trees.context import ContextGroup, ContextShare, padded
 from agentenv.learners.trees.partition import MicroBatch
+
+# A family that is published with other towers only, such as Mistral 3, has no class for text alone:
+# AutoModelForCausalLM gives its whole model.
+for _kind, _name in known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items():
+    known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(_kind, _name)
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # of one [tokens, vocabulary] tensor
 # Of a float32 copy of some rows of the weight; on a GPU, which needs no copy, of their gradient.
@@ -233,8 +240,9 @@ class Policy(nn.Module):
     logits of t's predecessor on its path.
 
     The model's attention and head are replaced by equivalent ones with more functions; its
-    parameters remain the same objects. `checkpointing` keeps only the inputs of each layer for the
-    backward pass and recomputes the rest. Raises ConfigError for unsupported models.
+    parameters remain the same objects. Those of other towers are frozen. `checkpointing` keeps only
+    the inputs of each layer for the backward pass and recomputes the rest. Raises ConfigError for
+    unsupported models.
     """
 
     def __init__(self, model: Any, *, checkpointing: bool = False) -> None:
@@ -252,6 +260,10 @@ class Policy(nn.Module):
                 )
             shape = LogitShape.of(causal.config.get_text_config())
             causal.set_output_embeddings(LogprobHead.of(head, shape))
+        own = text_part(model)
+        for param in causal.parameters():
+            if id(param) not in own:
+                param.requires_grad_(False)
         if checkpointing:
             _checkpoint_layers(causal)
         self._balance: Any = None
@@ -360,8 +372,16 @@ def _checkpoint_layers(model: Any) -> None:
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     # Layers checkpoint in training mode only; the modules inside them keep their mode.
-    for layer in model.base_model.layers:
+    for layer in model.get_decoder().layers:
         layer.training = True
+
+
+def text_part(model: Any) -> set[int]:
+    """The ids of the parameters and buffers of the text model and its head, without other towers
+    such as vision."""
+    causal = _without_adapters(model)
+    text, head = causal.get_decoder(), causal.get_output_embeddings()
+    return {*map(id, chain(text.parameters(), text.buffers(), head.parameters()))}
 
 
 def tensors(

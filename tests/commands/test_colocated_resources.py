@@ -27,7 +27,6 @@ from agentenv.engines.sglang import SGLangConfig
 from agentenv.engines.vllm import VLLMConfig
 from agentenv.envs.quickstart.setup import build_model
 from agentenv.learners.keys import LearnerConfig
-from agentenv.training.loop.parts import adapter_rank
 
 TWO = LearnerConfig(num_ranks=2)
 SERVERS = VLLMConfig(servers=ServersConfig(num_servers=2))
@@ -184,7 +183,7 @@ async def test_an_adapter_needs_a_learner_that_trains_one() -> None:
     with pytest.raises(ConfigError, match=r"requires \[learner\.lora\]"):
         await refuse(assembly, "configuration")
     raw["learner"] = {"lora": {"r": 8}, "optimizer": "adamw"}
-    assert adapter_rank(build_config(TrainConfig, raw, "test")) == 8
+    assert build_config(TrainConfig, raw, "test").adapter_rank == 8
     with pytest.raises(ConfigError, match="through a directory"):
         VLLMConfig(lora="adapter", weights="broadcast")
     with pytest.raises(ConfigError, match="is for vLLM"):

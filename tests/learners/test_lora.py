@@ -20,11 +20,11 @@ from transformers import (
 
 from agentenv.base.errors import ConfigError
 from agentenv.learners.keys import LearnerConfig, frozen_model
-from agentenv.learners.lora import LoRAConfig, add_adapters, check_adapters, is_adapter
+from agentenv.learners.lora import LoRAConfig, add_adapters, is_adapter
 from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks.export import WeightEntry, entries
 from agentenv.learners.ranks.offline_export import export as export_offline
-from agentenv.learners.ranks.rank import Rank
+from agentenv.learners.ranks.rank import Rank, check_settings
 from agentenv.learners.ranks.saved_checkpoint import Checkpoint
 from tests.learners.ranks import (
     ALGORITHM,
@@ -171,7 +171,7 @@ def test_layers_that_peft_cannot_merge_are_refused(
 ) -> None:
     FAMILIES[family].save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"learner\.lora\.target_modules: ") as caught:
-        check_adapters(tmp_path, LoRAConfig(r=2, target_modules=[target]))
+        check_settings(tmp_path, LearnerConfig(lora=LoRAConfig(r=2, target_modules=[target])))
     assert problem in str(caught.value)
 
 

@@ -63,7 +63,7 @@ class RankHere(RankGroup):
         try:
             if isinstance(command, wire.Init):
                 self._rank = Rank(command)
-                return wire.RankDone()
+                return wire.RankDone(untrained=self._rank.untrained)
             assert self._rank is not None
             return self._rank.run(command)
         except Exception as error:

@@ -174,6 +174,17 @@ class Alarms:
             f"above {FAR_KL:g}: learner.learning_rate is too high, or engine and learner disagree",
         )
 
+    def check_tokens(self, metrics: Metrics) -> None:
+        """Warn when ids are sampled that the tokenizer does not have."""
+        number = metrics.get("rollout/padded_tokens", 0.0)
+        self._warn(
+            "padded",
+            number > 0,
+            f"{number:.0f} sampled tokens of the step have ids beyond the tokenizer's "
+            "(rollout/padded_tokens): the model's vocabulary is padded, and training has not yet "
+            "made these ids unlikely; they have no text",
+        )
+
     def _warn(self, condition: str, holds: bool, text: str) -> None:
         if holds and condition not in self._active:
             logger.warning("%s", text, extra=SHOWN)

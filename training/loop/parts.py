@@ -242,7 +242,7 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
     async def engine(self) -> Engine:
         """The engine, started, at the policy version of the checkpoint."""
         config, checkpoint, model = self.config, self.checkpoint, await self.model()
-        rank, version = adapter_rank(config), 0
+        rank, version = config.adapter_rank, 0
         if checkpoint is not None:
             version = read_saved(checkpoint / "trainer").policy_version
         await self.gpus()
@@ -340,12 +340,6 @@ def _weights_folder(stack: AsyncExitStack, place: Path) -> Path:
     except OSError as error:
         reason = explain(error, WEIGHTS_KEY)
         raise ConfigError(f"cannot transfer new weights through {place}: {reason}") from error
-
-
-def adapter_rank(config: TrainConfig) -> int:
-    """Rank of the LoRA adapters that are published to the engine; 0: whole models are."""
-    lora = config.learner.lora if config.engine.new_weights == "adapter" else None
-    return 0 if lora is None else lora.r
 
 
 def eval_key(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,8 @@ class StepReport:
         self.parts, self.queue = self.feeder.parts, self.feeder.queue
         self.state, self.alarms = self.feeder.state, self.feeder.batches.alarms
         self._throughput = Throughput()
+        vocabulary: dict[str, int] = getattr(self.parts.tokenizer, "get_vocab", dict)()
+        self._num_words = 1 + max(vocabulary.values(), default=math.inf)
         self.row: dict[str, float] = {}  # of the last step
         self._scored_s = self._began_s = 0.0
 
@@ -113,7 +116,7 @@ class StepReport:
     async def measure(self, batch: StepBatch) -> Metrics:
         """Metrics of the trees of a step; also adds to the totals of the state."""
         state, trees, version = self.state, batch.delivered, batch.policy_version
-        metrics = await in_thread(rollout_metrics, trees, version)
+        metrics = await in_thread(rollout_metrics, trees, version, self._num_words)
         counted = [(tree, counted_leaves(tree, credit)) for tree, credit in batch.learned]
         metrics |= await in_thread(trained_metrics, trees, counted, version)
         profile = await in_thread(entropy_profile, trees)
@@ -138,6 +141,7 @@ class StepReport:
         self.alarms.check_hits(hits)
         self.alarms.check_tools(batch.delivered)
         self.alarms.check_update(batch.metrics)
+        self.alarms.check_tokens(batch.metrics)
         self.row = self._row(batch.metrics, hits)
         await self.recorder.record_step(self.row, self.parts.num_steps, batch.delivered)
 

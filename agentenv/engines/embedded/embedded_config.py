@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 from agentenv.base.errors import ConfigError, EngineError
@@ -18,6 +19,14 @@ class EmbeddedConfig(EmbeddedSettings, frozen=True, kw_only=True, tag="embedded"
     @property
     def local_model(self) -> LocalModel:
         return LocalModel(self.dtype, self.max_num_seqs + NUM_CACHED_SEQS, self.device)
+
+    def check_model(self, model: Path) -> None:
+        from agentenv.engines.embedded.weights import read_architecture
+
+        try:
+            read_architecture(model)
+        except EngineError as error:
+            raise ConfigError(f"engine: {error}; choose another model, or engine.name") from error
 
     async def start(self, given: EngineStart) -> Engine:
         engine = await in_thread(self._load, given)

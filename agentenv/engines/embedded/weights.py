@@ -17,7 +17,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from agentenv.base.errors import EngineError
-from agentenv.base.model_files import read_eos_ids
+from agentenv.base.model_files import read_eos_ids, text_table
 from agentenv.contract.weights import Layout, check_layout, read_json, weight_files
 
 
@@ -47,7 +47,7 @@ def read_architecture(model_path: Path, tokenizer: Any = None) -> Architecture:
     Raises EngineError, naming the key, for unsupported features.
     """
     path = model_path / "config.json"
-    config = read_json(path)
+    config = text_table(read_json(path))
     kind = config.get("model_type")
     if kind not in ("qwen3", "qwen2", "llama"):
         raise EngineError(f"{path}: model_type {kind!r} is not one of qwen3, qwen2, llama")
