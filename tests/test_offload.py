@@ -91,7 +91,6 @@ ALLOWED = {
     "assembly/run/terminal.py: time.monotonic": "when a line was shown last, for people",
     "assembly/checks/checks.py: time.monotonic": "how long a check took, for people",
     # no process is started
-    "assembly/run/exits.py: ThreadPoolExecutor": "in place of one with a thread that hangs",
 }
 
 

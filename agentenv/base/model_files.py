@@ -42,7 +42,8 @@ def read_as(path: Path, what: str, kind: type[T]) -> T:
     try:
         return decode(path.read_bytes(), kind)
     except (OSError, ForeignError) as error:
-        raise DataError(f"{path}: not a readable {what}: {error}") from error
+        cause = getattr(error, "strerror", error)
+        raise DataError(f"{path}: not a readable {what}: {cause}") from error
 
 
 def read_model_config(model: Path) -> dict[str, Any]:

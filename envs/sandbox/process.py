@@ -242,11 +242,13 @@ class ZygoteProcess:
             zygote.live_forks = report.live_forks
             asyncio.get_running_loop().add_reader(process.control, zygote._on_news)
         except BaseException as error:
-            await process.stop()
-            if isinstance(error, ForeignError):  # preloaded modules may do anything
-                problem = f"the sandbox did not start: {error}: {message[:200]!r}"
-                raise InfraError(problem) from error
-            raise
+            try:
+                if isinstance(error, ForeignError):  # preloaded modules may do anything
+                    problem = f"the sandbox did not start: {error}: {message[:200]!r}"
+                    raise InfraError(problem) from error
+                raise
+            finally:
+                await process.stop()
         return zygote
 
     def alive(self) -> bool:

@@ -371,11 +371,13 @@ class Sandbox:
             if rung != "unsafe" and (escape := await find_escape(zygote)):
                 raise ConfigError(f"its self-test failed: {escape}")
         except BaseException as error:
-            await zygote.stop()
-            if not isinstance(error, InfraError) or self.rung is not None:
-                raise  # a sandbox that has worked on this machine: a passing trouble
-            advice = NAMESPACES_ADVICE if rung == "namespaces" else ""
-            raise ConfigError(f"{error}. {advice}".rstrip(". ")) from error
+            try:
+                if not isinstance(error, InfraError) or self.rung is not None:
+                    raise  # a sandbox that has worked on this machine: a passing trouble
+                advice = NAMESPACES_ADVICE if rung == "namespaces" else ""
+                raise ConfigError(f"{error}. {advice}".rstrip(". ")) from error
+            finally:
+                await zygote.stop()
         return zygote
 
 

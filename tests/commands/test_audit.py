@@ -159,4 +159,4 @@ def test_a_folder_without_a_run_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert doctor.main(["audit", str(tmp_path)]) == 2
-    assert "expected the folder" in " ".join(capsys.readouterr().err.split())
+    assert "the folder of a run" in " ".join(capsys.readouterr().err.split())

@@ -133,7 +133,7 @@ EARLY = [  # of a run with a set-up: overrides, check, problem
      "env.tools[0].name: 'nowhere:tool' cannot be loaded"),
     (["grader.kind=custom"], "classes of environments",
      'grader.kind = "custom" needs grader.path, a Python file'),
-    (["model.path=/nowhere"], "model", "model.path: /nowhere is not a model directory"),
+    (["model.path=/nowhere"], "model type", "model.path: /nowhere is not a model directory"),
     (["grader={path='/nowhere.py'}"], "files", "grader.path: /nowhere.py: no such file"),
     (["run.setup=agentenv.envs.quickstart.setup:prepar"], "set-up",
      "run.setup: 'agentenv.envs.quickstart"),
@@ -212,6 +212,8 @@ def test_a_template_that_ends_answers_where_no_engine_stops_is_refused(
         "{% if m.role == 'assistant' %}<|turn|>{% endif %}{% endfor %}"
     )
     tokenizer.save_pretrained(model)
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**settings, "vocab_size": len(tokenizer)}))
     keys = [f"model.path={model}", f"run.dir={tmp_path}/runs"]
     assert train.main([str(warehouse), *keys, *dry]) == 2
     told = capsys.readouterr().err

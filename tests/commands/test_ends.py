@@ -457,13 +457,15 @@ def test_a_checkpoint_on_a_hanging_disk_is_not_awaited(
 
 
 def test_unwritable_trees_do_not_block_the_last_checkpoint(trial: Trial) -> None:
-    ended, write = threading.Event(), Archive.write
+    written, write = threading.Event(), Archive.write
 
     def hanging(archive: Archive, header: StepHeader, trees: Any) -> None:
         if header.step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-            ended.wait(2)
+            written.wait(2)
         write(archive, header, trees)
+        if header.step == 2:
+            written.set()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Archive, "write", hanging)
@@ -471,6 +473,7 @@ def test_unwritable_trees_do_not_block_the_last_checkpoint(trial: Trial) -> None
     assert trial.saved_step() == 2
     log = (trial.folder / "run.log").read_text()
     assert "be written: writing" in log
+    assert written.wait(20)
     trial.assert_resumes()
 
 

@@ -112,7 +112,7 @@ def test_an_incomplete_checkpoint_is_detected(model_dir: Path, tmp_path: Path) -
     with pytest.raises(DataError, match=r"rank-0000.-of-00002\.safetensors"):
         Checkpoint(path)
     (path / SAVED_FILE).write_text('{"num_ranks"')
-    with pytest.raises(DataError, match="complete learner checkpoint"):
+    with pytest.raises(DataError, match="readable learner checkpoint"):
         Checkpoint(path)
 
 

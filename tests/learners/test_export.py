@@ -129,5 +129,5 @@ def test_a_directory_without_a_checkpoint_is_refused(
     assert "no finished checkpoint" in capsys.readouterr().err
     save_tiny_model(tmp_path / "half")
     (tmp_path / "half" / "trainer").mkdir()
-    with pytest.raises(DataError, match="complete learner checkpoint"):
+    with pytest.raises(DataError, match="readable learner checkpoint"):
         export_offline(tmp_path / "half", tmp_path / "out")

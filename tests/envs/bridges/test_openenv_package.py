@@ -15,7 +15,7 @@ import pytest
 from agentenv.base.errors import DataError
 from agentenv.base.types import Message, ToolCall
 from agentenv.contract.env import isolated_shared
-from agentenv.contract.http import fetch
+from agentenv.contract.http_client import fetch
 from agentenv.data.data_files import generated_rows
 from agentenv.envs.bridges.openenv import OpenEnv
 from tests.envs.bridges.test_openenv import TASKS, CounterEnv, add, served, task

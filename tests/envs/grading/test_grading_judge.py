@@ -109,7 +109,8 @@ async def test_a_retry_waits_for_the_retry_after_of_a_busy_server(
 
     server.replies, server.reply_headers = [429, 503, "CORRECT"], {"Retry-After": "7"}
     judge = judge_of(server, num_retries=2)
-    monkeypatch.setattr("agentenv.text.endpoint.asyncio.sleep", sleep)
+    monkeypatch.setattr("agentenv.base.retries.MAX_DELAY_S", 60.0)
+    monkeypatch.setattr("agentenv.base.retries.asyncio.sleep", sleep)
     assert (await judge.verdict("q", "a", ["g"])).right
     waits = [seconds for seconds in slept if seconds]
     assert len(waits) == 2
