@@ -90,7 +90,6 @@ ALLOWED = {
     "envs/sandbox/program.py: subprocess.run": "whether bubblewrap starts, in a thread",
     "assembly/run/terminal.py: time.monotonic": "when a line was shown last, for people",
     "assembly/checks/checks.py: time.monotonic": "how long a check took, for people",
-    # no process is started
 }
 
 

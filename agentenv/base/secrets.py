@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import base64
 import html
-import json
 import logging
 import os
 import re
@@ -46,9 +45,18 @@ _USER = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://([^/\s@\"'<>?#]+)@")
 _QUERY = re.compile(
     r"(?i)[?&;](?:[\w-]*(?:key|token|secret|password|passwd|signature)|sig)=([^&;\s\"'<>#]+)"
 )
-# where a text, also a secret, may be broken
-_JOINTS = ("\\n", "\\r", "\\t", "\\\n", "=\r\n", "=\n", " ", "\n", "\r", "\t")
+# where a text, also a secret, may be broken; backslashes escape quotes and each other
+_JOINTS = (
+    *("\\u0000", "\\n", "\\r", "\\t", "\\", "=\r\n", "=\n"),
+    *(" ", "\n", "\r", "\t", "\0", "\u200b"),
+)
 _GAP = f"(?:{'|'.join(map(re.escape, _JOINTS))})*"
+# a character as JSON, Python, URLs and HTML may escape it
+_CODE = re.compile(
+    r"\\(?:u(?!0020)([\da-fA-F]{4})|x(?!20)([2-7][\da-fA-F]))|%(?!20)([2-7][\da-fA-F])|"
+    r"&#[xX]0{0,9}(?!20)([2-7][\da-fA-F]);|&#0{0,9}(3[3-9]|[4-9]\d|1[01]\d|12[0-6]);"
+)
+_DECIMAL = 5  # the group of it whose number is not hexadecimal
 _PARTS = ("k-", "_", "glpat-", "xox", "tvly-", "AKIA", "AIza", "eyJ")  # of these, found faster
 _KEYS = re.compile(
     r"\b(?:[sp]k-(?=[\w-]*\d|[a-zA-Z]{16})[\w-]{16,}|hf_[a-zA-Z0-9]{16,}|"
@@ -66,6 +74,7 @@ _LIKELY = (  # group 1 is the secret
     ),
 )
 _NESTED: Any = dict, list, tuple, Struct
+_REST = rf"(?:{_CODE.pattern}|[\w+/=%-])*"  # of a secret that was cut
 Spans = list[tuple[int, int]]
 
 
@@ -101,7 +110,7 @@ class Redactor:
             for form in _encodings(value):
                 whole = _bare(form)
                 if len(whole) >= MIN_CHARS and not whole.isdecimal():  # may be a number of JSON
-                    head = whole[: max(MIN_HEAD, len(whole) // 2)].rstrip("\\")  # of an escape
+                    head = whole[: max(MIN_HEAD, len(whole) // 2)]
                     self._forms |= {(head, whole)}
 
     def known(self, text: str) -> str:
@@ -160,13 +169,28 @@ class Redactor:
         bare = _bare(text) if self._forms else ""
         for head, whole in self._forms:
             if head in bare:
-                whole, head = (_GAP.join(map(re.escape, one)) for one in (whole, head))
-                spans += [one.span() for one in re.finditer(rf"{whole}|{head}[\w+/=%-]*", text)]
+                whole, head = (_GAP.join(map(_written, one)) for one in (whole, head))
+                spans += [one.span() for one in re.finditer(rf"{whole}|{head}{_REST}", text)]
         return spans
 
 
 def _bare(text: str) -> str:
+    """The text without escapes and joints."""
+    if "\\" in text or "%" in text or "&#" in text:
+        text = _CODE.sub(_decoded, text)
     return reduce(lambda left, joint: left.replace(joint, ""), _JOINTS, text)
+
+
+def _decoded(code: re.Match[str]) -> str:
+    group = code.lastindex or 0
+    return chr(int(code[group], 10 if group == _DECIMAL else 16))
+
+
+def _written(char: str) -> str:
+    """A pattern of the character, in any escape of _CODE."""
+    number = ord(char)
+    codes = rf"u{number:04x}|x{number:02x}|%{number:02x}|&#x0*{number:02x};|&#0*{number};"
+    return rf"\\{{0,16}}(?:{re.escape(char)}|(?i:{codes}))"  # a backslash left alone is no JSON
 
 
 def _without(text: str, spans: Spans) -> str:
@@ -210,14 +234,11 @@ def _secrets(value: Any, environment: Mapping[str, str], key: str = "") -> Itera
 
 
 def _encodings(value: str) -> Iterator[str]:
-    """The value as URLs, JSON, Python, HTML and base64 texts contain it."""
+    """The value as URLs, HTML, base64 and hexadecimal texts contain it."""
     data = value.encode(errors="surrogateescape")
     for url in (quote(data, safe=""), quote_plus(data)):
         yield from (url, re.sub("%..", lambda found: found[0].lower(), url))
-    text, bare = json.dumps(value)[1:-1], value.replace("\\", r"\\")
-    yield from (value, html.escape(value), repr(value)[1:-1], text, text.replace("/", r"\/"))
-    yield re.sub("[<>&]", lambda one: f"\\u{ord(one[0]):04x}", text)  # Go
-    yield re.sub("[\"+&'<>`]|[^ -~]", lambda one: f"\\u{ord(one[0]):04X}", bare)  # .NET
+    yield from (value, html.escape(value), data.hex(), data.hex().upper())
     for encode in (base64.b64encode, base64.urlsafe_b64encode):
         for before, shared in ((0, 0), (1, 2), (2, 3)):  # bytes, and characters that they affect
             text = encode(bytes(before) + data).decode().rstrip("=")

@@ -90,6 +90,12 @@ def test_trees_are_redacted_and_keep_variable_names(redactor: Redactor) -> None:
     assert redactor.known(before + "q7Rz0pL\nmX2") == before + REDACTED
 
 
+def escaped(text: str) -> list[str]:
+    """The text with every character escaped, or apart from the next."""
+    codes = (r"\u{:04x}", r"\u{:04X}", r"\x{:02x}", "%{:02X}", "&#{};", "&#x{:x};", "{:02x}")
+    return ["".join(map(one.format, text.encode())) for one in codes] + ["\0".join(text)]
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -102,8 +108,10 @@ def test_trees_are_redacted_and_keep_variable_names(redactor: Redactor) -> None:
 )
 def test_secrets_are_found_by_their_place_and_in_every_escape(settings: Any) -> None:
     found = Redactor(settings, {})
-    for text in ("q7Rz/0p+X2<", r"q7Rz/0p\u002BX2\u003C", r"q7Rz\/0p+X2<", r"q7Rz/0p+X2\u003c"):
+    for text in ("q7Rz/0p+X2<", r"q7Rz/0p\u002BX2\u003C", r"q7Rz\/0p+X2<", *escaped("q7Rz/0p+X2<")):
         assert found.known(text) == REDACTED
+        nested = found.known(json.dumps([json.dumps(text)]))
+        assert json.loads(json.loads(nested)[0]) == REDACTED
     assert (
         Redactor({"stop_token": "<|im_end|>", "args": ["--max-tokens", "12345"]}, {}).values
         == set()
@@ -139,6 +147,7 @@ def forms(names: Iterable[str]) -> str:
     for one in [*map(MARKED.__getitem__, names), f"me:{MARKED['PASSWORD']}"]:
         told += [one, f"{one[:9]}\n{one[9:]}", quote_plus(one), json.dumps(one), repr(one)]
         told += [b64encode(f"{before}{one}".encode()).decode() for before in ("", "a", "bc")]
+        told += escaped(one)
     return "\n".join(told)
 
 
@@ -149,7 +158,8 @@ def leaks(data: bytes) -> set[str]:
     bare = b"".join(data.replace(rb"\n", b"").split())
     coded = [(name, b64encode(bytes(n) + one[:12].encode())[4:-4])
              for name, one in MARKED.items() for n in range(3)]  # fmt: skip
-    plain = [(name, one[:9].encode()) for name, one in MARKED.items()]
+    plain = [(name, text.encode()) for name, one in MARKED.items() for text in escaped(one[:9])]
+    plain += [(name, one[:9].encode()) for name, one in MARKED.items()]
     return {name for name, core in plain + coded if core in bare}
 
 
