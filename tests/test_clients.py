@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from yarl import URL
 
 from agentenv.base.errors import AgentEnvError, ConfigError, DataError, ToolError
 from agentenv.base.offload import in_thread
 from agentenv.base.secrets import SECRETS
 from agentenv.contract.env import isolated_shared
-from agentenv.contract.http import HttpClient, JsonSocket, retry_after_s
+from agentenv.contract.http import MAX_RETRY_AFTER_S, HttpClient, JsonSocket, retry_after_s
 from agentenv.contract.http_client import ServerClient, fetch, fetched
 from agentenv.contract.http_session import HttpSession
 from agentenv.contract.server_config import ChatModelConfig
@@ -180,6 +181,11 @@ async def test_proxies_are_those_of_the_environment(
             assert proxy.asked, ask
             assert {user for _, user in proxy.asked} == {"Basic bWU6cGFzcw=="}
             assert all(path.startswith("http://far.test:1/") for path, _ in proxy.asked)
+        monkeypatch.setenv("no_proxy", "far.test:8")
+        sessions = HttpSession(), HttpSession(by_proxy=False)
+        found = [one._proxy(URL(f"http://far.test:{n}")) for one in sessions for n in (8, 9)]
+        assert [*map(bool, found)] == [False, True, False, False]
+        monkeypatch.setenv("no_proxy", "inside.test")
         proxy.asked.clear()
         for ask in (engine, stream, page):
             await asyncio.gather(ask("http://far.test/"), return_exceptions=True)
@@ -187,9 +193,11 @@ async def test_proxies_are_those_of_the_environment(
             await asyncio.gather(data(f"http://{host}/"), return_exceptions=True)
         assert not proxy.asked
     assert "opened directly" in caplog.text
-    monkeypatch.setenv("https_proxy", "socks5://h:1")
-    with pytest.raises(ConfigError, match="https_proxy: expected http://HOST:PORT"):
-        HttpSession()
+    for wrong in ("socks5://h:1", "http-proxy:3128", "http://", "http://me:pass@h:port"):
+        monkeypatch.setenv("https_proxy", wrong)
+        with pytest.raises(ConfigError, match="https_proxy: expected http://HOST:PORT") as raised:
+            HttpSession()
+        assert "pass" not in str(raised.value)
 
 
 async def test_own_headers_stay_at_their_host() -> None:
@@ -204,13 +212,16 @@ async def test_own_headers_stay_at_their_host() -> None:
             raise web.HTTPFound("/there")
         if request.path == "/there":
             return web.json_response([1])
+        if request.path == "/uri":  # the header of an older HTTP, which aiohttp follows
+            return web.Response(status=302, headers={"URI": f"{elsewhere}/x"})
         raise web.HTTPFound(f"{elsewhere}/x")
 
     async with serving(other) as elsewhere, serving(first) as url, isolated_shared():
         client = HttpClient(url, headers={"X-Api-Key": "mine"})
         assert await client.get("/here") == [1]
-        with pytest.raises(ToolError, match="would get our headers"):
-            await client.get("/away")
+        for path in ("/away", "/uri"):
+            with pytest.raises(ToolError, match="would get our headers"):
+                await client.get(path)
         with pytest.raises(DataError, match="302"):
             await in_thread(fetch, f"{url}/away", {"X-Api-Key": "mine"})
         async with closing(HttpSession(headers={"X-Api-Key": "mine"})) as http:
@@ -219,7 +230,7 @@ async def test_own_headers_stay_at_their_host() -> None:
     assert not seen
 
 
-WAITS = {"2": 2.0, "Sun, 06 Nov 1994 08:49:40 GMT": 3.0}
+WAITS = {"2": 2.0, "0.5": 0.5, "9" * 400: MAX_RETRY_AFTER_S, "Sun, 06 Nov 1994 08:49:40 GMT": 3.0}
 DATE = "Sun, 06 Nov 1994 08:49:37 GMT"
 
 

@@ -72,7 +72,8 @@ def test_a_key_sends_texts_to_an_endpoint_unchanged() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["<b>x</b><br/>", "[1] a[i][j] ![x](y)", "x <- y | z |> f", "a < b"]
+    "text",
+    ["<b>x</b><br/>", "[1] a[i][j] ![x](y)", "x <- y | z |> f", "a < b", "Box<[u8]> [],n=~e[0]"],
 )
 def test_ordinary_text_reaches_an_endpoint_unchanged(text: str) -> None:
     assert broken(KNOWN, text) == text

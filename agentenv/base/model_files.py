@@ -223,7 +223,7 @@ def check_known(model: Path) -> None:
 
     table = read_object(model / "config.json", "model configuration")
     kind = table.get("model_type")
-    if kind in CONFIG_MAPPING_NAMES:
+    if isinstance(kind, str) and kind in CONFIG_MAPPING_NAMES:
         return
     code = " and code of its own (auto_map), which is never run" if "auto_map" in table else ""
     raise ConfigError(

@@ -24,6 +24,7 @@ import asyncio
 import contextlib
 import email.utils
 import os
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from itertools import count
@@ -59,6 +60,7 @@ _REMEDIES = {
     407: "check the user and password of the proxy",
 }
 MAX_REASON_CHARS = 500
+MAX_RETRY_AFTER_S = 1e9  # of any number, which may exceed a float
 _LIBRARIES = {"aiohttp", "httpx", "httpx2", "requests"}
 _CONNECTION = {  # their errors for no or incomplete responses
     "ClientConnectionError", "ClientPayloadError", "TransportError", "ConnectionError", "Timeout",
@@ -117,11 +119,11 @@ def _lost(error: BaseException) -> str:
 
 def checked_url(url: Any, key: str) -> str:
     """The URL without slashes at its end. Raises ConfigError, which names its `key`, for another
-    scheme than http and https, and without a host."""
+    scheme than http and https, without a host, and for an invalid port."""
     SECRETS.learn(url)
     with contextlib.suppress(ValueError):
         parts = urlsplit(str(url))
-        if parts.scheme in ("http", "https") and parts.hostname:
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return str(url).rstrip("/")
     shown = str(url).rpartition("@")[2].partition("?")[0]
     raise ConfigError(f"{key}: expected http://HOST:PORT or https://HOST, got {shown!r}")
@@ -136,8 +138,8 @@ def public_url(url: str) -> str:
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
     """The seconds of a Retry-After header, given as a number or as a date; None without one."""
     text = headers.get("Retry-After", "").strip()
-    if text.isascii() and text.isdigit():
-        return float(text)
+    if re.fullmatch(r"\d+(?:\.\d+)?", text, re.ASCII):
+        return min(float(text), MAX_RETRY_AFTER_S)
     try:
         until = email.utils.parsedate_to_datetime(text)
         date = headers.get("Date") or email.utils.formatdate(usegmt=True)

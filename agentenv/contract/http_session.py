@@ -19,9 +19,8 @@ import aiohttp
 from aiohttp.resolver import ThreadedResolver
 from yarl import URL
 
-from agentenv.base.errors import ConfigError
 from agentenv.base.offload import OwnThread
-from agentenv.base.secrets import SECRETS
+from agentenv.contract.http import checked_url
 
 # Of a reply, a line or a message. Decoded JSON may take thirty times as much: [{}, {}, ..].
 MAX_REPLY_BYTES = 1_500_000
@@ -105,7 +104,7 @@ class HttpSession:
     def _proxy(self, url: URL) -> str | None:
         found = self._proxies.get(url.scheme.replace("ws", "http"))
         host = url.host or ""
-        if not found or _is_here(host) or proxy_bypass(host):
+        if not found or _is_here(host) or proxy_bypass(f"{host}:{url.port}"):
             return None
         return found
 
@@ -114,9 +113,8 @@ def proxies() -> dict[str, str]:
     """The proxies of the environment. Raises ConfigError for another kind than http."""
     found = getproxies()
     for scheme in ("http", "https"):
-        proxy = SECRETS.learn(found.get(scheme, "http"))
-        if not proxy.startswith("http"):
-            raise ConfigError(f"{scheme}_proxy: expected http://HOST:PORT, no other kind of proxy")
+        if scheme in found:
+            found[scheme] = checked_url(found[scheme], f"{scheme}_proxy")
     return found
 
 
@@ -167,7 +165,8 @@ def _is_here(host: str) -> bool:
 
 async def _stay(_: Any, __: Any, params: aiohttp.TraceRequestRedirectParams) -> None:
     """Refuse a redirect to another host, which would get our headers."""
-    target = params.response.headers.get("Location", "")
+    headers = params.response.headers
+    target = headers.get("Location") or headers.get("URI", "")  # as aiohttp does
     with suppress(ValueError):
         if params.url.join(URL(target)).origin() == params.url.origin():
             return

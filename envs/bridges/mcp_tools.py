@@ -44,6 +44,8 @@ MAX_LOG_CHARS = 2000  # of a server's standard error, shown if it does not start
 MAX_VALUES = 100_000  # objects and lists of a reply
 INVALID_REQUEST_CODES = (-32600, -32602)  # JSON-RPC: the call is invalid
 WRITERS = ("httpx2", "mcp.client.streamable_http")  # loggers of addresses
+TOO_LARGE = "the result is too large"
+_LARGE = re.compile(rf"{TOO_LARGE}|byte limit")  # the package's text for an event
 _EVENT_END = re.compile(rb"\n\n|\r\r|\r\n\r\n")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
@@ -171,7 +173,7 @@ class Connection:
             async with asyncio.timeout(timeout_s):
                 return await session.call_tool(name, arguments, timeout_s)
         except MCPError as error:
-            if error.error.code in INVALID_REQUEST_CODES:
+            if error.error.code in INVALID_REQUEST_CODES or _LARGE.search(str(error)):
                 raise ToolError(f"{name}: {error}") from error
             self._break(owner)
             raise InfraError(self._failure(str(error))) from error
@@ -284,7 +286,7 @@ class Connection:
 async def _bound(response: Any) -> None:
     """Bound the reply, or each event of a stream, and its nested values: the package needs hundreds
     of bytes for each."""
-    from httpx2 import AsyncByteStream
+    from httpx2 import AsyncByteStream, SSEError, StreamError
 
     from agentenv.contract.http_session import MAX_REPLY_BYTES
 
@@ -298,7 +300,8 @@ async def _bound(response: Any) -> None:
                 num_bytes += len(piece)
                 num_values += piece.count(b"{") + piece.count(b"[")
                 if num_bytes > MAX_REPLY_BYTES or num_values > MAX_VALUES:
-                    raise InfraError("a reply is too large")
+                    # the package fails the request with these, and the connection with others
+                    raise (SSEError if is_stream else StreamError)(TOO_LARGE)
                 yield piece
                 if is_stream and _EVENT_END.search(piece):
                     num_bytes = num_values = 0

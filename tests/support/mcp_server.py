@@ -29,6 +29,12 @@ def environment(name: str) -> str:
 
 
 @server.tool()
+def large(size: int) -> str:
+    """A long text."""
+    return "x" * size
+
+
+@server.tool()
 def die() -> str:
     """Ends the server."""
     os._exit(3)
@@ -45,4 +51,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "stdio":
         server.run()
     else:
-        server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[2]))
+        port, as_json = int(sys.argv[2]), sys.argv[3:] == ["json"]
+        server.run("streamable-http", host="127.0.0.1", port=port, json_response=as_json)

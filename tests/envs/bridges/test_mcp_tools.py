@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from agentenv.base.errors import ConfigError, EnvError
+from agentenv.base.errors import ConfigError, EnvError, ToolError
 from agentenv.base.types import Message, Task, ToolCall
 from agentenv.contract.env import Grade, close_shared
 from agentenv.contract.tool_config import ToolConfig, load_tools
@@ -75,10 +75,10 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def serving() -> AbstractAsyncContextManager[str]:
+def serving(form: str = "events") -> AbstractAsyncContextManager[str]:
     """The address of our server over HTTP."""
     port = free_port()
-    return listening(sys.executable, str(SERVER), "http", str(port), port=port)
+    return listening(sys.executable, str(SERVER), "http", str(port), form, port=port)
 
 
 async def test_an_episode_calls_the_tools_of_its_own_server() -> None:
@@ -86,7 +86,7 @@ async def test_an_episode_calls_the_tools_of_its_own_server() -> None:
     env = ToolEnv(TASK, [source], Anything())
     _, info = await env.reset()
     assert [schema["name"] for schema in info["tools"]] == [
-        *("add", "fail", "environment", "die", "header")
+        *("add", "fail", "environment", "large", "die", "header")
     ]
     assert info["tools"][0]["description"] == "The sum of two numbers."
     assert list(info["tools"][0]["parameters"]["properties"]) == ["a", "b"]
@@ -128,6 +128,19 @@ async def test_chosen_tools_are_called_over_streamable_http() -> None:
         assert (await env.step(call("add", a=2, b=3)))[0][0].content == "5"
         assert "all 1 calls" in (await env.step(call("add", a=2, b=3)))[0][0].content
         await env.close()
+        await close_shared()
+
+
+@pytest.mark.parametrize("form", ["events", "json"])
+async def test_a_large_result_is_an_error_of_its_call_only(form: str) -> None:
+    async with serving(form) as address:
+        source = MCPTools(url=f"{address}/mcp")
+        tools = {tool.name: tool for tool in await source.load()}
+        owner = source.connection._owner
+        with pytest.raises(ToolError, match=r"too large|byte limit"):
+            await tools["large"].call({"size": 2_000_000}, None)
+        assert (await tools["add"].call({"a": 1, "b": 2}, None)).text == "3"
+        assert source.connection._owner is owner
         await close_shared()
 
 
