@@ -281,7 +281,9 @@ class ProgramEnv:
             call = await self._next(self._session.next)
         if isinstance(call, Ended):
             await self._stop()
-            raise ProgramDiedError(f"the program made no call: it {_described(call)}")
+            raise ProgramDiedError(
+                f"the program made no call: it {_described(call)}", self._session.info
+            )
         self._tools = {str(one["name"]) for one in call.tools}
         return call.messages, {"tools": call.tools, "turn": call.turn}
 
@@ -300,7 +302,7 @@ class ProgramEnv:
             await self._stop()
             self._ended = call
         if not self._ended.limit and self._ended.exit not in self.config.exit_codes:
-            raise ProgramDiedError(f"the program {_described(self._ended)}")
+            raise ProgramDiedError(f"the program {_described(self._ended)}", self._session.info)
         reward, info = await self._results(self._ended)
         is_over = bool(self._ended.limit)
         info |= {"limit": self._ended.limit} if is_over else {}
@@ -436,8 +438,7 @@ class ProgramEnv:
         gone = self._session.take_lost()
         if self.config.abandoned == "discard":
             gone += self._session.take_abandoned()
-        counts = dict(self._session.counts)
-        return reward, {**info, "turn": NextTurn(discards=gone), "endpoint": counts}
+        return reward, {**info, "turn": NextTurn(discards=gone), **self._session.info}
 
     async def _grade(self, ended: Ended) -> tuple[float, Info]:
         assert self._session is not None

@@ -530,6 +530,9 @@ def test_what_was_handed_out_is_found_by_its_id() -> None:
                 for then in (
                     lambda r: {**body, "input": [*question, *r["output"], result(r)]},
                     lambda r: {**body, "input": [
+                        *question, *({**item, "content": []} if item["type"] == "reasoning"
+                                     else item for item in r["output"]), result(r)]},
+                    lambda r: {**body, "input": [
                         *question, *({"type": "item_reference", "id": item["id"]}
                                      for item in r["output"]), result(r)]},
                     lambda r: {**body, "input": [result(r)], "previous_response_id": r["id"]},

@@ -80,7 +80,12 @@ class InfraError(AgentEnvError):
 
 
 class EnvError(AgentEnvError):
-    """An environment cannot continue; its leaf ends as failed and never counts as reward 0."""
+    """An environment cannot continue; its leaf ends as failed, with `info`, and never counts as
+    reward 0."""
+
+    def __init__(self, text: str = "", info: dict[str, Any] | None = None) -> None:
+        super().__init__(text)
+        self.info = info or {}
 
 
 class OutageError(EnvError):

@@ -43,7 +43,7 @@ from msgspec.structs import replace
 from agentenv.base.disk import own_folder
 from agentenv.base.errors import SHOWN, AgentEnvError, EnvError, OutageError
 from agentenv.base.offload import in_thread
-from agentenv.base.types import Constraints, Kind, Message, NextTurn, PastTurn
+from agentenv.base.types import Constraints, Info, Kind, Message, NextTurn, PastTurn
 from agentenv.contract.env import shared
 from agentenv.endpoint.difference import compared, difference
 from agentenv.endpoint.messages import (
@@ -186,7 +186,7 @@ class CaptureSession:
         if after is not None:
             self._follow(after)
         self._normal: Normal = normal or (lambda call: call)
-        self._problem: AgentEnvError | None = None
+        self._problem: EnvError | None = None
         self.posted: Json | None = None  # the reward that the program gave itself
         self._rewarded = asyncio.Event()
 
@@ -234,9 +234,16 @@ class CaptureSession:
         self._current, self._expected = found, []
 
     def check(self) -> None:
-        """Raise the problem that ended the branch, if any: a refusal, or a replay that differs."""
+        """Raise the problem that ended the branch, if any: a refusal, or a replay that differs; its
+        info has the counts of the calls."""
         if self._problem is not None:
+            self._problem.info = self.info
             raise self._problem
+
+    @property
+    def info(self) -> Info:
+        """The counts of the calls, for a leaf."""
+        return {"endpoint": dict(self.counts)}
 
     def _check_open(self) -> None:
         self.check()

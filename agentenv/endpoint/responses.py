@@ -262,6 +262,9 @@ def _message(item: Json, where: str, handed: Handed, names: Names) -> Given:
         return Given("tool", text, answers=get(item, "call_id", str, "", where + "."))
     if kind == "reasoning":
         text = text_of(item.get("content"), f"{where}.content", ("reasoning_text",))
+        known = handed.get(str(item.get("id")).removeprefix(_ID[kind]))
+        if not text and known is not None:  # a stream of LangChain keeps its id alone
+            text = known.message.thoughts
         return Given("assistant", "", text)
     return _referenced(get(item, "id", str, "", where + "."), handed, f"{where}.id")
 

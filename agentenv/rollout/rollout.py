@@ -323,6 +323,7 @@ class Rollout(Growth):
         """Record the failure, and replace the branch by a fresh root while retries remain."""
         leaf = branch.leaf(self.tree, "failed")
         leaf.error = f"{kind_of(error)}: {error}"
+        leaf.info |= error.info if isinstance(error, EnvError) else {}
         self._complete(branch, [leaf])
         failure = failure_of(error, self.tree.task, branch.action)
         self.actor.failures.add(failure, error, again=self.again)

@@ -201,6 +201,7 @@ START: tuple[Check, ...] = (
     # the renderer can write the prompts of this model
     Check("chat template", "model", ALL, part("renderers"), MODEL),
     Check("end of a turn", "model", ALL, start_checks.turn_end, MODEL),
+    Check("rate of the cold start", "model", TRAIN, start_checks.cold_start_rate),
     # from here on the output of the set-up exists
     Check("set-up is run", "model", RUNS, part("set_up")),
     # there is space for new weights in transfer to the engine

@@ -16,6 +16,7 @@ import numpy as np
 from msgspec import Struct, to_builtins
 from msgspec import inspect as mi
 
+from agentenv.assembly.checks.memory import find_shape
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.run import ModelConfig
@@ -53,6 +54,7 @@ from agentenv.envs.grading.keys import grader_config
 from agentenv.envs.grading.reward import NUM_CHECKED_ROWS, check_grader
 from agentenv.learners.algorithms.credit import advantages_of
 from agentenv.learners.keys import LearnerConfig
+from agentenv.learners.optimizer import OptimizerConfig
 from agentenv.text.native import NativeConfig, NativeRenderer
 from agentenv.text.renderer import TagRenderer, ToolSchemas
 
@@ -390,6 +392,34 @@ async def server_commands(assembly: RolloutAssembly[TrainConfig]) -> None:
         rank = 0 if role else getattr(assembly.config, "adapter_rank", 0)
         if model is not None and (model / "config.json").is_file():
             assembly.servers.check(Served(name, model, key, lora_rank=rank), launched, key)
+
+
+IMITATION_RATE = 8e4  # divided by the number of weights: usual learning rate of AdamW for SFT
+
+
+def rate_advice(optimizer: OptimizerConfig, num_params: int) -> str:
+    """A line if the learning rate of a cold start differs much from the usual one for a pretrained
+    model, else "". Usual: 6e-4 at 135 million weights (SmolLM2, GSM8K), 1e-5 at 7 billion."""
+    usual, rate = IMITATION_RATE / num_params, optimizer.learning_rate
+    if optimizer.optimizer != "adamw" or not rate or 1 / 5 < rate / usual < 5:
+        return ""
+    return (
+        f"sft.optimizer.learning_rate = {rate:g} is {'low' if rate < usual else 'high'} for a "
+        f"pretrained model of {num_params / 1e9:.2g} billion weights: a usual value is about "
+        f"{usual:.0e}; watch sft/loss"
+    )
+
+
+async def cold_start_rate(assembly: Assembly[TrainConfig]) -> None:
+    """Report an unusual learning rate for the cold start of a pretrained model."""
+    config = assembly.config
+    sft, begins = config.sft, assembly.checkpoint is None
+    if sft is None or config.learner.lora or not begins or assembly.makes(config.model.path):
+        return
+    model = await assembly.model()
+    shape = find_shape(model) if model is not None else None
+    if advice := shape and rate_advice(sft.optimizer, shape.num_params):
+        assembly.report(advice)
 
 
 async def turn_end(assembly: Assembly[Any]) -> None:

@@ -254,7 +254,7 @@ async def processes(assembly: TrainingAssembly) -> str:
     needed = sum(process.main_bytes for process in plan.processes)
     parts = [f"{needed / GIB:.2g} GiB of main memory"] if needed else []
     parts += [f"GPU {gpu}: {size / GIB:.1f} GiB" for gpu, size in plan.gpu_bytes.items()]
-    return "; ".join([", ".join(parts) or "not estimated for this model", *plan.advice])
+    return ", ".join(parts) or "not estimated for this model"
 
 
 async def connections(assembly: TrainingAssembly) -> str:

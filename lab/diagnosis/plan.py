@@ -21,6 +21,7 @@ from agentenv.assembly.checks.memory import (
     passing_bytes,
     server_memory,
 )
+from agentenv.assembly.checks.start_checks import rate_advice
 from agentenv.assembly.keys.cluster import ResourcesConfig, ServeConfig, WideCluster
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import MAX_TRAJECTORY_BYTES, TrainConfig
@@ -33,7 +34,6 @@ from agentenv.base.errors import AgentEnvError, ConfigError
 from agentenv.contract.engine import EngineConfig, LocalModel
 from agentenv.contract.server_config import LaunchConfig, RoleConfig
 from agentenv.learners.keys import LearnerConfig, check_heads
-from agentenv.learners.optimizer import OptimizerConfig
 
 # A plan: a machine, its processes, and problems.
 
@@ -374,20 +374,4 @@ def saving_line(size: float, finish_s: float) -> str:
     return (
         f"{line}, more than checkpoint.finish_s = {finish_s:g}: an interrupted run would not save "
         f"its last steps on such a disk; set it to {2 * needed_s:.0f} or more"
-    )
-
-
-IMITATION_RATE = 8e4  # divided by the number of weights: usual learning rate of AdamW for SFT
-
-
-def rate_advice(optimizer: OptimizerConfig, num_params: int) -> str:
-    """A line if the learning rate of a cold start differs much from the usual one for a pretrained
-    model, else "". Usual: 6e-4 at 135 million weights (SmolLM2, GSM8K), 1e-5 at 7 billion."""
-    usual, rate = IMITATION_RATE / num_params, optimizer.learning_rate
-    if optimizer.optimizer != "adamw" or not rate or 1 / 5 < rate / usual < 5:
-        return ""
-    return (
-        f"sft.optimizer.learning_rate = {rate:g} is {'low' if rate < usual else 'high'} for a "
-        f"pretrained model of {num_params / 1e9:.2g} billion weights: a usual value is about "
-        f"{usual:.0e}; watch sft/loss"
     )

@@ -35,12 +35,13 @@ from agentenv.assembly.checks.memory import (
     server_memory,
     shape_of,
 )
+from agentenv.assembly.checks.start_checks import rate_advice
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.supervised import ColdStartOptimizer
 from agentenv.base.config import load_config
 from agentenv.contract.server_config import LaunchConfig
 from agentenv.envs.quickstart.setup import build_model
-from agentenv.lab.diagnosis.plan import files_of, microbatch_tokens, rate_advice, saving_line
+from agentenv.lab.diagnosis.plan import files_of, microbatch_tokens, saving_line
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
 from agentenv.learners.trees.encoded_tree import encode_sequence

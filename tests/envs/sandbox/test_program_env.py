@@ -289,6 +289,7 @@ def test_the_death_of_a_program_is_a_failure_with_a_reason(code: str) -> None:
     leaf = one_leaf(CLIENT + code)
     assert leaf.end == "failed"
     assert leaf.error.startswith(DEATHS[code])
+    assert bool(leaf.info["endpoint"].get("calls")) != code.startswith("print")
 
 
 def test_a_configured_exit_code_terminates_the_episode() -> None:
