@@ -166,7 +166,7 @@ def _is_here(host: str) -> bool:
 async def _stay(_: Any, __: Any, params: aiohttp.TraceRequestRedirectParams) -> None:
     """Refuse a redirect to another host, which would get our headers."""
     headers = params.response.headers
-    target = headers.get("Location") or headers.get("URI", "")  # as aiohttp does
+    target = headers.get("Location") or headers.get("URI") or ""  # as aiohttp does
     with suppress(ValueError):
         if params.url.join(URL(target)).origin() == params.url.origin():
             return
