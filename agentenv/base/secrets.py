@@ -190,7 +190,7 @@ def _written(char: str) -> str:
     """A pattern of the character, in any escape of _CODE."""
     number = ord(char)
     codes = rf"u{number:04x}|x{number:02x}|%{number:02x}|&#x0*{number:02x};|&#0*{number};"
-    return rf"\\{{0,16}}(?:{re.escape(char)}|(?i:{codes}))"  # a backslash left alone is no JSON
+    return rf"\\{{0,16}}(?:{re.escape(char)}|(?i:{codes}))"  # JSON allows no lone backslash
 
 
 def _without(text: str, spans: Spans) -> str:

@@ -29,7 +29,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -43,6 +42,7 @@ from agentenv.base.errors import (
 )
 from agentenv.base.secrets import SECRETS
 from agentenv.base.untrusted import decode
+from agentenv.base.urls import checked_url, public_url
 from agentenv.contract.env import shared
 
 if TYPE_CHECKING:
@@ -115,24 +115,6 @@ def _lost(error: BaseException) -> str:
     number = cause.errno or 0
     reason = os.strerror(number) if number > 0 else cause.strerror
     return f"Cannot connect to {host}:{getattr(error, 'port', '')}: {reason or cause}"
-
-
-def checked_url(url: Any, key: str) -> str:
-    """The URL without slashes at its end. Raises ConfigError, which names its `key`, for another
-    scheme than http and https, without a host, and for an invalid port."""
-    SECRETS.learn(url)
-    with contextlib.suppress(ValueError):
-        parts = urlsplit(str(url))
-        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
-            return str(url).rstrip("/")
-    shown = str(url).rpartition("@")[2].partition("?")[0]
-    raise ConfigError(f"{key}: expected http://HOST:PORT or https://HOST, got {shown!r}")
-
-
-def public_url(url: str) -> str:
-    """A URL without user, password and query, which may contain a key."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:

@@ -31,7 +31,8 @@ from agentenv.base.errors import SHOWN, ConfigError, DataError, EngineError, For
 from agentenv.base.offload import in_new_thread, result_of
 from agentenv.base.secrets import SECRETS
 from agentenv.base.untrusted import decode
-from agentenv.contract.http import checked_url, is_temporary, reason_of, retry_after_s
+from agentenv.base.urls import checked_url
+from agentenv.contract.http import is_temporary, reason_of, retry_after_s
 from agentenv.contract.http_session import (
     HttpSession,
     LargeReplyError,

@@ -20,7 +20,7 @@ from aiohttp.resolver import ThreadedResolver
 from yarl import URL
 
 from agentenv.base.offload import OwnThread
-from agentenv.contract.http import checked_url
+from agentenv.base.urls import checked_url
 
 # Of a reply, a line or a message. Decoded JSON may take thirty times as much: [{}, {}, ..].
 MAX_REPLY_BYTES = 1_500_000

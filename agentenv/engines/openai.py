@@ -17,8 +17,8 @@ from msgspec import Meta, Struct, field
 from agentenv.base.errors import ConfigError, EngineDeadError, EngineError, ForeignError
 from agentenv.base.types import Chunk, Completion, SamplingParams, VersionSpan
 from agentenv.base.untrusted import convert
+from agentenv.base.urls import checked_url
 from agentenv.contract.engine import Engine, EngineCapabilities, EngineConfig
-from agentenv.contract.http import checked_url
 from agentenv.contract.http_client import (
     FailedError,
     MalformedReplyError,

@@ -16,7 +16,7 @@ from yarl import URL
 from agentenv.base.deadline import admitted
 from agentenv.base.errors import ConfigError, EngineDeadError, EngineError
 from agentenv.base.retries import retried
-from agentenv.contract.http import checked_url
+from agentenv.base.urls import checked_url
 from agentenv.contract.http_client import RefusedError, ServerClient, reply_bytes
 from agentenv.contract.server_config import ChatModelConfig, read_key
 

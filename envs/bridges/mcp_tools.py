@@ -28,8 +28,8 @@ from agentenv.base.installation import install_hint
 from agentenv.base.secrets import SECRETS
 from agentenv.base.types import ToolResult
 from agentenv.base.untrusted import decode
+from agentenv.base.urls import checked_url, public_url
 from agentenv.contract.env import ForkMode, shared
-from agentenv.contract.http import checked_url, public_url
 from agentenv.contract.tools import StatelessTool
 from agentenv.processes.guard import guarded
 

@@ -17,7 +17,7 @@ from agentenv.base.config import ESSENTIAL
 from agentenv.base.errors import ConfigError, ForeignError, InfraError, ToolError
 from agentenv.base.secrets import SECRETS
 from agentenv.base.untrusted import convert, decode
-from agentenv.contract.http import public_url
+from agentenv.base.urls import public_url
 from agentenv.contract.server_config import read_key
 from agentenv.envs.search.corpus import BackendConfig, Hit, Query, split_contents
 from agentenv.envs.search.keys import TrafficConfig
