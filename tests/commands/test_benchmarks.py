@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import csv
 import json
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +31,7 @@ from agentenv.base.types import Limits, Task
 from agentenv.contract.env import close_shared
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.text.prompt import PromptConfig, load_instruction
-from tests.commands.benchmark_files import CANARY, Row, encrypted, load, write
+from tests.commands.benchmark_files import encrypted, load, write
 from tests.support.xbench import encrypt
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "datasets"
@@ -62,61 +64,14 @@ def test_the_second_row_of_the_reduced_file(
     assert tasks[1].metadata["benchmark"] == name
 
 
-BOXED = r"As $2 + 2 = \boxed{2}$ is wrong, it is \boxed{\frac{4}{1}}."
-LITERAL = "{'topic': 'Art', 'answer_type': 'Person', 'urls': ['https://a.org']}"
-WALK = {"hop": "multi-source", "lang": "en", "difficulty_level": "hard", "golden_path": ["root"]}
+ROWS = tomllib.loads((FIXTURES.parent / "benchmark_rows.toml").read_text(encoding="utf-8"))["rows"]
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "task_id", "answers", "fields"),
-    [
-        ("aime24", {"id": 60, "problem": "q", "solution": "s", "answer": "204", "url": "u",
-                    "year": "2024"}, "60", ("204",), {}),
-        ("aime24", {"ID": "2024-I-4", "Problem": "q", "Solution": "s", "Answer": 116},
-         "2024-I-4", ("116",), {}),
-        ("aime25", {"problem": "q", "answer": "70", "id": "0"}, "0", ("70",), {}),
-        ("math500", {"problem": "q", "solution": BOXED, "answer": "p - q", "subject": "Algebra",
-                     "level": 2, "unique_id": "test/1.json"},
-         "test/1.json", ("p - q",), {"level": "2", "subject": "Algebra"}),
-        ("math", {"problem": "q", "level": "Level 5", "type": "Geometry", "solution": BOXED},
-         "rows-1", (r"\frac{4}{1}",), {"level": "Level 5", "subject": "Geometry"}),
-        ("webwalker", {"question": "q", "answer": "a", "root_url": "u", "info": WALK}, "rows-1",
-         ("a",), {"difficulty": "hard", "language": "en", "hop": "multi-source"}),
-        ("hotpotqa", {"id": "5a8b", "question": "q", "answer": "yes", "type": "comparison",
-                      "level": "hard", "supporting_facts": {"title": ["t"]},
-                      "context": {"title": ["t"], "sentences": [["s"]]}},
-         "5a8b", ("yes",), {"type": "comparison", "level": "hard"}),
-        ("2wiki", {"_id": "13f5", "question": "q", "answer": "a", "type": "inference",
-                   "context": [["t", ["s"]]], "evidences": [["a", "b", "c"]]},
-         "13f5", ("a",), {"type": "inference"}),
-        ("2wiki", {"id": "dev_0", "question": "q", "golden_answers": ["a", "b"],
-                   "metadata": {"type": "inference"}}, "dev_0", ("a", "b"), {}),
-        ("bamboogle", {"Question": "q", "Answer": "a"}, "rows-1", ("a",), {}),
-        ("musique", {"id": "2hop__1_2", "question": "q", "answer": "a", "answer_aliases": ["b"],
-                     "answerable": True, "paragraphs": []}, "2hop__1_2", ("a", "b"), {}),
-        ("SimpleQA", {"metadata": LITERAL, "problem": "q", "answer": "a"}, "rows-1", ("a",),
-         {"topic": "Art", "answer_type": "Person"}),
-        ("hle", {"id": "66e8", "question": "q", "image": "", "answer": "C", "rationale": "r",
-                 "answer_type": "multipleChoice", "raw_subject": "Trees", "category": "Math",
-                 "author_name": "n", "canary": CANARY},
-         "66e8", ("C",), {"answer_type": "multipleChoice", "category": "Math"}),
-        ("gaia", {"task_id": "c61d", "Question": "q", "Level": 2, "Final answer": "17",
-                  "file_name": "", "Annotator Metadata": {"Steps": "1."}},
-         "c61d", ("17",), {"level": "2"}),
-        ("gaia", {"Question": "q", "answer": "17", "Level": "1"}, "rows-1", ("17",),
-         {"level": "1"}),
-        ("hle", {"question": "q", "answer": "C"}, "rows-1", ("C",), {}),
-        ("xbench", {"question": "q", "answer": '["a", "b"]'}, "rows-1", ("a", "b"), {}),
-        ("gaia", {"prompt": [{"role": "user", "content": "q"}], "data_source": "gaia",
-                  "reward_model": {"ground_truth": "17", "style": "rule"}},
-         "rows-1", ("17",), {}),
-    ],
-)  # fmt: skip
-def test_a_row_in_the_published_schema(
-    tmp_path: Path, name: str, row: Row, task_id: str, answers: tuple[str, ...], fields: Row
-) -> None:
-    (task,) = load(tmp_path, name, row, report=lambda _: None)
-    assert (task.id, task.question, task.answers) == (task_id, "q", answers)
+@pytest.mark.parametrize("case", ROWS, ids=lambda case: case["name"])
+def test_a_row_in_the_published_schema(tmp_path: Path, case: dict[str, Any]) -> None:
+    name, fields = case["name"], case["fields"]
+    (task,) = load(tmp_path, name, case["row"], report=lambda _: None)
+    assert (task.id, task.question, task.answers) == (case["task_id"], "q", (*case["answers"],))
     assert task.kind == benchmark(name).kind
     assert task.metadata == {"benchmark": name, **fields}, "nothing else of the row is kept"
     stored = EvalRow(dataset="any", task=task.id, sample=0, metadata=task.metadata)

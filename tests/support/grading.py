@@ -1,12 +1,17 @@
-"""The layered grader in this process: its rules, and mathematics without workers."""
+"""The layered grader in this process, mathematics without workers, and tables of answers."""
 
 from __future__ import annotations
 
+import tomllib
 from functools import lru_cache
+from pathlib import Path
 
 from agentenv.envs.grading import quantities
 from agentenv.envs.grading.equality import Equality, risk_of
 from agentenv.envs.grading.layers import compare, expressions
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+TABLES = tomllib.loads((FIXTURES / "graded.toml").read_text(encoding="utf-8"))
 
 
 @lru_cache(maxsize=1)

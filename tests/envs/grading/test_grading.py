@@ -23,42 +23,13 @@ from agentenv.envs.grading.words import f1
 from agentenv.reference.grading import ReleasedReward
 from tests import check_fixtures
 from tests import check_grader as pairs
+from tests.support.grading import FIXTURES, TABLES
 from tests.support.rollout_checks import rollback
-
-FIXTURES = Path(__file__).parents[2] / "fixtures"
-
 
 pytestmark = pytest.mark.usefixtures("services")
 
 
-@pytest.mark.parametrize(
-    ("gold", "answer", "layer"),
-    [
-        ("Paris", " **paris**. ", "words"),
-        ("Paris", "The answer is Paris.", "string"),
-        ("42", r"\[\boxed{42}\]", "string"),
-        ("B", "(b)", "choice"),
-        ("(B) Paris", "Paris", "choice"),
-        ("yes", "Yes, it is.", "yes or no"),
-        ("no solution", r"\emptyset", "special value"),
-        ("12 cm", "0.12 m", "number"),
-        ("July 4, 1776", "1776-07-04", "date"),
-        ("15:00", "3 pm", "time"),
-        ("{1, 2, 3}", "3, 2 and 1", "list"),
-        (r"\pm 2", "x = 2 or x = -2", "list"),
-        ("(1, 2]", "( 1 , 2 ]", "string"),
-        ("52_8", r"52_{\text{eight}}", "number in a base"),
-        ("1 gallon", "4 quarts", "number"),
-        ("100 \N{DEGREE SIGN}C", "212 \N{DEGREE SIGN}F", "number"),
-        ("1 kWh", "3600 kJ", "number"),
-        ("\u4e09\u5206\u4e4b\u4e8c", "2/3", "number"),
-        ("7 to 10 percent", "between 7% and 10%", "range"),
-        ("at least 5 km", "5000 m or more", "bound"),
-        ("the mid-1700s", "mid-18th century", "period"),
-        ("The Godfather", "the film The Godfather", "words"),
-        ("five hundred and forty", "FIVE HUNDRED AND FORTY", "words"),
-    ],
-)
+@pytest.mark.parametrize(("gold", "answer", "layer"), TABLES["layers"])
 async def test_a_right_answer_is_accepted_by_its_layer(gold: str, answer: str, layer: str) -> None:
     verdict = await Layered(math=False).verdict("?", answer, ["something else", gold])
     assert (verdict.right, verdict.score, verdict.layer) == (True, 1.0, layer)

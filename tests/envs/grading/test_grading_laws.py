@@ -11,7 +11,7 @@ import pytest
 from agentenv.envs.grading.layers import compare
 from agentenv.envs.grading.parts import is_named
 from tests.envs.grading.test_grading_one_answer import golds
-from tests.support.grading import is_right
+from tests.support.grading import TABLES, is_right
 
 NUM = 40
 JOINTS = [
@@ -143,17 +143,8 @@ def test_the_signs_of_a_word_of_code_belong_to_it(word: str) -> None:
     assert not compare(word, f"__{word}__")[0]
 
 
-OPERATORS = [
-    (r"\cdot", r"\times"), (r"\times", r"\otimes"), ("+", "-"), (r"\cup", r"\cap"),
-    (r"\subset", r"\supset"), (r"\land", r"\lor"), (r"\oplus", r"\otimes"), (r"\to", r"\leftarrow"),
-    ("<", ">"), (r"\le", "<"), (r"\in", r"\notin"),
-]  # fmt: skip
-UNEQUAL = [
-    ("n!", "n!!"), ("5!", "5!!"), ("E[X]^2", "E[X^2]"), ("A^T B", "B A^T"),
-    (r"\mathbf{A}\mathbf{B}", r"\mathbf{B}\mathbf{A}"), (r"u \cdot v", r"u \times v"),
-    (r"\vec{u} \times \vec{v}", r"\vec{v} \times \vec{u}"), ("12.05.2020", "5.12.2020"),
-    ("13.05.2020", "5.13.2020"), ("12.05.2020", "5 December 2020"), ("30", "reduced by 30"),
-]  # fmt: skip
+OPERATORS = TABLES["operators"]
+UNEQUAL = TABLES["unequal_formulas"]
 
 
 @pytest.mark.parametrize("operators", OPERATORS)
@@ -176,18 +167,6 @@ def test_other_brackets_make_another_interval() -> None:
     assert not [pair for pair in permutations(texts, 2) if is_right(*pair)]
 
 
-@pytest.mark.parametrize(
-    ("gold", "answer"),
-    [
-        ("Marie Curie", "Almost certainly Marie Curie"), ("Marie Curie", "Most likely Marie Curie"),
-        ("43", "I meant 43, not 42"), ("Paris", "Not Lyon, Paris"), ("404", "HTTP 404"),
-        ("Anna Karenina", '"Anna Karenina" by Leo Tolstoy'), ("1990s", "the nineties"),
-        ("Jupiter", "Jupiter (larger than Saturn)"), ("foo()", "```python\nfoo()\n```"),
-        ("#FF0000", "#ff0000"), ("{'a': 1}", '{"a": 1}'), ("42", "42\nBecause 6 times 7 is 42."),
-        ("2.4.1", "version 2.4.1"), ("2019-20", "the 2019/20 season"), ("3-1", "3\N{EN DASH}1"),
-        ("Section 4.10", "4.10"), (r"\vec{a} \cdot \vec{b}", r"\vec{b} \cdot \vec{a}"),
-        ("12.05.2020", "12 May 2020"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("gold", "answer"), TABLES["same_in_another_form"])
 def test_the_same_in_another_form_is_right(gold: str, answer: str) -> None:
     assert is_right(gold, answer)

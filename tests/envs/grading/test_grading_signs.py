@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,11 +12,10 @@ from hypothesis import strategies as st
 from agentenv.envs.grading.layers import compare
 from agentenv.envs.grading.quantities import load
 from tests import check_grader as pairs
-from tests.support.grading import is_right
+from tests.support.grading import FIXTURES, TABLES, is_right
 
 pytest.importorskip("math_verify")
 
-FIXTURES = Path(__file__).parents[2] / "fixtures"
 load()
 
 # Each sign with its notations.
@@ -147,31 +145,7 @@ def test_a_flipped_sign_in_the_fixtures_is_wrong() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize(
-    ("gold", "answer", "right"),
-    [
-        ("Hepatitis A", "hepatitis a", True),
-        ("vitamin A deficiency", "vitamin deficiency", False),
-        ("Once Upon a Time", "Once Upon A Time", True),
-        ("A Beautiful Mind", "Beautiful Mind", True),
-        ("A is greater than B", "B", False),
-        ("C++", "The language is C#", False),
-        ("Sagittarius A*", "Sagittarius A", False),
-        ("Disney+", "Disney Plus", True),
-        ("\\alpha particle", "\\beta particle", False),
-        ("\\alpha particle", "\N{GREEK SMALL LETTER ALPHA} particle", True),
-        ("Ca^{2+}", "Ca\N{SUPERSCRIPT TWO}\N{SUPERSCRIPT PLUS SIGN}", True),
-        ("Cl^- ion", "Cl- ion", True),
-        ("p-value < 0.05", "p-value is less than 0.05", True),
-        ("growth of 1.5 percent a year", "growth of 15 percent a year", False),
-        ("mix 1/2 cup of sugar", "mix 12 cup of sugar", False),
-        ("batting average of .305", "batting average of 305", False),
-        ("Python 3.10 release", "Python 3.1 release", False),
-        ("raised $3 million for charity", "raised \N{EURO SIGN}3 million for charity", False),
-        ("first- and second-class tickets", "first and second class tickets", True),
-        ("1990-1995 period", "1990 -1995 period", True),
-    ],
-)
+@pytest.mark.parametrize(("gold", "answer", "right"), TABLES["signs"])
 def test_only_signs_and_letters_that_carry_a_value_count(
     gold: str, answer: str, right: bool
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from agentenv.base.types import Message, Task
 from agentenv.data.dataset import load_tasks
 from agentenv.envs.grading.custom import CustomFunction, verl_arguments
 from agentenv.envs.grading.reward import check_grader, make_grader
+from tests.support.grading import FIXTURES
 
 Row = dict[str, Any]
 
@@ -94,81 +96,7 @@ def needs_more(solution_str, ground_truth, tokenizer):
     return 1.0
 '''
 
-SEARCH_R1_PROMPT = (
-    "Answer the given question. Provide it inside <answer> and </answer>. For example, "
-    "<answer> Beijing </answer>. Question: what is the capital of France?\n"
-)
-ROWS: dict[str, tuple[Row, str, str]] = {  # the row, a right turn, a wrong one
-    "search_r1": (
-        {
-            "id": "test_0",
-            "question": "what is the capital of France?",
-            "golden_answers": ["Paris", "Lutetia"],
-            "data_source": "nq",
-            "prompt": [{"role": "user", "content": SEARCH_R1_PROMPT}],
-            "ability": "fact-reasoning",
-            "reward_model": {"style": "rule", "ground_truth": {"target": ["Paris", "Lutetia"]}},
-            "extra_info": {"split": "test", "index": 0},
-        },
-        "<think>.</think><answer> paris </answer>",
-        "<think>.</think><answer> Beijing </answer>",
-    ),
-    "countdown": (
-        {
-            "target": 98,
-            "nums": [44, 19, 35],
-            "data_source": "countdown",
-            "prompt": [{"role": "user", "content": "Using the numbers [44, 19, 35], make 98."}],
-            "ability": "math",
-            "reward_model": {
-                "style": "rule",
-                "ground_truth": {"target": 98, "numbers": [44, 19, 35]},
-            },
-            "extra_info": {"split": "train", "index": 0},
-        },
-        "<think>.</think><answer>44 + 19 + 35</answer>",
-        "<think>.</think><answer>44 + 19 - 35</answer>",
-    ),
-    "dapo": (
-        {
-            "data_source": "math_dapo",
-            "prompt": [{"role": "user", "content": "Solve it. The last line is Answer: $Answer"}],
-            "ability": "MATH",
-            "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
-            "extra_info": {"index": "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079"},
-        },
-        "So it is.\nAnswer: 34",
-        "So it is.\nAnswer: 43",
-    ),
-    "skywork": (
-        {
-            "data_source": "train-math-numinamath1.5_olympiads",
-            "prompt": [{"role": "user", "content": "Find it."}],
-            "ability": "math",
-            "reward_model": {"ground_truth": '["34", "\\\\frac{68}{2}"]', "style": "rule"},
-            "extra_info": {"index": 5, "model_difficulty": {"R1-1.5B": 7, "R1-7B": 3}},
-        },
-        r"It is \boxed{34}.",
-        r"It is \boxed{35}.",
-    ),
-    "prime_code": (
-        {
-            "data_source": "apps",
-            "prompt": [
-                {"role": "system", "content": "You think."},
-                {"role": "user", "content": "Read a number and print its double."},
-            ],
-            "ability": "code",
-            "reward_model": {
-                "style": "rule",
-                "ground_truth": json.dumps({"inputs": ["2\n", "21\n"], "outputs": ["4\n", "42\n"]}),
-            },
-            "extra_info": {"split": "train", "index": 1},
-        },
-        "```python\nprint(2 * int(input()))\n```",
-        "```python\nprint(3 * int(input()))\n```",
-    ),
-}
+ROWS = tomllib.loads((FIXTURES / "verl_rows.toml").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
@@ -219,7 +147,7 @@ FORMS = ["jsonl", "parquet", "arrow", *AS_TEXT]
 def test_a_function_receives_the_ground_truth_and_the_row_unchanged(
     tmp_path: Path, name: str, form: str
 ) -> None:
-    row, _, _ = ROWS[name]
+    row = ROWS[name]["row"]
     task = reloaded(tmp_path, row, form)
     given = verl_arguments(task, [Message("assistant", "a"), Message("assistant", "b")])
     assert given == {
@@ -238,7 +166,7 @@ def test_a_function_receives_the_ground_truth_and_the_row_unchanged(
 async def test_published_functions_grade_their_own_rows(
     tmp_path: Path, path: str, name: str
 ) -> None:
-    row, right, wrong = ROWS[name]
+    row, right, wrong = (ROWS[name][key] for key in ("row", "right", "wrong"))
     for form in ("jsonl", "parquet"):
         task = reloaded(tmp_path, row, form)
         sequence = {"solution_str": "sequence"} if name in ("search_r1", "countdown") else {}
@@ -252,7 +180,7 @@ async def test_published_functions_grade_their_own_rows(
 
 
 async def test_a_row_of_pandas_reaches_the_function_with_its_types(path: str) -> None:
-    row, right, _ = ROWS["countdown"]
+    row, right = (ROWS["countdown"][key] for key in ("row", "right"))
     arrays = with_arrays(row["reward_model"])
     metadata = {"reward_model": arrays, "big": 10**30, "data_source": "x", "extra_info": {"n": 2}}
     task = Task("t", "e", "q", ("98",), metadata=metadata)
