@@ -201,7 +201,7 @@ def test_a_run_listens_where_the_page_on_security_says(tmp_path: Path) -> None:
     table = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
     rows = [row for row in table.splitlines() if row.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
-    assert {*seen.values()} == {"launchers", "rank_process", "rollout_worker"}
+    assert {*seen.values()} == {"launchers", "rank_process"}
     assert {*seen.values()} <= named
     assert {address for address, _ in seen} == {"127.0.0.1"}
     assert [*seen.values()].count("rank_process") == 3  # a store, gloo twice
