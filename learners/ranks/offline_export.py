@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from agentenv.base.errors import DataError
-from agentenv.base.model_files import load_pretrained
+from agentenv.base.model_files import check_known, load_pretrained
 from agentenv.learners.lora import (
     ADAPTER,
     ADAPTER_FOLDER,
@@ -51,6 +51,7 @@ def export(
     if not (checkpoint / "config.json").is_file():
         raise DataError(f"{checkpoint} is not a checkpoint: config.json is missing")
     saved = Checkpoint(checkpoint / TRAINER) if (checkpoint / TRAINER).is_dir() else None
+    check_known(checkpoint)
     copy_files(checkpoint, out, dtype)
     weights = WeightFiles(_base_of(checkpoint, saved))
     wanted = getattr(torch, dtype)
