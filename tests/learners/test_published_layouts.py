@@ -32,7 +32,7 @@ VISION = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64,
           "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
 QWEN = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 16,
         "out_hidden_size": 64, "num_position_embeddings": 64}  # fmt: skip
-APART = ("vision", "visual", "modal", "mtp")  # what is not trained
+APART = ("vision", "visual", "multi_modal", "mtp")  # what is not trained
 NESTED = [
     ("gemma3", {"vision_config": VISION}),
     ("mistral3", {"text_config": {"model_type": "ministral3"},
