@@ -14,10 +14,8 @@ from msgspec.structs import replace
 from agentenv.assembly.checks.checks import Check, CheckResult, CheckRunner
 from agentenv.base.types import Message, Task
 from agentenv.contract.env import Grade
-from agentenv.envs.grading.layers import Layered
 from agentenv.lab.diagnosis import audit as audits
 from agentenv.lab.diagnosis.audit import audit, few_failures, find_jumps, no_jumps
-from agentenv.lab.diagnosis.contract import JOINTS, guess_twice, remedy
 from agentenv.launchers import doctor
 from agentenv.rollout.archive import Entry, StepHeader
 from agentenv.rollout.archive_reader import Step
@@ -106,40 +104,6 @@ def test_a_grader_that_changed_is_found(
     for name in failed:
         assert remedy in found[name].remedy
     assert found["regraded"].message
-
-
-@pytest.mark.parametrize(
-    ("answer", "candidates", "other"),
-    [
-        ("Lima", ["the city of Lima", "Quito"], "Quito"),
-        ("1912", ["May 1912", "Paris", "1913"], "1913"),
-        ("yes", ["Lima"], "no"),
-        ("Paris", ["1945"], ""),
-        ("Paris", ["City of light"], ""),  # right by itself
-        ("Paris", [], ""),
-    ],
-)
-async def test_a_second_candidate_is_wrong_and_of_the_same_kind(
-    answer: str, candidates: list[str], other: str
-) -> None:
-    layered = Layered(math=False)
-    golds = [answer, "City of Light"] if answer == "Paris" else [answer]
-
-    async def is_right(text: str) -> bool:
-        return (await layered.verdict("", text, golds)).right
-
-    guesses = await guess_twice(is_right, answer, [answer], candidates)
-    assert len(guesses) == (2 * len(JOINTS) if other else 0)
-    assert not [one for one in guesses if one.is_paid]
-    assert all(other in one.text for one in guesses)
-
-
-async def test_the_remedy_names_the_guess_that_a_grader_reads() -> None:
-    async def first(text: str) -> bool:
-        return text.startswith("Lima")
-
-    guesses = await guess_twice(first, "Lima", ["Lima"], ["Quito"])
-    assert "reads only the" in remedy(guesses)
 
 
 def test_a_jump_is_reported_with_its_trajectories(
