@@ -111,7 +111,7 @@ def test_a_jump_is_reported_with_its_step(
     monkeypatch.setattr(audits, "FAR", -1.0)
     monkeypatch.setattr(audits, "LEAST_SHARE", -1.0)
     assert doctor.main(["audit", str(finished)]) == 1
-    assert "step 2: " in capsys.readouterr().out
+    assert "step 3: " in capsys.readouterr().out
     assert doctor.main(["audit", str(finished), "--json"]) == 1
     found = {one["name"]: one["state"] for one in json.loads(capsys.readouterr().out)["verdicts"]}
     assert found["jumps of reward"] == "failed"
