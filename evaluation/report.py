@@ -39,8 +39,7 @@ async def report_of(
 async def figures(
     folder: Path, rows: Sequence[EvalRow], scorer: Scorer, ks: Sequence[int] = ()
 ) -> Summary:
-    """The summary of these rows of the evaluation in `folder`. Also writes scores and votes into
-    the rows."""
+    """The summary of these rows of the evaluation in `folder`. Also writes scores into the rows."""
     saved = load_saved(folder)
     name = f"{folder.name}: {saved.subject.get('name', '')}".rstrip(": ")
     return await summarize(name, rows, scorer, ks=ks)

@@ -54,8 +54,7 @@ class EvalRow(Struct, kw_only=True):
     A failed trajectory (end "failed") has an `error` and no scores: it counts by kind of failure,
     never as wrong. `scores` contains the computed metrics, each in [0, 1]: em, f1, contains, math,
     judge. `success`, `reward` and `reason` (an explanation) come from the environment's grader.
-    `same_as` is the lowest sample number of the question with the same wrong answer. The first
-    report computes scores and `same_as`.
+    The first report computes scores.
     """
 
     dataset: str
@@ -84,7 +83,6 @@ class EvalRow(Struct, kw_only=True):
     reason: str = ""
     parts: dict[str, float] = field(default_factory=dict)  # of the reward
     scores: dict[str, float] = field(default_factory=dict)
-    same_as: int | None = None
     assist: dict[str, float] = field(default_factory=dict)  # uses, successes, tokens of helpers
     abandoned: list[str] = field(default_factory=list)  # turns that the backtracer discarded
     endpoint: dict[str, int] = field(default_factory=dict)  # counts of a program's calls (`noted`)
