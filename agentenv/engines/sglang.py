@@ -35,7 +35,6 @@ from agentenv.engines.remote.probes import (
     ServerArgs,
     SGLangFacts,
     TokenLogprob,
-    check_logprobs,
     probe_sglang,
     read_metrics,
 )
@@ -321,9 +320,6 @@ class SGLangServer(WeightSync[SGLangFacts]):
 
     async def _unpause(self) -> None:
         await self._resume()
-
-    async def _try_out(self) -> None:
-        await check_logprobs(self._http, self._connected().vocab_size)
 
     async def generate(self, request: ServerRequest, on_chunk: Callable[[Chunk], None]) -> PartEnd:
         """See RemoteServer.generate."""
