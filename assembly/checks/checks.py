@@ -192,7 +192,6 @@ START: tuple[Check, ...] = (
     Check("GPUs", "files", TRAIN, part("gpus")),
     Check("servers", "files", SAMPLING, start_checks.servers, remote=True),
     Check("rows that are here", "files", TRAIN, start_checks.rows_here, NOTHING),
-    Check("graders of rows that are here", "files", TRAIN, start_checks.graders_here),
     Check("model type", "model", RUNS, start_checks.model_type, MODEL),
     # the directory contains configuration, tokenizer and weights; the endpoint responds
     Check("model", "model", ALL, part("tokenizer"), MODEL),

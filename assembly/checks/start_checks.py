@@ -21,13 +21,7 @@ from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.run import ModelConfig
 from agentenv.assembly.parts.assembly import Assembly, RolloutAssembly, load_function, prefixed
-from agentenv.assembly.parts.environments import (
-    EnvMaker,
-    EnvSettings,
-    grader_of,
-    tables_of,
-    try_env,
-)
+from agentenv.assembly.parts.environments import EnvMaker, EnvSettings, grader_of
 from agentenv.assembly.run.rundir import check_writable
 from agentenv.assembly.serving.server_command import find_python
 from agentenv.assembly.serving.servers import check_roles
@@ -340,26 +334,6 @@ async def rows_here(assembly: RolloutAssembly[Any]) -> None:
     for name, one in assembly.sets.items() if assembly.run.setup else ():
         if not assembly.makes(one.rows):
             await assembly.tasks_of(name)
-
-
-async def graders_here(assembly: RolloutAssembly[Any]) -> None:
-    """Environments that do not depend on the set-up start an episode and grade correct answers; if
-    that is all of them, every table is used."""
-    if not assembly.run.setup or assembly.checkpoint is not None or assembly.config.roles:
-        return
-    here = [
-        name
-        for name, one in assembly.sets.items()
-        if not assembly.makes((one.rows, one.env, tables_of(one), one.prompt))
-    ]
-    if len(here) == len(assembly.sets):
-        await environments(assembly)
-    await assembly.urls()  # without roles: only registers the close of shared resources
-    for name in here:
-        maker = EnvMaker(assembly.sets[name], assembly.resolve)
-        tasks = await assembly.tasks_of(name)
-        await try_env(maker, tasks[0])
-        await check_graders(maker, tasks)
 
 
 # The model.

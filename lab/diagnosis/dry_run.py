@@ -32,7 +32,7 @@ from agentenv.assembly.checks.start_checks import (
     paths_of,
 )
 from agentenv.assembly.keys.benchmarks import benchmark
-from agentenv.assembly.keys.cluster import KubernetesCluster, ServeConfig, SlurmCluster, WideCluster
+from agentenv.assembly.keys.cluster import KubernetesCluster, ServeConfig, SlurmCluster
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.help import values_of
 from agentenv.assembly.keys.rl import TrainConfig
@@ -285,11 +285,7 @@ def _is_missing(error: BaseException | None) -> bool:
 
 
 def show_cluster(config: TrainConfig, arguments: argparse.Namespace, view: View, run: Path) -> None:
-    """Print the placement of processes on a cluster, and print or write the job script."""
-    if not isinstance(config.cluster, WideCluster):
-        return
-    for line in config.cluster.lines(config):
-        view.log(line)
+    """Print or write the job script of a cluster."""
     script = getattr(config.cluster, "script", "")
     job = job_of(config, arguments.config, arguments.overrides, run)
     if script:

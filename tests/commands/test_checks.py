@@ -157,17 +157,6 @@ async def test_mistakes_that_do_not_depend_on_the_set_up_are_found_before_it(
     assert problem in f"{results[name].message}; {results[name].remedy}"
 
 
-async def test_a_grader_of_rows_that_are_here_is_loaded_before_the_set_up(tmp_path: Path) -> None:
-    rows, path = tmp_path / "rows.jsonl", tmp_path / "mine.py"
-    rows.write_text('{"question": "?", "answer": 1}\n' * 16)
-    path.write_text("import no_such_package\n")
-    given = [f"data.train={rows}", f"eval.sets={{heldout={{path='{rows}'}}}}"]
-    given += ["env={id='agentenv/DeepSearch-v0'}", f"grader={{path='{path}'}}"]
-    before = START[: [check.name for check in START].index("set-up is run")]
-    results = await found(QUICKSTART, tmp_path, [*given, "checkpoint.best_metric="], before)
-    assert "no_such_package" in results[failed(results)[0]].message
-
-
 async def test_a_part_is_built_once() -> None:
     class Counting(Assembly[TrainConfig]):
         num_built = 0
