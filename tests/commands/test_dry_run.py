@@ -87,7 +87,7 @@ def test_colocated_engine_and_learner_alternate_on_the_gpus(
     )
     assert train.main([str(REASONING), "--dry-run", "--gpus", "8", *overrides]) == EXIT_MISSING
     text = capsys.readouterr().out
-    assert "GPU 0-7: 59.0" in text, "0.7 of it and the context of a rank asleep"
+    assert "GPU 0, 1, 2, 3, 4, 5, 6, 7: 59.0" in text, "0.7 of it and the context of a rank asleep"
     assert "sleeping part" in text
     beside = (*overrides[1:], "--gpus", "8")
     assert "0 of 8" in refused(capsys, str(REASONING), *beside)
