@@ -28,7 +28,7 @@ from agentenv.contract.http_client import (
     beginning,
 )
 from agentenv.contract.request import ServerLostError
-from agentenv.contract.server_config import ChatModelConfig
+from agentenv.contract.server_config import ChatModelConfig, ExtraBody, ServerKeyEnv
 from agentenv.text.endpoint import ModelEndpoint
 
 
@@ -46,9 +46,7 @@ class OpenAIConfig(EngineConfig, frozen=True, kw_only=True, tag="openai", tag_fi
             "in training (vLLM, SGLang); empty: chat messages, for any endpoint"
         ),
     ] = ""
-    api_key_env: Annotated[
-        str, Meta(description="environment variable that holds the API key; empty: none")
-    ] = ""
+    api_key_env: ServerKeyEnv = ""
     continuation: Annotated[
         Literal["auto", "continue", "prefix", "turns"],
         Meta(
@@ -80,9 +78,7 @@ class OpenAIConfig(EngineConfig, frozen=True, kw_only=True, tag="openai", tag_fi
     timeout_s: Annotated[float, Meta(gt=0, description="deadline of one request")] = 300.0
     num_retries: Annotated[int, Meta(ge=0, description="after 429, 5xx, lost connections")] = 6
     max_concurrency: Annotated[int, Meta(ge=1, description="requests in flight")] = 64
-    extra_body: Annotated[
-        dict[str, Any], Meta(description="extra keys of each request, e.g. chat_template_kwargs")
-    ] = field(default_factory=dict)
+    extra_body: ExtraBody = field(default_factory=dict)
 
     capabilities: ClassVar = EngineCapabilities(has_weights=False)
 

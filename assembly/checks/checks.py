@@ -173,7 +173,6 @@ EPISODES = "first episodes"
 
 START: tuple[Check, ...] = (
     Check("sizes divide", "configuration", TRAIN, start_checks.sizes, NOTHING),
-    Check("time-outs", "configuration", TRAIN, start_checks.time_outs, NOTHING),
     Check("advantages", "configuration", TRAIN, start_checks.advantages, NOTHING),
     Check("cold start and renderer", "configuration", TRAIN, start_checks.demonstrations, NOTHING),
     Check(
@@ -200,7 +199,7 @@ START: tuple[Check, ...] = (
     # the renderer can write the prompts of this model
     Check("chat template", "model", ALL, part("renderers"), MODEL),
     Check("end of a turn", "model", ALL, start_checks.turn_end, MODEL),
-    Check("rate of the cold start", "model", TRAIN, start_checks.cold_start_rate),
+    Check("rate of the cold start", "model", TRAIN, start_checks.cold_start_rate, MODEL),
     # from here on the output of the set-up exists
     Check("set-up is run", "model", RUNS, part("set_up")),
     # there is space for new weights in transfer to the engine

@@ -180,7 +180,7 @@ def show_plan(plan: Plan, view: View) -> None:
         view.log(
             f"GPU {', '.join(gpus)}: {needed / GIB:.1f} of {plan.machine.gpu_bytes / GIB:.1f} GiB"
         )
-    for line in (*plan.made, *plan.advice):
+    for line in plan.made:
         view.log(line)
     show_lines("missing", plan.missing, view)
 

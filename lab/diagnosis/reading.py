@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack
 from copy import copy
 from dataclasses import dataclass
@@ -30,11 +30,11 @@ from agentenv.assembly.parts.assembly import TRAINED, Assembly, RolloutAssembly,
 from agentenv.assembly.parts.environments import EnvMaker, grader_of
 from agentenv.assembly.reports.records import NOTED
 from agentenv.base.config import Reporter
-from agentenv.base.errors import ConfigError, MissingError
+from agentenv.base.errors import ConfigError
 from agentenv.base.offload import in_thread
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.base.types import Limits, SamplingParams, Task
-from agentenv.contract.env import Env, close_shared, shared_stats, start_grader
+from agentenv.contract.env import Env, close_shared, shared_stats
 from agentenv.contract.plan import Independent
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.envs.grading.keys import GraderConfig, GraderKeys
@@ -60,7 +60,7 @@ from agentenv.training.supervised.run import SupervisedAssembly
 MARK = "trial step"  # one in each turn with a call
 NUM_CALLS = 2
 DROPPED = "context/altered/thoughts_dropped"
-SHOWN = (*NOTED, "diverged/")
+SHOWN = (*NOTED, "context/", "diverged/", "system_as_user")
 
 
 @dataclass(frozen=True)
@@ -143,12 +143,9 @@ def _findings(tree: TrajectoryTree) -> Iterator[str]:
     for leaf in leaves:
         counts.update(leaf.info.get("endpoint", {}))
     counts["system_as_user"] = stats.get("program/system_as_user", 0)
-    shown = [f"{name} {number}" for name, number in sorted(counts.items()) if _is_shown(name)]
-    if shown := [one for one in shown if not one.endswith(" 0")]:
+    found = {name: count for name, count in sorted(counts.items()) if name.startswith(SHOWN)}
+    if shown := [f"{name} {count}" for name, count in found.items() if count]:
         yield f"trial, counted: {', '.join(shown)}"
-    contexts = [f"{name} {counts[name]}" for name in sorted(counts) if name.startswith("context/")]
-    if contexts:
-        yield f"trial, contexts: {', '.join(contexts)}"
     if counts[DROPPED]:
         yield (
             "trial: the program drops thoughts; for a policy that writes them, set "
@@ -157,10 +154,6 @@ def _findings(tree: TrajectoryTree) -> Iterator[str]:
     if not num_points:
         yield "trial: without a fork point an algorithm that forks has roots alone"
     yield from dict.fromkeys(f"trial, failed: {leaf.error}" for leaf in leaves if leaf.error)
-
-
-def _is_shown(name: str) -> bool:
-    return name.startswith(SHOWN) or name == "system_as_user"
 
 
 ENDS = 1000  # number of rows to read from each end of a file
@@ -227,10 +220,8 @@ async def _read_sets(
     assembly.built["urls"] = dict.fromkeys(config.roles, NOWHERE)
     keys = ("", *(f"{one.key}." for one in assembly.sets.values()))
     has_env = not any(_lacks(absent, f"{key}{name}") for key in keys for name in ENV_TABLES)
-    missing = list[str]()
     if has_env:
         await environment_classes(assembly)
-        missing += [line async for line in _not_installed(assembly)]
         if "machine" in here:
             await needs_of_environments(assembly)
     made = [one.key for one in assembly.sets.values() if assembly.makes(one.rows)]
@@ -250,8 +241,6 @@ async def _read_sets(
     if has_sft and not _lacks(absent, "sft") and TRAINED in assembly.sets:
         here.add("sft")  # read with the renderer and the tools of the training questions
     await refuse_dry(assembly, (*START, *OF_MODEL), here)
-    if missing:
-        raise MissingError("; ".join(dict.fromkeys(missing)))
     if not assembly.sets:
         return
     makers = await assembly.makers() if has_env else {}
@@ -265,23 +254,6 @@ async def _read_sets(
         limits, task = assembly.sets[TRAINED].limits, (await assembly.tasks())[TRAINED][0]
         renderer = (await assembly.renderers())[TRAINED]
         await try_program(makers[TRAINED], task, renderer, limits, report)
-
-
-async def _not_installed(assembly: RolloutAssembly[Any]) -> AsyncIterator[str]:
-    """Lines on missing packages of the environments and graders of sets whose rows the run
-    generates."""
-    for one in map(_local, assembly.sets.values()):
-        if not assembly.makes(one.rows) or assembly.makes((one.env.tools, one.prompt)):
-            continue
-        try:
-            task = Task("none", one.env.id, "none", ("1",))
-            async with grader_of(EnvMaker(one, assembly.resolve), task) as grader:
-                if grader is not None:
-                    await start_grader(grader)
-        except MissingError as error:
-            yield str(error)
-        except Exception:  # it may need the output of the set-up
-            continue
 
 
 def _local(one: SetConfig) -> SetConfig:

@@ -96,8 +96,6 @@ async def test_dependents_of_a_failed_check_are_skipped_and_an_exception_is_a_fa
 MISTAKES = [  # of a run whose model, rows and environment exist: override, check, problem, remedy
     ("learner.groups_per_minibatch=4", "sizes divide",
      "does not divide queue.groups_per_step = 2", ""),
-    ("limits.max_tree_seconds=1", "time-outs", "max_tree_seconds = 1 ends trees before",
-     "an outer deadline must be longer than the inner one"),
     ("env.id=me/Nope-v0", "classes of environments", "env.id: no environment is registered as", ""),
     ("run.setup=nowhere:nothing", "set-up", "run.setup: 'nowhere:nothing'", ""),
     ("engine={name='embedded', max_model_len=2048}", "context", "engine.max_model_len = 2048: ",
@@ -122,9 +120,6 @@ async def test_each_mistake_fails_exactly_one_check_with_its_remedy(
 
 
 EARLY = [  # of a run with a set-up: overrides, check, problem
-    (["eval.timeout_s=1"], "time-outs", "eval.timeout_s = 1 ends evaluations before"),
-    (["python={timeout_s=9999}"], "time-outs",
-     "python.timeout_s = 9999 lets one call take longer than limits.max_seconds = 60"),
     (["env.module=nowhere"], "classes of environments",
      "env.module: 'nowhere' cannot be imported"),
     (["env.kwargs.corpsu=x"], "classes of environments",
