@@ -244,7 +244,7 @@ def _chosen(raw: Tree, kind: mi.Type, path: str, source: str) -> mi.StructType |
     name = raw.get(tag_field)
     if name not in tags and source:
         raise ConfigError(f"{source}: {joined(path, tag_field)}: {not_one_of(name, sorted(tags))}")
-    return tags.get(name)
+    return tags.get(name or "")
 
 
 def registry_at(config_type: type[msgspec.Struct], key: str) -> Registry[Any] | None:

@@ -105,7 +105,8 @@ class NativeRenderer(TextCodec):
             )
         if getattr(tokenizer, "chat_template", None) is None:
             raise ConfigError("renderer.name = 'native': the tokenizer has no chat template")
-        self._check_tools_shown()
+        if self._try([_QUESTION]) == self._try([_QUESTION], tools=()):
+            raise self._refusal("ignores the list of tools")
         self._form = self._find_form()
         self._frames_of = cache(self._find_frames)
         self._check_appends()
@@ -214,11 +215,6 @@ class NativeRenderer(TextCodec):
         except template_errors() as error:
             roles = [turn["role"] for turn in chat]
             raise self._refusal(f"refuses {roles}: {error}") from error
-
-    def _check_tools_shown(self) -> None:
-        """Raises ConfigError if the template does not render tools."""
-        if self._try([_QUESTION]) == self._try([_QUESTION], tools=()):
-            raise self._refusal("ignores the list of tools")
 
     def _find_form(self) -> _CallForm:
         """The format whose parser returns a call that the template wrote."""
