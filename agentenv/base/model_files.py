@@ -357,12 +357,10 @@ def find_on_hub(text: str, kind: HubKind) -> Path | None:
     """The complete model or dataset of an id in the cache; None if the text is not an id, or the
     cache does not have it."""
     if kind == "model" and text.endswith(".gguf") and Path(text).is_file():
-        _places[text] = read_gguf(Path(text))
-        return _places[text]
-    found = hub_id(text)
-    if found is None:
-        return None
-    place = _cached(found, kind)
+        place: Path | None = read_gguf(Path(text))
+    else:
+        found = hub_id(text)
+        place = None if found is None else _cached(found, kind)
     if place is not None:
         _places[text] = place
     return place

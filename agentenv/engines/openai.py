@@ -11,21 +11,18 @@ from math import nan
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import msgspec
 from msgspec import Meta, Struct, field
 
-from agentenv.base.errors import ConfigError, EngineDeadError, EngineError, ForeignError
+from agentenv.base.errors import ConfigError, EngineDeadError, EngineError
 from agentenv.base.types import Chunk, Completion, SamplingParams, VersionSpan
-from agentenv.base.untrusted import convert
 from agentenv.base.urls import checked_url
 from agentenv.contract.engine import Engine, EngineCapabilities, EngineConfig
 from agentenv.contract.http_client import (
     FailedError,
-    MalformedReplyError,
     RefusedError,
     SilentServerError,
     TokenId,
-    beginning,
+    read_as,
 )
 from agentenv.contract.request import ServerLostError
 from agentenv.contract.server_config import ChatModelConfig, ExtraBody, ServerKeyEnv
@@ -251,7 +248,7 @@ def _sglang_body(
 class _Choice(Struct):
     """Of /completions."""
 
-    token_ids: list[TokenId] | None = None
+    token_ids: list[TokenId]
     finish_reason: str | None = None
     stop_reason: Any = None
 
@@ -277,28 +274,15 @@ class _Generated(Struct):
 
 
 def _read(reply: Any) -> Completion:
-    try:
-        choice = convert(reply, _Reply).choices[0]
-    except ForeignError as error:
-        raise MalformedReplyError(f"not a completion ({error}): {_shown(reply)}") from error
-    if choice.token_ids is None:
-        raise MalformedReplyError(
-            f"a completion without token_ids: {_shown(reply)}; token_ids require vLLM 0.11 or newer"
-        )
+    what = "not a completion with token_ids, which require vLLM 0.11 or newer"
+    choice = read_as(_Reply, reply, what).choices[0]
     return _completion(choice.token_ids, choice.finish_reason, choice.stop_reason)
 
 
 def _read_sglang(reply: Any) -> Completion:
-    try:
-        found = convert(reply, _Generated)
-    except ForeignError as error:
-        raise MalformedReplyError(f"output_ids are missing ({error}): {_shown(reply)}") from error
+    found = read_as(_Generated, reply, "not a generated turn")
     why = found.meta_info.finish_reason
     return _completion(found.output_ids, why.type, why.matched)
-
-
-def _shown(reply: Any) -> str:
-    return repr(beginning(msgspec.json.encode(reply))[:200])
 
 
 def _completion(ids: list[int], reason: str | None, stop: Any) -> Completion:

@@ -178,9 +178,8 @@ class SGLangAnswer(AnswerParser):
         vocab_size: int,
     ) -> None:
         self._truncated = is_truncated(request.sampling)
-        kind: Literal["exact", "top_k"] = "exact"
-        if entropy_top_k != -1 and not self._truncated:
-            kind = "top_k"
+        exact = entropy_top_k == -1 or self._truncated
+        kind: Literal["exact", "top_k"] = "exact" if exact else "top_k"
         entropies = request.with_entropies
         super().__init__(server, kind, name_span, vocab_size, with_entropies=entropies)
         self._max_tokens = request.sampling.max_tokens

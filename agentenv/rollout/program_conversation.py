@@ -65,10 +65,9 @@ class ProgramConversation(Conversation):
         """With the facts of the sampling, which the environment passes to the program."""
         action = super().read(completion, prefix)
         stop = completion.stop if completion.stop in self._next.stop else None
-        reason: Literal["stop", "length"] = "stop"
-        if completion.finish_reason == "length":
-            reason = "length"
-        self._is_cut = reason == "length" or completion.stop in self._stops
+        is_long = completion.finish_reason == "length"
+        reason: Literal["stop", "length"] = "length" if is_long else "stop"
+        self._is_cut = is_long or completion.stop in self._stops
         single = self._next.single
         own = spoken(action, self._writer.style, self.tools, stop, single=single)
         sizes = len(prefix), len(completion.token_ids)

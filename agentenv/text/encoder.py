@@ -152,8 +152,6 @@ class Encoder:
     @property
     def rests(self) -> bool:
         """Whether the worker currently accepts no texts, after a failure."""
-        if self._rests_until == -inf:
-            return self._closed
         return self._closed or asyncio.get_running_loop().time() < self._rests_until
 
     async def encode(self, text: str) -> array[int]:

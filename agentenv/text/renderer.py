@@ -19,7 +19,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 from msgspec import Meta, Struct
@@ -358,7 +358,7 @@ class TagRenderer(TextCodec):
         self.prompt_config = prompt or PromptConfig()
         self.tools_in_prompt = tools_in_prompt
         self._frame: tuple[array[int], array[int]] | None = None  # around results, encoded once
-        self._frames: dict[tuple[Role, ...], list[list[int]]] = {}
+        self._frames_of = cache(self._find_frames)
         if (
             self.prompt_config.apply_chat_template
             and getattr(tokenizer, "chat_template", "") is None
@@ -428,23 +428,20 @@ class TagRenderer(TextCodec):
         if users:
             if results or (turn_ids and not self.is_ended(turn_ids)):
                 ids.append(self.end_id)
-            first, *frames = self._frames_of([message.role for message in users])
+            first, *frames = self._frames_of(tuple([message.role for message in users]))
             ids.extend(first)
             for message, frame in zip(users, frames, strict=True):
                 ids += self.encode_foreign(message.content, tools, max_tokens)
                 ids.extend(frame)
         return ids
 
-    def _frames_of(self, roles: Sequence[Role]) -> list[list[int]]:
-        """Token ids of the template's texts around messages of these roles, from the end of the
-        turn that they answer to the beginning of the next one. Raises ConfigError."""
-        key = tuple(roles)
-        if key not in self._frames:
-            self._frames[key] = [self.encode(text) for text in self._texts_around(key)]
-        return self._frames[key]
+    def _find_frames(self, roles: tuple[Role, ...]) -> list[list[int]]:
+        """The token ids around messages of these roles: before the first, between them and after
+        the last."""
+        return [self.encode(text) for text in self._texts_around(roles)]
 
     def _around(self, roles: Sequence[Role]) -> object:
-        return self._frames_of([role for role in roles if role != "tool"])
+        return self._frames_of(tuple([role for role in roles if role != "tool"]))
 
     def _texts_around(self, roles: Sequence[Role]) -> list[str]:
         if not self.prompt_config.apply_chat_template:

@@ -254,10 +254,9 @@ def main() -> None:
 def connect(host: str, port: int) -> socket.socket:
     """Connect to the controller, which may start later: retry for some minutes."""
     for _ in range(600):
-        try:
+        with suppress(OSError):
             return socket.create_connection((host, port))
-        except OSError:
-            time.sleep(0.5)
+        time.sleep(0.5)
     return socket.create_connection((host, port))
 
 

@@ -6,15 +6,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from math import isfinite, nan
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from agentenv.base.errors import ConfigError, EngineError
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Chunk, SamplingParams, VersionSpan
 from agentenv.contract.http_client import (
-    Count,
     Logprob,
     MalformedReplyError,
     ServerClient,
@@ -25,6 +24,7 @@ from agentenv.contract.server_config import VLLM_IPC
 from agentenv.contract.weights import Layout, Wire, find_layout
 from agentenv.engines.remote.base import Facts
 from agentenv.engines.remote.weight_sync import TransferRoutes
+from agentenv.text.endpoint import Models
 
 TRIAL = ServerRequest("", [0], SamplingParams(max_tokens=1, top_k=1))
 VLLM_TRIED = "0.32"  # tested version of vLLM
@@ -84,16 +84,6 @@ class VLLMFacts(Facts, frozen=True):
     plugin: bool = False
 
 
-class _ServedModel(Struct):
-    id: str
-    max_model_len: Count | None = None  # None: of an adapter
-    root: str | None = None
-
-
-class Models(Struct):
-    data: Annotated[list[_ServedModel], Meta(min_length=1)]
-
-
 class _ModelSettings(Struct):
     logprobs_mode: str = ""
     max_logprobs: int = 20
@@ -123,13 +113,13 @@ async def probe_vllm(http: ServerClient, vocab_size: int, entropy_top_k: int) ->
             raise ConfigError(f"{http.name} has no route {route}: {cure}")
     try:
         version = await http.read(str, "GET", "/version", "version")
-        model = (await http.call_as(Models, "GET", "/v1/models")).data[0]
+        model, *_ = (await http.call_as(Models, "GET", "/v1/models")).data
         # The first answer takes seconds: vLLM lists the packages of its whole environment.
         params = {"config_format": "json"}
         settings = await http.call_as(
             _ServerInfo, "GET", "/server_info", params=params, timeout_s=120
         )
-    except MalformedReplyError as error:
+    except (MalformedReplyError, ValueError) as error:  # ValueError: it lists no model
         raise ConfigError(f"{error}; {NEWER}") from error
     info = settings.vllm_config
     cpu = "cpu" in str(info.device_config.get("device", ""))
