@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 
 from agentenv.assembly.keys.help import describe
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.base.config import build_config, changes, keys_in, load_config, read_toml
+from agentenv.base.config import changes, keys_in, load_config, read_toml
 from agentenv.base.errors import ConfigError
 from agentenv.base.overrides import apply_overrides, leave_out_old_kinds
 
@@ -72,23 +72,6 @@ def test_none_removes_all_sets_and_is_refused_for_required_tables() -> None:
         assert raw == {"eval": {"concurrency": 3}}
     with pytest.raises(ConfigError, match="'algorithm=none'"):
         apply_overrides({}, ["algorithm=none", "algorithm.name=grpo"], TrainConfig)
-
-
-@pytest.mark.parametrize(
-    ("raw", "says"),
-    [
-        ({"temperature": 0.5}, "sampling.train.temperature or sampling.eval.temperature?"),
-        ({"train": {"max_tool_calls": 3}}, "did you mean limits.max_tool_calls?"),
-        ({"learning_rat": 1e-6}, "did you mean learner.learning_rate?"),
-        ({"queue": {"max_stalenes": 2}}, "did you mean queue.max_staleness?"),  # as ever: its own
-        ({"learner": {"lr": 1e-4}}, "did you mean learner.learning_rate?"),
-        ({"wholly": 1}, "known: ["),
-    ],
-)
-def test_a_key_of_another_table_is_suggested(raw: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        build_config(TrainConfig, raw, "run.toml")
-    assert says in str(raised.value)
 
 
 def test_none_stays_a_value_of_keys_that_accept_it() -> None:

@@ -27,32 +27,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, main: Any = tra
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("overrides", "reason"),
-    [
-        (("--gpu-memory", "40"), r"GPU 0 needs \S+ of 40 GiB \(learner rank\); lower learner.max"),
-        (("learner.zero_stage=1",), r"GPU 0 needs \S+ of 80 GiB"),
-        (("learner.activation_checkpointing=false",), r"GPU 0 needs \S+ of 80 GiB"),
-        (("engine.servers.gpu_memory_share=0.15",), r"engine.servers: 0.15 of a GPU with 80 GiB"),
-        (
-            ("learner.num_ranks=5",),
-            r"servers.gpus: 4 GPUs are needed, 3 of 8 .*resources.colocated",
-        ),
-        (("resources.learner_gpus=[0,1,2,9]",), r"no GPU 9"),
-        (("learner.context_parallel=3",), r"context_parallel = 3 does not divide .*num_ranks = 4"),
-        (
-            ("learner.num_ranks=3", "learner.context_parallel=3"),
-            r"context_parallel = 3 does not divide the model's 28 attention heads",
-        ),
-        (("grader.judge={url='{role:judge}', model='judge'}",), r"\[roles.judge\] is missing"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(
-    capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...], reason: str
-) -> None:
-    assert re.search(reason, refused(capsys, str(REASONING), "--gpus", "8", *overrides))
-
-
 def test_a_script_that_cannot_be_written_names_its_key(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

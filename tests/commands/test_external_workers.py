@@ -189,11 +189,6 @@ def rendered(capsys: pytest.CaptureFixture[str], path: Path, *overrides: str) ->
     return path.read_text()
 
 
-def refused(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
-    assert train.main([str(QUICKSTART), *overrides, "--dry-run"]) == EXIT_BAD_INPUT
-    return capsys.readouterr().err
-
-
 EXTERNAL_LEARNER = (
     "learner.launch=external",
     "learner.num_ranks=4",
@@ -379,36 +374,6 @@ def test_manifests_fit_the_schemas(
     manifest["spec"]["compleations"] = 5
     with pytest.raises(kubernetes_validate.ValidationError, match="compleations"):
         kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
-
-
-@pytest.mark.parametrize(
-    ("keys", "told"),
-    [
-        (("cluster.kind=kubernetes",), "cluster.image: required by cluster.kind = kubernetes"),
-        ((*KUBERNETES, "run.dir=runs"), "put it under cluster.mount = /shared"),
-        (
-            (*KUBERNETES, "cluster.claim=My Claim"),
-            "cluster.claim = 'My Claim': expected a Kubernetes name",
-        ),
-        (
-            ("cluster.kind=slurm", "cluster.time=soon"),
-            "cluster.time = 'soon': expected a Slurm time",
-        ),
-        (
-            ("cluster.kind=slurm", "cluster.workers=2", "cluster.min_workers=3"),
-            "cluster.min_workers = 3 is above cluster.workers = 2",
-        ),
-        (("cluster.kind=ray", "cluster.nodes=2"), "cluster.nodes"),
-        (
-            ("cluster.kind=slurm", "engine.name=vllm", "model.path=models/Qwen2.5-7B"),
-            "set engine.servers.host = 0.0.0.0",
-        ),
-    ],
-)
-def test_mistakes_in_the_cluster_keys_are_refused(
-    capsys: pytest.CaptureFixture[str], keys: tuple[str, ...], told: str
-) -> None:
-    assert told in refused(capsys, *keys)
 
 
 def test_placement_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
