@@ -77,6 +77,31 @@ CONFIGURATIONS = [
     "nonsense",
 ]
 
+QA = "env={id='agentenv/QAGrader-v0',%s}"
+GRADERS = [
+    "grader.kind=best",
+    "grader.colour=1",
+    "grader.pth=x.py",
+    "grader.kind=exact grader.path=pyproject.toml",
+    "grader.kind=exact grader.partial_credit=true",
+    "grader.kind=exact grader.ordered=true",
+    "grader.ordered=yes",
+    "grader.compat=reference",
+    "grader.kind=judge",
+    "grader.kind=custom",
+    "grader.kind=custom grader.path=missing.py",
+    "grader.kind=combined",
+    "grader.kind=exact grader.combined.a={}",
+    "grader.combined.a.kind=own",
+    "grader.combined.a.kind=combined",
+    "grader.combined.a.wieght=1",
+    "grader.combined.a={} grader.reward=tools",
+    f"{QA % 'kwargs={grader={}}'} grader={{}}",
+    QA % "kwargs={search={}}",
+    QA % "variants={a={id='agentenv/QAGrader-v0',search={}}}",
+    QA % "variants={a={id='agentenv/QAGrader-v0'}}",
+    QA % "variants={a={id='agentenv/QAGradr-v0'}}",
+]
 KUBERNETES = "cluster.kind=kubernetes cluster.image=agentenv:1 cluster.claim=work"
 SETTINGS = [  # of the quick start
     "cluster.kind=kubernetes",
@@ -122,6 +147,10 @@ SETTINGS = [  # of the quick start
     "learning_rat=1e-6",
     "learner.lr=1e-4",
     "wholly=1",
+    "algorithm.group_sice=3",
+    "data.custom_cls.path=x",
+    "cluster.kind=slurm cluster.script=/proc/none/job.sh",
+    "cluster.kind=slurm cluster.script=/proc",
     "python.timeout_s=0",
     "python.limits.memory=1",
     "search.mode=summaries",
@@ -134,6 +163,10 @@ SETTINGS = [  # of the quick start
     "++actor_rollout_ref.rollout.tools.tool_instances.search.params.cache_file=x.json "
     "critic.optim.lr=1e-5 ENABLE_DYNAMIC_ROLLOUTS=True actor_rollout_ref.actor.optim.lrr=1",
 ]
+EIGHT = (
+    "resources.colocated=true learner.num_ranks=8 engine.servers.num_servers=8 "
+    "engine.servers.gpu_memory_share=0.7"
+)
 PLANS = [  # of four GPUs for servers and four for the learner
     "--gpu-memory 40",
     "learner.zero_stage=1",
@@ -149,6 +182,8 @@ PLANS = [  # of four GPUs for servers and four for the learner
     "learner.context_parallel=3",
     "learner.num_ranks=3 learner.context_parallel=3",
     "grader.judge={url='{role:judge}',model='judge'}",
+    f"{EIGHT} resources.colocated=false",
+    f"{EIGHT} learner.zero_stage=1 learner.activation_checkpointing=false",
     "resources.colocated=true engine.name=scripted",
     "resources.colocated=true engine.weights=broadcast",
     "resources.colocated=true engine.servers.gpu_memory_share=0.95",
@@ -185,10 +220,23 @@ MODULES = {  # of environments
     "fails": "\n1 / 0",
     "making": "class Mine:\n  def __init__(self, task):\n    task.metadata['shop']",
 }
+USER = '{"role": "user", "content": "x"}'
 ROWS = {
     "empty": "",
     "no_question": '{"question": "q", "answer": "a"}\n{"answer": "a"}\n',
     "no_answer": '{"question": "q"}\n',
+    "ground_truth": '{"question": "q", "reward_model": {"ground_truth": ""}}',
+    "number": '{"question": 3, "answer": "a"}',
+    "not_a_number": '{"question": "q", "answer": NaN}',
+    "empty_answer": '{"question": "q", "answer": [""]}',
+    "null_answers": '{"question": "q", "answer": [null, NaN]}',
+    "no_answers": '{"question": "q", "answer": []}',
+    "no_output": '{"question": "q", "output": [{"provenance": []}]}',
+    "object": '{"question": "q", "answer": {"a": "b"}}',
+    "kinds": '{"question": "q", "answer": "a", "kind": ["k"]}',
+    "assistant": '{"prompt": [{"role": "assistant", "content": "x"}], "answer": "a"}',
+    "users": f'{{"prompt": [{", ".join([USER] * 2)}], "answer": "a"}}',
+    "no_message": '{"prompt": ["x"], "answer": "a"}',
     "no_json": '{"question": "q", "answer": "a"}\n{"question": "q", "answer":}\n',
 }
 FILES = ["nowhere.toml", "configs/quikstart.toml", "configs/quickstart", "run.seed=1"]
@@ -226,10 +274,12 @@ def test_mistakes_in_a_training(
 
 
 @pytest.mark.golden("train-settings")
-def test_settings_that_cannot_work(golden: Golden, tmp_path: Path) -> None:
+def test_settings_that_cannot_work(warehouse: Path, golden: Golden, tmp_path: Path) -> None:
     for line in SETTINGS:
         keys = [f"run.dir={tmp_path}", *line.split()]
         golden.run(train, ROOT / "configs" / "quickstart.toml", *keys, "--dry-run", status=2)
+    for line in GRADERS:
+        golden.run(train, warehouse, "env.id=agentenv/QAGrader-v0", *line.split(), status=2)
     for line in PLANS:
         keys = ["--gpus", "8", *line.split(), "--dry-run"]
         golden.run(train, ROOT / "configs" / "arpo_reasoning_7b.toml", *keys, status=2)

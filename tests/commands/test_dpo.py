@@ -90,6 +90,8 @@ BAD_PAIRS: list[dict[str, Any]] = [
     {key: [1] for key in ("prompt_ids", "chosen_ids", "rejected_ids", "rejected_mask")}
     | {"chosen_mask": []},
     {"prompt_ids": "x"},
+    {"chosen": "me", "rejected": "no"},
+    {"prompt": "Who?", "chosen": [{"role": "user", "content": "Who?"}], "rejected": "no"},
 ]
 
 

@@ -9,8 +9,6 @@ import pytest
 from agentenv.assembly.keys.help import describe, find, refuse_verl_keys, verl_keys
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.supervised import DPORunConfig, SFTRunConfig
-from agentenv.base.errors import ConfigError
-from agentenv.launchers import train
 from tests.support.warehouse import ROOT
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
@@ -106,12 +104,3 @@ def test_keys_that_the_document_maps_from_llama_factory_exist() -> None:
     known = {key.name for config in (SFTRunConfig, DPORunConfig) for key in describe(config)}
     assert len(named) > 15
     assert set(named) <= known
-
-
-def test_a_mistake_in_our_key_is_not_taken_for_a_verl_key(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert train.main([QUICKSTART, "algorithm.group_sice=3"]) == 2
-    assert "you mean algorithm.group_size?" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"data\.custom_cls\.path"):
-        refuse_verl_keys({"data": {"custom_cls": {"path": "x"}}}, "test")
