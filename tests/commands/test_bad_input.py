@@ -75,6 +75,9 @@ CONFIGURATIONS = [
     "eval.sets.a={path='x', compat='old'}",
     "limits.on_limit=stop",
     "nonsense",
+    "model.path.sub=1",
+    "eval.sets.a={path='x', evry=2}",
+    "model={}",
 ]
 
 QA = "env={id='agentenv/QAGrader-v0',%s}"
@@ -147,6 +150,8 @@ SETTINGS = [  # of the quick start
     "learning_rat=1e-6",
     "learner.lr=1e-4",
     "wholly=1",
+    "engine.name=scripted engine.dtype=float32",
+    "train.num_steps=many train.num_steps=five",
     "algorithm.group_sice=3",
     "data.custom_cls.path=x",
     "cluster.kind=slurm cluster.script=/proc/none/job.sh",
@@ -189,7 +194,7 @@ PLANS = [  # of four GPUs for servers and four for the learner
     "resources.colocated=true engine.servers.gpu_memory_share=0.95",
     "resources.colocated=true engine={name='vllm',weights='ipc',urls=['http://127.0.0.1:1']}",
 ]
-OF_VERL = """\
+OF_VERL = """
 [data]
 train_files = 'a.parquet'
 [algorithm]
@@ -283,8 +288,9 @@ def test_settings_that_cannot_work(warehouse: Path, golden: Golden, tmp_path: Pa
     for line in PLANS:
         keys = ["--gpus", "8", *line.split(), "--dry-run"]
         golden.run(train, ROOT / "configs" / "arpo_reasoning_7b.toml", *keys, status=2)
-    (tmp_path / "verl.toml").write_text(OF_VERL)
-    golden.run(train, tmp_path / "verl.toml", status=2)
+    for name, text in {"verl.toml": OF_VERL, "verl.yaml": "data:\n", "bad.toml": "x = \n"}.items():
+        (tmp_path / name).write_text(text)
+        golden.run(train, tmp_path / name, status=2)
 
 
 def test_a_mistake_in_the_file_is_not_blamed_on_the_command_line(

@@ -7,8 +7,6 @@ import base64
 import gzip
 import json
 import re
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from agentenv.rollout.archive import steps_of
 from agentenv.rollout.archive_reader import columns_of, read_step
 from agentenv.text.encoder import token_texts
 from tests.support.golden import Golden
+from tests.support.snippets import run_python
 from tests.support.viewed_run import HOSTILE, ViewedRun, make_run, row_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -395,8 +394,6 @@ def test_the_help_of_the_command_loads_no_heavy_module() -> None:
     code = "import sys, agentenv.launchers.view as v\n"
     code += "try: v.main(['--help'])\nexcept SystemExit: pass\n"
     code += "print(sorted({'torch', 'aiohttp', 'numpy', 'rich'} & set(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    done = run_python(code)
     assert "--export" in done.stdout
     assert done.stdout.rstrip().endswith("[]")
