@@ -24,10 +24,10 @@ import yaml
 from packaging.requirements import Requirement
 
 from agentenv.base.installation import DISTRIBUTION
-from agentenv.base.ports import hold_port, port_of
 from agentenv.launchers.__main__ import COMMANDS
 from agentenv.processes.supervisor import ADDRESS_VARIABLE
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
+from tests.support.ports import free_port
 from tests.support.snippets import ran
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -322,8 +322,7 @@ def test_the_quick_start_trains_with_the_extra_of_the_readme(full: Path, tmp_pat
 
 def test_a_job_of_slurm_trains_from_an_empty_directory(full: Path, tmp_path: Path) -> None:
     done(full, tmp_path, "agentenv", "new", "shop")
-    with hold_port("127.0.0.1", 0) as held:
-        port = port_of(held)
+    port = free_port()
     slurm = ["cluster.kind=slurm", "cluster.workers=1", f"cluster.port={port}"]
     words = [*SMALL, *slurm, "cluster.script=job.sh", "--dry-run"]
     done(full, tmp_path, "agentenv", "train", "shop/train.toml", *words)
@@ -340,8 +339,7 @@ def test_a_job_of_slurm_trains_from_an_empty_directory(full: Path, tmp_path: Pat
 def test_the_containers_of_a_manifest_train(full: Path, tmp_path: Path) -> None:
     """Their commands, with their variables, the Python of the wheel, and one machine for both."""
     done(full, tmp_path, "agentenv", "new", "shop")
-    with hold_port("127.0.0.1", 0) as held:
-        port = port_of(held)
+    port = free_port()
     keys = ["cluster.kind=kubernetes", "cluster.image=i", "cluster.claim=c", "cluster.workers=1"]
     keys += [f"cluster.mount={tmp_path}", f"run.dir={tmp_path}/runs", f"cluster.port={port}"]
     words = [*SMALL, *keys, "cluster.script=job.yaml", "--dry-run"]

@@ -227,22 +227,34 @@ MODULES = {  # of environments
 }
 USER = '{"role": "user", "content": "x"}'
 ROWS = {
-    "empty": "",
-    "no_question": '{"question": "q", "answer": "a"}\n{"answer": "a"}\n',
-    "no_answer": '{"question": "q"}\n',
-    "ground_truth": '{"question": "q", "reward_model": {"ground_truth": ""}}',
-    "number": '{"question": 3, "answer": "a"}',
-    "not_a_number": '{"question": "q", "answer": NaN}',
-    "empty_answer": '{"question": "q", "answer": [""]}',
-    "null_answers": '{"question": "q", "answer": [null, NaN]}',
-    "no_answers": '{"question": "q", "answer": []}',
-    "no_output": '{"question": "q", "output": [{"provenance": []}]}',
-    "object": '{"question": "q", "answer": {"a": "b"}}',
-    "kinds": '{"question": "q", "answer": "a", "kind": ["k"]}',
-    "assistant": '{"prompt": [{"role": "assistant", "content": "x"}], "answer": "a"}',
-    "users": f'{{"prompt": [{", ".join([USER] * 2)}], "answer": "a"}}',
-    "no_message": '{"prompt": ["x"], "answer": "a"}',
-    "no_json": '{"question": "q", "answer": "a"}\n{"question": "q", "answer":}\n',
+    "empty.jsonl": "",
+    "no_question.jsonl": '{"question": "q", "answer": "a"}\n{"answer": "a"}\n',
+    "no_answer.jsonl": '{"question": "q"}\n',
+    "ground_truth.jsonl": '{"question": "q", "reward_model": {"ground_truth": ""}}',
+    "number.jsonl": '{"question": 3, "answer": "a"}',
+    "not_a_number.jsonl": '{"question": "q", "answer": NaN}',
+    "empty_answer.jsonl": '{"question": "q", "answer": [""]}',
+    "null_answers.jsonl": '{"question": "q", "answer": [null, NaN]}',
+    "no_answers.jsonl": '{"question": "q", "answer": []}',
+    "no_output.jsonl": '{"question": "q", "output": [{"provenance": []}]}',
+    "object.jsonl": '{"question": "q", "answer": {"a": "b"}}',
+    "kinds.jsonl": '{"question": "q", "answer": "a", "kind": ["k"]}',
+    "assistant.jsonl": '{"prompt": [{"role": "assistant", "content": "x"}], "answer": "a"}',
+    "users.jsonl": f'{{"prompt": [{", ".join([USER] * 2)}], "answer": "a"}}',
+    "no_message.jsonl": '{"prompt": ["x"], "answer": "a"}',
+    "no_json.jsonl": '{"question": "q", "answer": "a"}\n{"question": "q", "answer":}\n',
+    "rows.txt": "?",
+    "open.json": "{",
+    "other.json": '{"query": "result"}',
+    "squad.json": '{"data": [{"paragraphs": [{"qas": [{}]}]}]}',
+    "numbers.json": "[1]",
+    "empty.csv": "",
+    "columns.csv": "a,a\n1,2\n",
+    "short.csv": "question,answer\nq,a\nq\n",
+    "long.csv": "question,answer\nq,a,b\n",
+    "quotes.csv": 'question,answer\n"q"x,a\n',
+    "rows.parquet": "no parquet",
+    "rows.arrow": "no arrow at all",
 }
 FILES = ["nowhere.toml", "configs/quikstart.toml", "configs/quickstart", "run.seed=1"]
 
@@ -258,7 +270,7 @@ def test_mistakes_in_a_training(
     code = "env={id='agentenv/CodeInterpreter-v0', kwargs={python={interpretor='x'}}}"
     golden.run(train, warehouse, code, status=2)
     for name, rows in ROWS.items():
-        path = tmp_path / f"{name}.jsonl"
+        path = tmp_path / name
         path.write_text(rows)
         text = golden.run(train, warehouse, "run.name=bad", f"data.train={path}", status=2)
         assert f"{path}" in text
@@ -285,6 +297,9 @@ def test_settings_that_cannot_work(warehouse: Path, golden: Golden, tmp_path: Pa
         golden.run(train, ROOT / "configs" / "quickstart.toml", *keys, "--dry-run", status=2)
     for line in GRADERS:
         golden.run(train, warehouse, "env.id=agentenv/QAGrader-v0", *line.split(), status=2)
+    (tmp_path / "mine.py").write_text("def score(task, written, calls):\n    return 1 / 0\n")
+    custom = ["grader.kind=custom", f"grader.path={tmp_path}/mine.py", "grader.name=score"]
+    golden.run(train, warehouse, "env.id=agentenv/QAGrader-v0", *custom, status=2)
     for line in PLANS:
         keys = ["--gpus", "8", *line.split(), "--dry-run"]
         golden.run(train, ROOT / "configs" / "arpo_reasoning_7b.toml", *keys, status=2)
