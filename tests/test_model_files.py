@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from agentenv.base.model_files import (
     tokenizer_class,
     vocab_size,
 )
+from tests.support.snippets import run_python
 from tests.support.sources import sources
 
 SIZES = {
@@ -104,8 +103,7 @@ def test_a_known_tokenizer_class_is_loaded_without_torch(tmp_path: Path) -> None
         "from agentenv.base.model_files import load_tokenizer; "
         f"print(len(load_tokenizer(Path({str(model)!r}), False)), 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["258", "False"]
+    assert run_python(code).stdout.split() == ["258", "False"]
 
 
 def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:

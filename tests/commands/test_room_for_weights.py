@@ -18,6 +18,7 @@ from agentenv.engines.scripted import ScriptedConfig
 from agentenv.engines.vllm import VLLMConfig
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
+from tests.support.snippets import ran
 from tests.support.warehouse import ROOT
 
 MOUNT = "mount -t tmpfs -o {options} tmpfs {place} && "
@@ -26,10 +27,7 @@ MOUNT = "mount -t tmpfs -o {options} tmpfs {place} && "
 def mounted(options: str, place: Path, command: str) -> subprocess.CompletedProcess[str]:
     """A command with a tmpfs mounted at a place, visible to no other process."""
     script = MOUNT.format(options=options, place=place) + command
-    return subprocess.run(
-        ["unshare", "-m", "bash", "-c", script],
-        capture_output=True, text=True, timeout=300, cwd=ROOT,
-    )  # fmt: skip
+    return ran("unshare", "-m", "bash", "-c", script, expected=None)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -26,6 +26,7 @@ from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import ToolLimits
 from agentenv.envs.bridges.mcp_tools import MCPTools
 from tests.support.begun import begun
+from tests.support.ports import free_port
 from tests.support.small_server import until
 from tests.support.warehouse import ROOT
 
@@ -68,11 +69,6 @@ async def listening(*command: str, port: int, **variables: str) -> AsyncIterator
 def _answers(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def serving(form: str = "events") -> AbstractAsyncContextManager[str]:
