@@ -5,10 +5,11 @@
 
 POST /retrieve accepts {"queries": [text, ...], "topk": 5, "return_scores": true} and
 {"query": text, ...}. The response is {"result": [[{"document": {"id", "title", "contents"},
-"score"}, ...], ...]}, a list for each query. POST /batch_search, of Tool-Star's server, accepts
-{"query": [text, ...], "top_n": 10, "return_score": false} and returns [[{"id", "contents"}, ...],
-...]; with scores, [documents, scores]. GET /health returns {"status": "ok"}. With a key, the others
-need `Authorization: Bearer KEY`.
+"score"}, ...], ...]}, a list for each query. The routes of Tool-Star's server: POST /search
+accepts {"query": text, "top_n": 10, "return_score": false} and returns [{"id", "contents"}, ...];
+POST /batch_search accepts {"query": [text, ...], ...} and returns a list of these; with scores,
+both return [documents, scores]. GET /health returns {"status": "ok"}. With a key, the others need
+`Authorization: Bearer KEY`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from aiohttp import web
 from msgspec import Meta, Struct
@@ -60,15 +61,15 @@ class _Request(Struct):
 
 
 class _SearchRequest(Struct):
-    """A request to /batch_search: FlashRAG's format, with its default of ten."""
+    """A request to /search or /batch_search: FlashRAG's format, with its default of ten."""
 
-    query: list[str]
+    query: str | list[str]
     top_n: Annotated[int, Meta(ge=1, le=100)] = 10
     return_score: bool = False
 
 
 class Retriever(Listener):
-    """The HTTP service: /retrieve and /batch_search over one backend."""
+    """The HTTP service: /retrieve, /search and /batch_search over one backend."""
 
     max_bytes = 4_000_000
 
@@ -79,7 +80,7 @@ class Retriever(Listener):
 
     async def start(self) -> None:
         """Listen, as in `listen`."""
-        posts = {"/retrieve": self.retrieve, "/batch_search": self.batch_search}
+        posts = {"/retrieve": self.retrieve, "/search": self.search, "/batch_search": self.search}
         await self.listen({}, posts, self.config.host, self.config.port)
 
     async def retrieve(self, http: web.Request) -> web.Response:
@@ -93,13 +94,22 @@ class Retriever(Listener):
         rows = [[_row(hit, body.return_scores) for hit in hits] for hits in found]
         return json_response({"result": rows})
 
-    async def batch_search(self, http: web.Request) -> web.Response:
-        """Tool-Star's route."""
-        with _expecting('{"query": [text, ...]}, with "top_n" up to 100'):
+    async def search(self, http: web.Request) -> web.Response:
+        """Tool-Star's routes: /search takes one query, /batch_search a list."""
+        many = http.path == "/batch_search"
+        query = "[text, ...]" if many else "text"
+        with _expecting(f'{{"query": {query}}}, with "top_n" up to 100'):
             body = decode(await body_of(http), _SearchRequest)
-            found = await self._search(body.query, body.top_n)
-        documents = [[_document(hit) for hit in hits] for hits in found]
-        scores = [[hit.score for hit in hits] for hits in found]
+            if many != isinstance(body.query, list):
+                raise ValueError(f"query is {'not a list' if many else 'a list'}")
+            queries = [body.query] if isinstance(body.query, str) else body.query
+            if not many and not queries[0].strip():
+                raise ValueError("query is empty")
+            found = await self._search(queries, body.top_n)
+        documents: list[Any] = [[_document(hit) for hit in hits] for hits in found]
+        scores: list[Any] = [[hit.score for hit in hits] for hits in found]
+        if not many:
+            documents, scores = documents[0], scores[0]
         return json_response([documents, scores] if body.return_score else documents)
 
     async def _search(self, queries: list[str], num_results: int) -> list[list[Hit]]:
@@ -141,7 +151,7 @@ async def serve(config: RetrieverConfig, view: View) -> None:
         await retriever.start()
         url = f"http://{config.host}:{retriever.port}"
         lines = [
-            f"serving on {url} (POST /retrieve, /batch_search)",
+            f"serving on {url} (POST /retrieve, /search, /batch_search)",
             "Ctrl-C stops the server; in another terminal:",
             f"""  curl {url}/retrieve -d '{{"query": "a question", "topk": 3}}'""",
             "or in the configuration of a run:",

@@ -444,10 +444,10 @@ async def test_requests_to_the_retriever(body: bytes) -> None:
     async def read() -> bytes:
         return body
 
-    for path in ("/retrieve", "/batch_search"):
+    for path in ("/retrieve", "/search", "/batch_search"):
         request: Any = SimpleNamespace(read=read, path=path, headers={}, content_length=0)
         request.client_max_size = 1
-        handler = retriever.retrieve if path == "/retrieve" else retriever.batch_search
+        handler = retriever.retrieve if path == "/retrieve" else retriever.search
         try:
             status = (await handler(request)).status
         except ApiError as error:

@@ -173,6 +173,7 @@ EPISODES = "first episodes"
 
 START: tuple[Check, ...] = (
     Check("sizes divide", "configuration", TRAIN, start_checks.sizes, NOTHING),
+    Check("time-outs", "configuration", TRAIN, start_checks.time_outs, NOTHING),
     Check("advantages", "configuration", TRAIN, start_checks.advantages, NOTHING),
     Check("cold start and renderer", "configuration", TRAIN, start_checks.demonstrations, NOTHING),
     Check(
@@ -191,6 +192,7 @@ START: tuple[Check, ...] = (
     Check("GPUs", "files", TRAIN, part("gpus")),
     Check("servers", "files", SAMPLING, start_checks.servers, remote=True),
     Check("rows that are here", "files", TRAIN, start_checks.rows_here, NOTHING),
+    Check("graders of rows that are here", "files", TRAIN, start_checks.graders_here),
     Check("model type", "model", RUNS, start_checks.model_type, MODEL),
     # the directory contains configuration, tokenizer and weights; the endpoint responds
     Check("model", "model", ALL, part("tokenizer"), MODEL),
@@ -199,7 +201,7 @@ START: tuple[Check, ...] = (
     # the renderer can write the prompts of this model
     Check("chat template", "model", ALL, part("renderers"), MODEL),
     Check("end of a turn", "model", ALL, start_checks.turn_end, MODEL),
-    Check("rate of the cold start", "model", TRAIN, start_checks.cold_start_rate, MODEL),
+    Check("rate of the cold start", "model", TRAIN, start_checks.cold_start_rate),
     # from here on the output of the set-up exists
     Check("set-up is run", "model", RUNS, part("set_up")),
     # there is space for new weights in transfer to the engine

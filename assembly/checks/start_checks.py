@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 from msgspec import inspect as mi
 
 from agentenv.assembly.checks.memory import find_shape
@@ -21,7 +21,13 @@ from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.run import ModelConfig
 from agentenv.assembly.parts.assembly import Assembly, RolloutAssembly, load_function, prefixed
-from agentenv.assembly.parts.environments import EnvMaker, EnvSettings, grader_of
+from agentenv.assembly.parts.environments import (
+    EnvMaker,
+    EnvSettings,
+    grader_of,
+    tables_of,
+    try_env,
+)
 from agentenv.assembly.run.rundir import check_writable
 from agentenv.assembly.serving.server_command import find_python
 from agentenv.assembly.serving.servers import check_roles
@@ -141,6 +147,44 @@ async def sizes(assembly: Assembly[TrainConfig]) -> None:
             f"learner.groups_per_minibatch = {part}{default} does not divide queue.groups_per_step "
             f"= {groups}; {fits} does"
         )
+
+
+async def time_outs(assembly: Assembly[TrainConfig]) -> None:
+    """No deadline is longer than an enclosing one."""
+    problems = list(contradictions(assembly.config))
+    if problems:
+        raise ConfigError(
+            f"{' | '.join(problems)}; an outer deadline must be longer than the inner one"
+        )
+
+
+def contradictions(config: TrainConfig) -> Iterator[str]:
+    """A description of each pair of contradictory keys."""
+    limits = config.limits
+    whole = f"limits.max_seconds = {limits.max_seconds:g}"
+    if limits.seconds_of_tree < limits.max_seconds:
+        yield (
+            f"limits.max_tree_seconds = {limits.seconds_of_tree:g} ends trees before {whole} can "
+            "end a trajectory"
+        )
+    for name in _OF_TOOLS:
+        for key, seconds in _timeouts(name, to_builtins(getattr(config, name), enc_hook=str)):
+            if seconds > limits.max_seconds:
+                yield f"{key} = {seconds:g} lets one call take longer than {whole}"
+    if config.eval.sets and config.eval.timeout_s < limits.max_seconds:
+        yield f"eval.timeout_s = {config.eval.timeout_s:g} ends evaluations before {whole}"
+
+
+_OF_TOOLS = ("python", "search", "grader", "env")
+
+
+def _timeouts(path: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Every key `timeout_s` in a table of plain values."""
+    if isinstance(value, int | float) and path.endswith(".timeout_s"):
+        yield path, float(value)
+    entries = enumerate(value) if isinstance(value, list) else ()
+    for name, one in value.items() if isinstance(value, dict) else entries:
+        yield from _timeouts(f"{path}.{name}", one)
 
 
 async def advantages(assembly: Assembly[TrainConfig]) -> None:
@@ -296,6 +340,26 @@ async def rows_here(assembly: RolloutAssembly[Any]) -> None:
     for name, one in assembly.sets.items() if assembly.run.setup else ():
         if not assembly.makes(one.rows):
             await assembly.tasks_of(name)
+
+
+async def graders_here(assembly: RolloutAssembly[Any]) -> None:
+    """Environments that do not depend on the set-up start an episode and grade correct answers; if
+    that is all of them, every table is used."""
+    if not assembly.run.setup or assembly.checkpoint is not None or assembly.config.roles:
+        return
+    here = [
+        name
+        for name, one in assembly.sets.items()
+        if not assembly.makes((one.rows, one.env, tables_of(one), one.prompt))
+    ]
+    if len(here) == len(assembly.sets):
+        await environments(assembly)
+    await assembly.urls()  # without roles: only registers the close of shared resources
+    for name in here:
+        maker = EnvMaker(assembly.sets[name], assembly.resolve)
+        tasks = await assembly.tasks_of(name)
+        await try_env(maker, tasks[0])
+        await check_graders(maker, tasks)
 
 
 # The model.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack
 from copy import copy
 from dataclasses import dataclass
@@ -30,11 +30,11 @@ from agentenv.assembly.parts.assembly import TRAINED, Assembly, RolloutAssembly,
 from agentenv.assembly.parts.environments import EnvMaker, grader_of
 from agentenv.assembly.reports.records import NOTED
 from agentenv.base.config import Reporter
-from agentenv.base.errors import ConfigError
+from agentenv.base.errors import ConfigError, MissingError
 from agentenv.base.offload import in_thread
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.base.types import Limits, SamplingParams, Task
-from agentenv.contract.env import Env, close_shared, shared_stats
+from agentenv.contract.env import Env, close_shared, shared_stats, start_grader
 from agentenv.contract.plan import Independent
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.envs.grading.keys import GraderConfig, GraderKeys
@@ -220,8 +220,10 @@ async def _read_sets(
     assembly.built["urls"] = dict.fromkeys(config.roles, NOWHERE)
     keys = ("", *(f"{one.key}." for one in assembly.sets.values()))
     has_env = not any(_lacks(absent, f"{key}{name}") for key in keys for name in ENV_TABLES)
+    missing = list[str]()
     if has_env:
         await environment_classes(assembly)
+        missing += [line async for line in _not_installed(assembly)]
         if "machine" in here:
             await needs_of_environments(assembly)
     made = [one.key for one in assembly.sets.values() if assembly.makes(one.rows)]
@@ -241,6 +243,8 @@ async def _read_sets(
     if has_sft and not _lacks(absent, "sft") and TRAINED in assembly.sets:
         here.add("sft")  # read with the renderer and the tools of the training questions
     await refuse_dry(assembly, (*START, *OF_MODEL), here)
+    if missing:
+        raise MissingError("; ".join(dict.fromkeys(missing)))
     if not assembly.sets:
         return
     makers = await assembly.makers() if has_env else {}
@@ -254,6 +258,23 @@ async def _read_sets(
         limits, task = assembly.sets[TRAINED].limits, (await assembly.tasks())[TRAINED][0]
         renderer = (await assembly.renderers())[TRAINED]
         await try_program(makers[TRAINED], task, renderer, limits, report)
+
+
+async def _not_installed(assembly: RolloutAssembly[Any]) -> AsyncIterator[str]:
+    """Lines on missing packages of the environments and graders of sets whose rows the run
+    generates."""
+    for one in map(_local, assembly.sets.values()):
+        if not assembly.makes(one.rows) or assembly.makes((one.env.tools, one.prompt)):
+            continue
+        try:
+            task = Task("none", one.env.id, "none", ("1",))
+            async with grader_of(EnvMaker(one, assembly.resolve), task) as grader:
+                if grader is not None:
+                    await start_grader(grader)
+        except MissingError as error:
+            yield str(error)
+        except Exception:  # it may need the output of the set-up
+            continue
 
 
 def _local(one: SetConfig) -> SetConfig:

@@ -96,6 +96,8 @@ async def test_dependents_of_a_failed_check_are_skipped_and_an_exception_is_a_fa
 MISTAKES = [  # of a run whose model, rows and environment exist: override, check, problem, remedy
     ("learner.groups_per_minibatch=4", "sizes divide",
      "does not divide queue.groups_per_step = 2", ""),
+    ("limits.max_tree_seconds=1", "time-outs", "max_tree_seconds = 1 ends trees before",
+     "an outer deadline must be longer than the inner one"),
     ("env.id=me/Nope-v0", "classes of environments", "env.id: no environment is registered as", ""),
     ("run.setup=nowhere:nothing", "set-up", "run.setup: 'nowhere:nothing'", ""),
     ("engine={name='embedded', max_model_len=2048}", "context", "engine.max_model_len = 2048: ",
@@ -120,6 +122,9 @@ async def test_each_mistake_fails_exactly_one_check_with_its_remedy(
 
 
 EARLY = [  # of a run with a set-up: overrides, check, problem
+    (["eval.timeout_s=1"], "time-outs", "eval.timeout_s = 1 ends evaluations before"),
+    (["python={timeout_s=9999}"], "time-outs",
+     "python.timeout_s = 9999 lets one call take longer than limits.max_seconds = 60"),
     (["env.module=nowhere"], "classes of environments",
      "env.module: 'nowhere' cannot be imported"),
     (["env.kwargs.corpsu=x"], "classes of environments",
@@ -150,6 +155,17 @@ async def test_mistakes_that_do_not_depend_on_the_set_up_are_found_before_it(
     results = await found(QUICKSTART, tmp_path, overrides, before)
     assert failed(results)[0] == name
     assert problem in f"{results[name].message}; {results[name].remedy}"
+
+
+async def test_a_grader_of_rows_that_are_here_is_loaded_before_the_set_up(tmp_path: Path) -> None:
+    rows, path = tmp_path / "rows.jsonl", tmp_path / "mine.py"
+    rows.write_text('{"question": "?", "answer": 1}\n' * 16)
+    path.write_text("import no_such_package\n")
+    given = [f"data.train={rows}", f"eval.sets={{heldout={{path='{rows}'}}}}"]
+    given += ["env={id='agentenv/DeepSearch-v0'}", f"grader={{path='{path}'}}"]
+    before = START[: [check.name for check in START].index("set-up is run")]
+    results = await found(QUICKSTART, tmp_path, [*given, "checkpoint.best_metric="], before)
+    assert "no_such_package" in results[failed(results)[0]].message
 
 
 async def test_a_part_is_built_once() -> None:

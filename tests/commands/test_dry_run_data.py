@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,45 @@ def test_rows_are_read_without_a_tokenizer(here: Path, capsys: pytest.CaptureFix
     missing = told.partition("missing:")[2]
     assert "eval.sets.test.path = test.jsonl" in missing
     assert "model.path = models/Qwen2.5-3B" in missing
+
+
+MADE = """
+[run]
+setup = "made_world:prepare"
+[model]
+path = "{run}/model"
+[env]
+id = "agentenv/QAGrader-v0"
+[algorithm]
+name = "grpo"
+[train]
+num_steps = 1
+[data]
+train = "{run}/train.jsonl"
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "absent", "missing"),
+    [
+        (str(ROOT / "configs" / "quickstart.toml"), "bm25s", "requires the package 'bm25s'"),
+        ("made.toml", "math_verify", "requires math-verify"),
+    ],
+)
+def test_missing_packages_are_listed_for_rows_that_the_run_generates(
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    config: str,
+    absent: str,
+    missing: str,
+) -> None:
+    """Those of tools and of graders."""
+    (here / "made.toml").write_text(MADE)
+    (here / "made_world.py").write_text("def prepare(run, seed):\n    return ''\n")
+    monkeypatch.setitem(sys.modules, absent, None)
+    assert dry(train.main, config) == EXIT_MISSING
+    assert missing in " ".join(capsys.readouterr().out.partition("missing:")[2].split())
 
 
 @pytest.mark.parametrize("place", ["/proc/runs", "train.toml/runs"])

@@ -102,8 +102,10 @@ async def test_the_retriever_serves_both_dialects(client: Any) -> None:
         ("/retrieve", {"query": "a", "topk": 0}, ">= 1"),
         ("/retrieve", {"queries": ["a"] * 513}, "513 queries, at most 512"),
         ("/retrieve", "text", "Expected `object`"),
-        ("/batch_search", {}, "missing required field `query`"),
-        ("/batch_search", {"query": "a"}, "Expected `array`"),
+        ("/search", {"query": ["a"]}, "query is a list"),
+        ("/search", {"query": " "}, "query is empty"),
+        ("/search", {}, "missing required field `query`"),
+        ("/batch_search", {"query": "a"}, "query is not a list"),
         ("/batch_search", {"query": ["a"], "top_n": 0}, ">= 1"),
         ("/batch_search", {"query": ["a"] * 513}, "513 queries, at most 512"),
     ],
@@ -162,8 +164,9 @@ async def test_the_dialects_of_tool_star(client: Any) -> None:
     )
     assert documents == found
     assert [len(values) for values in scores] == [1, 1]
-    body = {"query": ["capital"], "return_score": True}
-    status, ((documents,), (scores,)) = await post(client, "/batch_search", body)
+    assert await post(client, "/search", {"query": "peru", "top_n": 1}) == (200, [told])
+    body = {"query": "capital", "return_score": True}
+    status, (documents, scores) = await post(client, "/search", body)
     assert sorted(one["id"] for one in documents) == ["lima", "oslo"]
     assert len(scores) == 2
     assert scores[0] >= scores[1] > 0

@@ -13,12 +13,7 @@ from msgspec import Struct
 from agentenv.base.errors import ConfigError, EngineError
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Chunk, SamplingParams, VersionSpan
-from agentenv.contract.http_client import (
-    Logprob,
-    MalformedReplyError,
-    ServerClient,
-    beginning,
-)
+from agentenv.contract.http_client import Logprob, MalformedReplyError, ServerClient, beginning
 from agentenv.contract.request import PartEnd, ServerInfo, ServerRequest
 from agentenv.contract.server_config import VLLM_IPC
 from agentenv.contract.weights import Layout, Wire, find_layout
