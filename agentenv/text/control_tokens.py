@@ -30,10 +30,14 @@ def broken(pattern: re.Pattern[str] | None, text: str, *, counted: bool = False)
     if pattern is None or found is None:
         return text
     if counted:
-        problem = "a space breaks a control token in the text of a tool or user"
         shown = text[found.start() :][:NUM_SHOWN_CHARS]
-        tally("control_tokens/num_broken").add(1, f"{problem}: {shown!r}")
+        count_forged(f"a space breaks a control token in the text of a tool or user: {shown!r}")
     return pattern.sub(r"\1 ", text)
+
+
+def count_forged(problem: str) -> None:
+    """Count a text of a tool or user with a control token."""
+    tally("control_tokens/num_broken").add(1, problem)
 
 
 def pattern_of(texts: Collection[str], forms: Iterable[str] = (), firsts: str = "") -> Any:
