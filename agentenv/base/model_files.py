@@ -216,12 +216,24 @@ def check_model_directory(model: Path, with_weights: bool = True) -> None:
         raise DataError(f"{model} is not a model directory: it has no *.safetensors file")
 
 
+IMPLEMENTATION = re.compile(r"\w+_implementation(_internal)?")
+IMPLEMENTATIONS = (None, "eager", "sdpa", "grouped_mm", "batched_mm")
+
+
 def check_known(model: Path) -> None:
-    """Raises ConfigError for a model_type that transformers does not know. Loads no torch."""
+    """Raises ConfigError for a model_type that transformers does not know, and for a kernel that it
+    would load from the hub. Loads no torch."""
     from transformers import __version__
     from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
 
     table = read_object(model / "config.json", "model configuration")
+    for part in (table, *(one for one in table.values() if isinstance(one, dict))):
+        for key, value in part.items():
+            if IMPLEMENTATION.fullmatch(key) and value not in IMPLEMENTATIONS:
+                raise ConfigError(
+                    f"{model}: config.json has {key} = {value!r}; expected no such key: code of "
+                    "other kernels is never run"
+                )
     kind = table.get("model_type")
     if isinstance(kind, str) and kind in CONFIG_MAPPING_NAMES:
         return

@@ -64,8 +64,8 @@ class Ended(Struct, frozen=True):
     def text(self) -> str:
         """In words."""
         if self.limit:
-            key = KEYS.get(self.limit)
-            return f"reached its limit of {self.limit}" + (f" (program.limits.{key})" if key else "")
+            key = f" (program.limits.{KEYS[self.limit]})" if self.limit in KEYS else ""
+            return f"reached its limit of {self.limit}{key}"
         if self.signal is not None:
             return f"was ended by signal {self.signal}"
         return f"ended with exit code {self.exit}"
