@@ -132,7 +132,7 @@ async def test_no_message_takes_much_memory(kind: str) -> None:
         peak, found = await peak_of(ask(url))
     assert peak < MAX_BYTES
     assert isinstance(found, AgentEnvError), found
-    assert f"exceeds {MAX_REPLY_BYTES} bytes" in str(found)
+    assert re.search(rf"{MAX_REPLY_BYTES}\b.*; let", str(found))
 
 
 async def one(request: web.Request) -> web.Response:
@@ -224,7 +224,7 @@ async def test_own_headers_stay_at_their_host() -> None:
         for path in ("/away", "/uri"):
             with pytest.raises(ToolError, match="would get our headers"):
                 await client.get(path)
-        with pytest.raises(ToolError, match="redirects more than 5 times"):
+        with pytest.raises(ToolError, match="more than 5"):
             await client.get("/loop")
         with pytest.raises(DataError, match="302"):
             await in_thread(fetch, f"{url}/away", {"X-Api-Key": "mine"})

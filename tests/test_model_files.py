@@ -135,9 +135,7 @@ def test_every_reader_of_sizes_reads_those_of_the_text_model() -> None:
 
 @pytest.mark.parametrize("value", ["someone/kernel", "flash_attention_2", {"": "a/b"}])
 @pytest.mark.parametrize("below", ["", "text_config"])
-def test_a_kernel_of_the_hub_is_refused_by_its_key(
-    tmp_path: Path, value: Any, below: str
-) -> None:
+def test_a_kernel_of_the_hub_is_refused_by_its_key(tmp_path: Path, value: Any, below: str) -> None:
     for key in ("attn_implementation", "_attn_implementation_internal", "_experts_implementation"):
         inner = {key: value, "_attn_implementation": "sdpa"}
         model = model_directory(tmp_path / key, "qwen3")

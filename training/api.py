@@ -428,13 +428,13 @@ _one_at_a_time = threading.Lock()
 OPTION = re.compile(
     r"--(resume|model|tokenizer|env|data|sets?|checkpoint|n|out|help-keys)\b|on the command line"
 )
-OTHERS = {"set": "`sets`", "n": "`max_tasks`", "help-keys": "agentenv train --help-keys"}
+OTHERS = {"set": "`sets`", "n": "`max_tasks`", "on the command line": "in `overrides`"}
+OTHERS |= {"help-keys": "agentenv train --help-keys"}
 
 
 def _parameter(option: re.Match[str]) -> str:
     """The parameter of `train` or `evaluate` for an option of their commands."""
-    name: str | None = option[1]
-    return "in `overrides`" if name is None else OTHERS.get(name, f"`{name}`")
+    return OTHERS.get(option[0].removeprefix("--"), f"`{option[1]}`")
 
 
 @contextmanager

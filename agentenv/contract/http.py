@@ -186,7 +186,10 @@ class JsonSocket:
                 await self._ws.send_str(text)
                 answer = await self._ws.receive()
             if answer.type is not aiohttp.WSMsgType.TEXT:
-                raise ForeignError(_ended(answer))
+                is_large = getattr(answer.data, "code", 0) == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
+                remedy = "; let the server send less at once" if is_large else ""
+                problem = answer.data or answer.type.name
+                raise ForeignError(f"the connection is closed: {problem}{remedy}")
             found = decode(answer.data, kind)
         except TimeoutError as error:
             self._problem = f"no answer within {self.timeout_s:g} s to {SECRETS.known(text):.200}"
@@ -202,16 +205,6 @@ class JsonSocket:
         ws, self._ws, self._problem = self._ws, None, "it is closed"
         if ws is not None:
             await ws.close()
-
-
-def _ended(answer: aiohttp.WSMessage) -> str:
-    from aiohttp import WSCloseCode
-
-    from agentenv.contract.http_session import MAX_REPLY_BYTES
-
-    if getattr(answer.data, "code", None) == WSCloseCode.MESSAGE_TOO_BIG:
-        return f"an answer exceeds {MAX_REPLY_BYTES} bytes; let the server send less at once"
-    return f"the server closed it ({answer.data or answer.type.name})"
 
 
 Login = Callable[["HttpClient"], Awaitable[Mapping[str, str]]]

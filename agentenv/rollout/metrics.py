@@ -115,7 +115,10 @@ def _trajectory_metrics(paths: Sequence[tuple[Trajectory, str]], failed_share: f
         "rollout/turns": fmean(len(path.turns) for path in done),
         "rollout/calls_per_trajectory": fmean(path.num_tool_calls for path in done),
         "rollout/truncated": fmean(path.leaf.end == "truncated" for path in done),
-        "rollout/empty": fmean(any(map(_is_empty, path.turns)) for path in done),
+        "rollout/empty": fmean(  # an end token alone
+            any(len(one.action_ids) == 1 and one.end != "truncated" for one in path.turns)
+            for path in done
+        ),
     }
     parts: dict[str, list[float]] = {}
     for path in done:
@@ -126,11 +129,6 @@ def _trajectory_metrics(paths: Sequence[tuple[Trajectory, str]], failed_share: f
         metrics["reward/format_errors"] = fmean(value < 0 for value in parts["reward/format"])
     limits = Counter(path.leaf.limit for path in done if path.leaf.limit)
     return metrics | {f"truncated/{limit}": num / len(done) for limit, num in limits.items()}
-
-
-def _is_empty(node: Node) -> bool:
-    """Whether a turn is its end token alone."""
-    return len(node.action_ids) == 1 and node.end != "truncated"
 
 
 Trained = Sequence[tuple[TrajectoryTree, Sequence[Node]]]  # trees with the leaves that counted

@@ -48,10 +48,8 @@ INVALID_REQUEST_CODES = (-32600, -32602)  # JSON-RPC: the call is invalid
 WRITERS = ("httpx2", "mcp.client.streamable_http")  # loggers of addresses
 TOO_LARGE = "the result is too large"
 _LARGE = re.compile(rf"{TOO_LARGE}|byte limit")  # the package's text for an event
-_ID = re.compile(  # of a reply, before its result or after it
-    rb'\A\s*\{(?:\s*"jsonrpc"\s*:\s*"2\.0"\s*,)?\s*"id"\s*:\s*(\d+)'
-    rb'|"id"\s*:\s*(\d+)\s*(?:,\s*"jsonrpc"\s*:\s*"2\.0"\s*)?\}\s*\Z'
-)
+# of a reply, before its result or after it
+_ID = re.compile(rb'\A[\s{]*(?:"jsonrpc"[^,{}]*,\s*)?"id":\s*(\d+)|"id":\s*(\d+)[^{}]*\}\s*\Z')
 _EVENT_END = re.compile(rb"\n\n|\r\r|\r\n\r\n")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
@@ -326,6 +324,10 @@ class _Lines(codecs.IncrementalDecoder):
 
     def __init__(self, errors: str = "strict") -> None:
         super().__init__(errors)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a line."""
         self._line, self._num_bytes, self._num_values = bytearray(), 0, 0
 
     def decode(self, data: Any, final: bool = False) -> str:
@@ -343,19 +345,17 @@ class _Lines(codecs.IncrementalDecoder):
             del self._line[EDGE_BYTES:-EDGE_BYTES]
         if not part.endswith(b"\n"):
             return ""
-        line, found = bytes(self._line), _ID.search(self._line)
-        self._line, self._num_bytes, self._num_values = bytearray(), 0, 0
+        line = self._line
+        self.reset()
         if not is_large:
             return line.decode(errors=self.errors)
-        error = {"code": -32000, "message": TOO_LARGE}
+        error, found = {"code": -32000, "message": TOO_LARGE}, _ID.search(line)
         reply = {"jsonrpc": "2.0", "id": int(found[1] or found[2]), "error": error} if found else ""
         return f"{json.dumps(reply)}\n"
 
 
 _BOUNDED = "agentenv_bounded_lines"  # a name for the package, which calls `codecs.lookup`
-_CODEC = codecs.CodecInfo(
-    codecs.utf_8_encode, codecs.utf_8_decode, incrementaldecoder=_Lines, name=_BOUNDED
-)
+_CODEC = codecs.CodecInfo(codecs.utf_8_encode, codecs.utf_8_decode, incrementaldecoder=_Lines)
 codecs.register({_BOUNDED: _CODEC}.get)
 
 

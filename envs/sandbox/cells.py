@@ -41,8 +41,7 @@ def serve(
             output, problem = run_cell(request["code"], scope, num_cells, max_chars)
             for timer in TIMERS:  # timers of one cell must not interrupt another
                 signal.setitimer(timer, 0)
-            lost = problem == "MemoryError" and not _memory_left()
-            lost = lost or problem == OUT_OF_TIME
+            lost = problem == OUT_OF_TIME or (problem == "MemoryError" and not _memory_left())
             answer = {"output": _printable(output), "problem": _printable(problem), "lost": lost}
         elif "fork" in request:
             pid = fork()

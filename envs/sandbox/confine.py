@@ -16,13 +16,7 @@ from typing import Any
 
 FILES = ("confine.py", "system_calls.toml")  # of this module
 SESSION_ID = 1000  # uid and gid inside a session
-RAISED_BY = {
-    "AS": "ulimit -Hv, or lower limits.memory_bytes",
-    "CPU": "ulimit -Ht, or lower limits.cpu_s",
-    "NPROC": "ulimit -Hu, or lower limits.max_processes",
-    "NOFILE": "ulimit -Hn",
-    "FSIZE": "ulimit -Hf, or lower limits.disk_bytes of a program",
-}
+ULIMIT = {"AS": "v", "CPU": "t", "NPROC": "u", "NOFILE": "n", "FSIZE": "f"}  # options of a shell
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_PARENT = 0x10000000, 0x20000000, 0x8000
@@ -167,7 +161,7 @@ def set_limit(name: str, value: int) -> None:
         hard = resource.getrlimit(kind)[1]
         raise ValueError(
             f"its limit RLIMIT_{name} of {value} exceeds the hard limit {hard} of this process: "
-            f"raise it ({RAISED_BY[name]})"
+            f"raise it (ulimit -H{ULIMIT[name]}), or lower that of its own (limits)"
         ) from error
 
 

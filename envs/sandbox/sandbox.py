@@ -19,13 +19,7 @@ from agentenv.base.deadline import admitted, waiting
 from agentenv.base.errors import SHOWN, ConfigError, EnvError, InfraError
 from agentenv.envs.sandbox.confine import ONE_THREAD
 from agentenv.envs.sandbox.keys import PythonConfig
-from agentenv.envs.sandbox.launch import (
-    LIMITS,
-    LOST_BELOW,
-    NAMESPACES_ADVICE,
-    MissingModuleError,
-    Rung,
-)
+from agentenv.envs.sandbox.launch import LOST_BELOW, NAMESPACES_ADVICE, MissingModuleError, Rung
 from agentenv.envs.sandbox.process import (
     CellAnswer,
     ChannelClosedError,
@@ -39,9 +33,8 @@ FORK_TIMEOUT_S = 10.0
 REPLAY_PATIENCE = 4  # factor of the limit of a replayed cell, for a busy machine
 VARIABLES_LOST = "(The interpreter was restarted: earlier variables are lost.)"
 DIED = (
-    "a Python interpreter died (env/sandbox/num_deaths): its code exited or crashed, or all "
-    "interpreters exceeded half of the machine's memory: lower python.limits.memory_bytes or "
-    "python.limits.max_sessions"
+    "a Python interpreter died (env/sandbox/num_deaths): its code exited or crashed, or all took "
+    "half of the machine's memory: lower memory_bytes or max_sessions of python.limits"
 )
 CODE_TOO_LONG = f"The code is longer than {MAX_CODE_CHARS} characters."
 
@@ -387,8 +380,8 @@ class Sandbox:
             try:
                 if not isinstance(error, InfraError) or self.rung is not None:
                     raise  # a sandbox that has worked on this machine: a passing trouble
-                is_known = any(text in str(error) for text in ("RLIMIT_", *LIMITS.values()))
-                advice = NAMESPACES_ADVICE if rung == "namespaces" and not is_known else ""
+                is_limit = "raise" in str(error)  # and has its remedy
+                advice = NAMESPACES_ADVICE if rung == "namespaces" and not is_limit else ""
                 raise ConfigError(f"{error}. {advice}".rstrip(". ")) from error
             finally:
                 await zygote.stop()
