@@ -16,6 +16,7 @@ import hashlib
 import importlib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -227,13 +228,11 @@ def check_known(model: Path) -> None:
     from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
 
     table = read_object(model / "config.json", "model configuration")
-    for part in (table, *(one for one in table.values() if isinstance(one, dict))):
-        for key, value in part.items():
-            if IMPLEMENTATION.fullmatch(key) and value not in IMPLEMENTATIONS:
-                raise ConfigError(
-                    f"{model}: config.json has {key} = {value!r}; expected no such key: code of "
-                    "other kernels is never run"
-                )
+    parts = [table, *(one for one in table.values() if isinstance(one, dict))]
+    for key, value in chain.from_iterable(part.items() for part in parts):
+        if IMPLEMENTATION.fullmatch(key) and value not in IMPLEMENTATIONS:
+            shown = f"{model}: config.json has {key} = {value!r}"
+            raise ConfigError(f"{shown}; remove it: code of other kernels is never run")
     kind = table.get("model_type")
     if isinstance(kind, str) and kind in CONFIG_MAPPING_NAMES:
         return
