@@ -88,7 +88,7 @@ class Progress:
     def _show(self) -> None:
         num_done = self.counts["right"] + self.counts["wrong"]
         note = f"success {self.counts['right'] / max(1, num_done):.3f}"
-        note += f"  {self._rate:.0f} tok/s" if self._rate else ""
+        note += f"  {self._rate:.0f} tok/s" if round(self._rate) else ""
         for name in ("failed", "retries"):
             note += f"  {self.counts[name]} {name}" if self.counts[name] else ""
         self._report(num_done + self.counts["failed"], note)

@@ -16,6 +16,7 @@ import hashlib
 import importlib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -216,12 +217,22 @@ def check_model_directory(model: Path, with_weights: bool = True) -> None:
         raise DataError(f"{model} is not a model directory: it has no *.safetensors file")
 
 
+IMPLEMENTATION = re.compile(r"\w+_implementation(_internal)?")
+IMPLEMENTATIONS = (None, "eager", "sdpa", "grouped_mm", "batched_mm")
+
+
 def check_known(model: Path) -> None:
-    """Raises ConfigError for a model_type that transformers does not know. Loads no torch."""
+    """Raises ConfigError for a model_type that transformers does not know, and for a kernel that it
+    would load from the hub. Loads no torch."""
     from transformers import __version__
     from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
 
     table = read_object(model / "config.json", "model configuration")
+    parts = [table, *(one for one in table.values() if isinstance(one, dict))]
+    for key, value in chain.from_iterable(part.items() for part in parts):
+        if IMPLEMENTATION.fullmatch(key) and value not in IMPLEMENTATIONS:
+            shown = f"{model}: config.json has {key} = {value!r}"
+            raise ConfigError(f"{shown}; remove it: code of other kernels is never run")
     kind = table.get("model_type")
     if isinstance(kind, str) and kind in CONFIG_MAPPING_NAMES:
         return

@@ -115,7 +115,10 @@ def _trajectory_metrics(paths: Sequence[tuple[Trajectory, str]], failed_share: f
         "rollout/turns": fmean(len(path.turns) for path in done),
         "rollout/calls_per_trajectory": fmean(path.num_tool_calls for path in done),
         "rollout/truncated": fmean(path.leaf.end == "truncated" for path in done),
-        "rollout/empty": fmean(1 in [len(one.action_ids) for one in path.turns] for path in done),
+        "rollout/empty": fmean(  # an end token alone
+            any(len(one.action_ids) == 1 and one.end != "truncated" for one in path.turns)
+            for path in done
+        ),
     }
     parts: dict[str, list[float]] = {}
     for path in done:

@@ -25,7 +25,7 @@ from agentenv.base.types import UNKNOWN_TOOL, Completion, Message, Role, ToolCal
 from agentenv.contract.env import check_observation
 from agentenv.text.call_syntax import PARSERS, THOUGHT_CLOSE, THOUGHTS, Parser
 from agentenv.text.contexts import num_common
-from agentenv.text.prompt import PromptConfig, for_native_calls
+from agentenv.text.prompt import PromptConfig, count_tagged_call, for_native_calls
 from agentenv.text.renderer import TextCodec, ToolSchemas, template_errors
 
 Senders = tuple[tuple[str, str | None], ...]  # (role, tool) of each message of an observation
@@ -143,7 +143,7 @@ class NativeRenderer(TextCodec):
         """The action as a message; a truncated turn has no calls."""
         text = self.written(completion, prefix_ids)
         calls = self._form.parse(text, tools) if completion.finish_reason == "stop" else ()
-        return Message("assistant", text, calls)
+        return count_tagged_call(Message("assistant", text, calls), tools)
 
     def observation(
         self,

@@ -30,7 +30,7 @@ from agentenv.base.types import Completion, Message, Role, ToolCall
 from agentenv.base.untrusted import shortened
 from agentenv.contract.env import check_observation, tally
 from agentenv.text.call_syntax import THOUGHT_OPEN
-from agentenv.text.control_tokens import broken, control_tokens, pattern_of
+from agentenv.text.control_tokens import BROKEN, broken, control_tokens, pattern_of
 from agentenv.text.encoder import Encoder, EncoderLostError, decoder, fast_tokenizer
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.tags import TAGS, Shown, check_tags, tag_calls, with_tools, written_arguments
@@ -172,10 +172,7 @@ class TextCodec:
         if known is not None:
             self._known.move_to_end(key)
             return known
-        ids = self.encode(self.neutralise(key[0], tools))
-        if not self.special_ids.isdisjoint(ids):
-            ids = [token for token in ids if token not in self.special_ids]
-        return self._fitted(key, array("i", ids))
+        return self._fitted(key, array("i", self.encode(self.neutralise(key[0], tools))))
 
     async def prepare(
         self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
@@ -199,8 +196,13 @@ class TextCodec:
         return [message.content for message in messages]
 
     def _fitted(self, key: Known, ids: array[int]) -> array[int]:
-        """The truncated ids of a text, which are cached."""
+        """The truncated ids of a text without control tokens, which are cached."""
         text, max_tokens = key[0], key[2]
+        if forged := self.special_ids.intersection(ids):  # the tokenizer normalizes look-alikes
+            problem = "a look-alike is left out of the text of a tool or user"
+            shown = f"{problem}: of {self.decode([*forged])!r}"
+            tally(BROKEN).add(int(not self.is_probe), shown)
+            ids = array("i", [token for token in ids if token not in forged])
         if len(ids) > max_tokens or len(text) > max_tokens * MAX_CHARS_A_TOKEN:
             self.num_cut += 1
         if len(ids) > max_tokens:

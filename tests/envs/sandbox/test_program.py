@@ -171,6 +171,7 @@ async def test_a_named_limit_holds_for_all_processes_of_a_program_together(name:
     spec = ProgramSpec(command=python(code), limits=ProgramLimits(**limits))
     ended, _ = await run(spec)
     assert ended.limit == name.partition(" ")[0], ended
+    assert f"(program.limits.{next(iter(limits))})" in ended.text
     assert left() == []
 
 
