@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from agentenv.base.errors import ConfigError
 from agentenv.base.model_files import load_config, load_pretrained
@@ -58,6 +58,8 @@ ORDERED = (  # sizes that keep their order: names, the least one, and the step t
     (("vocab_size_per_layer_input", "vocab_size"), VOCABULARY, 8),
 )  # fmt: skip
 FIRST_LAYERS, LAST_LAYERS = ("first_k_dense_replace", "num_dense_layers"), ("num_kv_shared_layers",)
+COUNTS = ("layers", "depth", "blocks")  # ends of names of numbers of layers
+WIDTHS = ("hidden", "intermediate", "dim", "width", "d_model", "channel")
 SPREAD = 0.15  # of random weights, so that log-probs depend on token and context
 
 
@@ -111,6 +113,7 @@ def random_model(config: Any) -> Any:
 def distance(model: Any) -> float:
     """The largest difference of both computations in any layout: of log-probs, nats, and of
     gradients, as a part of their norm. The model becomes that of a policy."""
+    Policy(copy.deepcopy(model))  # refuses before passes that may be slow
     trees = list(examples())
     expected = torch.cat([_alone(model, tree) for tree in trees])
     weights = torch.linspace(-1.0, 1.0, len(expected))
@@ -131,8 +134,9 @@ def _gradient(model: Any, value: Tensor) -> Tensor:
     """The gradient of a value, one row; 0 for unused weights."""
     model.zero_grad()
     value.backward()  # type: ignore[no-untyped-call]
-    grads = (torch.zeros_like(one) if one.grad is None else one.grad for one in model.parameters())
-    return torch.cat([grad.flatten() for grad in grads])
+    own = text_part(model)
+    grads = [(one, one.grad) for one in model.parameters() if id(one) in own]
+    return torch.cat([(torch.zeros_like(one) if g is None else g).flatten() for one, g in grads])
 
 
 def check_export(model: Any) -> None:
@@ -188,6 +192,8 @@ def small(config: Any) -> Any:
     unchanged."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
+    for tower in _towers(config, text):
+        _narrow_tower(tower)
     tables = text.to_dict().get("per_layer_config") or {}  # sizes of single layers
     own = {int(layer): table for layer, table in tables.items()}
     if own:
@@ -215,6 +221,29 @@ def small(config: Any) -> Any:
             for place, layer in enumerate(kept)
         }
     return config
+
+
+def _towers(config: Any, text: Any) -> Iterator[Any]:
+    """The configurations inside this one, except that of the text model."""
+    for name in config.sub_configs:
+        tower = getattr(config, name, None)
+        if isinstance(tower, PreTrainedConfig) and tower is not text:
+            yield tower
+            yield from _towers(tower, text)
+
+
+def _narrow_tower(tower: Any) -> None:
+    """Keep one layer, and one head with its share of the widths. Towers do not run here."""
+    sizes = {name: one for name, one in vars(tower).items() if type(one) is int and one > 1}
+    counts = {one for name, one in sizes.items() if name.endswith(COUNTS)}
+    heads = math.gcd(*(one for name, one in sizes.items() if name.endswith("heads")))
+    for name, value in vars(tower).items():
+        if name in sizes and name.endswith((*COUNTS, "heads")):
+            setattr(tower, name, 1)
+        elif name in sizes and any(part in name for part in WIDTHS) and heads:
+            setattr(tower, name, 4 * -(-value // (4 * heads)))
+        elif isinstance(value, list | tuple) and len(value) in counts:
+            setattr(tower, name, value[:1])
 
 
 def _of(size: int | dict[int | None, int], now: int | None) -> int | None:
@@ -308,6 +337,9 @@ def _shorten_positions(text: Any) -> None:
         for name in ("short_factor", "long_factor"):
             if rope.get(name):
                 rope[name] = rope[name][:width]
+        if sections := rope.get("mrope_section"):
+            parts = [part * width // sum(sections) for part in sections[:-1]]
+            rope["mrope_section"] = [*parts, width - sum(parts)]
         if rope.get("rope_type") in ("dynamic", "longrope"):
             text.max_position_embeddings = POSITIONS
     if getattr(text, "original_max_position_embeddings", None):
