@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from agentenv.base.errors import ConfigError
+from agentenv.base.errors import ConfigError, MissingError, named
 from agentenv.base.model_files import load_config, load_pretrained
 from agentenv.learners.ranks.export import entries, write_weights
 from agentenv.learners.trees.encoded_tree import LAYOUTS, EncodedTree, from_arrays
@@ -69,13 +69,6 @@ def check_model(directory: Path, context_parallel: int = 1) -> None:
     ranks cannot share."""
     config = load_config(directory)
     family = f"{directory}: the family {config.model_type}"
-    recurrent = recurrent_kinds(config)
-    if context_parallel > 1 and recurrent:
-        raise ConfigError(
-            f"learner.context_parallel = {context_parallel}: {family} has layers of type "
-            f"{', '.join(recurrent)}, which carry state from token to token and cannot be computed "
-            "in parts; set learner.context_parallel = 1"
-        )
     problem = "no small model could be made"
     try:
         model = random_model(small(config))
@@ -87,14 +80,33 @@ def check_model(directory: Path, context_parallel: int = 1) -> None:
             )
         problem = "its export could not be written and read"
         check_export(model)
+    except MissingError as error:
+        raise named(family, error) from error
     except ConfigError as error:
         raise ConfigError(f"{family} is not supported: {error}") from error
     except Exception as error:  # any error of a model family's code
-        cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        text = " ".join(str(error).split())
+        if isinstance(error, ImportError):
+            raise MissingError(f"{family} needs a package: {text}") from error
+        cause = f"{type(error).__name__}: {text}"
+        if isinstance(error, OSError) or lacks_memory(error):
+            raise ConfigError(f"{family} cannot be tried on this machine: {cause}") from error
         raise ConfigError(
             f"{family} is not supported: {problem} ({cause}); docs/learner.md lists the supported "
             "families"
         ) from error
+    if context_parallel > 1 and (recurrent := recurrent_kinds(config)):
+        raise ConfigError(
+            f"learner.context_parallel = {context_parallel}: {family} has layers of type "
+            f"{', '.join(recurrent)}, which carry state from token to token and cannot be computed "
+            "in parts; set learner.context_parallel = 1"
+        )
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether the machine or its GPU has run out of memory."""
+    is_cpu_allocator = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return is_cpu_allocator or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def random_model(config: Any) -> Any:
