@@ -106,7 +106,7 @@ def test_ids_of_a_padded_vocabulary_are_counted(
     count = json.loads((tmp_path / "out" / "summary.json").read_text())["overall"]["num_padded"]
     said = f"{count} sampled tokens have ids beyond the tokenizer's"
     assert 0 < count < 96
-    assert capsys.readouterr().out.count(said) == 1
+    assert "".join(capsys.readouterr()).count(said) == 1
     keys = ["run.setup=", "sft=none", "train.num_steps=0", "limits.max_turn_tokens=24", grader]
     keys += [f"model.path={model}", f"data.train={data}", f"eval.sets.heldout.path={data}"]
     config = str(ROOT / "tests" / "support" / "small_quickstart.toml")
