@@ -26,11 +26,11 @@ def main(argv: Sequence[str]) -> int:
         from agentenv.learners.ranks.offline_export import export
 
         view.wait_for(f"reading {checkpoint}", "writing")
-        alone = arguments.text_only
-        export(checkpoint, arguments.out, dtype=arguments.dtype, text_only=alone)
+        dtype, alone = arguments.dtype, arguments.text_only
+        export(checkpoint, arguments.out, dtype=dtype, text_only=alone)
         view.end()
-        form = f"{arguments.dtype}, {'the text model alone' if alone else 'all tensors'}"
-        view.log(f"exported {checkpoint} to {arguments.out} as {form}")
+        part = "the text model of " if alone else ""
+        view.log(f"exported {part}{checkpoint} to {arguments.out} as {dtype}")
         path = shlex.quote(str(arguments.out))
         view.suggest(
             {

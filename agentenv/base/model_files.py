@@ -300,8 +300,6 @@ def load_tokenizer(model: Path, with_weights: bool = True) -> Any:
     check_model_directory(model, with_weights)
     try:
         return load_pretrained(tokenizer_class(model) or "AutoTokenizer", model)
-    except MissingError:
-        raise
     except (ConfigError, RuntimeError) as error:
         raise DataError(f"{model}: its tokenizer cannot be loaded: {error}") from error
 

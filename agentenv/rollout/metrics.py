@@ -29,8 +29,8 @@ from agentenv.base.types import Completion, Info
 Metrics = dict[str, float]
 MAX_KIND_CHARS = 60
 PADDED = (
-    "sampled tokens have ids beyond the tokenizer's: the model's vocabulary is padded, and training "
-    "has not yet made these ids unlikely; they have no text"
+    "sampled tokens have ids beyond the tokenizer's: the model's vocabulary is padded, and "
+    "training has not yet made these ids unlikely; they have no text"
 )
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from agentenv.base.errors import ConfigError, MissingError, named
+from agentenv.base.errors import ConfigError, MissingError
 from agentenv.base.model_files import load_config, load_pretrained
 from agentenv.learners.ranks.export import entries, write_weights
 from agentenv.learners.trees.encoded_tree import LAYOUTS, EncodedTree, from_arrays
@@ -80,15 +80,12 @@ def check_model(directory: Path, context_parallel: int = 1) -> None:
             )
         problem = "its export could not be written and read"
         check_export(model)
-    except MissingError as error:
-        raise named(family, error) from error
+    except (MissingError, ImportError) as error:
+        raise MissingError(f"{family}: {' '.join(str(error).split())}") from error
     except ConfigError as error:
         raise ConfigError(f"{family} is not supported: {error}") from error
     except Exception as error:  # any error of a model family's code
-        text = " ".join(str(error).split())
-        if isinstance(error, ImportError):
-            raise MissingError(f"{family} needs a package: {text}") from error
-        cause = f"{type(error).__name__}: {text}"
+        cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if isinstance(error, OSError) or lacks_memory(error):
             raise ConfigError(f"{family} cannot be tried on this machine: {cause}") from error
         raise ConfigError(

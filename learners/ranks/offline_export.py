@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.model_files import check_known, load_config, load_pretrained
@@ -21,6 +20,7 @@ from agentenv.learners.lora import (
     ADAPTER,
     ADAPTER_FOLDER,
     disk_shapes,
+    empty_model,
     is_adapter,
     merged,
     write_adapter,
@@ -52,7 +52,7 @@ def export(
 
     With adapters `out` has the merged model, and `out`/adapter the adapter. With `text_only`, it
     has the text model of a larger one alone, without towers. Raises DataError if the checkpoint is
-    incomplete, and ConfigError if it has no text model inside.
+    incomplete.
     """
     if out.exists() and any(out.iterdir()):
         raise DataError(f"{out} is not empty; choose another folder")
@@ -108,24 +108,19 @@ def export(
 
 
 def text_model(directory: Path) -> Any:
-    """The text model inside that of a directory, without memory for weights. Raises ConfigError if
-    the directory has nothing else, or its family has no class for the text model alone."""
+    """The text model inside that of a directory, without memory for weights. Raises ConfigError for
+    a family that has no class for it."""
     config = load_config(directory)
     inner = config.get_text_config()
-    if inner is config:
-        raise ConfigError(f"{directory}: {config.model_type} is a text model: omit --text-only")
+    if end := getattr(config, "eos_token_id", None):
+        inner.eos_token_id = end
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(inner, trust_remote_code=False)
+        return empty_model(inner)
     except ValueError as error:
         raise ConfigError(
             f"{directory}: transformers has no class for {inner.model_type}, the text model of "
-            f"{config.model_type}, alone: omit --text-only"
+            f"{config.model_type}, alone; omit --text-only"
         ) from error
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if getattr(inner, name, None) is None:
-            setattr(inner, name, getattr(config, name, None))
-    return model
 
 
 def disk_names(model: Any) -> Iterator[str]:

@@ -15,7 +15,7 @@ import torch
 from msgspec.structs import replace
 
 from agentenv.base.errors import ConfigError, LearnerError
-from agentenv.base.model_files import load_pretrained
+from agentenv.base.model_files import load_config, load_pretrained
 from agentenv.learners.keys import LearnerConfig, SavedLearner
 from agentenv.learners.lora import add_adapters, empty_model
 from agentenv.learners.ranks import checkpoint
@@ -242,8 +242,10 @@ def check_settings(directory: Path, config: LearnerConfig, algorithm: Any = None
     """Raises the ConfigErrors of a learner's start, except those about its machine, for a model
     directory, whose weights are not loaded."""
     check_start(config, algorithm, directory)
-    has_weights = any(directory.glob("*.safetensors"))
-    model = whole_model(directory, device_map="meta") if has_weights else empty_model(directory)
+    if any(directory.glob("*.safetensors")):
+        model = whole_model(directory, device_map="meta")
+    else:
+        model = empty_model(load_config(directory))
     if config.fused == "liger":
         check_liger(model.config.model_type)
     build_optimizer(policy_of(model, config)[0].model, config)

@@ -8,7 +8,6 @@ import torch
 
 from agentenv.base.errors import ConfigError, MissingError
 
-
 INSTEAD = "set learner.fused = none"
 
 

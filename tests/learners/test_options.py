@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from agentenv.assembly.keys.supervised import SFTRunConfig
 from agentenv.base.config import load_config
 from agentenv.base.errors import ConfigError, MissingError
-from agentenv.envs.quickstart.setup import build_model
 from agentenv.launchers import sft
 from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks.rank import Rank

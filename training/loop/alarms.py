@@ -177,11 +177,7 @@ class Alarms:
     def check_tokens(self, metrics: Metrics) -> None:
         """Warn when ids are sampled that the tokenizer does not have."""
         number = metrics.get("rollout/padded_tokens", 0.0)
-        self._warn(
-            "padded",
-            number > 0,
-            f"rollout/padded_tokens: {number:.0f} {PADDED}",
-        )
+        self._warn("padded", number > 0, f"rollout/padded_tokens: {number:.0f} {PADDED}")
 
     def _warn(self, condition: str, holds: bool, text: str) -> None:
         if holds and condition not in self._active:
