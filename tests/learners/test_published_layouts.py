@@ -33,7 +33,7 @@ VISION = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64,
 QWEN = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 16,
         "out_hidden_size": 64, "num_position_embeddings": 64}  # fmt: skip
 MROPE = {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
-APART = ("vision", "visual", "multi_modal", "mtp")  # what is not trained
+APART = ("vision", "visual", "multi_modal", "mm_projector", "mtp")  # what is not trained
 NESTED = [
     ("gemma3", {"vision_config": VISION}),
     ("mistral3", {"text_config": {"model_type": "ministral3"},
