@@ -201,8 +201,9 @@ def small(config: Any) -> Any:
     unchanged."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
-    for tower in _towers(config, text):
-        _narrow_tower(tower)
+    for tower in (getattr(config, name, None) for name in config.sub_configs):
+        if isinstance(tower, PreTrainedConfig) and tower is not text:
+            _narrow_tower(tower)
     tables = text.to_dict().get("per_layer_config") or {}  # sizes of single layers
     own = {int(layer): table for layer, table in tables.items()}
     if own:
@@ -230,15 +231,6 @@ def small(config: Any) -> Any:
             for place, layer in enumerate(kept)
         }
     return config
-
-
-def _towers(config: Any, text: Any) -> Iterator[Any]:
-    """The configurations inside this one, except that of the text model."""
-    for name in config.sub_configs:
-        tower = getattr(config, name, None)
-        if isinstance(tower, PreTrainedConfig) and tower is not text:
-            yield tower
-            yield from _towers(tower, text)
 
 
 def _narrow_tower(tower: Any) -> None:
