@@ -66,7 +66,8 @@ class Figures(Struct, kw_only=True):
     """The figures of one group of questions. They exclude failed trajectories, except for
     `num_failed`, `failures` and `success_if_failed_wrong`. A trajectory failed if its last attempt
     did. `num_retries`: number of failed attempts that were retried, over all trajectories.
-    `num_empty`: number of trajectories with an empty reply of the model.
+    `num_empty`: number of trajectories with an empty reply of the model; `num_padded`: of sampled
+    ids beyond the tokenizer's.
     `num_misformatted`: number of answers that equal a gold (em) but are wrong because of their
     format.
 
@@ -95,6 +96,7 @@ class Figures(Struct, kw_only=True):
     num_retries: int = 0
     num_misformatted: int = 0
     num_empty: int = 0
+    num_padded: int = 0
 
 
 class Summary(Struct, kw_only=True):
@@ -185,6 +187,7 @@ def figures_of(
         endpoint=_total(row.endpoint for row in rows),
         num_retries=sum(row.num_retries for row in rows),
         num_misformatted=sum(map(_is_misformatted, done)),
+        num_padded=sum(row.padded_tokens for row in rows),
         num_empty=sum(map(_is_empty, done)),
     )
 

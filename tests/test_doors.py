@@ -61,7 +61,7 @@ def named(source: str) -> Iterator[str]:
             yield node.value
 
 
-@pytest.mark.parametrize("kind", ["server", "client"])
+@pytest.mark.parametrize("kind", ["server", "client", "model"])
 def test_each_kind_is_opened_in_its_place(kind: str) -> None:
     places = dict(TABLE[kind])
     names = re.compile(places.pop("names").strip())

@@ -28,6 +28,10 @@ from agentenv.base.types import Completion, Info
 
 Metrics = dict[str, float]
 MAX_KIND_CHARS = 60
+PADDED = (
+    "sampled tokens have ids beyond the tokenizer's: the model's vocabulary is padded, and "
+    "training has not yet made these ids unlikely; they have no text"
+)
 
 
 def rollout_metrics(
@@ -63,7 +67,7 @@ def rollout_metrics(
     if num := len(paths) + failures.total():
         metrics["failed/share"] = failures.total() / num
     counted = (path.leaf.info.get("endpoint", ()) for path, _ in paths)
-    if padded := sum(token >= num_words for node in nodes for token in node.action_ids):
+    if padded := num_padded(nodes, num_words):
         metrics["rollout/padded_tokens"] = padded
     if refused := sum(any(name.startswith("refused/") for name in one) for one in counted):
         metrics["rollout/refused"] = refused
@@ -76,6 +80,11 @@ def rollout_metrics(
                 metrics[f"by_kind/{kind}/success"] = fmean(path.success for path in done)
         metrics |= _tool_metrics(calls)
     return metrics
+
+
+def num_padded(nodes: Iterable[Node], num_words: float) -> int:
+    """The number of sampled ids from `num_words` on, the first one beyond the tokenizer's."""
+    return sum(token >= num_words for node in nodes for token in node.action_ids)
 
 
 def changed_share(guided: Sequence[Node]) -> float:

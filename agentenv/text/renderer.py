@@ -14,6 +14,7 @@ cannot forge tags or special tokens. `agentenv/text/native.py` is the renderer o
 
 from __future__ import annotations
 
+import math
 import re
 from array import array
 from collections import OrderedDict
@@ -155,6 +156,11 @@ class TextCodec:
         self._known: OrderedDict[Known, array[int]] = OrderedDict()  # least recently used first
         self._num_known_chars = 0
         self._opens = lru_cache(NUM_KNOWN_TAILS)(self._opens_thought)
+
+    @cached_property
+    def num_words(self) -> float:
+        """The first id beyond the tokenizer's; a model with a padded vocabulary has more."""
+        return 1 + max(getattr(self.tokenizer, "get_vocab", dict)().values(), default=math.inf)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of trusted text, special tokens included."""

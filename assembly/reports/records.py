@@ -73,6 +73,7 @@ class EvalRow(Struct, kw_only=True):
     num_retries: int = 0  # after failures; with the same seeds
     prompt_tokens: int = 0
     action_tokens: int = 0  # sampled by the policy
+    padded_tokens: int = 0  # of these, ids beyond the tokenizer's
     tool_tokens: int = 0  # of tool results
     seconds: float = 0.0  # wall time of the trajectory
     end: str = ""  # terminated, truncated, failed

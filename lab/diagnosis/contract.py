@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from agentenv.assembly.checks.checks import EPISODES, MODEL, RUNS, TRAIN, Check, Skip
+from agentenv.assembly.checks.checks import EPISODES, MACHINE, MODEL, RUNS, TRAIN, Check, Skip
 from agentenv.assembly.parts.assembly import TRAINED, Assembly
 from agentenv.assembly.parts.environments import EnvMaker, grader_of
 from agentenv.base.deadline import within
@@ -104,6 +104,15 @@ async def learner_settings(assembly: Assembly[Any]) -> None:
     config, model = assembly.config, await assembly.model()
     algorithm = getattr(config, "algorithm", None)
     await in_thread(check_settings, model, config.learner, algorithm)
+
+
+async def kernels(assembly: Assembly[Any]) -> None:
+    """This machine runs the learner's kernels, unless its ranks are elsewhere."""
+    from agentenv.learners.trees.liger import check_device  # loads torch
+
+    learner = assembly.config.learner
+    if learner.fused == "liger" and learner.launch == "local":
+        check_device()
 
 
 async def parity(assembly: TrainingAssembly) -> str:
@@ -282,6 +291,7 @@ async def services(assembly: TrainingAssembly) -> str:
 
 OF_MODEL = (
     Check("packed model", "contract", RUNS, packed_model, MODEL),
+    Check("learner's kernels", "contract", RUNS, kernels, MACHINE),
     Check("learner's settings", "contract", RUNS, learner_settings, MODEL),
 )
 CONTRACT = (

@@ -13,7 +13,7 @@ from agentenv.base.tree import GUIDED, TrajectoryTree
 from agentenv.base.types import Info, Limit
 from agentenv.learners.keys import Metrics
 from agentenv.rollout.failures import faults_of
-from agentenv.rollout.metrics import changed_share
+from agentenv.rollout.metrics import PADDED, changed_share
 
 logger = logging.getLogger(__name__)
 
@@ -178,13 +178,7 @@ class Alarms:
     def check_tokens(self, metrics: Metrics) -> None:
         """Warn when ids are sampled that the tokenizer does not have, and when turns are empty."""
         number = metrics.get("rollout/padded_tokens", 0.0)
-        self._warn(
-            "padded",
-            number > 0,
-            f"{number:.0f} sampled tokens of the step have ids beyond the tokenizer's "
-            "(rollout/padded_tokens): the model's vocabulary is padded, and training has not yet "
-            "made these ids unlikely; they have no text",
-        )
+        self._warn("padded", number > 0, f"rollout/padded_tokens: {number:.0f} {PADDED}")
 
         share = metrics.get("rollout/empty", 0.0)
         self._warn(
