@@ -46,10 +46,8 @@ _QUERY = re.compile(
     r"(?i)[?&;](?:[\w-]*(?:key|token|secret|password|passwd|signature)|sig)=([^&;\s\"'<>#]+)"
 )
 # where a text, also a secret, may be broken; backslashes escape quotes and each other
-_JOINTS = (
-    *("\\u0000", "\\n", "\\r", "\\t", "\\", "=\r\n", "=\n"),
-    *(" ", "\n", "\r", "\t", "\0", "\u200b"),
-)
+_BLANKS = " ", "\n", "\r", "\t", "\0", "\u200b"
+_JOINTS = "\\u0000", "\\n", "\\r", "\\t", "\\", "=\r\n", "=\n", *_BLANKS
 _GAP = f"(?:{'|'.join(map(re.escape, _JOINTS))})*"
 # a character as JSON, Python, URLs and HTML may escape it
 _CODE = re.compile(
@@ -57,7 +55,12 @@ _CODE = re.compile(
     r"&#[xX]0{0,9}(?!20)([2-7][\da-fA-F]);|&#0{0,9}(3[3-9]|[4-9]\d|1[01]\d|12[0-6]);"
 )
 _DECIMAL = 5  # the group of it whose number is not hexadecimal
-_PARTS = ("k-", "_", "glpat-", "xox", "tvly-", "AKIA", "AIza", "eyJ")  # of these, found faster
+_PARTS = {  # of these, by a character that is found fastest
+    "-": ("k-", "glpat-", "xox", "tvly-"),
+    "_": ("hf_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "wandb_v1_"),
+    "A": ("AKIA", "AIza"),
+    "J": ("eyJ",),
+}
 _KEYS = re.compile(
     r"\b(?:[sp]k-(?=[\w-]*\d|[a-zA-Z]{16})[\w-]{16,}|hf_[a-zA-Z0-9]{16,}|"
     r"eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]+)?|(?:gh[pousr]_|github_pat_|glpat-|xox[abeprs]-|tvly-|AKIA|AIza|wandb_v1_)[\w-]{12,})"
@@ -74,6 +77,8 @@ _LIKELY = (  # group 1 is the secret
     ),
 )
 _NESTED: Any = dict, list, tuple, Struct
+_PLAIN = frozenset({type(None), bool, int, float})  # without texts
+_SIZED = frozenset({str, tuple, list, dict})
 _REST = rf"(?:{_CODE.pattern}|[\w+/=%-])*"  # of a secret that was cut
 Spans = list[tuple[int, int]]
 
@@ -115,6 +120,8 @@ class Redactor:
 
     def known(self, text: str) -> str:
         """The text with each known secret replaced by "[redacted]"."""
+        if len(text) < MIN_CHARS:
+            return text
         return _without(text, spans) if (spans := self._found(text)) else text
 
     def text(self, text: str) -> str:
@@ -153,8 +160,13 @@ class Redactor:
                 return type(one)([changed(inner, above) for inner in one])
             if not isinstance(one, Struct):
                 return one
-            fields = ((name, getattr(one, name)) for name in one.__struct_fields__)
-            new = {n: clear for n, inner in fields if (clear := changed(inner, above)) is not inner}
+            new = {}
+            for name in one.__struct_fields__:
+                kind = type(inner := getattr(one, name))
+                if kind in _PLAIN or (kind in _SIZED and not inner):
+                    continue
+                if (clear := changed(inner, above)) is not inner:
+                    new[name] = clear
             return replace(one, **new) if new else one
 
         return cast(T, changed(value))
@@ -164,7 +176,7 @@ class Redactor:
         spans: Spans = []
         if len(text) < MIN_CHARS:
             return spans
-        if any(part in text for part in _PARTS):
+        if any(char in text and any(map(text.__contains__, _PARTS[char])) for char in _PARTS):
             spans += [found.span() for found in _KEYS.finditer(text)]
         bare = _bare(text) if self._forms else ""
         for head, whole in self._forms:
@@ -178,7 +190,8 @@ def _bare(text: str) -> str:
     """The text without escapes and joints."""
     if "\\" in text or "%" in text or "&#" in text:
         text = _CODE.sub(_decoded, text)
-    return reduce(lambda left, joint: left.replace(joint, ""), _JOINTS, text)
+    joints = _JOINTS if "\\" in text or "=" in text else _BLANKS
+    return reduce(lambda left, joint: left.replace(joint, ""), joints, text)
 
 
 def _decoded(code: re.Match[str]) -> str:

@@ -85,7 +85,8 @@ class Given(NamedTuple):
 
 class Request(Struct, kw_only=True):
     """A request. `tools` are (name, description, parameters) in JSON; of those, `custom` take one
-    text, and `namespaces` has namespace and own name of those that are in one. `schema`: the form
+    text, and `namespaces` has namespace and own name of those that are in one; items of the call
+    and of earlier ones `added` some, here as they came. `schema`: the form
     of the reply, which is in the messages. `forced`, `single`: see NextTurn. `ignored`: keys
     without an effect; `own_sampling`: those without an effect in a run. `logprobs`: return those of
     the sampled tokens. `raw`: return the turn as sampled, and malformed calls. `compact`: its
@@ -97,6 +98,7 @@ class Request(Struct, kw_only=True):
     tools: tuple[Json, ...] = ()
     custom: frozenset[str] = frozenset()
     namespaces: dict[str, tuple[str, str]] = {}
+    added: tuple[Json, ...] = ()
     schema: Json | None = None
     forced: tuple[str, ...] = ()
     single: bool = False
@@ -224,12 +226,15 @@ def check_keys(body: Mapping[str, Any], kind: str, ignored: set[str], where: str
     if (
         types is not None
         and own is not None
+        and str(own) not in types.done
         and types.ignores(str(own), f"{where}type.{own}"[:160])
     ):
         ignored.add(f"{kind}.{own}")
         return
     for key, value in body.items():
-        if key in plain or value is None or (key in known.usual and value == known.usual[key]):
+        if key in plain or value is None or (type(value) is str and key in known.done):
+            continue
+        if key in known.usual and value == known.usual[key]:
             continue
         found = ignored
         if key not in known.done and known.ignores(key, where + key[:60]):
@@ -237,7 +242,9 @@ def check_keys(body: Mapping[str, Any], kind: str, ignored: set[str], where: str
             found = set()  # it is counted as a whole
         inner = known.within.get(key)
         if inner is not None and isinstance(value, dict):
-            check_keys(value, inner, found, f"{where}{key}.")
+            _, its_types, its_plain = _TABLES[inner]
+            if its_types is not None or not value.keys() <= its_plain:
+                check_keys(value, inner, found, f"{where}{key}.")
         elif inner is not None and isinstance(value, list):
             for place, one in enumerate(value):
                 if isinstance(one, dict):
@@ -271,6 +278,8 @@ def get(body: Mapping[str, Any], key: str, kind: type[T], default: T, where: str
     value = body.get(key)
     if value is None:
         return default
+    if type(value) is kind:
+        return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):

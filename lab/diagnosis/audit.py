@@ -223,7 +223,8 @@ def samples_of(jump: Jump, codec: TextCodec) -> Iterator[str]:
     entries = [one for one in jump.step.entries if one.rewards]
     entries.sort(key=lambda one: fmean(one.rewards), reverse=up)
     for entry in entries[:NUM_SHOWN]:
-        rows = list(trajectory_rows(jump.step.tree(entry).tree, codec.decode))
+        every = trajectory_rows(jump.step.tree(entry).tree, codec.decode)
+        rows = [row for row in every if row["end"] != FAILED]
         row = (max if up else min)(rows, key=lambda one: one["reward"])
         parts = ", ".join(f"{name} {value:g}" for name, value in row["parts"].items())
         head = f"=== step {number}, tree {entry.tree}: reward {row['reward']:g} ({parts})"
