@@ -23,7 +23,6 @@ from functools import reduce
 from typing import Any, TypeVar, cast
 from urllib.parse import quote, quote_plus, unquote_plus
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 T = TypeVar("T")
@@ -76,7 +75,7 @@ _LIKELY = (  # group 1 is the secret
         r"[\"']?\s*[:=]\s*[\"']?(?!\[redacted)([^\s\"',;<>&]{8,})"
     ),
 )
-_NESTED: Any = dict, list, tuple, Struct
+_NESTED = (dict, list, tuple)
 _PLAIN = frozenset({type(None), bool, int, float})  # without texts
 _SIZED = frozenset({str, tuple, list, dict})
 _REST = rf"(?:{_CODE.pattern}|[\w+/=%-])*"  # of a secret that was cut
@@ -148,7 +147,8 @@ class Redactor:
             if isinstance(one, str):
                 is_whole = one and not only_known and _SECRET_KEY.fullmatch(str(key))
                 return REDACTED if is_whole else clean(one)
-            if not (isinstance(one, _NESTED) and one):
+            kind = type(one)
+            if not (one if isinstance(one, _NESTED) else hasattr(kind, "__struct_fields__")):
                 return one
             if id(one) in above or len(above) > MAX_DEPTH:  # an env's own info may hold itself
                 return "..."
@@ -156,16 +156,17 @@ class Redactor:
             if isinstance(one, dict):
                 pairs = one.items()
                 return {changed(name, above): changed(inner, above, name) for name, inner in pairs}
-            if type(one) in (list, tuple):
-                return type(one)([changed(inner, above) for inner in one])
-            if not isinstance(one, Struct):
+            if kind in (list, tuple):
+                return kind([changed(inner, above) for inner in one])
+            if isinstance(one, _NESTED):
                 return one
             new = {}
             for name in one.__struct_fields__:
                 kind = type(inner := getattr(one, name))
                 if kind in _PLAIN or (kind in _SIZED and not inner):
                     continue
-                if (clear := changed(inner, above)) is not inner:
+                clear = clean(inner) if kind is str else changed(inner, above)
+                if clear is not inner:
                     new[name] = clear
             return replace(one, **new) if new else one
 
@@ -176,8 +177,10 @@ class Redactor:
         spans: Spans = []
         if len(text) < MIN_CHARS:
             return spans
-        if any(char in text and any(map(text.__contains__, _PARTS[char])) for char in _PARTS):
-            spans += [found.span() for found in _KEYS.finditer(text)]
+        for char, parts in _PARTS.items():
+            if char in text and any(map(text.__contains__, parts)):
+                spans += [found.span() for found in _KEYS.finditer(text)]
+                break
         bare = _bare(text) if self._forms else ""
         for head, whole in self._forms:
             if head in bare:

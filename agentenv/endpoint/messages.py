@@ -9,6 +9,8 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from itertools import groupby, pairwise
 from math import isfinite
 from pathlib import Path
@@ -218,23 +220,38 @@ _TABLES = {  # each with its types, and the keys that need no look
 }
 
 
+@cache
+def _usual(kind: str, above: tuple[str, ...] = ()) -> Any:
+    """A struct that holds an object of this kind if all keys and types in it are done."""
+    known, types, plain = _TABLES[kind]
+    fields = dict.fromkeys(plain, Any)
+    if types is not None:
+        fields["type"] = Literal[*types.done, None]
+    for key in known.within.keys() & known.done:
+        inner = known.within[key]
+        one = str if inner in above else _usual(inner, (*above, kind))
+        fields[key] = str | one | list[one] | None
+    optional = [(key, hint, None) for key, hint in fields.items()]
+    return msgspec.defstruct(kind, optional, forbid_unknown_fields=True)
+
+
 def check_keys(body: Mapping[str, Any], kind: str, ignored: set[str], where: str = "") -> None:
     """Refuse each key and type of an object, and of those within, that is neither done nor neutral;
     add the neutral ones to `ignored`, with their kind where that is not an API."""
+    with suppress(msgspec.ValidationError):  # ten times as fast as the rest
+        msgspec.convert(body, _usual(kind))
+        return
     known, types, plain = _TABLES[kind]
     own = body.get("type")
     if (
         types is not None
         and own is not None
-        and str(own) not in types.done
         and types.ignores(str(own), f"{where}type.{own}"[:160])
     ):
         ignored.add(f"{kind}.{own}")
         return
     for key, value in body.items():
-        if key in plain or value is None or (type(value) is str and key in known.done):
-            continue
-        if key in known.usual and value == known.usual[key]:
+        if key in plain or value is None or (key in known.usual and value == known.usual[key]):
             continue
         found = ignored
         if key not in known.done and known.ignores(key, where + key[:60]):
@@ -242,9 +259,7 @@ def check_keys(body: Mapping[str, Any], kind: str, ignored: set[str], where: str
             found = set()  # it is counted as a whole
         inner = known.within.get(key)
         if inner is not None and isinstance(value, dict):
-            _, its_types, its_plain = _TABLES[inner]
-            if its_types is not None or not value.keys() <= its_plain:
-                check_keys(value, inner, found, f"{where}{key}.")
+            check_keys(value, inner, found, f"{where}{key}.")
         elif inner is not None and isinstance(value, list):
             for place, one in enumerate(value):
                 if isinstance(one, dict):
@@ -426,7 +441,7 @@ def checked(request: Request) -> Request:
     if request.messages[-1].role == "assistant":
         what = "the last message is the assistant's; expected one of the user or a tool"
         raise ApiError("unsupported", what, "messages")
-    called = {call.id for one in request.messages for call in one.calls}
+    called = {call.id for one in request.messages if one.calls for call in one.calls}
     if any(one.role == "tool" and one.answers not in called for one in request.messages):
         request.ignored.add("tool_call_id")
     return request
