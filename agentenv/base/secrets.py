@@ -57,9 +57,8 @@ _DECIMAL = 5  # the group of it whose number is not hexadecimal
 _PARTS = {  # of these, by a character that is found fastest
     "-": ("k-", "glpat-", "xox", "tvly-"),
     "_": ("hf_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "wandb_v1_"),
-    "A": ("AKIA", "AIza"),
-    "J": ("eyJ",),
-}
+    "A": ("AKIA", "AIza"), "J": ("eyJ",),
+}  # fmt: skip
 _KEYS = re.compile(
     r"\b(?:[sp]k-(?=[\w-]*\d|[a-zA-Z]{16})[\w-]{16,}|hf_[a-zA-Z0-9]{16,}|"
     r"eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]+)?|(?:gh[pousr]_|github_pat_|glpat-|xox[abeprs]-|tvly-|AKIA|AIza|wandb_v1_)[\w-]{12,})"
@@ -77,7 +76,6 @@ _LIKELY = (  # group 1 is the secret
 )
 _NESTED = (dict, list, tuple)
 _PLAIN = frozenset({type(None), bool, int, float})  # without texts
-_SIZED = frozenset({str, tuple, list, dict})
 _REST = rf"(?:{_CODE.pattern}|[\w+/=%-])*"  # of a secret that was cut
 Spans = list[tuple[int, int]]
 
@@ -119,8 +117,6 @@ class Redactor:
 
     def known(self, text: str) -> str:
         """The text with each known secret replaced by "[redacted]"."""
-        if len(text) < MIN_CHARS:
-            return text
         return _without(text, spans) if (spans := self._found(text)) else text
 
     def text(self, text: str) -> str:
@@ -162,11 +158,8 @@ class Redactor:
                 return one
             new = {}
             for name in one.__struct_fields__:
-                kind = type(inner := getattr(one, name))
-                if kind in _PLAIN or (kind in _SIZED and not inner):
-                    continue
-                clear = clean(inner) if kind is str else changed(inner, above)
-                if clear is not inner:
+                inner = getattr(one, name)
+                if type(inner) not in _PLAIN and (clear := changed(inner, above)) is not inner:
                     new[name] = clear
             return replace(one, **new) if new else one
 

@@ -43,9 +43,6 @@ ROLES: dict[str, Role] = {
 }  # fmt: skip
 
 
-PARTS = ("text", "refusal")
-
-
 class Chat:
     """The dialect of `/v1/chat/completions`."""
 
@@ -57,7 +54,7 @@ class Chat:
         shared = common(body, "chat")
         found = objects(body.get("messages"), "messages", MAX_MESSAGES)
         messages = [_message(one, f"messages[{i}]") for i, one in enumerate(found)]
-        if any("name" in one and one["name"] and one["role"] != "tool" for one in found):
+        if any(one.get("name") and one.get("role") != "tool" for one in found):
             shared["ignored"].add("message.name")
         options = get(body, "stream_options", dict, {})
         schema = schema_of(get(body, "response_format", dict, {}), "response_format")
@@ -260,9 +257,8 @@ def read_role(raw: Json, where: str) -> Role:
 
 
 def _message(raw: Json, where: str) -> Given:
-    role, content = read_role(raw, where), raw.get("content")
-    is_text = content is None or isinstance(content, str)
-    text = content or "" if is_text else text_of(content, f"{where}.content", PARTS)
+    role = read_role(raw, where)
+    text = text_of(raw.get("content"), f"{where}.content", ("text", "refusal"))
     if role == "tool":
         answers = get(raw, "tool_call_id", str, "", where + ".")
         return Given("tool", text, answers=answers, name=get(raw, "name", str, "") or None)
@@ -271,18 +267,15 @@ def _message(raw: Json, where: str) -> Given:
     thoughts = raw.get("reasoning_content") or raw.get("reasoning") or ""
     if not isinstance(thoughts, str):
         raise ApiError("invalid", "expected a text", f"{where}.reasoning_content")
+    found = objects(raw.get("tool_calls") or [], f"{where}.tool_calls", MAX_CALLS)
+    calls = [_read_call(one, f"{where}.tool_calls[{n}]") for n, one in enumerate(found)]
     text = text or get(raw, "refusal", str, "", where + ".")
-    if not raw.get("tool_calls"):
-        return Given("assistant", text, thoughts)
-    where = f"{where}.tool_calls"
-    found = objects(raw["tool_calls"], where, MAX_CALLS)
-    calls = [_read_call(one, f"{where}[{n}]") for n, one in enumerate(found)]
     return Given("assistant", text, thoughts, tuple(calls))
 
 
 def _read_call(raw: Json, where: str) -> ServedCall:
-    if raw.get("custom"):
-        custom = get(raw, "custom", dict, {}, where + ".")
+    custom = get(raw, "custom", dict, {}, where + ".")
+    if custom:
         return read_call(raw.get("id"), custom.get("name"), {INPUT: custom.get("input")}, where)
     function = get(raw, "function", dict, {}, where + ".")
     return read_call(raw.get("id"), function.get("name"), function.get("arguments"), where)

@@ -214,22 +214,18 @@ class Keys(Struct, frozen=True, forbid_unknown_fields=True):
 _TABLE = Path(__file__).with_name("keys.toml").read_text(encoding="utf-8")
 KEYS = msgspec.convert(tomllib.loads(_TABLE), dict[str, Keys])  # by the kind of object
 LEFT_OUT = KEYS["part_type"].neutral
-_TABLES = {  # each with its types, and the keys that need no look
-    name: (one, KEYS.get(f"{name}_type"), (one.done | one.sampling | one.served) - {*one.within})
-    for name, one in KEYS.items()
-}
 
 
 @cache
 def _usual(kind: str, above: tuple[str, ...] = ()) -> Any:
     """A struct that holds an object of this kind if all keys and types in it are done."""
-    known, types, plain = _TABLES[kind]
-    fields = dict.fromkeys(plain, Any)
+    known, types = KEYS[kind], KEYS.get(f"{kind}_type")
+    fields: Json = dict.fromkeys(known.done | known.sampling | known.served, Any)
     if types is not None:
         fields["type"] = Literal[*types.done, None]
-    for key in known.within.keys() & known.done:
+    for key in known.within.keys() & fields.keys():
         inner = known.within[key]
-        one = str if inner in above else _usual(inner, (*above, kind))
+        one: Any = str if inner in above else _usual(inner, (*above, kind))
         fields[key] = str | one | list[one] | None
     optional = [(key, hint, None) for key, hint in fields.items()]
     return msgspec.defstruct(kind, optional, forbid_unknown_fields=True)
@@ -241,7 +237,7 @@ def check_keys(body: Mapping[str, Any], kind: str, ignored: set[str], where: str
     with suppress(msgspec.ValidationError):  # ten times as fast as the rest
         msgspec.convert(body, _usual(kind))
         return
-    known, types, plain = _TABLES[kind]
+    known, types = KEYS[kind], KEYS.get(f"{kind}_type")
     own = body.get("type")
     if (
         types is not None
@@ -251,7 +247,7 @@ def check_keys(body: Mapping[str, Any], kind: str, ignored: set[str], where: str
         ignored.add(f"{kind}.{own}")
         return
     for key, value in body.items():
-        if key in plain or value is None or (key in known.usual and value == known.usual[key]):
+        if value is None or (key in known.usual and value == known.usual[key]):
             continue
         found = ignored
         if key not in known.done and known.ignores(key, where + key[:60]):

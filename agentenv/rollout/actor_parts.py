@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from random import Random
 
 from agentenv.base.crashes import guarded
@@ -20,7 +19,7 @@ from agentenv.contract.plan import RolloutPlan
 from agentenv.rollout.branch import Branch, Continuation
 from agentenv.rollout.failures import Failures
 from agentenv.rollout.metrics import PrefixHits, ProbeWaits
-from agentenv.text.renderer import ContextRenderer, Renderer
+from agentenv.text.renderer import Renderer
 
 # Hooks: changes of a rollout by an extension.
 
@@ -161,11 +160,6 @@ class ActorParts:
         self._unpaused.set()
         self.failures = Failures(limits.max_failed_share, strict=limits.strict)
         self._draws = Random()  # one for all turns, since creating it costs as much as a draw
-
-    @cached_property
-    def writer(self) -> ContextRenderer | None:
-        """The renderer, if it can write whole contexts."""
-        return self.renderer if isinstance(self.renderer, ContextRenderer) else None
 
     def seed_of(self, key: str) -> int:
         """The seed of a turn, 63 bits of its key."""

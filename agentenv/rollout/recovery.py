@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from itertools import count
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from agentenv.base.deadline import WaitKind, working
 from agentenv.base.errors import (
@@ -143,8 +143,8 @@ class Recovery:
         renderer, most = self._actor.renderer, self._limits.max_tool_result_tokens
         if "turn" not in info:
             branch.conversation = Conversation(renderer, most)
-        elif (writer := self._actor.writer) is not None:
-            branch.conversation = ProgramConversation(writer, most)
+        elif hasattr(renderer, "turn"):  # faster than `isinstance` with ContextRenderer
+            branch.conversation = ProgramConversation(cast(Any, renderer), most)
         else:
             raise ConfigError(
                 f"task {self._tree.task.id}: its environment is an agent program, whose calls are "

@@ -52,10 +52,9 @@ def spoken(
     calls: list[ToolCall] = []
     kept: list[Kept] = []
     for one in found:
-        reasons = [] if raw else [why for call in one.calls if (why := _reason(call, names))]
-        fine = list(one.calls)
-        if reasons:
-            fine = [call for call in one.calls if _reason(call, names) is None]
+        wrong = [why for call in one.calls if (why := _reason(call, names))]
+        reasons: list[Kept] = [] if raw else wrong
+        fine = [call for call in one.calls if raw or _reason(call, names) is None]
         room = 1 - len(calls) if single else len(fine)
         reasons += ["second"] * (len(fine) - room)
         calls += fine[:room]
@@ -82,9 +81,7 @@ def _found(
 ) -> Sequence[FoundCalls]:
     if style != "tags":
         return FINDERS[style](text, tools)
-    called = action.tool_calls[0].name
-    if called == MALFORMED_CALL:
-        ended = text.rstrip()
-        names = (str(tool["name"]) for tool in tools)
-        called = next((name for name in names if ended.endswith(f"</{name}>")), "")
+    ended = text.rstrip()
+    names = (str(tool["name"]) for tool in tools)
+    called = next((name for name in names if ended.endswith(f"</{name}>")), "")
     return [FoundCalls(action.tool_calls, max(call_start(text, called), 0), len(text))]
