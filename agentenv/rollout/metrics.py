@@ -286,7 +286,8 @@ class PrefixHits:
         """Add the sums of an actor in another process."""
         for kind, sums in others.items():
             mine = self._sums.setdefault(kind, [0, 0])
-            mine[:] = [a + b for a, b in zip(mine, sums, strict=True)]
+            mine[0] += sums[0]
+            mine[1] += sums[1]
 
 
 class ProbeWaits(list[float]):

@@ -48,10 +48,9 @@ class ProgramConversation(Conversation):
             return list(context_ids(self._writer, self.prompt, self.tools, self._most))
 
     def limited(self, sampling: SamplingParams, prefix: Prefix, room: int) -> SamplingParams:
-        sampling = super().limited(sampling, prefix, room)
         then = self._next
         most = min(sampling.max_tokens, then.max_tokens or sampling.max_tokens, room)
-        stop = (*sampling.stop, *self._stops)
+        stop = (*self._writer.stop(self.tools), *sampling.stop, *self._stops)
         guide = guide_of(then, self._writer, self.tools, prefix)
         self._is_guided = bool(guide)
         return replace(sampling, max_tokens=most, stop=stop, guide=guide)

@@ -277,7 +277,7 @@ class TextCodec:
         """A system message becomes a marked one of the user, and messages of one role in turn are
         joined, if the chat template rejects or omits them where they stand. Tool results come
         first."""
-        if after_turn:
+        if after_turn and len(messages) > 1:
             messages = sorted(messages, key=lambda message: message.role != "tool")
         if self._is_written(tuple([message.role for message in messages]), after_turn):
             return messages

@@ -196,10 +196,10 @@ def write_rows(
 
 
 def trajectory_rows(tree: TrajectoryTree, decode: Decode) -> Iterator[Row]:
-    """The trajectories of a tree, each as readable JSON: text by segment with its author, calls,
-    reward parts. Shared nodes are decoded once."""
+    """The trajectories of a tree, also failed ones, each as readable JSON: text by segment with its
+    author, calls, reward parts. Shared nodes are decoded once."""
     texts: dict[int, list[Row]] = {}  # by node
-    for trajectory in tree.trajectories():
+    for trajectory in tree.trajectories(failed=True):
         for node in trajectory.path:
             if node.index not in texts:
                 action = [{"policy": decode(node.action_ids)}] if node.action_ids else []
@@ -230,6 +230,7 @@ def _row(tree: TrajectoryTree, trajectory: Trajectory, segments: list[Row]) -> R
         "success": trajectory.success,
         "end": leaf.end,
         "limit": leaf.limit,
+        "error": leaf.error,
         "endpoint": noted(leaf),
         "policy_versions": sorted(
             {span.version for node in trajectory.path for span in node.version_spans}
@@ -252,10 +253,10 @@ def readable(row: Row) -> str:
     """A row of training or of an evaluation as text: the question, the result, and each text with
     its author; without the prompt."""
     ended = f"{row['end']} by {row['limit']}" if row["limit"] is not None else row["end"]
+    graded = f"{'correct' if row['success'] else 'wrong'}, reward {row['reward']:g}, {ended}"
     lines = [
         f"--- {row['kind']}: {row['question']}",
-        f"    expected {' or '.join(row['answers'])}; {'correct' if row['success'] else 'wrong'}, "
-        f"reward {row['reward']:g}, {ended}",
+        f"    expected {' or '.join(row['answers'])}; {row['error'] or graded}",
     ]
     for segment in row["segments"][1:]:
         if "policy" in segment:
