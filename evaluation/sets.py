@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -22,6 +21,7 @@ from scipy.stats import ttest_1samp
 
 from agentenv.assembly.reports.pictures import panels, png, read_metrics
 from agentenv.assembly.run.tables import Table
+from agentenv.base.config import values_in
 from agentenv.base.errors import DataError
 from agentenv.base.model_files import read_object
 from agentenv.evaluation.figures import questions_of
@@ -159,7 +159,7 @@ def arms_by_keys(runs: Sequence[Path]) -> dict[str, dict[int, Path]]:
     texts = {
         run: {
             key: json.dumps(value).replace(str(run.resolve()), "{run}")
-            for key, value in _flat({k: v for k, v in raw.items() if k not in OF_RUN})
+            for key, value in values_in({k: v for k, v in raw.items() if k not in OF_RUN})
         }
         for run, raw in plain.items()
     }
@@ -174,14 +174,6 @@ def arms_by_keys(runs: Sequence[Path]) -> dict[str, dict[int, Path]]:
             raise DataError(f"{run} and {seeds[seed]} are the same arm with the same seed")
         seeds[seed] = run
     return found
-
-
-def _flat(raw: Mapping[str, Any], path: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in raw.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{path}{key}.")
-        else:
-            yield f"{path}{key}", value
 
 
 def compare(

@@ -21,9 +21,9 @@ from agentenv.assembly.serving.gpus import gpus_for_others
 from agentenv.base.installation import require_train
 from agentenv.evaluation.report import report_of
 from agentenv.evaluation.run import FOLDER, chosen_sets, default_folder, evaluate_and_report
-from agentenv.evaluation.subject import configured, find_subject
+from agentenv.evaluation.subject import configured
 from agentenv.launchers import compare
-from agentenv.launchers.command import add_dry_run, add_questions, parse
+from agentenv.launchers.command import add_dry_run, add_questions, parse, subject_of
 
 EPILOG = (
     "Stored evaluations: agentenv evaluate report DIR, compare A B, regrade DIR [grader.key=value]"
@@ -45,14 +45,7 @@ def main(argv: Sequence[str]) -> int:
 def _run(arguments: argparse.Namespace, view: View) -> int:
     """Evaluate the subject of the arguments; returns the exit code."""
     names = [name for name in arguments.set.split(",") if name]
-    subject = find_subject(
-        arguments.subject,
-        sets=[] if arguments.config else names,
-        checkpoint=arguments.checkpoint,
-        model=arguments.model,
-        tokenizer=arguments.tokenizer,
-        report=None if arguments.dry_run else view.log,
-    )
+    subject = subject_of(arguments, view, [] if arguments.config else names)
     config = configured(arguments, subject, EvaluateConfig, resolve_sets, view.log)
     config = chosen_sets(config, names, arguments.n)
     if arguments.dry_run:

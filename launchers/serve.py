@@ -26,7 +26,7 @@ from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View
 from agentenv.assembly.serving.gpus import gpus_for_others
 from agentenv.assembly.serving.servers import ServerFactory, start_servers
-from agentenv.base.config import Reporter, Tree, build_config, resolver
+from agentenv.base.config import Reporter, build_config, resolver
 from agentenv.base.errors import ConfigError
 from agentenv.base.installation import require_train
 from agentenv.base.offload import in_thread
@@ -82,11 +82,8 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     if subject.model is None:
         raise ConfigError(f"{arguments.subject} is an endpoint; expected a run or a model")
     known = {key: value for key, value in subject.raw.items() if key in _OF_RUN}
-
-    def build(raw: Tree, source: str) -> PolicyConfig:
-        return build_config(PolicyConfig, raw, source)
-
-    config = configured(arguments, subject._replace(raw=known), PolicyConfig, build, view.log)
+    subject, build = subject._replace(raw=known), partial(build_config, PolicyConfig)
+    config = configured(arguments, subject, PolicyConfig, build, view.log)
     view.wait_for("starting the engine", "the address")
     with gpus_for_others(config):
         served = serve_policy(config, subject, view.log, partial(until_stopped, view))

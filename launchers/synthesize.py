@@ -30,7 +30,7 @@ from agentenv.engines.chat import ChatEngine
 from agentenv.engines.openai import TokensEngine
 from agentenv.evaluation.run import chosen_sets, saved_of
 from agentenv.evaluation.store import Store
-from agentenv.evaluation.subject import EvaluationAssembly, Subject, configured, find_subject
+from agentenv.evaluation.subject import EvaluationAssembly, Subject, configured
 from agentenv.lab.recipes.sampling import SynthesisSampling, read_questions, tool_names
 from agentenv.lab.recipes.sorting import (
     TRAJECTORIES,
@@ -45,7 +45,7 @@ from agentenv.lab.recipes.sorting import (
     summarize,
     write_data,
 )
-from agentenv.launchers.command import add_dry_run, add_questions, parse
+from agentenv.launchers.command import add_dry_run, add_questions, parse, subject_of
 
 FOLDER = "synthesis"
 
@@ -61,13 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(arguments: argparse.Namespace, view: View) -> int:
-    subject = find_subject(
-        arguments.subject,
-        checkpoint=arguments.checkpoint,
-        model=arguments.model,
-        tokenizer=arguments.tokenizer,
-        report=None if arguments.dry_run else view.log,
-    )
+    subject = subject_of(arguments, view)
     plan = _plan(arguments, subject, view)
     if arguments.dry_run:
         from agentenv.lab.diagnosis.dry_run import dry_run  # slow to load

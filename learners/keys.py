@@ -23,7 +23,7 @@ Metrics = dict[str, float]
 Agreement = Literal["exact", "close", "unknown"]
 
 
-class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True):
     """Keys of the learner's ranks and of the optimizer steps of an update."""
 
     num_ranks: Annotated[

@@ -68,7 +68,7 @@ def optimizer_of(config: OptimizerConfig) -> OptimizerConfig:
     )
 
 
-class ScheduleConfig(OptimizerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ScheduleConfig(OptimizerConfig, frozen=True, kw_only=True):
     """An optimizer whose rates rise from zero, then follow the schedule to the last update."""
 
     schedule: Schedule = "constant"

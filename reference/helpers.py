@@ -45,7 +45,7 @@ from agentenv.text.chat_model import ChatModel, ModelReply, fenced
 # policy reads its result. If that fails too, the policy reads the error of its own code.
 
 
-class HelperConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HelperConfig(ChatModelConfig, frozen=True, kw_only=True):
     """A helper model behind an OpenAI-compatible server, and the settings of its requests."""
 
     model: Annotated[
@@ -63,7 +63,7 @@ class HelperConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknown_fi
     ] = 120.0
 
 
-class DebuggerConfig(HelperConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DebuggerConfig(HelperConfig, frozen=True, kw_only=True):
     """A model that corrects failed code. `max_uses` limits the calls that it corrects."""
 
     tool: Annotated[str, Meta(description="the tool that runs code")] = "python"
@@ -225,7 +225,7 @@ class BacktracerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     min_temperature: ClassVar[float] = 0.6
 
 
-class RefinerConfig(HelperConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RefinerConfig(HelperConfig, frozen=True, kw_only=True):
     """Compresses a long chain of reasoning; the rollout continues from question and summary, whose
     tokens alone count toward limits.max_response_tokens from then on."""
 

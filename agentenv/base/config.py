@@ -9,7 +9,7 @@ that belongs to another kind is unknown to the chosen one, so no key is ever sil
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -104,11 +104,11 @@ def read_toml(path: Path) -> Tree:
         raise ConfigError(f"{path}: not valid TOML: {error}{hint}") from error
 
 
-def keys_in(raw: Tree, path: str = "") -> Iterator[str]:
-    """The dotted keys of all values in plain tables."""
+def values_in(raw: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """All values in plain tables, each with its dotted key."""
     for name, value in raw.items():
         key = joined(path, name)
-        yield from keys_in(value, key) if isinstance(value, dict) else (key,)
+        yield from values_in(value, key) if isinstance(value, Mapping) else ((key, value),)
 
 
 def build_config(config_type: type[T], raw: Tree, source: str) -> T:

@@ -52,7 +52,7 @@ OWN_KEYS = ("env", *TABLES, "prompt", "limits", "sampling", "num_samples")
 _AsAbove = Meta(description="keys that override the evaluation's table for this set")
 
 
-class QuestionSet(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class QuestionSet(RowsConfig, frozen=True, kw_only=True):
     """One named set of questions."""
 
     path: Annotated[
@@ -264,7 +264,7 @@ class FilterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = 1
 
 
-class SynthesisConfig(EvaluateConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SynthesisConfig(EvaluateConfig, frozen=True, kw_only=True):
     """The keys of a synthesis: those of an evaluation, and the following."""
 
     direct: DirectConfig = DirectConfig()

@@ -21,7 +21,7 @@ from msgspec import NODEFAULT, Struct
 from msgspec import inspect as mi
 from msgspec.structs import fields
 
-from agentenv.base.config import keys_in, registry_at
+from agentenv.base.config import registry_at, values_in
 from agentenv.base.errors import ConfigError
 from agentenv.base.registry import (
     TAG,
@@ -393,7 +393,7 @@ def refuse_verl_keys(raw: dict[str, Any], source: str) -> None:
 
     Hydra's overrides `+key` and `++key` are the same keys.
     """
-    found = {key: text for key in keys_in(raw) if (text := _advice(key.lstrip("+")))}
+    found = {key: text for key in dict(values_in(raw)) if (text := _advice(key.lstrip("+")))}
     if found:
         lines = [f"  {key.lstrip('+')}: {text}" for key, text in found.items()]
         raise ConfigError(

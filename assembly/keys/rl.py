@@ -82,7 +82,7 @@ else:
 # The configuration of a run. `{run}` in a path is the run's directory.
 
 
-class DataConfig(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DataConfig(RowsConfig, frozen=True, kw_only=True):
     """The training questions: `train`, or a weighted `mix`."""
 
     train: Annotated[
@@ -134,7 +134,7 @@ class EnvChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = field(default_factory=list)
 
 
-class EnvVariant(EnvChoice, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EnvVariant(EnvChoice, frozen=True, kw_only=True):
     """An environment with a name that rows can select. Its tables override those of the run."""
 
     python: PythonTable = None
@@ -142,7 +142,7 @@ class EnvVariant(EnvChoice, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     grader: GraderTable = None
 
 
-class EnvConfig(EnvChoice, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EnvConfig(EnvChoice, frozen=True, kw_only=True):
     """The environment of rows that select none. `kwargs` and `tools` apply only to it; a row with
     another id gets that environment as registered."""
 
@@ -332,7 +332,7 @@ class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return num_steps
 
 
-class EvalSet(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EvalSet(RowsConfig, frozen=True, kw_only=True):
     """One named evaluation set."""
 
     path: Annotated[

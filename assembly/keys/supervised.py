@@ -115,7 +115,7 @@ ONLY_RL = ("groups_per_minibatch", "num_epochs_per_batch", "proximal")
 WARMUP_RATIO = 0.1
 
 
-class SupervisedLearnerConfig(LearnerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SupervisedLearnerConfig(LearnerConfig, frozen=True, kw_only=True):
     """The learner with the defaults of the published cold start: AdamW, cosine, 10 % warm-up."""
 
     optimizer: Optimizer = "adamw"
@@ -181,7 +181,7 @@ class LoopConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.batch_size * self.gradient_accumulation
 
 
-class KeepingConfig(SavingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class KeepingConfig(SavingConfig, frozen=True, kw_only=True):
     """Checkpoints of a supervised run."""
 
     keep_best: Annotated[
@@ -213,7 +213,7 @@ class SupervisedRunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         raise NotImplementedError
 
 
-class SFTRunConfig(SupervisedRunConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SFTRunConfig(SupervisedRunConfig, frozen=True, kw_only=True):
     """All keys of `agentenv sft`."""
 
     sft: LoopConfig = LoopConfig()
@@ -228,13 +228,13 @@ Beta = Annotated[
 ]
 
 
-class PairDataConfig(ChatDataConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PairDataConfig(ChatDataConfig, frozen=True, kw_only=True):
     """The files of preferences."""
 
     max_length: MaxLength = 8192
 
 
-class DPOLoopConfig(LoopConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DPOLoopConfig(LoopConfig, frozen=True, kw_only=True):
     """Direct preference optimization (learners/ranks/dpo.py)."""
 
     beta: Beta = 0.1
@@ -244,9 +244,7 @@ class DPOLoopConfig(LoopConfig, frozen=True, kw_only=True, forbid_unknown_fields
     ] = "lora"
 
 
-class DPOLearnerConfig(
-    SupervisedLearnerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True
-):
+class DPOLearnerConfig(SupervisedLearnerConfig, frozen=True, kw_only=True):
     """The learner with the defaults of the published self-critic stage."""
 
     learning_rate: LearningRate = 5e-6
@@ -257,7 +255,7 @@ class DPOLearnerConfig(
             raise ConfigError("learner.router_loss: not supported with preferences; expected 0")
 
 
-class DPORunConfig(SupervisedRunConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DPORunConfig(SupervisedRunConfig, frozen=True, kw_only=True):
     """All keys of `agentenv dpo`."""
 
     data: PairDataConfig
@@ -295,7 +293,7 @@ class SFTStage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = (1.0, 1.0)
 
 
-class ColdStartOptimizer(OptimizerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ColdStartOptimizer(OptimizerConfig, frozen=True, kw_only=True):
     """The optimizer of a cold start, with the rate of `agentenv sft`."""
 
     learning_rate: LearningRate = 7e-6

@@ -231,7 +231,7 @@ class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return Monitors(self, run, settings)
 
 
-class RolloutMonitorConfig(MonitorConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RolloutMonitorConfig(MonitorConfig, frozen=True, kw_only=True):
     """As MonitorConfig, for a run with rollouts, of which monitors show samples."""
 
     num_trajectories: Annotated[

@@ -308,7 +308,7 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-class CheckpointConfig(SavingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CheckpointConfig(SavingConfig, frozen=True, kw_only=True):
     """Checkpoints of a training run."""
 
     best_metric: Annotated[

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from msgspec import Meta
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from agentenv.learners.algorithms.losses import LossBatch
 
 
-class AEPO(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="aepo"):
+class AEPO(ARPO, frozen=True, kw_only=True, tag="aepo"):
     """Agentic entropy-balanced policy optimization (Dong 2025, arXiv 2510.14545).
 
     Four parts, each with its own switch; without all four this is ARPO:
@@ -70,6 +70,9 @@ class AEPO(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="aep
         float, Meta(ge=0, description="weight of a token's entropy in its advantage (a); 0 is off")
     ] = 0.2
 
+    default_beta: ClassVar[float] = 10.0
+    default_penalty: ClassVar[float] = 0.1
+
     @property
     def needs_entropies(self) -> bool:
         return self.entropy_advantage > 0
@@ -77,12 +80,12 @@ class AEPO(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="aep
     @property
     def beta_of_split(self) -> float:
         """`budget_beta` or its default."""
-        return 10.0 if self.budget_beta is None else self.budget_beta
+        return self.default_beta if self.budget_beta is None else self.budget_beta
 
     @property
     def penalty_per_fork(self) -> float:
         """`branch_penalty` or its default."""
-        return 0.1 if self.branch_penalty is None else self.branch_penalty
+        return self.default_penalty if self.branch_penalty is None else self.branch_penalty
 
     def plan(self, vocab_size: int) -> RolloutPlan:
         return AEPOPlan(self, vocab_size)

@@ -371,13 +371,13 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         return 1.0
 
 
-class Clipped(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Clipped(Algorithm, frozen=True, kw_only=True):
     """PPO's clipping with dual clip."""
 
     dual_clip: DualClip = 3.0
 
 
-class Grouped(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Grouped(Clipped, frozen=True, kw_only=True):
     """Group-normalized advantages, as in GRPO, and the switch to the released code.
 
     compat = "reference" selects the behavior of ARPO's released code, a separate class:

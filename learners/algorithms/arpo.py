@@ -47,7 +47,7 @@ InitialRollouts = Annotated[
 ]
 
 
-class ARPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="arpo"):
+class ARPO(Grouped, frozen=True, kw_only=True, tag="arpo"):
     """Agentic reinforced policy optimization (Dong 2025, arXiv 2507.19849).
 
     Rollout, eq. 3 and section 3.1: see `ARPOPlan`; forks and refills share a budget of group_size

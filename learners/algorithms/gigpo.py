@@ -16,7 +16,7 @@ from agentenv.learners.algorithms.late_forks import LateForks, LatePlan
 STATE = "state_key"  # in the info of a step or reset: the state before the next turn
 
 
-class GiGPO(LateForks, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="gigpo"):
+class GiGPO(LateForks, frozen=True, kw_only=True, tag="gigpo"):
     """Group-in-group policy optimization (Feng 2025, arXiv 2505.10978, eq. 6 to 8).
 
         A_n = (V_n - mu) / s + state_weight m / (m + evidence) (Q_n - mean of Q over G) / F
