@@ -108,7 +108,7 @@ async def one(make: Any, plan: RolloutPlan, *at: int) -> int:
 
 
 @pytest.mark.parametrize("make", [own, linked_one])
-@pytest.mark.parametrize("plan", [Independent(2), AlwaysFork(3), Uniform(3, num_roots=1)])
+@pytest.mark.parametrize("plan", [Independent(2), AlwaysFork(3), Uniform(3, 1)])
 def test_a_tree_cancelled_twice_leaves_nothing_open(make: Any, plan: RolloutPlan) -> None:
     num = run_virtual(one(make, plan))
     assert num > 10

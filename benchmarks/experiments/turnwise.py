@@ -121,7 +121,7 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
         if self.plan_name in ("spread", "learned"):
             forecaster = Forecaster(Known()) if self.plan_name == "learned" else None
             return Spread(size, roots, most, led_cost=self.led_cost, forecaster=forecaster)
-        return Uniform(size, num_roots=roots, max_children=most, at_once=self.plan_name == "rounds")
+        return Uniform(size, roots, most, self.plan_name == "rounds")
 
     def credit(self, tree: TrajectoryTree) -> TreeCredit | None:
         group = super().credit(tree)

@@ -41,11 +41,11 @@ class LateForks(Clipped, frozen=True, kw_only=True):
             return Independent(self.group_size)
         num_roots = self.initial_rollouts or max(1, self.group_size // 2)
         at_once = self.plan_name == "rounds"
-        return Uniform(self.group_size, num_roots=num_roots, at_once=at_once)
+        return Uniform(self.group_size, num_roots, at_once=at_once)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Uniform(Independent):
+@dataclass(frozen=True)
+class Uniform:
     """`num_roots` trajectories from scratch; then forks at tool results of paths that have ended,
     drawn uniformly, those of forks included, until there are `group_size` trajectories.
 
@@ -56,16 +56,21 @@ class Uniform(Independent):
     children; if no node has room, a trajectory begins from scratch.
     """
 
+    group_size: int
     num_roots: int
     max_children: int = 4
     at_once: bool = False
+    fork_window: int = 0
 
     def on_start(self, tree: TrajectoryTree) -> int:
         return min(self.num_roots, self.group_size)
 
-    def on_leaf_end(  # type: ignore[override]
-        self, tree: TrajectoryTree, leaf: Node
-    ) -> Sequence[Place]:
+    def on_fork_point(
+        self, tree: TrajectoryTree, node: Node, entropies: Sequence[float], rng: Random
+    ) -> int:
+        return 0
+
+    def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> Sequence[Place]:
         left = self.group_size - tree.num_started
         if left <= 0 or (self.at_once and tree.num_live):
             return []

@@ -100,7 +100,7 @@ class Toy:
         return tree
 
 
-PLANS: dict[str, RolloutPlan] = {"flat": Independent(8), "uniform": Uniform(8, num_roots=2)}
+PLANS: dict[str, RolloutPlan] = {"flat": Independent(8), "uniform": Uniform(8, 2)}
 
 
 @cache
