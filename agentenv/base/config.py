@@ -1,9 +1,9 @@
 """Configuration: a TOML file plus `key.sub=value` overrides into typed, frozen structs.
 
-Every key is a field of a msgspec struct, annotated with msgspec.Meta(description=...). An unknown
-key, a wrong type or a value out of range is a ConfigError that names the key. Parts that come in
-several kinds (an engine, an algorithm) are chosen by `name`, see `agentenv.base.registry`: a key
-that belongs to another kind is unknown to the chosen one, so no key is ever silently ignored.
+Every key is a field of a msgspec struct, annotated with `about` or msgspec.Meta. An unknown key, a
+wrong type or a value out of range is a ConfigError that names the key. Parts that come in several
+kinds (an engine, an algorithm) are chosen by `name`, see `agentenv.base.registry`: a key that
+belongs to another kind is unknown to the chosen one, so no key is ever silently ignored.
 """
 
 from __future__ import annotations
@@ -43,11 +43,18 @@ Tree = dict[str, Any]
 Reporter = Callable[[str], None]
 Resolve = Callable[[str], Path]
 
-# Marks of a key, set by Meta(extra=...): shown by --help; names files that must exist; names
+# Marks of a key, its `extra`: shown by --help; names files that must exist; names
 # dataset files, which are searched before anything starts.
 ESSENTIAL = {"essential": True}
 PATH = {"path": True}
 ROWS = {"path": True, "rows": True}
+
+
+def about(description: str, **more: Any) -> msgspec.Meta:
+    """The annotation of a key: its description, and msgspec's bounds and marks (`extra`)."""
+    return msgspec.Meta(description=description, **more)
+
+
 RUN = "{run}"  # in a path of a configuration: the run's directory
 
 

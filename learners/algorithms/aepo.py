@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from msgspec import Meta
 
+from agentenv.base.config import about
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.contract.plan import RolloutPlan
 from agentenv.learners.algorithms.arpo import ARPO, ARPOPlan, clip_probability
@@ -49,25 +50,24 @@ class AEPO(ARPO, frozen=True, kw_only=True, tag="aepo"):
     """
 
     budget_split: Annotated[
-        bool,
-        Meta(description="split the budget between roots and forks by the entropies of a probe"),
+        bool, about("split the budget between roots and forks by the entropies of a probe")
     ] = True
     budget_beta: Annotated[
         Annotated[float, Meta(ge=0)] | None,
-        Meta(description="sharpness of that split (beta); default 10, in compat 0.5"),
+        about("sharpness of that split (beta); default 10, in compat 0.5"),
     ] = None
     branch_penalty: Annotated[
         Annotated[float, Meta(ge=0, le=1)] | None,
-        Meta(
-            description="fork probability lost per fork in a row on a path; 0 is off, default 0.1, "
+        about(
+            "fork probability lost per fork in a row on a path; 0 is off, default 0.1, "
             "in compat 0.05"
         ),
     ] = None
     entropy_balanced_clipping: Annotated[
-        bool, Meta(description="keep the gradient of tokens clipped from above")
+        bool, about("keep the gradient of tokens clipped from above")
     ] = True
     entropy_advantage: Annotated[
-        float, Meta(ge=0, description="weight of a token's entropy in its advantage (a); 0 is off")
+        float, about("weight of a token's entropy in its advantage (a); 0 is off", ge=0)
     ] = 0.2
 
     default_beta: ClassVar[float] = 10.0
