@@ -47,8 +47,7 @@ class Curve:
 
     def success(self) -> Floats:
         """[E], the share of questions answered right."""
-        found: Floats = self.right.mean(1)
-        return found
+        return np.asarray(self.right.mean(1))
 
 
 Curves = dict[str, dict[int, Curve]]  # by arm and seed
@@ -241,8 +240,7 @@ def _drawn(curve: Curve, seed: int) -> Floats:
     number of questions get the same draws."""
     size = curve.right.shape[1]
     weights = np.random.default_rng(seed).multinomial(size, [1 / size] * size, NUM_DRAWS) / size
-    drawn: Floats = weights @ curve.right.T
-    return drawn
+    return np.asarray(weights @ curve.right.T)
 
 
 def _interval(values: Floats) -> tuple[float, float]:

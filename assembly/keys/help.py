@@ -208,15 +208,7 @@ class KeysParser(argparse.ArgumentParser):
 class HelpKeys(argparse.Action):
     """--help-keys [PREFIX]: print the keys of a table and end."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        assert isinstance(parser, KeysParser)
-        assert parser.config_type is not None
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
         prefix, config_type = str(values or ""), parser.config_type
         import_from_working_directory()
         try:

@@ -207,21 +207,12 @@ def report_metrics(report: BriefReport) -> dict[str, Any]:
     places = {f"eval/{report.name}": report.overall}
     places |= {f"eval/{report.name}/{kind}": score for kind, score in report.by_kind.items()}
     for place, score in places.items():
+        names = ["num_trajectories", "num_failed", "failed_share", "success_if_failed_wrong"]
         if score.success is not None:
-            row |= {
-                f"{place}/success": score.success,
-                f"{place}/success_low": score.interval[0],
-                f"{place}/success_high": score.interval[1],
-                f"{place}/reward": score.reward,
-                f"{place}/tool_calls": score.tool_calls,
-                f"{place}/action_tokens": score.action_tokens,
-            }
-        row |= {
-            f"{place}/trajectories": score.num_trajectories,
-            f"{place}/failed": score.num_failed,
-            f"{place}/failed_share": score.failed_share,
-            f"{place}/success_if_failed_wrong": score.success_if_failed_wrong,
-        }
+            names = ["success", "reward", "tool_calls", "action_tokens", *names]
+            low, high = score.interval
+            row |= {f"{place}/success_low": low, f"{place}/success_high": high}
+        row |= {f"{place}/{name.removeprefix('num_')}": getattr(score, name) for name in names}
     return row
 
 
