@@ -35,8 +35,23 @@ def main(argv: Sequence[str]) -> int:
     missing (dry run only), 130 interrupted."""
     if argv and argv[0] in STORED:
         return STORED[argv[0]](argv[1:])
+    parser = KeysParser(
+        prog="agentenv evaluate",
+        usage="agentenv evaluate SUBJECT [key.sub=value ...] [options]",
+        description="Evaluate a run, a checkpoint, a model directory, or an endpoint by its URL. "
+        f"{EPILOG}.",
+    )
+    out = f"folder of rows and report, from which the command also resumes; default {FOLDER}/NAME"
+    add_dry_run(parser)
+    add_questions(parser, EvaluateConfig, out)
+    parser.add_argument(
+        "--set",
+        default="",
+        metavar="NAMES",
+        help="sets by name, separated by commas; default for a run: the one that it reports",
+    )
     return exit_code_of(
-        partial(_run, _parse(argv)),
+        partial(_run, parse(parser, argv)),
         "writing the evaluation",
         interrupted="interrupted; the same command continues with the missing trajectories",
     )
@@ -71,25 +86,6 @@ def next_commands(out: Path) -> dict[str, str]:
         f"agentenv view {path}": "every trajectory, in the browser",
         f"agentenv evaluate compare {path} OTHER": "a paired comparison with another evaluation",
     }
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = KeysParser(
-        prog="agentenv evaluate",
-        usage="agentenv evaluate SUBJECT [key.sub=value ...] [options]",
-        description="Evaluate a run, a checkpoint, a model directory, or an endpoint by its URL. "
-        f"{EPILOG}.",
-    )
-    out = f"folder of rows and report, from which the command also resumes; default {FOLDER}/NAME"
-    add_dry_run(parser)
-    add_questions(parser, EvaluateConfig, out)
-    parser.add_argument(
-        "--set",
-        default="",
-        metavar="NAMES",
-        help="sets by name, separated by commas; default for a run: the one that it reports",
-    )
-    return parse(parser, argv)
 
 
 # Commands over stored evaluations.

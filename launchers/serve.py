@@ -52,7 +52,14 @@ def main(argv: Sequence[str]) -> int:
             resumes=False,
         )
         return run_command(parse(parser, argv), ServeConfig, serve)
-    return exit_code_of(partial(_run, _parse(argv)), "stopping")
+    parser = KeysParser(
+        prog="agentenv serve",
+        usage="agentenv serve SUBJECT [key.sub=value ...] [options]",
+        description="Serve the policy of a run, a checkpoint or a model directory over the APIs of "
+        "OpenAI and Anthropic; with CONFIG.toml as SUBJECT, models such as a judge.",
+    )
+    add_subject(parser, PolicyConfig, "model directory or id on the hub")
+    return exit_code_of(partial(_run, parser.parse_intermixed_args(argv)), "stopping")
 
 
 async def serve(config: ServeConfig, run: RunDirectory, view: View, resume: str) -> None:
@@ -62,17 +69,6 @@ async def serve(config: ServeConfig, run: RunDirectory, view: View, resume: str)
         urls = await start_servers(config.roles, resolver(run.path), factory)
         shown = "{0} is at {1}: 'roles.{0}={{url=\"{1}\"}}'".format
         await until_stopped(view, [shown(*one) for one in urls.items()])
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = KeysParser(
-        prog="agentenv serve",
-        usage="agentenv serve SUBJECT [key.sub=value ...] [options]",
-        description="Serve the policy of a run, a checkpoint or a model directory over the APIs of "
-        "OpenAI and Anthropic; with CONFIG.toml as SUBJECT, models such as a judge.",
-    )
-    add_subject(parser, PolicyConfig, "model directory or id on the hub")
-    return parser.parse_intermixed_args(argv)
 
 
 def _run(arguments: argparse.Namespace, view: View) -> int:

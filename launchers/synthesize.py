@@ -53,8 +53,17 @@ FOLDER = "synthesis"
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 something is
     missing (dry run only), 130 interrupted."""
+    parser = KeysParser(
+        prog="agentenv synthesize",
+        usage="agentenv synthesize SUBJECT [key.sub=value ...] [options]",
+        description="Sample trajectories of questions with and without tools, and sort them into "
+        "data for agentenv sft and questions for agentenv train.",
+    )
+    out = f"folder of the data, from which the command also resumes; default {FOLDER}/NAME"
+    add_dry_run(parser)
+    add_questions(parser, SynthesisConfig, out)
     return exit_code_of(
-        partial(_run, _parse(argv)),
+        partial(_run, parse(parser, argv)),
         "writing the data",
         interrupted="interrupted; the same command continues with the missing trajectories",
     )
@@ -91,19 +100,6 @@ def _plan(arguments: argparse.Namespace, subject: Subject, view: View) -> Synthe
     if not arguments.n:
         return plan
     return replace(plan, evaluation=chosen_sets(plan.evaluation, (), arguments.n))
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = KeysParser(
-        prog="agentenv synthesize",
-        usage="agentenv synthesize SUBJECT [key.sub=value ...] [options]",
-        description="Sample trajectories of questions with and without tools, and sort them into "
-        "data for agentenv sft and questions for agentenv train.",
-    )
-    out = f"folder of the data, from which the command also resumes; default {FOLDER}/NAME"
-    add_dry_run(parser)
-    add_questions(parser, SynthesisConfig, out)
-    return parse(parser, argv)
 
 
 async def synthesize(plan: SynthesisPlan, subject: Subject, out: Path, view: View) -> int:
