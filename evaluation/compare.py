@@ -17,6 +17,7 @@ from agentenv.contract.env import close_shared
 from agentenv.data.file_formats import of_both_ends
 from agentenv.evaluation import statistics
 from agentenv.evaluation.figures import (
+    COSTS,
     SCORES,
     QuestionRows,
     by_group,
@@ -122,8 +123,7 @@ def other_differences(pairing: Pairing) -> list[Difference]:
     pairs = pairing.pairs
     k = min(len(question.done) for pair in pairs for question in (pair.first, pair.second))
     names = [*SCORES, *([f"pass@{k}"] if k > 1 else [])]
-    names += ["tool_calls", "action_tokens", "tool_tokens", "seconds"]
-    return list(differences(pairs, names, k))
+    return list(differences(pairs, [*names, "tool_calls", *COSTS], k))
 
 
 def differences(

@@ -118,6 +118,7 @@ Ratios = dict[str, tuple[float, float]]  # figure -> numerator and denominator, 
 
 
 FORMAT = "format"  # a part of a reward
+COSTS = ("action_tokens", "tool_tokens", "seconds")  # fields of EvalRow
 SCORES = ("em", "f1", "contains", "math", "rule", "judge")
 CALLS_OFFSET = 0.1  # of ARPO's tool productivity
 _NONE = (0.0, 0.0)
@@ -166,7 +167,7 @@ def figures_of(
     majority_at = {k: estimates.pop(f"maj@{k}") for k in ks}
     success, calls = estimates["success"].value or 0.0, estimates["tool_calls"].value or 0.0
     spreads = {"tool_calls": _spread([len(row.tool_calls) for row in done])}
-    for name in ("turns", "prompt_tokens", "action_tokens", "tool_tokens", "seconds"):
+    for name in ("turns", "prompt_tokens", *COSTS):
         key = "num_turns" if name == "turns" else name
         spreads[name] = _spread([getattr(row, key) for row in done])
     return Figures(
@@ -274,9 +275,7 @@ def ratios(question: QuestionRows, ks: Sequence[int]) -> Ratios:
         "tool_calls": _mean(calls),
         "tool_productivity": (num_right, sum(calls)),
         "tool_efficiency": (right_with_tools, len(with_tools)),
-        "action_tokens": _mean([row.action_tokens for row in done]),
-        "tool_tokens": _mean([row.tool_tokens for row in done]),
-        "seconds": _mean([row.seconds for row in done]),
+        **{name: _mean([getattr(row, name) for row in done]) for name in COSTS},
     }
     within = tuple(k for k in ks if k <= len(done))
     votes = question.votes

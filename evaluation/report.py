@@ -49,7 +49,7 @@ async def figures(
 async def show_report(folder: Path, summary: Summary, view: View) -> Summary:
     """Show the tables and write the files. They must be newer than the rows: else the viewer does
     not use summary.json."""
-    for table in terminal_tables_of(summary):
+    for table in tables_of(summary, short=True):
         view.show(table)
     for line in hints_of(summary, str(folder)):
         view.warn(line)
@@ -125,31 +125,26 @@ def interval(estimate: Estimate | None) -> str:
     return f"{number(estimate.value)} [{number(estimate.low)}, {number(estimate.high)}]"
 
 
-def tables_of(summary: Summary) -> list[Table]:
-    """All tables of the report with data."""
-    overall, tables = summary.overall, [_scores(summary)]
-    if summary.num_samples > 1:
+def tables_of(summary: Summary, *, short: bool = False) -> list[Table]:
+    """All tables of the report with data; `short`: those that fit into a terminal."""
+    overall, tables = summary.overall, [_scores(summary, short)]
+    if summary.num_samples > 1 and short:
+        tables.append(_overall_by_k(overall))
+    elif summary.num_samples > 1:
         tables.append(_by_k(summary, "pass@k", lambda figures: figures.pass_at))
         tables.append(_by_k(summary, "maj@k", lambda figures: figures.majority_at))
-    tables.append(_cost(summary))
-    if overall.tools:
+    tables.append(_cost(summary, short))
+    if overall.tools and not short:
         tables.append(_tools(overall))
     if overall.assist:
         tables.append(_helpers(overall))
+    if short:
+        return tables
     if overall.truncations or overall.num_failed or overall.num_empty:
         tables.append(_ends(overall))
     if overall.agreement is not None:
         tables.append(_agreement(overall.agreement))
     return tables
-
-
-def terminal_tables_of(summary: Summary) -> list[Table]:
-    """The tables that fit into a terminal."""
-    tables = [_scores(summary, short=True)]
-    if summary.num_samples > 1:
-        tables.append(_overall_by_k(summary.overall))
-    tables.append(_cost(summary, short=True))
-    return [*tables, _helpers(summary.overall)] if summary.overall.assist else tables
 
 
 def groups_of(summary: Summary) -> Iterator[tuple[str, str, Figures]]:
@@ -179,7 +174,7 @@ def _grouped(
     return Table(title=title, columns=columns, rows=rows, note=note, sections=sections)
 
 
-def _scores(summary: Summary, short: bool = False) -> Table:
+def _scores(summary: Summary, short: bool) -> Table:
     """The scores of each set; `short` omits those of single graders."""
     estimates = summary.overall.estimates
     same = estimates.get("math") == estimates.get("rule")
@@ -262,7 +257,7 @@ _COST_NOTE = (
 )
 
 
-def _cost(summary: Summary, short: bool = False) -> Table:
+def _cost(summary: Summary, short: bool) -> Table:
     cells = {name: _COST[name] for name in (_SHORT_COST if short else _COST)}
     note, fields = ("", ("", "dataset")) if short else (_COST_NOTE, ())
     return _grouped("Cost of a trajectory", summary, cells, note, fields)

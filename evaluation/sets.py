@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -22,6 +21,7 @@ from scipy.stats import ttest_1samp
 
 from agentenv.assembly.reports.pictures import panels, png, read_metrics
 from agentenv.assembly.run.tables import Table
+from agentenv.base.config import values_in
 from agentenv.base.errors import DataError
 from agentenv.base.model_files import read_object
 from agentenv.evaluation.figures import questions_of
@@ -47,8 +47,7 @@ class Curve:
 
     def success(self) -> Floats:
         """[E], the share of questions answered right."""
-        found: Floats = self.right.mean(1)
-        return found
+        return np.asarray(self.right.mean(1))
 
 
 Curves = dict[str, dict[int, Curve]]  # by arm and seed
@@ -159,7 +158,7 @@ def arms_by_keys(runs: Sequence[Path]) -> dict[str, dict[int, Path]]:
     texts = {
         run: {
             key: json.dumps(value).replace(str(run.resolve()), "{run}")
-            for key, value in _flat({k: v for k, v in raw.items() if k not in OF_RUN})
+            for key, value in values_in({k: v for k, v in raw.items() if k not in OF_RUN})
         }
         for run, raw in plain.items()
     }
@@ -174,14 +173,6 @@ def arms_by_keys(runs: Sequence[Path]) -> dict[str, dict[int, Path]]:
             raise DataError(f"{run} and {seeds[seed]} are the same arm with the same seed")
         seeds[seed] = run
     return found
-
-
-def _flat(raw: Mapping[str, Any], path: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in raw.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{path}{key}.")
-        else:
-            yield f"{path}{key}", value
 
 
 def compare(
@@ -249,8 +240,7 @@ def _drawn(curve: Curve, seed: int) -> Floats:
     number of questions get the same draws."""
     size = curve.right.shape[1]
     weights = np.random.default_rng(seed).multinomial(size, [1 / size] * size, NUM_DRAWS) / size
-    drawn: Floats = weights @ curve.right.T
-    return drawn
+    return np.asarray(weights @ curve.right.T)
 
 
 def _interval(values: Floats) -> tuple[float, float]:

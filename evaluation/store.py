@@ -19,7 +19,7 @@ from agentenv.assembly.reports.records import FAILED, EvalRow, Key, Wanted
 from agentenv.assembly.run.lock import Lock
 from agentenv.base.config import Tree, changes
 from agentenv.base.disk import PARTIAL, append_whole, write_whole
-from agentenv.base.disk_errors import explain
+from agentenv.base.disk_errors import writing
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.model_files import read_object
 from agentenv.base.secrets import SECRETS
@@ -30,11 +30,9 @@ LOCK_FILE = ".lock"
 def lock(folder: Path) -> Lock:
     """Create the directory if it is missing, and lock it. Raises ConfigError if another command
     holds the lock, or the directory is not writable."""
-    try:
+    with writing(folder, "--out"):
         folder.mkdir(parents=True, exist_ok=True)
         return Lock(folder / LOCK_FILE, "or stop it", takes_over=True)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {explain(error, '--out')}") from error
 
 
 CONFIG_FILE, ROWS_FILE = "config.json", "rows.jsonl"

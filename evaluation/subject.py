@@ -30,7 +30,7 @@ from agentenv.assembly.parts.assembly import (
 from agentenv.assembly.run.kept import BEST, find_checkpoint
 from agentenv.assembly.run.rundir import CONFIG_FILE
 from agentenv.assembly.serving.servers import ServerFactory, fill_roles
-from agentenv.base.config import Reporter, Tree, keys_in, read_toml, resolver
+from agentenv.base.config import Reporter, Tree, read_toml, resolver, values_in
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.model_files import fetch_from_hub, find_on_hub, read_eos_ids
 from agentenv.base.offload import in_thread
@@ -379,7 +379,7 @@ def resolve(
                 report(f"{source}: an endpoint does not use {', '.join(unused)} of [engine]")
             given = {**given, "engine": merged(own, subject.raw["engine"])}
         raw = merged(before, given)
-        leave_out_old_kinds(config_type, raw, before, set(keys_in(given)), report)
+        leave_out_old_kinds(config_type, raw, before, {*dict(values_in(given))}, report)
     if any(text.startswith("data=") for text in overrides):
         raw = {key: value for key, value in raw.items() if key != "sets"}
     if env_id:

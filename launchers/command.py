@@ -20,6 +20,7 @@ from agentenv.base.errors import EXIT_MISSING
 if TYPE_CHECKING:
     from agentenv.assembly.run.rundir import RunDirectory
     from agentenv.assembly.run.terminal import View
+    from agentenv.evaluation.subject import Subject
 
 T = TypeVar("T", bound=msgspec.Struct)
 Work = Callable[[Any, "RunDirectory", "View", str], Coroutine[Any, Any, None]]
@@ -97,6 +98,20 @@ def add_subject(parser: KeysParser, config_type: type[msgspec.Struct], kinds: st
     )  # fmt: skip
     parser.set_defaults(resume="", env="")
     add_key_help(parser, config_type)
+
+
+def subject_of(arguments: argparse.Namespace, view: View, sets: Sequence[str] = ()) -> Subject:
+    """The subject of a command that queries a policy. A dry run fetches nothing."""
+    from agentenv.evaluation.subject import find_subject  # late: fast --help
+
+    return find_subject(
+        arguments.subject,
+        sets=sets,
+        checkpoint=arguments.checkpoint,
+        model=arguments.model,
+        tokenizer=arguments.tokenizer,
+        report=None if arguments.dry_run else view.log,
+    )
 
 
 def add_questions(parser: KeysParser, config_type: type[msgspec.Struct], out: str) -> None:

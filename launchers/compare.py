@@ -24,10 +24,6 @@ from agentenv.evaluation.sweep import START, SWEEP_FILE, read_made, runs_of
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input."""
-    return exit_code_of(partial(_run, _parse(argv)), "writing the comparison")
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = KeysParser(
         prog="agentenv compare",
         description="Compare the arms of a sweep, or runs: held-out success against tool calls; or "
@@ -45,7 +41,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="of runs: a folder, default the sweep or here; of evaluations: a Markdown file of all "
         "changed questions",
     )  # fmt: skip
-    return parser.parse_args(argv)
+    return exit_code_of(partial(_run, parser.parse_args(argv)), "writing the comparison")
 
 
 def _run(options: argparse.Namespace, view: View) -> int:

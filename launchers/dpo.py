@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     return run_command(arguments, SelfCriticRunConfig, rounds, "the first round", next_commands)
 
 
-class SelfCriticRunConfig(TrainConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SelfCriticRunConfig(TrainConfig, frozen=True, kw_only=True):
     """A training configuration that has the table [self_critic]."""
 
     def __post_init__(self) -> None:

@@ -21,9 +21,9 @@ from agentenv.assembly.serving.gpus import gpus_for_others
 from agentenv.base.installation import require_train
 from agentenv.evaluation.report import report_of
 from agentenv.evaluation.run import FOLDER, chosen_sets, default_folder, evaluate_and_report
-from agentenv.evaluation.subject import configured, find_subject
+from agentenv.evaluation.subject import configured
 from agentenv.launchers import compare
-from agentenv.launchers.command import add_dry_run, add_questions, parse
+from agentenv.launchers.command import add_dry_run, add_questions, parse, subject_of
 
 EPILOG = (
     "Stored evaluations: agentenv evaluate report DIR, compare A B, regrade DIR [grader.key=value]"
@@ -35,8 +35,23 @@ def main(argv: Sequence[str]) -> int:
     missing (dry run only), 130 interrupted."""
     if argv and argv[0] in STORED:
         return STORED[argv[0]](argv[1:])
+    parser = KeysParser(
+        prog="agentenv evaluate",
+        usage="agentenv evaluate SUBJECT [key.sub=value ...] [options]",
+        description="Evaluate a run, a checkpoint, a model directory, or an endpoint by its URL. "
+        f"{EPILOG}.",
+    )
+    out = f"folder of rows and report, from which the command also resumes; default {FOLDER}/NAME"
+    add_dry_run(parser)
+    add_questions(parser, EvaluateConfig, out)
+    parser.add_argument(
+        "--set",
+        default="",
+        metavar="NAMES",
+        help="sets by name, separated by commas; default for a run: the one that it reports",
+    )
     return exit_code_of(
-        partial(_run, _parse(argv)),
+        partial(_run, parse(parser, argv)),
         "writing the evaluation",
         interrupted="interrupted; the same command continues with the missing trajectories",
     )
@@ -45,14 +60,7 @@ def main(argv: Sequence[str]) -> int:
 def _run(arguments: argparse.Namespace, view: View) -> int:
     """Evaluate the subject of the arguments; returns the exit code."""
     names = [name for name in arguments.set.split(",") if name]
-    subject = find_subject(
-        arguments.subject,
-        sets=[] if arguments.config else names,
-        checkpoint=arguments.checkpoint,
-        model=arguments.model,
-        tokenizer=arguments.tokenizer,
-        report=None if arguments.dry_run else view.log,
-    )
+    subject = subject_of(arguments, view, [] if arguments.config else names)
     config = configured(arguments, subject, EvaluateConfig, resolve_sets, view.log)
     config = chosen_sets(config, names, arguments.n)
     if arguments.dry_run:
@@ -78,25 +86,6 @@ def next_commands(out: Path) -> dict[str, str]:
         f"agentenv view {path}": "every trajectory, in the browser",
         f"agentenv evaluate compare {path} OTHER": "a paired comparison with another evaluation",
     }
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = KeysParser(
-        prog="agentenv evaluate",
-        usage="agentenv evaluate SUBJECT [key.sub=value ...] [options]",
-        description="Evaluate a run, a checkpoint, a model directory, or an endpoint by its URL. "
-        f"{EPILOG}.",
-    )
-    out = f"folder of rows and report, from which the command also resumes; default {FOLDER}/NAME"
-    add_dry_run(parser)
-    add_questions(parser, EvaluateConfig, out)
-    parser.add_argument(
-        "--set",
-        default="",
-        metavar="NAMES",
-        help="sets by name, separated by commas; default for a run: the one that it reports",
-    )
-    return parse(parser, argv)
 
 
 # Commands over stored evaluations.

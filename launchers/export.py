@@ -2,7 +2,6 @@
 
 CHECKPOINT is a checkpoint of a run, or a run, for its last checkpoint. OUT contains weights,
 config, tokenizer, chat template and generation_config, for transformers, vLLM and SGLang.
-
 """
 
 from __future__ import annotations
@@ -19,7 +18,17 @@ from agentenv.assembly.run.terminal import View
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
-    arguments = _parse(argv)
+    parser = argparse.ArgumentParser(
+        prog="agentenv export",
+        description="Export a checkpoint as a Hugging Face directory, without a learner.",
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--text-only", action="store_true", help="leave out towers, such as vision, and MTP heads"
+    )
+    arguments = parser.parse_args(argv)
 
     def work(view: View) -> None:
         checkpoint = find_checkpoint(arguments.checkpoint)
@@ -40,17 +49,3 @@ def main(argv: Sequence[str]) -> int:
         )
 
     return exit_code_of(work, str(arguments.out))
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="agentenv export",
-        description="Export a checkpoint as a Hugging Face directory, without a learner.",
-    )
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
-    parser.add_argument("out", type=Path, metavar="OUT")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument(
-        "--text-only", action="store_true", help="leave out towers, such as vision, and MTP heads"
-    )
-    return parser.parse_args(argv)

@@ -26,7 +26,7 @@ from msgspec import Meta, Struct
 from agentenv.assembly.keys.help import KeysParser, add_key_help
 from agentenv.assembly.run.exits import exit_code_of, run_until_done
 from agentenv.assembly.run.terminal import View
-from agentenv.base.config import build_config, load_config
+from agentenv.base.config import about, build_config, load_config
 from agentenv.base.errors import ForeignError
 from agentenv.base.overrides import apply_overrides
 from agentenv.base.result_cache import ResultCache
@@ -46,11 +46,11 @@ MAX_QUERIES, MAX_QUERY_CHARS = 512, 10_000  # of a request; of a query
 class RetrieverConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The keys of `agentenv retriever`."""
 
-    backend: Annotated[AnyBackend, Meta(description="corpus and index")] = BM25Config()
+    backend: Annotated[AnyBackend, about("corpus and index")] = BM25Config()
     host: ListenHost = "127.0.0.1"
     port: ListenPort = 8000
     api_key_env: ClientKeyEnv = ""
-    topk: Annotated[int, Meta(ge=1, le=100, description="default number of results")] = 5
+    topk: Annotated[int, about("default number of results", ge=1, le=100)] = 5
 
 
 class _Request(Struct):

@@ -26,7 +26,7 @@ from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.run.terminal import View
 from agentenv.assembly.serving.gpus import gpus_for_others
 from agentenv.assembly.serving.servers import ServerFactory, start_servers
-from agentenv.base.config import Reporter, Tree, build_config, resolver
+from agentenv.base.config import Reporter, build_config, resolver
 from agentenv.base.errors import ConfigError
 from agentenv.base.installation import require_train
 from agentenv.base.offload import in_thread
@@ -52,7 +52,14 @@ def main(argv: Sequence[str]) -> int:
             resumes=False,
         )
         return run_command(parse(parser, argv), ServeConfig, serve)
-    return exit_code_of(partial(_run, _parse(argv)), "stopping")
+    parser = KeysParser(
+        prog="agentenv serve",
+        usage="agentenv serve SUBJECT [key.sub=value ...] [options]",
+        description="Serve the policy of a run, a checkpoint or a model directory over the APIs of "
+        "OpenAI and Anthropic; with CONFIG.toml as SUBJECT, models such as a judge.",
+    )
+    add_subject(parser, PolicyConfig, "model directory or id on the hub")
+    return exit_code_of(partial(_run, parser.parse_intermixed_args(argv)), "stopping")
 
 
 async def serve(config: ServeConfig, run: RunDirectory, view: View, resume: str) -> None:
@@ -64,17 +71,6 @@ async def serve(config: ServeConfig, run: RunDirectory, view: View, resume: str)
         await until_stopped(view, [shown(*one) for one in urls.items()])
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = KeysParser(
-        prog="agentenv serve",
-        usage="agentenv serve SUBJECT [key.sub=value ...] [options]",
-        description="Serve the policy of a run, a checkpoint or a model directory over the APIs of "
-        "OpenAI and Anthropic; with CONFIG.toml as SUBJECT, models such as a judge.",
-    )
-    add_subject(parser, PolicyConfig, "model directory or id on the hub")
-    return parser.parse_intermixed_args(argv)
-
-
 def _run(arguments: argparse.Namespace, view: View) -> int:
     """Serve the subject of the arguments; returns the exit code."""
     require_train("torch", "transformers")
@@ -82,11 +78,8 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     if subject.model is None:
         raise ConfigError(f"{arguments.subject} is an endpoint; expected a run or a model")
     known = {key: value for key, value in subject.raw.items() if key in _OF_RUN}
-
-    def build(raw: Tree, source: str) -> PolicyConfig:
-        return build_config(PolicyConfig, raw, source)
-
-    config = configured(arguments, subject._replace(raw=known), PolicyConfig, build, view.log)
+    subject, build = subject._replace(raw=known), partial(build_config, PolicyConfig)
+    config = configured(arguments, subject, PolicyConfig, build, view.log)
     view.wait_for("starting the engine", "the address")
     with gpus_for_others(config):
         served = serve_policy(config, subject, view.log, partial(until_stopped, view))

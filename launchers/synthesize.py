@@ -30,7 +30,7 @@ from agentenv.engines.chat import ChatEngine
 from agentenv.engines.openai import TokensEngine
 from agentenv.evaluation.run import chosen_sets, saved_of
 from agentenv.evaluation.store import Store
-from agentenv.evaluation.subject import EvaluationAssembly, Subject, configured, find_subject
+from agentenv.evaluation.subject import EvaluationAssembly, Subject, configured
 from agentenv.lab.recipes.sampling import SynthesisSampling, read_questions, tool_names
 from agentenv.lab.recipes.sorting import (
     TRAJECTORIES,
@@ -45,7 +45,7 @@ from agentenv.lab.recipes.sorting import (
     summarize,
     write_data,
 )
-from agentenv.launchers.command import add_dry_run, add_questions, parse
+from agentenv.launchers.command import add_dry_run, add_questions, parse, subject_of
 
 FOLDER = "synthesis"
 
@@ -53,21 +53,24 @@ FOLDER = "synthesis"
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 something is
     missing (dry run only), 130 interrupted."""
+    parser = KeysParser(
+        prog="agentenv synthesize",
+        usage="agentenv synthesize SUBJECT [key.sub=value ...] [options]",
+        description="Sample trajectories of questions with and without tools, and sort them into "
+        "data for agentenv sft and questions for agentenv train.",
+    )
+    out = f"folder of the data, from which the command also resumes; default {FOLDER}/NAME"
+    add_dry_run(parser)
+    add_questions(parser, SynthesisConfig, out)
     return exit_code_of(
-        partial(_run, _parse(argv)),
+        partial(_run, parse(parser, argv)),
         "writing the data",
         interrupted="interrupted; the same command continues with the missing trajectories",
     )
 
 
 def _run(arguments: argparse.Namespace, view: View) -> int:
-    subject = find_subject(
-        arguments.subject,
-        checkpoint=arguments.checkpoint,
-        model=arguments.model,
-        tokenizer=arguments.tokenizer,
-        report=None if arguments.dry_run else view.log,
-    )
+    subject = subject_of(arguments, view)
     plan = _plan(arguments, subject, view)
     if arguments.dry_run:
         from agentenv.lab.diagnosis.dry_run import dry_run  # slow to load
@@ -97,19 +100,6 @@ def _plan(arguments: argparse.Namespace, subject: Subject, view: View) -> Synthe
     if not arguments.n:
         return plan
     return replace(plan, evaluation=chosen_sets(plan.evaluation, (), arguments.n))
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = KeysParser(
-        prog="agentenv synthesize",
-        usage="agentenv synthesize SUBJECT [key.sub=value ...] [options]",
-        description="Sample trajectories of questions with and without tools, and sort them into "
-        "data for agentenv sft and questions for agentenv train.",
-    )
-    out = f"folder of the data, from which the command also resumes; default {FOLDER}/NAME"
-    add_dry_run(parser)
-    add_questions(parser, SynthesisConfig, out)
-    return parse(parser, argv)
 
 
 async def synthesize(plan: SynthesisPlan, subject: Subject, out: Path, view: View) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 from msgspec.structs import force_setattr, replace
 
-from agentenv.base.config import ESSENTIAL, PATH
+from agentenv.base.config import ESSENTIAL, PATH, about
 from agentenv.base.disk import finished_folder
 from agentenv.base.errors import ConfigError
 from agentenv.base.model_files import read_as
@@ -23,39 +23,33 @@ Metrics = dict[str, float]
 Agreement = Literal["exact", "close", "unknown"]
 
 
-class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True):
     """Keys of the learner's ranks and of the optimizer steps of an update."""
 
-    num_ranks: Annotated[
-        int, Meta(ge=1, description="processes that train together", extra=ESSENTIAL)
-    ] = 1
+    num_ranks: Annotated[int, about("processes that train together", ge=1, extra=ESSENTIAL)] = 1
     launch: Annotated[
         Literal["local", "external"],
-        Meta(
-            description="start the ranks on this machine, or wait for ranks started by torchrun, "
+        about(
+            "start the ranks on this machine, or wait for ranks started by torchrun, "
             "the DeepSpeed launcher or Slurm (docs/learner.md)"
         ),
     ] = "local"
     address: Annotated[
-        str,
-        Meta(
-            description="host:port at which external ranks reach the controller, such as "
-            "0.0.0.0:29400"
-        ),
+        str, about("host:port at which external ranks reach the controller, such as 0.0.0.0:29400")
     ] = ""
     context_parallel: Annotated[
         int,
-        Meta(
-            ge=1,
-            description="neighboring ranks on one machine that share each micro-batch, which then "
+        about(
+            "neighboring ranks on one machine that share each micro-batch, which then "
             "has this many times max_tokens_per_microbatch: for paths too long for one rank; must "
             "divide num_ranks and the model's attention heads",
+            ge=1,
         ),
     ] = 1
     zero_stage: Annotated[
         Literal["auto", 0, 1, 2, 3],
-        Meta(
-            description="0 is plain torch; DeepSpeed ZeRO: 1 shards optimizer state over ranks, 2 "
+        about(
+            "0 is plain torch; DeepSpeed ZeRO: 1 shards optimizer state over ranks, 2 "
             "also gradients, 3 also weights; auto: the lowest that dtype, offload and "
             "deepspeed_config allow; muon_adamw needs 0",
             extra=ESSENTIAL,
@@ -63,8 +57,8 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
-        Meta(
-            description="dtype of weights and activations; bfloat16 also keeps float32 weights, "
+        about(
+            "dtype of weights and activations; bfloat16 also keeps float32 weights, "
             "gradient sums and optimizer state, and needs zero_stage >= 1; auto: bfloat16 on GPUs, "
             "float32 on CPUs and with stage 0",
             extra=ESSENTIAL,
@@ -72,82 +66,73 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
     ] = "auto"
     offload: Annotated[
         Literal["none", "optimizer", "params"],
-        Meta(
-            description="keep optimizer state (zero_stage >= 1), or also weights (zero_stage 3), "
-            "in main memory"
+        about(
+            "keep optimizer state (zero_stage >= 1), or also weights (zero_stage 3), in main memory"
         ),
     ] = "none"
     activation_checkpointing: Annotated[
-        bool,
-        Meta(
-            description="recompute activations of each layer in the backward pass", extra=ESSENTIAL
-        ),
+        bool, about("recompute activations of each layer in the backward pass", extra=ESSENTIAL)
     ] = False
     fused: Annotated[
         Literal["none", "liger"],
-        Meta(
-            description="norms, rotary positions and feed-forward parts with liger-kernel, on "
+        about(
+            "norms, rotary positions and feed-forward parts with liger-kernel, on "
             "GPUs; the head, with entropies and their gradient, is unchanged"
         ),
     ] = "none"
     layout: Annotated[
         Literal["auto", "tree"],
-        Meta(
-            description="attention of micro-batches, with the same gradients: over trees; auto: on "
+        about(
+            "attention of micro-batches, with the same gradients: over trees; auto: on "
             "a CPU by segments where paths are short"
         ),
     ] = "auto"
     deepspeed_config: Annotated[
         str,
-        Meta(
-            description="JSON file with further DeepSpeed settings (buckets, overlap, offload "
+        about(
+            "JSON file with further DeepSpeed settings (buckets, overlap, offload "
             "buffers), for zero_stage >= 1; settings that contradict these keys are rejected",
             extra=PATH,
         ),
     ] = ""
-    lora: Annotated[
-        LoRAConfig | None, Meta(description="train low-rank adapters; empty: all weights")
-    ] = None
+    lora: Annotated[LoRAConfig | None, about("train low-rank adapters; empty: all weights")] = None
     proximal: Annotated[
         Literal["stale", "always"],
-        Meta(
-            description="when to compute proximal log-probs: for trees with tokens of an older "
+        about(
+            "when to compute proximal log-probs: for trees with tokens of an older "
             "policy, and for all while engine and learner may disagree (separate processes, and a "
             "parity gap above 0.01 nats at some token); or always"
         ),
     ] = "stale"
     groups_per_minibatch: Annotated[
         int,
-        Meta(
+        about(
+            "questions per optimizer step; fewer if groups failed or are dropped",
             ge=1,
-            description="questions per optimizer step; fewer if groups failed or are dropped",
             extra=ESSENTIAL,
         ),
     ] = 8
-    num_epochs_per_batch: Annotated[
-        int, Meta(ge=1, description="passes over the trees of an update")
-    ] = 1
+    num_epochs_per_batch: Annotated[int, about("passes over the trees of an update", ge=1)] = 1
     max_tokens_per_microbatch: Annotated[
         int,
-        Meta(
+        about(
+            "tokens per micro-batch of a rank, whole trees unless one is larger; bounds memory",
             ge=1,
-            description="tokens per micro-batch of a rank, whole trees unless one is larger; "
-            "bounds memory",
             extra=ESSENTIAL,
         ),
     ] = 2048
     router_loss: Annotated[
         float,
-        Meta(
-            ge=0,
-            description="weight of the load-balancing loss of a model with experts, 0.001 in "
+        about(
+            "weight of the load-balancing loss of a model with experts, 0.001 in "
             "Qwen3-MoE's configuration: prevents routers from dropping experts in long runs",
+            ge=0,
         ),
     ] = 0.0
-    num_threads: Annotated[int, Meta(ge=1, description="torch threads of a rank")] = 1
+    num_threads: Annotated[int, about("torch threads of a rank", ge=1)] = 1
     start_timeout_s: ClassVar[float] = 300.0  # for a rank to load its model
     command_timeout_s: Annotated[
-        float, Meta(gt=0, description="deadline of a rank for one command, seconds")
+        float, about("deadline of a rank for one command, seconds", gt=0)
     ] = 3600.0
 
     def __post_init__(self) -> None:

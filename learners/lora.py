@@ -13,9 +13,9 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
-from agentenv.base.config import ESSENTIAL
+from agentenv.base.config import ESSENTIAL, about
 from agentenv.base.errors import ConfigError, MissingError
 from agentenv.base.installation import install_hint
 
@@ -33,15 +33,15 @@ OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 class LoRAConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Adapters on linear layers; the original weights are frozen."""
 
-    r: Annotated[int, Meta(ge=1, description="rank of the adapters", extra=ESSENTIAL)] = 16
-    alpha: Annotated[int, Meta(ge=1, description="adapters are scaled by alpha / r")] = 32
+    r: Annotated[int, about("rank of the adapters", ge=1, extra=ESSENTIAL)] = 16
+    alpha: Annotated[int, about("adapters are scaled by alpha / r", ge=1)] = 32
     dropout: Annotated[
-        float, Meta(ge=0, lt=1, description="dropout on the adapters' inputs in training passes")
+        float, about("dropout on the adapters' inputs in training passes", ge=0, lt=1)
     ] = 0.0
     target_modules: Annotated[
         list[str],
-        Meta(
-            description="names of the layers, such as q_proj; empty: all linear layers except the "
+        about(
+            "names of the layers, such as q_proj; empty: all linear layers except the "
             "head; in a model with experts those of attention"
         ),
     ] = []

@@ -5,34 +5,28 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
-from agentenv.base.config import ESSENTIAL
+from agentenv.base.config import ESSENTIAL, about
 from agentenv.base.errors import ConfigError
 
 # Keys that another configuration has with another default.
 Optimizer = Annotated[
     Literal["muon_adamw", "adamw"],
-    Meta(
-        description="Muon on hidden matrices and AdamW on the rest, or AdamW on all",
-        extra=ESSENTIAL,
-    ),
+    about("Muon on hidden matrices and AdamW on the rest, or AdamW on all", extra=ESSENTIAL),
 ]
-LearningRate = Annotated[float, Meta(ge=0, description="learning rate of AdamW", extra=ESSENTIAL)]
+LearningRate = Annotated[float, about("learning rate of AdamW", ge=0, extra=ESSENTIAL)]
 WeightDecay = Annotated[
     float,
-    Meta(
-        ge=0,
-        description="decoupled weight decay of AdamW's matrices; none for norms, biases and "
-        "embeddings",
+    about(
+        "decoupled weight decay of AdamW's matrices; none for norms, biases and embeddings", ge=0
     ),
 ]
 Schedule = Annotated[
-    Literal["constant", "linear", "cosine"],
-    Meta(description="learning rate schedule after the warm-up"),
+    Literal["constant", "linear", "cosine"], about("learning rate schedule after the warm-up")
 ]
 WarmupRatio = Annotated[
-    float, Meta(ge=0, le=1, description="warm-up as a fraction of all updates, instead of steps")
+    float, about("warm-up as a fraction of all updates, instead of steps", ge=0, le=1)
 ]
 
 
@@ -46,19 +40,16 @@ class OptimizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     optimizer: Optimizer = "adamw"
     learning_rate: LearningRate = 1e-6
     muon_learning_rate: Annotated[
-        float,
-        Meta(
-            ge=0, description="learning rate of Muon; the default suits small models from scratch"
-        ),
+        float, about("learning rate of Muon; the default suits small models from scratch", ge=0)
     ] = 4e-3
     weight_decay: WeightDecay = 0.01
     muon_weight_decay: Annotated[
-        float, Meta(ge=0, description="decoupled weight decay of Muon's matrices")
+        float, about("decoupled weight decay of Muon's matrices", ge=0)
     ] = 0.01
-    betas: Annotated[tuple[float, float], Meta(description="AdamW's betas")] = (0.9, 0.999)
-    grad_clip: Annotated[
-        float, Meta(ge=0, description="clip the gradient's global norm to this; 0: off")
-    ] = 1.0
+    betas: Annotated[tuple[float, float], about("AdamW's betas")] = (0.9, 0.999)
+    grad_clip: Annotated[float, about("clip the gradient's global norm to this; 0: off", ge=0)] = (
+        1.0
+    )
 
 
 def optimizer_of(config: OptimizerConfig) -> OptimizerConfig:
@@ -68,15 +59,14 @@ def optimizer_of(config: OptimizerConfig) -> OptimizerConfig:
     )
 
 
-class ScheduleConfig(OptimizerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ScheduleConfig(OptimizerConfig, frozen=True, kw_only=True):
     """An optimizer whose rates rise from zero, then follow the schedule to the last update."""
 
     schedule: Schedule = "constant"
-    warmup_steps: Annotated[int, Meta(ge=0, description="updates of linear warm-up")] = 0
+    warmup_steps: Annotated[int, about("updates of linear warm-up", ge=0)] = 0
     warmup_ratio: WarmupRatio = 0.0
     min_lr_ratio: Annotated[
-        float,
-        Meta(ge=0, le=1, description="factor on the learning rates at the end of the schedule"),
+        float, about("factor on the learning rates at the end of the schedule", ge=0, le=1)
     ] = 0.0
 
     def check_schedule(self, key: str) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -83,38 +83,27 @@ class Released:
         return (logprobs - proximal).exp()
 
 
-class ReleasedGRPO(
-    Released, GRPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="grpo"
-):
+class ReleasedGRPO(Released, GRPO, frozen=True, kw_only=True, tag="grpo"):
     """GRPO with the released advantages and ratio."""
 
 
-class ReleasedARPO(
-    Released, ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="arpo"
-):
+class ReleasedARPO(Released, ARPO, frozen=True, kw_only=True, tag="arpo"):
     """ARPO with the released advantages, ratio and rollout."""
 
     def plan(self, vocab_size: int) -> RolloutPlan:
         return ReleasedARPOPlan(self, vocab_size)
 
 
-class ReleasedAEPO(
-    Released, AEPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="aepo"
-):
+class ReleasedAEPO(Released, AEPO, frozen=True, kw_only=True, tag="aepo"):
     """AEPO with the released advantages, ratio and rollout, its defaults for split and penalty, and
     a z-score per micro-batch."""
+
+    default_beta: ClassVar[float] = 0.5
+    default_penalty: ClassVar[float] = 0.05
 
     @property
     def needs_entropies(self) -> bool:
         return False
-
-    @property
-    def beta_of_split(self) -> float:
-        return 0.5 if self.budget_beta is None else self.budget_beta
-
-    @property
-    def penalty_per_fork(self) -> float:
-        return 0.05 if self.branch_penalty is None else self.branch_penalty
 
     def plan(self, vocab_size: int) -> RolloutPlan:
         return ReleasedAEPOPlan(self, vocab_size)

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
-from msgspec import Meta, Struct, field
+from msgspec import Struct, field
 from msgspec.structs import replace
 
+from agentenv.base.config import about
 from agentenv.base.errors import ConfigError, EngineError, EnvError, InfraError, ToolError
 from agentenv.base.tree import TrajectoryTree, packed_ids
 from agentenv.base.types import Info, Message, SamplingParams, Task, ToolResult
@@ -45,28 +46,24 @@ from agentenv.text.chat_model import ChatModel, ModelReply, fenced
 # policy reads its result. If that fails too, the policy reads the error of its own code.
 
 
-class HelperConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HelperConfig(ChatModelConfig, frozen=True, kw_only=True):
     """A helper model behind an OpenAI-compatible server, and the settings of its requests."""
 
     model: Annotated[
-        str,
-        Meta(
-            description="name of the model at the server; empty: the only one that the server lists"
-        ),
+        str, about("name of the model at the server; empty: the only one that the server lists")
     ] = ""
-    max_uses: Annotated[int, Meta(ge=1, description="uses per trajectory")] = 1
-    temperature: Annotated[float, Meta(ge=0, description="0: greedy")] = 0.0
+    max_uses: Annotated[int, about("uses per trajectory", ge=1)] = 1
+    temperature: Annotated[float, about("0: greedy", ge=0)] = 0.0
     max_input_chars: ClassVar[int] = 60_000  # of its input texts; longer ones lose their middle
     timeout_s: Annotated[
-        float,
-        Meta(gt=0, description="deadline of one use, retries included; after it there is no help"),
+        float, about("deadline of one use, retries included; after it there is no help", gt=0)
     ] = 120.0
 
 
-class DebuggerConfig(HelperConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DebuggerConfig(HelperConfig, frozen=True, kw_only=True):
     """A model that corrects failed code. `max_uses` limits the calls that it corrects."""
 
-    tool: Annotated[str, Meta(description="the tool that runs code")] = "python"
+    tool: Annotated[str, about("the tool that runs code")] = "python"
 
 
 class HelperModel(ChatModel):
@@ -220,29 +217,26 @@ def debugged(env: ToolEnv, config: DebuggerConfig, model: HelperModel) -> None:
 class BacktracerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Resamples a turn whose call failed, if the debugger could not help."""
 
-    max_uses: Annotated[int, Meta(ge=1, description="uses per trajectory")] = 1
+    max_uses: Annotated[int, about("uses per trajectory", ge=1)] = 1
     # of the retried turn, if sampling.temperature is lower: a greedy policy would repeat itself
     min_temperature: ClassVar[float] = 0.6
 
 
-class RefinerConfig(HelperConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RefinerConfig(HelperConfig, frozen=True, kw_only=True):
     """Compresses a long chain of reasoning; the rollout continues from question and summary, whose
     tokens alone count toward limits.max_response_tokens from then on."""
 
     min_response_tokens: Annotated[
-        int,
-        Meta(ge=1, description="tokens after the prompt, tool results included, that trigger it"),
+        int, about("tokens after the prompt, tool results included, that trigger it", ge=1)
     ] = 8192
 
 
 class AssistConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The helpers of an evaluation; the table [assist]."""
 
-    debugger: Annotated[DebuggerConfig | None, Meta(description="the code debugger")] = None
-    backtracer: Annotated[BacktracerConfig | None, Meta(description="the tool-use backtracer")] = (
-        None
-    )
-    refiner: Annotated[RefinerConfig | None, Meta(description="the reasoning-chain refiner")] = None
+    debugger: Annotated[DebuggerConfig | None, about("the code debugger")] = None
+    backtracer: Annotated[BacktracerConfig | None, about("the tool-use backtracer")] = None
+    refiner: Annotated[RefinerConfig | None, about("the reasoning-chain refiner")] = None
 
 
 HELPERS = ("debugger", "backtracer", "refiner", "browser")

@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 
 from agentenv.assembly.keys.help import describe
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.base.config import changes, keys_in, load_config
+from agentenv.base.config import changes, load_config, values_in
 from agentenv.base.errors import ConfigError
 from agentenv.base.overrides import apply_overrides, leave_out_old_kinds
 
@@ -93,7 +93,7 @@ def test_inherited_keys_of_another_kind_are_ignored_except_overrides() -> None:
     before = {"path": "x", "engine": {"name": "fast", "speed": 7}}
     merged = {"path": "x", "engine": {"name": "slow", "speed": 7}}
     told: list[str] = []
-    assert set(keys_in(merged)) == {"path", "engine.name", "engine.speed"}
+    assert {key for key, _ in values_in(merged)} == {"path", "engine.name", "engine.speed"}
     leave_out_old_kinds(Outer, merged, before, {"engine.speed"}, told.append)
     assert merged["engine"] == {"name": "slow", "speed": 7}  # the file's own, refused later
     leave_out_old_kinds(Outer, merged, before, {"engine.name"}, told.append)

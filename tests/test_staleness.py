@@ -38,7 +38,7 @@ def test_empty_turns_are_counted_and_reported(caplog: pytest.LogCaptureFixture) 
         metrics = rollout_metrics([tree], 0)
         assert metrics["rollout/empty"] == pytest.approx(share)
         for _ in range(2):
-            alarms.check_tokens(metrics)
+            alarms.check_step([], metrics, {})
     assert [one.getMessage().count("rollout/empty") for one in caplog.records] == [1]
 
 

@@ -50,7 +50,7 @@ from agentenv.assembly.run.rundir import INPUTS
 from agentenv.assembly.run.terminal import View
 from agentenv.assembly.run.watchdog import Watchdog
 from agentenv.assembly.serving.gpus import gpus_for_others
-from agentenv.base.config import Tree, read_toml, resolve_config
+from agentenv.base.config import Tree, read_toml, resolve_config, values_in
 from agentenv.base.errors import AgentEnvError, ConfigError
 from agentenv.base.installation import require_train
 from agentenv.base.model_files import load_pretrained, load_tokenizer
@@ -344,20 +344,16 @@ def _read(config: msgspec.Struct | Mapping[str, Any] | str | Path) -> tuple[Tree
     return plain, "the configuration", time.strftime("run-%Y%m%d-%H%M%S")
 
 
-def _texts(overrides: Overrides, path: str = "") -> Iterator[str]:
+def _texts(overrides: Overrides) -> Iterator[str]:
     """Overrides in the format of a command line."""
     if isinstance(overrides, str):
         raise ConfigError(f"overrides: {overrides!r} is one text; expected a list of them")
     if not isinstance(overrides, Mapping):
         yield from overrides
         return
-    for name, value in overrides.items():
-        key = f"{path}{name}"
-        if isinstance(value, Mapping):
-            yield from _texts(value, f"{key}.")
-        else:
-            text = "none" if value is None else json.dumps(value, ensure_ascii=False, default=str)
-            yield f"{key}={text}"
+    for key, value in values_in(overrides):
+        text = "none" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+        yield f"{key}={text}"
 
 
 def _replace_keys(

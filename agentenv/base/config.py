@@ -1,15 +1,15 @@
 """Configuration: a TOML file plus `key.sub=value` overrides into typed, frozen structs.
 
-Every key is a field of a msgspec struct, annotated with msgspec.Meta(description=...). An unknown
-key, a wrong type or a value out of range is a ConfigError that names the key. Parts that come in
-several kinds (an engine, an algorithm) are chosen by `name`, see `agentenv.base.registry`: a key
-that belongs to another kind is unknown to the chosen one, so no key is ever silently ignored.
+Every key is a field of a msgspec struct, annotated with `about` or msgspec.Meta. An unknown key, a
+wrong type or a value out of range is a ConfigError that names the key. Parts that come in several
+kinds (an engine, an algorithm) are chosen by `name`, see `agentenv.base.registry`: a key that
+belongs to another kind is unknown to the chosen one, so no key is ever silently ignored.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -43,11 +43,18 @@ Tree = dict[str, Any]
 Reporter = Callable[[str], None]
 Resolve = Callable[[str], Path]
 
-# Marks of a key, set by Meta(extra=...): shown by --help; names files that must exist; names
+# Marks of a key, its `extra`: shown by --help; names files that must exist; names
 # dataset files, which are searched before anything starts.
 ESSENTIAL = {"essential": True}
 PATH = {"path": True}
 ROWS = {"path": True, "rows": True}
+
+
+def about(description: str, **more: Any) -> msgspec.Meta:
+    """The annotation of a key: its description, and msgspec's bounds and marks (`extra`)."""
+    return msgspec.Meta(description=description, **more)
+
+
 RUN = "{run}"  # in a path of a configuration: the run's directory
 
 
@@ -104,11 +111,11 @@ def read_toml(path: Path) -> Tree:
         raise ConfigError(f"{path}: not valid TOML: {error}{hint}") from error
 
 
-def keys_in(raw: Tree, path: str = "") -> Iterator[str]:
-    """The dotted keys of all values in plain tables."""
+def values_in(raw: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """All values in plain tables, each with its dotted key."""
     for name, value in raw.items():
         key = joined(path, name)
-        yield from keys_in(value, key) if isinstance(value, dict) else (key,)
+        yield from values_in(value, key) if isinstance(value, Mapping) else ((key, value),)
 
 
 def build_config(config_type: type[T], raw: Tree, source: str) -> T:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from agentenv.base.errors import ConfigError
 
 SHARED_MEMORY = Path("/dev/shm")
 WEIGHTS_PREFIX = "agentenv-weights-"  # of a folder for the transfer of new weights
@@ -42,3 +46,12 @@ def explain(error: OSError, key: str = "") -> str:
     if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
         return f"no permission ({error.strerror}); {elsewhere}"
     return error.strerror or str(error)
+
+
+@contextmanager
+def writing(place: Path, key: str = DIR_KEY) -> Iterator[None]:
+    """Inside, an OSError becomes a ConfigError: `place` cannot be written; see `explain`."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{place} cannot be written: {explain(error, key)}") from error

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Struct, field
 
 from agentenv.assembly.keys.run import RunConfig
-from agentenv.base.config import ESSENTIAL
+from agentenv.base.config import ESSENTIAL, about
 from agentenv.base.errors import ConfigError
 from agentenv.base.ports import is_loopback
 from agentenv.contract.engine import EngineConfig
@@ -37,7 +37,7 @@ class SpreadCluster(
     """Rollouts grow in rollout workers. Evaluations, and an engine without servers, stay in the
     controller's process. Concurrency limits of tools apply to each worker."""
 
-    workers: Annotated[int, Meta(ge=1, description="rollout workers")] = 2
+    workers: Annotated[int, about("rollout workers", ge=1)] = 2
     silence_s: ClassVar[float] = 60.0  # a worker without a message for so long counts as hung
     start_timeout_s: ClassVar[float] = 300.0  # for a worker to start
     max_restarts: ClassVar[int] = 5  # consecutive ones without progress of any tree
@@ -66,23 +66,20 @@ class WideCluster(SpreadCluster, frozen=True, kw_only=True, tag="-wide"):
 
     min_workers: Annotated[
         int,
-        Meta(
-            ge=0,
-            description="workers that must be connected before the run starts; others join when "
+        about(
+            "workers that must be connected before the run starts; others join when "
             "resources allow; 0: all",
+            ge=0,
         ),
     ] = 0
     max_outage_s: ClassVar[float] = 600.0  # without a connected worker; then the run ends
     host: Annotated[
         str,
-        Meta(
-            description="address of this machine at which workers reach the controller; empty: "
-            "looked up"
-        ),
+        about("address of this machine at which workers reach the controller; empty: looked up"),
     ] = ""
-    port: Annotated[int, Meta(ge=0, le=65535, description="its port; 0: any free port")] = 0
+    port: Annotated[int, about("its port; 0: any free port", ge=0, le=65535)] = 0
     cpus_per_worker: Annotated[
-        int, Meta(ge=1, description="cores of a worker, for its event loop and its tools")
+        int, about("cores of a worker, for its event loop and its tools", ge=1)
     ] = 1
 
     def __post_init__(self) -> None:
@@ -112,32 +109,27 @@ class RayCluster(WideCluster, frozen=True, kw_only=True, tag="ray"):
 
     address: Annotated[
         str,
-        Meta(
-            description="address of the Ray cluster, HOST:6379, or auto: that of this machine; "
+        about(
+            "address of the Ray cluster, HOST:6379, or auto: that of this machine; "
             "empty: the run starts one on this machine alone"
         ),
     ] = ""
-    engines: Annotated[bool, Meta(description="Ray places the servers of [engine.servers] too")] = (
-        False
-    )
-    learner: Annotated[bool, Meta(description="Ray places the learner's ranks too")] = False
+    engines: Annotated[bool, about("Ray places the servers of [engine.servers] too")] = False
+    learner: Annotated[bool, about("Ray places the learner's ranks too")] = False
     gpus_per_rank: Annotated[
-        int, Meta(ge=0, le=1, description="GPUs of each learner rank; 0: it runs on the CPU")
+        int, about("GPUs of each learner rank; 0: it runs on the CPU", ge=0, le=1)
     ] = 1
     wait_for_nodes_s: Annotated[
         float,
-        Meta(
-            ge=0,
-            description="wait for nodes to join, for instance of an autoscaling cluster, until the "
+        about(
+            "wait for nodes to join, for instance of an autoscaling cluster, until the "
             "initial processes of the run fit",
+            ge=0,
         ),
     ] = 0.0
-    python: Annotated[
-        str, Meta(description="interpreter on the nodes; empty: the same path as here")
-    ] = ""
+    python: Annotated[str, about("interpreter on the nodes; empty: the same path as here")] = ""
     env: Annotated[
-        list[str],
-        Meta(description="environment variables for processes on nodes, such as SERPER_API_KEY"),
+        list[str], about("environment variables for processes on nodes, such as SERPER_API_KEY")
     ] = field(default_factory=list)
 
     @property
@@ -167,7 +159,7 @@ class ExternalCluster(WideCluster, frozen=True, kw_only=True, tag="external"):
     """Rollout workers are started externally, on any machine that reaches the controller
     (docs/clusters.md): `python -m agentenv.training.workers.rollout_worker`."""
 
-    host: Annotated[str, Meta(description="address to listen on for workers; 0.0.0.0: every one")]
+    host: Annotated[str, about("address to listen on for workers; 0.0.0.0: every one")]
 
     def token(self) -> str:
         """The shared secret of controller and workers. Raises ConfigError if it is not set."""
@@ -190,10 +182,10 @@ class JobCluster(ExternalCluster, frozen=True, kw_only=True, tag="-job"):
     """A job that --dry-run writes for `submit`."""
 
     submit: ClassVar[str]
-    host: Annotated[str, Meta(description="address that the controller listens on")] = "0.0.0.0"
-    port: Annotated[int, Meta(ge=1, le=65535, description="port of the controller")] = 29700
-    gpus: Annotated[int, Meta(ge=0, description="GPUs of the controller's node; 0: none")] = 0
-    script: Annotated[str, Meta(description="file that --dry-run writes; empty: print it")] = ""
+    host: Annotated[str, about("address that the controller listens on")] = "0.0.0.0"
+    port: Annotated[int, about("port of the controller", ge=1, le=65535)] = 29700
+    gpus: Annotated[int, about("GPUs of the controller's node; 0: none", ge=0)] = 0
+    script: Annotated[str, about("file that --dry-run writes; empty: print it")] = ""
 
 
 class SlurmCluster(JobCluster, frozen=True, kw_only=True, tag="slurm"):
@@ -201,16 +193,14 @@ class SlurmCluster(JobCluster, frozen=True, kw_only=True, tag="slurm"):
     all nodes. --dry-run prints the script for sbatch."""
 
     submit: ClassVar[str] = "sbatch"
-    nodes: Annotated[int, Meta(ge=1, description="nodes of the job")] = 2
-    time: Annotated[
-        str, Meta(description="time limit of the job in sbatch's format, 1-12:00:00")
-    ] = "24:00:00"
-    options: Annotated[
-        list[str], Meta(description="extra sbatch options, such as --partition=long")
-    ] = field(default_factory=list)
-    setup: Annotated[
-        list[str], Meta(description="commands to run first, such as 'module load cuda'")
-    ] = field(default_factory=list)
+    nodes: Annotated[int, about("nodes of the job", ge=1)] = 2
+    time: Annotated[str, about("time limit of the job in sbatch's format, 1-12:00:00")] = "24:00:00"
+    options: Annotated[list[str], about("extra sbatch options, such as --partition=long")] = field(
+        default_factory=list
+    )
+    setup: Annotated[list[str], about("commands to run first, such as 'module load cuda'")] = field(
+        default_factory=list
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -226,27 +216,26 @@ class KubernetesCluster(JobCluster, frozen=True, kw_only=True, tag="kubernetes")
     workers. --dry-run prints the manifests for kubectl apply."""
 
     submit: ClassVar[str] = "kubectl apply -f"
-    image: Annotated[str, Meta(description="image in which agentenv is installed")] = ""
+    image: Annotated[str, about("image in which agentenv is installed")] = ""
     claim: Annotated[
         str,
-        Meta(
-            description="PersistentVolumeClaim (ReadWriteMany) with model, data, code and runs, "
+        about(
+            "PersistentVolumeClaim (ReadWriteMany) with model, data, code and runs, "
             "mounted at `mount`, where relative paths begin"
         ),
     ] = ""
-    mount: Annotated[str, Meta(description="mount point of the claim")] = "/shared"
-    memory: Annotated[str, Meta(description="memory of the controller and of each worker")] = "8Gi"
+    mount: Annotated[str, about("mount point of the claim")] = "/shared"
+    memory: Annotated[str, about("memory of the controller and of each worker")] = "8Gi"
     seccomp: Annotated[
         Literal["RuntimeDefault", "Unconfined"],
-        Meta(
-            description="seccomp profile of the pods: RuntimeDefault fits a namespace with the "
+        about(
+            "seccomp profile of the pods: RuntimeDefault fits a namespace with the "
             "profile restricted, and leaves Python code the sandbox's level landlock; programs "
             "need Unconfined"
         ),
     ] = "RuntimeDefault"
     secret: Annotated[
-        str,
-        Meta(description="Secret whose keys become environment variables of all pods; empty: none"),
+        str, about("Secret whose keys become environment variables of all pods; empty: none")
     ] = ""
 
     def __post_init__(self) -> None:
@@ -318,10 +307,8 @@ read_setup = msgspec.msgpack.Decoder(Setup).decode
 class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of `agentenv serve`."""
 
-    run: Annotated[RunConfig, Meta(description="folder of the logs; the seed is ignored")] = (
-        RunConfig()
-    )
-    roles: Annotated[dict[str, RoleConfig], Meta(description="models by name, [roles.judge], ...")]
+    run: Annotated[RunConfig, about("folder of the logs; the seed is ignored")] = RunConfig()
+    roles: Annotated[dict[str, RoleConfig], about("models by name, [roles.judge], ...")]
 
     def __post_init__(self) -> None:
         for name, role in self.roles.items():
@@ -341,8 +328,8 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     colocated: Annotated[
         bool | Literal["at_once"],
-        Meta(
-            description="engine and learner share the same GPUs. true: alternating; all serve, "
+        about(
+            "engine and learner share the same GPUs. true: alternating; all serve, "
             "sleep, all train, wake with the new weights; rollouts wait with their tokens "
             "meanwhile. 'at_once': both at the same time, the engine's servers with their "
             "gpu_memory_share, the learner with the rest, which suits small models",
@@ -351,15 +338,12 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = False
     learner_gpus: Annotated[
         list[int],
-        Meta(
-            description="one per learner rank; empty: the first ones, when the run also starts "
-            "servers"
-        ),
+        about("one per learner rank; empty: the first ones, when the run also starts servers"),
     ] = field(default_factory=list)
     weights_dir: Annotated[
         str,
-        Meta(
-            description="folder through which new weights pass from the learner to the engine, at "
+        about(
+            "folder through which new weights pass from the learner to the engine, at "
             "most two copies of the model; empty: /dev/shm, or the run's folder if that has no "
             "room for them"
         ),

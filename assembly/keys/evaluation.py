@@ -21,7 +21,7 @@ from agentenv.assembly.keys.rl import (
     Sampling,
     SearchTable,
 )
-from agentenv.base.config import ROWS, Tree, build_config, read_toml
+from agentenv.base.config import ROWS, Tree, about, build_config, read_toml
 from agentenv.base.errors import ConfigError
 from agentenv.base.registry import Registry
 from agentenv.base.types import Limits
@@ -49,31 +49,29 @@ else:
 
 # tables that a set inherits from the evaluation
 OWN_KEYS = ("env", *TABLES, "prompt", "limits", "sampling", "num_samples")
-_AsAbove = Meta(description="keys that override the evaluation's table for this set")
+_AsAbove = about("keys that override the evaluation's table for this set")
 
 
-class QuestionSet(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class QuestionSet(RowsConfig, frozen=True, kw_only=True):
     """One named set of questions."""
 
     path: Annotated[
         str | list[str],
-        Meta(description="file, folder or pattern of questions, or a list of them", extra=ROWS),
+        about("file, folder or pattern of questions, or a list of them", extra=ROWS),
     ] = ""
     benchmark: Annotated[
         str,
-        Meta(
-            description="name of a known benchmark, or FILE.toml:NAME, which defines schema, "
+        about(
+            "name of a known benchmark, or FILE.toml:NAME, which defines schema, "
             "environment, prompt and size; empty: rows as in training"
         ),
     ] = ""
     max_tasks: Annotated[
         Annotated[int, Meta(ge=0)] | None,
-        Meta(
-            description="first n questions; 0: all; none: all, or the benchmark's standard number"
-        ),
+        about("first n questions; 0: all; none: all, or the benchmark's standard number"),
     ] = None
     num_samples: Annotated[
-        int, Meta(ge=1, description="trajectories per question, if different from the evaluation's")
+        int, about("trajectories per question, if different from the evaluation's", ge=1)
     ] = 1
     env: Annotated[EnvConfig | None, _AsAbove] = None
     python: PythonTable = None
@@ -88,18 +86,18 @@ class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The keys of an evaluation; those of a run are the defaults for evaluating it."""
 
     env: Annotated[
-        EnvConfig | None, Meta(description="environment of all sets; none: each set has its own")
+        EnvConfig | None, about("environment of all sets; none: each set has its own")
     ] = None
     python: PythonTable = None
     search: SearchTable = None
     grader: GraderTable = None
-    sets: Annotated[
-        dict[str, QuestionSet], Meta(description="sets of questions by name, [sets.NAME]")
-    ] = field(default_factory=dict)
+    sets: Annotated[dict[str, QuestionSet], about("sets of questions by name, [sets.NAME]")] = (
+        field(default_factory=dict)
+    )
     data: Annotated[
         str | list[str],
-        Meta(
-            description="file, folder or pattern of questions, or a list of them, instead of "
+        about(
+            "file, folder or pattern of questions, or a list of them, instead of "
             "[sets]: one set named after the file",
             extra=ROWS,
         ),
@@ -111,33 +109,27 @@ class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     engine: EvaluationEngine = EmbeddedConfig()
     assist: Annotated[
         AssistConfig | None,
-        Meta(description="Tool-Star's inference-time tools, for all sets; none: plain rollouts"),
+        about("Tool-Star's inference-time tools, for all sets; none: plain rollouts"),
     ] = None
     roles: Annotated[
-        dict[str, RoleConfig],
-        Meta(description="models in addition to the policy by name, [roles.judge]"),
+        dict[str, RoleConfig], about("models in addition to the policy by name, [roles.judge]")
     ] = field(default_factory=dict)
-    num_samples: Annotated[int, Meta(ge=1, description="trajectories per question")] = 1
-    concurrency: Annotated[int, Meta(ge=1, description="trajectories in flight")] = 256
-    seed: Annotated[int, Meta(ge=0, description="seed of sampling")] = 0
+    num_samples: Annotated[int, about("trajectories per question", ge=1)] = 1
+    concurrency: Annotated[int, about("trajectories in flight", ge=1)] = 256
+    seed: Annotated[int, about("seed of sampling", ge=0)] = 0
 
 
 class PolicyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of `agentenv serve SUBJECT`; for a run, all but the last come from the run."""
 
     prompt: Annotated[
-        PromptConfig,
-        Meta(description="prompt format; the template is ignored: clients send their own"),
+        PromptConfig, about("prompt format; the template is ignored: clients send their own")
     ] = PromptConfig()
     renderer: TagsConfig | NativeConfig = NativeConfig()
-    sampling: Annotated[Sampling, Meta(description="defaults for values that a request omits")] = (
-        Sampling()
-    )
+    sampling: Annotated[Sampling, about("defaults for values that a request omits")] = Sampling()
     engine: EvaluationEngine = EmbeddedConfig()
-    max_tokens: Annotated[
-        int, Meta(ge=1, description="tokens of a turn, if a request omits it")
-    ] = 4096
-    name: Annotated[str, Meta(description="name of the model; empty: that of SUBJECT")] = ""
+    max_tokens: Annotated[int, about("tokens of a turn, if a request omits it", ge=1)] = 4096
+    name: Annotated[str, about("name of the model; empty: that of SUBJECT")] = ""
     host: ListenHost = "127.0.0.1"
     port: ListenPort = 8000
     api_key_env: ClientKeyEnv = ""
@@ -210,7 +202,7 @@ class DirectConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Language-only answers: the same environment, with a prompt that does not mention tools."""
 
     prompt: Annotated[
-        PromptConfig, Meta(description="prompt of language-only answers, instead of [prompt]")
+        PromptConfig, about("prompt of language-only answers, instead of [prompt]")
     ] = PromptConfig(template="no_tools", override_row=True)
 
 
@@ -220,23 +212,22 @@ class HintsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     place: Annotated[
         Literal["either", "uncertain", "answer"],
-        Meta(
-            description="uncertain: replaces the first sentence of a thought that contains one of "
+        about(
+            "uncertain: replaces the first sentence of a thought that contains one of "
             "`phrases`; answer: after the answer; either: the former if such a sentence exists"
         ),
     ] = "either"
-    phrases: Annotated[
-        list[str], Meta(description="phrases of doubt, case-insensitive, as whole words")
-    ] = field(default_factory=HINTS["phrases"].copy)
+    phrases: Annotated[list[str], about("phrases of doubt, case-insensitive, as whole words")] = (
+        field(default_factory=HINTS["phrases"].copy)
+    )
     verification: Annotated[
-        list[str], Meta(description="sentences inserted at a doubt; the seed draws one")
+        list[str], about("sentences inserted at a doubt; the seed draws one")
     ] = field(default_factory=HINTS["verification"].copy)
     reflection: Annotated[
-        list[str], Meta(description="sentences inserted after an answer; the seed draws one")
+        list[str], about("sentences inserted after an answer; the seed draws one")
     ] = field(default_factory=HINTS["reflection"].copy)
     max_per_question: Annotated[
-        int,
-        Meta(ge=1, description="number of chains of a question that get a hint (the first ones)"),
+        int, about("number of chains of a question that get a hint (the first ones)", ge=1)
     ] = 3
 
     def __post_init__(self) -> None:
@@ -250,31 +241,23 @@ class HintsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class FilterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Filter of trajectories for training. A change needs no new samples."""
 
-    max_tool_calls: Annotated[
-        int, Meta(ge=1, description="trajectories with more tool calls are dropped")
-    ] = 5
+    max_tool_calls: Annotated[int, about("trajectories with more tool calls are dropped", ge=1)] = 5
     require_box: Annotated[
-        bool,
-        Meta(
-            description="require a balanced \\boxed{} in the answer, as the published reward does"
-        ),
+        bool, about("require a balanced \\boxed{} in the answer, as the published reward does")
     ] = True
-    max_per_question: Annotated[
-        int, Meta(ge=1, description="trajectories per question for the SFT set")
-    ] = 1
+    max_per_question: Annotated[int, about("trajectories per question for the SFT set", ge=1)] = 1
 
 
-class SynthesisConfig(EvaluateConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SynthesisConfig(EvaluateConfig, frozen=True, kw_only=True):
     """The keys of a synthesis: those of an evaluation, and the following."""
 
     direct: DirectConfig = DirectConfig()
     hints: Annotated[
-        HintsConfig | None, Meta(description="hint-based sampling; none: tool prompting alone")
+        HintsConfig | None, about("hint-based sampling; none: tool prompting alone")
     ] = None
     filter: FilterConfig = FilterConfig()
     exclude: Annotated[
-        list[str],
-        Meta(description="files of questions to exclude from the data, such as test sets"),
+        list[str], about("files of questions to exclude from the data, such as test sets")
     ] = field(default_factory=list)
 
     def __post_init__(self) -> None:

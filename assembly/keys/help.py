@@ -21,7 +21,7 @@ from msgspec import NODEFAULT, Struct
 from msgspec import inspect as mi
 from msgspec.structs import fields
 
-from agentenv.base.config import keys_in, registry_at
+from agentenv.base.config import registry_at, values_in
 from agentenv.base.errors import ConfigError
 from agentenv.base.registry import (
     TAG,
@@ -208,15 +208,7 @@ class KeysParser(argparse.ArgumentParser):
 class HelpKeys(argparse.Action):
     """--help-keys [PREFIX]: print the keys of a table and end."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        assert isinstance(parser, KeysParser)
-        assert parser.config_type is not None
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
         prefix, config_type = str(values or ""), parser.config_type
         import_from_working_directory()
         try:
@@ -393,7 +385,7 @@ def refuse_verl_keys(raw: dict[str, Any], source: str) -> None:
 
     Hydra's overrides `+key` and `++key` are the same keys.
     """
-    found = {key: text for key in keys_in(raw) if (text := _advice(key.lstrip("+")))}
+    found = {key: text for key in dict(values_in(raw)) if (text := _advice(key.lstrip("+")))}
     if found:
         lines = [f"  {key.lstrip('+')}: {text}" for key, text in found.items()]
         raise ConfigError(

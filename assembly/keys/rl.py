@@ -21,7 +21,7 @@ from agentenv.assembly.keys.run import ModelConfig, RunConfig
 from agentenv.assembly.keys.supervised import SelfCriticConfig, SFTConfig
 from agentenv.assembly.reports.monitors import RolloutMonitorConfig
 from agentenv.assembly.run.checkpoints import CheckpointConfig
-from agentenv.base.config import ESSENTIAL, ROWS
+from agentenv.base.config import ESSENTIAL, ROWS, about
 from agentenv.base.errors import ConfigError
 from agentenv.base.registry import Registry
 from agentenv.base.types import Limits, SamplingParams
@@ -82,25 +82,23 @@ else:
 # The configuration of a run. `{run}` in a path is the run's directory.
 
 
-class DataConfig(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DataConfig(RowsConfig, frozen=True, kw_only=True):
     """The training questions: `train`, or a weighted `mix`."""
 
     train: Annotated[
         str | list[str],
-        Meta(
-            description="training rows (question, answer, ...): a JSONL, JSON, CSV or parquet "
+        about(
+            "training rows (question, answer, ...): a JSONL, JSON, CSV or parquet "
             "file, a folder, a pattern, or a list of them, shuffled together",
             extra=ESSENTIAL | ROWS,
         ),
     ] = ""
     mix: Annotated[
-        list[MixPart],
-        Meta(description="files mixed by weight, [[data.mix]], instead of data.train"),
+        list[MixPart], about("files mixed by weight, [[data.mix]], instead of data.train")
     ] = field(default_factory=list)
-    max_samples: Annotated[int, Meta(ge=0, description="first n rows of data.train; 0: all")] = 0
+    max_samples: Annotated[int, about("first n rows of data.train; 0: all", ge=0)] = 0
     curriculum: Annotated[
-        CurriculumConfig | None,
-        Meta(description="draw questions by their success rate instead of in epochs"),
+        CurriculumConfig | None, about("draw questions by their success rate instead of in epochs")
     ] = None
 
     def __post_init__(self) -> None:
@@ -115,26 +113,26 @@ class DataConfig(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 # Environments, optionally per row, with their interpreter, search and grader.
 
 # tables of a run and of a variant, passed to environments that take such a keyword
-PythonTable = Annotated[PythonConfig | None, Meta(description="the Python interpreter")]
-SearchTable = Annotated[SearchConfig | None, Meta(description="search and web pages")]
-GraderTable = Annotated[GraderConfig | None, Meta(description="grading of answers")]
+PythonTable = Annotated[PythonConfig | None, about("the Python interpreter")]
+SearchTable = Annotated[SearchConfig | None, about("search and web pages")]
+GraderTable = Annotated[GraderConfig | None, about("grading of answers")]
 TABLES = ("python", "search", "grader")
 
 
 class EnvChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An environment, its keywords and tools."""
 
-    id: Annotated[str, Meta(description="registered environment id", extra=ESSENTIAL)]
-    kwargs: Annotated[
-        dict[str, Any], Meta(description="keyword arguments of the environment class")
-    ] = field(default_factory=dict)
+    id: Annotated[str, about("registered environment id", extra=ESSENTIAL)]
+    kwargs: Annotated[dict[str, Any], about("keyword arguments of the environment class")] = field(
+        default_factory=dict
+    )
     tools: Annotated[
         list[ToolConfig],
-        Meta(description="tools of an episode, [[env.tools]]; empty: those of the environment"),
+        about("tools of an episode, [[env.tools]]; empty: those of the environment"),
     ] = field(default_factory=list)
 
 
-class EnvVariant(EnvChoice, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EnvVariant(EnvChoice, frozen=True, kw_only=True):
     """An environment with a name that rows can select. Its tables override those of the run."""
 
     python: PythonTable = None
@@ -142,20 +140,16 @@ class EnvVariant(EnvChoice, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     grader: GraderTable = None
 
 
-class EnvConfig(EnvChoice, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EnvConfig(EnvChoice, frozen=True, kw_only=True):
     """The environment of rows that select none. `kwargs` and `tools` apply only to it; a row with
     another id gets that environment as registered."""
 
     module: Annotated[
-        str,
-        Meta(
-            description="module to import first, which registers custom environments",
-            extra=ESSENTIAL,
-        ),
+        str, about("module to import first, which registers custom environments", extra=ESSENTIAL)
     ] = "agentenv.envs"
     variants: Annotated[
         dict[str, EnvVariant],
-        Meta(description="[env.variants.NAME]: a NAME for rows' env_id, data.env_by, data.mix"),
+        about("[env.variants.NAME]: a NAME for rows' env_id, data.env_by, data.mix"),
     ] = field(default_factory=dict)
 
 
@@ -165,31 +159,29 @@ class EnvConfig(EnvChoice, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling of tokens."""
 
-    temperature: Annotated[float, Meta(ge=0, description="0: greedy; training uses 1")] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1, description="1 is off")] = 1.0
-    top_k: Annotated[int, Meta(ge=-1, description="-1 is off")] = -1
+    temperature: Annotated[float, about("0: greedy; training uses 1", ge=0)] = 1.0
+    top_p: Annotated[float, about("1 is off", gt=0, le=1)] = 1.0
+    top_k: Annotated[int, about("-1 is off", ge=-1)] = -1
     min_p: Annotated[
-        float,
-        Meta(ge=0, le=1, description="minimum probability relative to the likeliest token; 0: off"),
+        float, about("minimum probability relative to the likeliest token; 0: off", ge=0, le=1)
     ] = 0.0
     repetition_penalty: Annotated[
-        float, Meta(gt=0, description="applies to tokens of prompt and output; 1: off")
+        float, about("applies to tokens of prompt and output; 1: off", gt=0)
     ] = 1.0
     stop: Annotated[
         list[str],
-        Meta(
-            description="strings that end a turn, in addition to those of the renderer; they stay "
-            "in the text"
+        about(
+            "strings that end a turn, in addition to those of the renderer; they stay in the text"
         ),
     ] = field(default_factory=list)
     seed: Annotated[
         Annotated[int, Meta(ge=0)] | None,
-        Meta(description="seed of token sampling; none: the seed of the run"),
+        about("seed of token sampling; none: the seed of the run"),
     ] = None
     structured_output: Annotated[
         Literal["prompt", "engine"] | None,
-        Meta(
-            description="where a program's response_format has its effect: in the prompt alone, or "
+        about(
+            "where a program's response_format has its effect: in the prompt alone, or "
             "as a grammar of the engine too, which needs vLLM or SGLang; none: prompt in training, "
             "engine in evaluation where it can"
         ),
@@ -235,33 +227,31 @@ class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """The queue between actors and learner."""
 
     groups_per_step: Annotated[
-        int, Meta(ge=1, description="prompts (trees) that one update consumes", extra=ESSENTIAL)
+        int, about("prompts (trees) that one update consumes", ge=1, extra=ESSENTIAL)
     ] = 16
     max_staleness: Annotated[
         int,
-        Meta(
+        about(
+            "maximum number of policy versions between starting and training a tree",
             ge=0,
-            description="maximum number of policy versions between starting and training a tree",
             extra=ESSENTIAL,
         ),
     ] = 1
     equal_groups: Annotated[
         Literal["count", "drop"] | None,
-        Meta(
-            description="zero-advantage groups (all returns equal): count them in the means over a "
+        about(
+            "zero-advantage groups (all returns equal): count them in the means over a "
             "mini-batch and in the number of optimizer steps, as the papers and verl do, or drop "
             "them; default count, with refill they are replaced"
         ),
     ] = None
-    refill: Annotated[
-        bool, Meta(description="replace zero-advantage trees by later ones (DAPO)")
-    ] = False
+    refill: Annotated[bool, about("replace zero-advantage trees by later ones (DAPO)")] = False
     max_rollouts: Annotated[
         int,
-        Meta(
-            ge=0,
-            description="trees in flight; 0: as many as max_staleness allows, which is "
+        about(
+            "trees in flight; 0: as many as max_staleness allows, which is "
             "groups_per_step x (max_staleness + 1)",
+            ge=0,
         ),
     ] = 0
 
@@ -272,21 +262,21 @@ class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Length of the training: either `num_steps` or `num_epochs`."""
 
-    num_steps: Annotated[
-        Annotated[int, Meta(ge=0)] | None, Meta(description="updates", extra=ESSENTIAL)
-    ] = None
+    num_steps: Annotated[Annotated[int, Meta(ge=0)] | None, about("updates", extra=ESSENTIAL)] = (
+        None
+    )
     num_epochs: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        Meta(description="passes over the training questions", extra=ESSENTIAL),
+        about("passes over the training questions", extra=ESSENTIAL),
     ] = None
     stop_at: Annotated[
         float | None,
-        Meta(description="end the run earlier, once checkpoint.best_metric has reached this value"),
+        about("end the run earlier, once checkpoint.best_metric has reached this value"),
     ] = None
     max_logprob_gap: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        Meta(
-            description="warn when the log-probs of engine (or one of its servers) and learner "
+        about(
+            "warn when the log-probs of engine (or one of its servers) and learner "
             "differ by more than this on average, nats; empty: three times their gap under version "
             "0, where both have the same weights, and at least 0.01; if that gap was not measured, "
             "0.01, and 0.1 in bfloat16"
@@ -294,19 +284,19 @@ class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     stop_logprob_gap: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        Meta(
-            description="end the run when they differ by more than this on average, nats: one of "
+        about(
+            "end the run when they differ by more than this on average, nats: one of "
             "them then computes a different model; a larger max_logprob_gap raises it; empty: 0.1, "
             "and 0.3 in bfloat16, or six times the gap under version 0 if that is larger"
         ),
     ] = None
     max_untrained_steps: Annotated[
         int,
-        Meta(
-            ge=0,
-            description="end the run after this many consecutive steps in which no tree had a "
+        about(
+            "end the run after this many consecutive steps in which no tree had a "
             "signal, since all failed, were masked or had equal returns (also counted ones); 0: "
             "never",
+            ge=0,
         ),
     ] = 10
 
@@ -332,31 +322,24 @@ class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return num_steps
 
 
-class EvalSet(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EvalSet(RowsConfig, frozen=True, kw_only=True):
     """One named evaluation set."""
 
     path: Annotated[
         str | list[str],
-        Meta(
-            description="file, folder or pattern of questions, or a list of them",
-            extra=ESSENTIAL | ROWS,
-        ),
+        about("file, folder or pattern of questions, or a list of them", extra=ESSENTIAL | ROWS),
     ]
     every: Annotated[
         int,
-        Meta(
-            ge=0,
-            description="steps between evaluations; 0: only before and after the phases",
-            extra=ESSENTIAL,
+        about(
+            "steps between evaluations; 0: only before and after the phases", ge=0, extra=ESSENTIAL
         ),
     ] = 0
-    phases: Annotated[
-        bool, Meta(description="evaluate before the cold start, after it, and at the end")
-    ] = True
-    max_tasks: Annotated[int, Meta(ge=0, description="first n questions; 0: all")] = 0
-    num_samples: Annotated[
-        int, Meta(ge=1, description="trajectories a question", extra=ESSENTIAL)
-    ] = 1
+    phases: Annotated[bool, about("evaluate before the cold start, after it, and at the end")] = (
+        True
+    )
+    max_tasks: Annotated[int, about("first n questions; 0: all", ge=0)] = 0
+    num_samples: Annotated[int, about("trajectories a question", ge=1, extra=ESSENTIAL)] = 1
 
 
 class EvalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -364,14 +347,11 @@ class EvalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     sets: Annotated[
         dict[str, EvalSet],
-        Meta(
-            description="evaluation sets by name, [eval.sets.NAME]; the summary reports the first "
-            "one"
-        ),
+        about("evaluation sets by name, [eval.sets.NAME]; the summary reports the first one"),
     ] = field(default_factory=dict)
-    concurrency: Annotated[int, Meta(ge=1, description="questions in flight")] = 256
+    concurrency: Annotated[int, about("questions in flight", ge=1)] = 256
     timeout_s: Annotated[
-        float, Meta(gt=0, description="deadline of one evaluation; beyond it the curve has a gap")
+        float, about("deadline of one evaluation; beyond it the curve has a gap", gt=0)
     ] = 7200.0
 
     def with_sources_of(self, data: DataConfig) -> EvalConfig:
@@ -401,11 +381,10 @@ class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Records besides the metrics."""
 
     trajectories: Annotated[
-        bool, Meta(description="write every trajectory of each training step as JSONL")
+        bool, about("write every trajectory of each training step as JSONL")
     ] = True
     level: Annotated[
-        Literal["debug", "info", "warning", "error"],
-        Meta(description="minimum level of messages in run.log"),
+        Literal["debug", "info", "warning", "error"], about("minimum level of messages in run.log")
     ] = "warning"
 
 
@@ -424,20 +403,20 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     limits: Limits = Limits()
     sampling: SamplingConfig = SamplingConfig()
     engine: Annotated[AnyEngine, Meta(extra=ESSENTIAL)] = EmbeddedConfig()
-    roles: Annotated[
-        dict[str, RoleConfig], Meta(description="other models by name, [roles.judge]")
-    ] = field(default_factory=dict)
+    roles: Annotated[dict[str, RoleConfig], about("other models by name, [roles.judge]")] = field(
+        default_factory=dict
+    )
     algorithm: Annotated[AnyAlgorithm, Meta(extra=ESSENTIAL)]
     queue: QueueConfig = QueueConfig()
-    cluster: Annotated[
-        ClusterConfig, Meta(description="where rollouts run, by kind (docs/clusters.md)")
-    ] = LocalCluster()
+    cluster: Annotated[ClusterConfig, about("where rollouts run, by kind (docs/clusters.md)")] = (
+        LocalCluster()
+    )
     learner: LearnerConfig = LearnerConfig()
     resources: ResourcesConfig = ResourcesConfig()
     sft: SFTConfig | None = None
     train: TrainingConfig
     self_critic: Annotated[
-        SelfCriticConfig | None, Meta(description="DPO on the policy's own answers between updates")
+        SelfCriticConfig | None, about("DPO on the policy's own answers between updates")
     ] = None
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
-from agentenv.base.config import ESSENTIAL
+from agentenv.base.config import ESSENTIAL, about
 
 
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Folder and seed of the run."""
 
-    dir: Annotated[str, Meta(description="parent folder of the runs", extra=ESSENTIAL)] = "runs"
+    dir: Annotated[str, about("parent folder of the runs", extra=ESSENTIAL)] = "runs"
     name: Annotated[
-        str,
-        Meta(
-            description="folder of this run; empty: name of the configuration file", extra=ESSENTIAL
-        ),
+        str, about("folder of this run; empty: name of the configuration file", extra=ESSENTIAL)
     ] = ""
     seed: Annotated[
-        int, Meta(ge=0, description="seed of data, model, sampling and forks", extra=ESSENTIAL)
+        int, about("seed of data, model, sampling and forks", ge=0, extra=ESSENTIAL)
     ] = 0
     setup: Annotated[
         str,
-        Meta(
-            description="'module:function', called with (run directory, seed) to create the model "
+        about(
+            "'module:function', called with (run directory, seed) to create the model "
             "and data that other keys name as {run}/...; the text that it returns is printed; "
             "empty: everything exists already"
         ),
@@ -35,6 +32,4 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The policy to start from."""
 
-    path: Annotated[
-        str, Meta(description="Hugging Face directory with model and tokenizer", extra=ESSENTIAL)
-    ]
+    path: Annotated[str, about("Hugging Face directory with model and tokenizer", extra=ESSENTIAL)]

@@ -12,7 +12,7 @@ from msgspec.structs import force_setattr, replace
 from agentenv.assembly.keys.run import ModelConfig, RunConfig
 from agentenv.assembly.reports.monitors import MonitorConfig
 from agentenv.assembly.run.checkpoints import SavingConfig
-from agentenv.base.config import ESSENTIAL, PATH, ROWS
+from agentenv.base.config import ESSENTIAL, PATH, ROWS, about
 from agentenv.base.errors import ConfigError
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
@@ -35,27 +35,22 @@ class ChatColumns(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Columns of a dialogue in a row. The names are those of LLaMA-Factory's dataset_info.json."""
 
     messages: Annotated[
-        str,
-        Meta(
-            description="column of the list of messages; empty: conversations, messages or prompt"
-        ),
+        str, about("column of the list of messages; empty: conversations, messages or prompt")
     ] = ""
-    system: Annotated[str, Meta(description="column of the system prompt, if the row has one")] = (
-        "system"
-    )
+    system: Annotated[str, about("column of the system prompt, if the row has one")] = "system"
     tools: Annotated[
-        str, Meta(description="column of the tool schemas, as JSON or a list, if the row has one")
+        str, about("column of the tool schemas, as JSON or a list, if the row has one")
     ] = "tools"
-    chosen: Annotated[str, Meta(description="the better answer of a preference")] = "chosen"
-    rejected: Annotated[str, Meta(description="the worse answer of a preference")] = "rejected"
-    prompt: Annotated[str, Meta(description="alpaca: the instruction")] = "instruction"
-    query: Annotated[str, Meta(description="alpaca: the input of the instruction")] = "input"
-    response: Annotated[str, Meta(description="alpaca: the answer")] = "output"
-    history: Annotated[str, Meta(description="alpaca: pairs of earlier turns")] = "history"
+    chosen: Annotated[str, about("the better answer of a preference")] = "chosen"
+    rejected: Annotated[str, about("the worse answer of a preference")] = "rejected"
+    prompt: Annotated[str, about("alpaca: the instruction")] = "instruction"
+    query: Annotated[str, about("alpaca: the input of the instruction")] = "input"
+    response: Annotated[str, about("alpaca: the answer")] = "output"
+    history: Annotated[str, about("alpaca: pairs of earlier turns")] = "history"
 
 
 MaxLength = Annotated[
-    int, Meta(ge=2, description="cut-off length of a sequence, or of prompt and answer, in tokens")
+    int, about("cut-off length of a sequence, or of prompt and answer, in tokens", ge=2)
 ]
 
 
@@ -64,48 +59,43 @@ class ChatDataConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     train: Annotated[
         str | list[str],
-        Meta(
-            description="training rows: a JSONL, JSON, CSV, parquet or Arrow file, a folder, a "
+        about(
+            "training rows: a JSONL, JSON, CSV, parquet or Arrow file, a folder, a "
             "pattern, or a list of them; with data.dataset_info, names of its datasets",
             extra=PATH | ESSENTIAL,
         ),
     ]
     eval: Annotated[
-        str | list[str],
-        Meta(description="held-out rows, in the form of data.train", extra=PATH | ESSENTIAL),
+        str | list[str], about("held-out rows, in the form of data.train", extra=PATH | ESSENTIAL)
     ] = ""
     eval_split: Annotated[
         float,
-        Meta(
+        about(
+            "hold out this fraction of data.train, drawn by run.seed; from 1 on: a number of rows",
             ge=0,
-            description="hold out this fraction of data.train, drawn by run.seed; from 1 on: a "
-            "number of rows",
         ),
     ] = 0.0
     dataset_info: Annotated[
         str,
-        Meta(
-            description="LLaMA-Factory's dataset_info.json; its files are looked up next to it",
-            extra=PATH,
-        ),
+        about("LLaMA-Factory's dataset_info.json; its files are looked up next to it", extra=PATH),
     ] = ""
     format: Annotated[
         Format,
-        Meta(
-            description="sharegpt: from and value; messages: role and content; alpaca: "
+        about(
+            "sharegpt: from and value; messages: role and content; alpaca: "
             "instruction, input, output; turns: question and turns; auto: by the keys of each row"
         ),
     ] = "auto"
     columns: ChatColumns = ChatColumns()
-    max_samples: Annotated[int, Meta(ge=0, description="first n rows of data.train; 0: all")] = 0
+    max_samples: Annotated[int, about("first n rows of data.train; 0: all", ge=0)] = 0
     skip_bad_rows: Annotated[
-        bool, Meta(description="skip and list invalid rows instead of rejecting the file")
+        bool, about("skip and list invalid rows instead of rejecting the file")
     ] = False
     max_length: MaxLength = 15_000
     compat: Annotated[
         Literal["", "reference"],
-        Meta(
-            description="'reference' trains tool results within an answer, as the released recipes "
+        about(
+            "'reference' trains tool results within an answer, as the released recipes "
             "do, and keeps the backspace byte in \\boxed; empty: masks them"
         ),
     ] = ""
@@ -115,7 +105,7 @@ ONLY_RL = ("groups_per_minibatch", "num_epochs_per_batch", "proximal")
 WARMUP_RATIO = 0.1
 
 
-class SupervisedLearnerConfig(LearnerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SupervisedLearnerConfig(LearnerConfig, frozen=True, kw_only=True):
     """The learner with the defaults of the published cold start: AdamW, cosine, 10 % warm-up."""
 
     optimizer: Optimizer = "adamw"
@@ -138,25 +128,18 @@ class LoopConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Number of steps, batch sizes, and intervals."""
 
     batch_size: Annotated[
-        int,
-        Meta(
-            ge=1, description="rows of a batch, over all ranks: sequences or pairs", extra=ESSENTIAL
-        ),
+        int, about("rows of a batch, over all ranks: sequences or pairs", ge=1, extra=ESSENTIAL)
     ] = 8
     gradient_accumulation: Annotated[
-        int,
-        Meta(ge=1, description="batches per optimizer step; the loss is the mean over all of them"),
+        int, about("batches per optimizer step; the loss is the mean over all of them", ge=1)
     ] = 2
-    num_steps: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="steps")] = None
+    num_steps: Annotated[Annotated[int, Meta(ge=1)] | None, about("steps")] = None
     num_epochs: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        Meta(
-            description="passes over the rows, instead of num_steps; 3 if neither is set",
-            extra=ESSENTIAL,
-        ),
+        about("passes over the rows, instead of num_steps; 3 if neither is set", extra=ESSENTIAL),
     ] = None
     eval_every: Annotated[
-        int, Meta(ge=0, description="steps between evaluations; 0: only at start and end")
+        int, about("steps between evaluations; 0: only at start and end", ge=0)
     ] = 0
 
     def __post_init__(self) -> None:
@@ -181,11 +164,11 @@ class LoopConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.batch_size * self.gradient_accumulation
 
 
-class KeepingConfig(SavingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class KeepingConfig(SavingConfig, frozen=True, kw_only=True):
     """Checkpoints of a supervised run."""
 
     keep_best: Annotated[
-        bool, Meta(description="also keep the checkpoint with the lowest loss on data.eval")
+        bool, about("also keep the checkpoint with the lowest loss on data.eval")
     ] = False
 
 
@@ -213,7 +196,7 @@ class SupervisedRunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         raise NotImplementedError
 
 
-class SFTRunConfig(SupervisedRunConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SFTRunConfig(SupervisedRunConfig, frozen=True, kw_only=True):
     """All keys of `agentenv sft`."""
 
     sft: LoopConfig = LoopConfig()
@@ -223,30 +206,26 @@ class SFTRunConfig(SupervisedRunConfig, frozen=True, kw_only=True, forbid_unknow
         return self.sft
 
 
-Beta = Annotated[
-    float, Meta(gt=0, description="strength of the constraint to the reference policy")
-]
+Beta = Annotated[float, about("strength of the constraint to the reference policy", gt=0)]
 
 
-class PairDataConfig(ChatDataConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PairDataConfig(ChatDataConfig, frozen=True, kw_only=True):
     """The files of preferences."""
 
     max_length: MaxLength = 8192
 
 
-class DPOLoopConfig(LoopConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DPOLoopConfig(LoopConfig, frozen=True, kw_only=True):
     """Direct preference optimization (learners/ranks/dpo.py)."""
 
     beta: Beta = 0.1
     tuning: Annotated[
         Literal["lora", "full"],
-        Meta(description="train adapters (learner.lora, r = 8 by default), or all weights"),
+        about("train adapters (learner.lora, r = 8 by default), or all weights"),
     ] = "lora"
 
 
-class DPOLearnerConfig(
-    SupervisedLearnerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True
-):
+class DPOLearnerConfig(SupervisedLearnerConfig, frozen=True, kw_only=True):
     """The learner with the defaults of the published self-critic stage."""
 
     learning_rate: LearningRate = 5e-6
@@ -257,7 +236,7 @@ class DPOLearnerConfig(
             raise ConfigError("learner.router_loss: not supported with preferences; expected 0")
 
 
-class DPORunConfig(SupervisedRunConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DPORunConfig(SupervisedRunConfig, frozen=True, kw_only=True):
     """All keys of `agentenv dpo`."""
 
     data: PairDataConfig
@@ -281,21 +260,18 @@ class DPORunConfig(SupervisedRunConfig, frozen=True, kw_only=True, forbid_unknow
 class SFTStage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One stage of the cold start."""
 
-    rows: Annotated[
-        str, Meta(description="use the rows whose key 'stage' has this value; empty: all")
-    ] = ""
-    num_steps: Annotated[int, Meta(ge=1, description="maximum number of optimizer steps")]
+    rows: Annotated[str, about("use the rows whose key 'stage' has this value; empty: all")] = ""
+    num_steps: Annotated[int, about("maximum number of optimizer steps", ge=1)]
     until_gate: Annotated[
-        bool, Meta(description="end the stage as soon as every kind of question passes the gate")
+        bool, about("end the stage as soon as every kind of question passes the gate")
     ] = False
-    batch_size: Annotated[int, Meta(ge=1, description="demonstrations per step")] = 8
+    batch_size: Annotated[int, about("demonstrations per step", ge=1)] = 8
     lr_scale: Annotated[
-        tuple[float, float],
-        Meta(description="factor on both learning rates, from first to last step"),
+        tuple[float, float], about("factor on both learning rates, from first to last step")
     ] = (1.0, 1.0)
 
 
-class ColdStartOptimizer(OptimizerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ColdStartOptimizer(OptimizerConfig, frozen=True, kw_only=True):
     """The optimizer of a cold start, with the rate of `agentenv sft`."""
 
     learning_rate: LearningRate = 7e-6
@@ -305,22 +281,22 @@ class ColdStartOptimizer(OptimizerConfig, frozen=True, kw_only=True, forbid_unkn
 class SFTConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The cold start: imitate demonstrations, stage by stage."""
 
-    data: Annotated[str, Meta(description="JSONL file of demonstrations", extra=ESSENTIAL | ROWS)]
+    data: Annotated[str, about("JSONL file of demonstrations", extra=ESSENTIAL | ROWS)]
     gate: Annotated[
         str,
-        Meta(
-            description="JSONL file of clean demonstrations that measure the skill, by kind of "
+        about(
+            "JSONL file of clean demonstrations that measure the skill, by kind of "
             "question; they are not trained",
             extra=ROWS,
         ),
     ]
-    stages: Annotated[list[SFTStage], Meta(description="stages in order, [[sft.stages]]")]
-    gate_every: Annotated[int, Meta(ge=1, description="steps between two measurements")] = 25
+    stages: Annotated[list[SFTStage], about("stages in order, [[sft.stages]]")]
+    gate_every: Annotated[int, about("steps between two measurements", ge=1)] = 25
     gate_threshold: Annotated[
-        float, Meta(ge=0, le=1, description="teacher-forced exact match that every kind must reach")
+        float, about("teacher-forced exact match that every kind must reach", ge=0, le=1)
     ] = 0.9
-    warmup_steps: Annotated[int, Meta(ge=0, description="steps of linear warm-up")] = 20
-    optimizer: Annotated[ColdStartOptimizer, Meta(description="optimizer of the cold start")] = (
+    warmup_steps: Annotated[int, about("steps of linear warm-up", ge=0)] = 20
+    optimizer: Annotated[ColdStartOptimizer, about("optimizer of the cold start")] = (
         ColdStartOptimizer()
     )
 
@@ -330,21 +306,19 @@ class SelfCriticConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     answers with a high reward to the others (training/supervised/self_critic.py). The reference of
     a round is the policy before it."""
 
-    every: Annotated[int, Meta(ge=1, description="updates between two rounds")] = 20
-    num_questions: Annotated[
-        int, Meta(ge=1, description="training questions per round, drawn at random")
-    ] = 32
-    num_samples: Annotated[int, Meta(ge=2, description="answers per question")] = 8
+    every: Annotated[int, about("updates between two rounds", ge=1)] = 20
+    num_questions: Annotated[int, about("training questions per round, drawn at random", ge=1)] = 32
+    num_samples: Annotated[int, about("answers per question", ge=2)] = 8
     threshold: Annotated[
-        float, Meta(description="reward from which an answer is chosen; others are rejected")
+        float, about("reward from which an answer is chosen; others are rejected")
     ] = 1.0
     beta: Beta = 0.1
-    batch_size: Annotated[int, Meta(ge=1, description="pairs per optimizer step")] = 16
-    num_epochs: Annotated[int, Meta(ge=1, description="passes over the pairs of a round")] = 1
+    batch_size: Annotated[int, about("pairs per optimizer step", ge=1)] = 16
+    num_epochs: Annotated[int, about("passes over the pairs of a round", ge=1)] = 1
     optimizer: Annotated[
         OptimizerConfig,
-        Meta(
-            description="optimizer of a round, created anew for each; the optimizer of the updates "
+        about(
+            "optimizer of a round, created anew for each; the optimizer of the updates "
             "keeps its state"
         ),
     ] = OptimizerConfig(optimizer="adamw", learning_rate=5e-6, weight_decay=0.0)

@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
 
-from msgspec import Meta, Struct, field
+from msgspec import Struct, field
 
 from agentenv.assembly.reports.records import readable
-from agentenv.base.config import ESSENTIAL
+from agentenv.base.config import ESSENTIAL, about
 from agentenv.base.disk import write_whole
 from agentenv.base.errors import ConfigError, ForeignError, MissingError
 from agentenv.base.installation import install_hint
@@ -62,15 +62,15 @@ class WandbConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Weights & Biases. The API key comes from the environment (WANDB_API_KEY) or from `wandb
     login`, never from the configuration; WANDB_MODE overrides `mode`."""
 
-    project: Annotated[str, Meta(description="project of the run", extra=ESSENTIAL)] = "agentenv"
-    name: Annotated[str, Meta(description="display name; empty: that of the run")] = ""
-    group: Annotated[str, Meta(description="group of runs, such as the seeds of one setting")] = ""
-    entity: Annotated[str, Meta(description="user or team; empty: the default")] = ""
-    tags: Annotated[list[str], Meta(description="tags of the run")] = field(default_factory=list)
+    project: Annotated[str, about("project of the run", extra=ESSENTIAL)] = "agentenv"
+    name: Annotated[str, about("display name; empty: that of the run")] = ""
+    group: Annotated[str, about("group of runs, such as the seeds of one setting")] = ""
+    entity: Annotated[str, about("user or team; empty: the default")] = ""
+    tags: Annotated[list[str], about("tags of the run")] = field(default_factory=list)
     mode: Annotated[
         Literal["online", "offline"],
-        Meta(
-            description="offline: write to the run's folder, for `wandb sync` later; the "
+        about(
+            "offline: write to the run's folder, for `wandb sync` later; the "
             "environment variable WANDB_MODE takes precedence"
         ),
     ] = "online"
@@ -212,9 +212,9 @@ _OWN = (
 class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Destinations of metrics besides metrics.jsonl."""
 
-    tensorboard: Annotated[bool, Meta(description="write RUN/tensorboard", extra=ESSENTIAL)] = False
-    wandb: Annotated[WandbConfig | None, Meta(description="log to Weights & Biases")] = None
-    own: Annotated[list[AnyMonitor], Meta(description=_OWN)] = field(default_factory=list)
+    tensorboard: Annotated[bool, about("write RUN/tensorboard", extra=ESSENTIAL)] = False
+    wandb: Annotated[WandbConfig | None, about("log to Weights & Biases")] = None
+    own: Annotated[list[AnyMonitor], about(_OWN)] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for key in ("tensorboard", "wandb"):
@@ -231,15 +231,14 @@ class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return Monitors(self, run, settings)
 
 
-class RolloutMonitorConfig(MonitorConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RolloutMonitorConfig(MonitorConfig, frozen=True, kw_only=True):
     """As MonitorConfig, for a run with rollouts, of which monitors show samples."""
 
     num_trajectories: Annotated[
-        int,
-        Meta(ge=0, description="sample trajectories per evaluation, and per sampled step; 0: none"),
+        int, about("sample trajectories per evaluation, and per sampled step; 0: none", ge=0)
     ] = 8
     trajectories_every: Annotated[
-        int, Meta(ge=0, description="steps between samples of training; 0: evaluations only")
+        int, about("steps between samples of training; 0: evaluations only", ge=0)
     ] = 10
 
 

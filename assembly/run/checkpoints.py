@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
-from agentenv.base.config import ESSENTIAL
+from agentenv.base.config import ESSENTIAL, about
 from agentenv.base.deadline import uncancelled, within
 from agentenv.base.disk import OLD, PARTIAL, make_folder, replace_folder, write_whole
 from agentenv.base.disk_errors import DIR_KEY, explain
@@ -130,19 +130,16 @@ class SavingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ends."""
 
     every: Annotated[
-        int,
-        Meta(ge=0, description="steps between checkpoints; 0: only by minutes", extra=ESSENTIAL),
+        int, about("steps between checkpoints; 0: only by minutes", ge=0, extra=ESSENTIAL)
     ] = 0
-    minutes: Annotated[
-        float, Meta(ge=0, description="minutes between checkpoints; 0: only by steps")
-    ] = 20.0
-    keep_last: Annotated[int, Meta(ge=1, description="number of newest checkpoints to keep")] = 2
+    minutes: Annotated[float, about("minutes between checkpoints; 0: only by steps", ge=0)] = 20.0
+    keep_last: Annotated[int, about("number of newest checkpoints to keep", ge=1)] = 2
     finish_s: Annotated[
         float,
-        Meta(
-            gt=0,
-            description="deadline of the last checkpoint of an interrupted run, after its running "
+        about(
+            "deadline of the last checkpoint of an interrupted run, after its running "
             "optimizer step. The dry run estimates the time for this model",
+            gt=0,
         ),
     ] = 60.0
 
@@ -308,13 +305,10 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-class CheckpointConfig(SavingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CheckpointConfig(SavingConfig, frozen=True, kw_only=True):
     """Checkpoints of a training run."""
 
     best_metric: Annotated[
         str,
-        Meta(
-            description="evaluation metric, SET/success or SET/reward, by which the best "
-            "checkpoint is kept"
-        ),
+        about("evaluation metric, SET/success or SET/reward, by which the best checkpoint is kept"),
     ] = ""

@@ -31,7 +31,7 @@ from agentenv.assembly.run.checkpoints import Checkpoints
 from agentenv.assembly.run.lock import Lock
 from agentenv.base.config import to_plain
 from agentenv.base.disk import PARTIAL, append_whole, make_folder, write_whole
-from agentenv.base.disk_errors import DIR_KEY, WEIGHTS_PREFIX, explain
+from agentenv.base.disk_errors import WEIGHTS_PREFIX, writing
 from agentenv.base.errors import ConfigError
 from agentenv.contract.monitoring import Monitoring, Row
 from agentenv.rollout.archive import ARCHIVE
@@ -62,7 +62,7 @@ class RunDirectory:
         self._created = [one for one in (path, *path.parents) if not one.exists()]
         if resume and not (path / CONFIG_FILE).is_file():
             raise ConfigError(f"{path} contains no run to resume; start it without --resume")
-        try:
+        with writing(path):
             if not resume:
                 self._refuse_used()
                 make_folder(path)
@@ -70,8 +70,6 @@ class RunDirectory:
             if not resume:
                 self._claim()
             make_folder(self.checkpoints.folder)
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be written: {explain(error, DIR_KEY)}") from error
         check_writable(path)
         self.monitors = Monitoring()
 
@@ -113,10 +111,8 @@ class RunDirectory:
         except (FileNotFoundError, ValueError):  # the first start
             before = 0
         number = max(before, known) + 1
-        try:
+        with writing(path):
             write_whole(path, f"{number}\n", durable=True)
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be written: {explain(error, DIR_KEY)}") from error
         return number
 
     @property
@@ -180,8 +176,6 @@ def _is_written_log(entry: Path) -> bool:
 def check_writable(path: Path) -> None:
     """Raises ConfigError unless a file can be written in the directory."""
     probe = path / PROBE
-    try:
+    with writing(path):
         probe.write_bytes(b"\0" * 65536)
         probe.unlink()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {explain(error, DIR_KEY)}") from error

@@ -110,8 +110,7 @@ class Evaluation:
         rows = self.folder / ROWS_FILE
         with suppress(OSError, ForeignError):
             if summary.stat().st_mtime >= rows.stat().st_mtime:
-                found: Figures = decode_loose(summary.read_bytes())
-                return found
+                return decode_loose(summary.read_bytes())  # type: ignore[no-any-return]
         from agentenv.evaluation.figures import summary_of
 
         with self._computing:
@@ -157,7 +156,7 @@ def compare(first: Evaluation, second: Evaluation) -> Figures:
     pairs, shared = paired.changed(pairing), [*pairing.pairs, *pairing.lost]
     shown = [*pairs[: MAX_CHANGED // 2], *pairs[MAX_CHANGED // 2 :][-MAX_CHANGED // 2 :]]
     sides = [[pair.first for pair in shared], [pair.second for pair in shared]]
-    found: Figures = msgspec.to_builtins(
+    return msgspec.to_builtins(  # type: ignore[no-any-return]
         {
             "num_questions": len(pairing.pairs),
             "only_first": pairing.only_first,
@@ -181,7 +180,6 @@ def compare(first: Evaluation, second: Evaluation) -> Figures:
             ],
         }
     )
-    return found
 
 
 def _index_row(row: EvalRow) -> list[Any]:

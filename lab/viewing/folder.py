@@ -331,8 +331,7 @@ class Folder:
 
     def answer(self, path: str, query: Mapping[str, str] = {}) -> Any:
         """The response to a path. Raises DataError for an unknown path."""
-        parts = [part for part in path.split("/") if part]
-        match parts:
+        match [part for part in path.split("/") if part]:
             case ["run"]:
                 return self.run()
             case ["state"]:

@@ -10,10 +10,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from msgspec import Meta
 
+from agentenv.base.config import about
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.contract.plan import RolloutPlan
 from agentenv.learners.algorithms.arpo import ARPO, ARPOPlan, clip_probability
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from agentenv.learners.algorithms.losses import LossBatch
 
 
-class AEPO(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="aepo"):
+class AEPO(ARPO, frozen=True, kw_only=True, tag="aepo"):
     """Agentic entropy-balanced policy optimization (Dong 2025, arXiv 2510.14545).
 
     Four parts, each with its own switch; without all four this is ARPO:
@@ -49,26 +50,28 @@ class AEPO(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="aep
     """
 
     budget_split: Annotated[
-        bool,
-        Meta(description="split the budget between roots and forks by the entropies of a probe"),
+        bool, about("split the budget between roots and forks by the entropies of a probe")
     ] = True
     budget_beta: Annotated[
         Annotated[float, Meta(ge=0)] | None,
-        Meta(description="sharpness of that split (beta); default 10, in compat 0.5"),
+        about("sharpness of that split (beta); default 10, in compat 0.5"),
     ] = None
     branch_penalty: Annotated[
         Annotated[float, Meta(ge=0, le=1)] | None,
-        Meta(
-            description="fork probability lost per fork in a row on a path; 0 is off, default 0.1, "
+        about(
+            "fork probability lost per fork in a row on a path; 0 is off, default 0.1, "
             "in compat 0.05"
         ),
     ] = None
     entropy_balanced_clipping: Annotated[
-        bool, Meta(description="keep the gradient of tokens clipped from above")
+        bool, about("keep the gradient of tokens clipped from above")
     ] = True
     entropy_advantage: Annotated[
-        float, Meta(ge=0, description="weight of a token's entropy in its advantage (a); 0 is off")
+        float, about("weight of a token's entropy in its advantage (a); 0 is off", ge=0)
     ] = 0.2
+
+    default_beta: ClassVar[float] = 10.0
+    default_penalty: ClassVar[float] = 0.1
 
     @property
     def needs_entropies(self) -> bool:
@@ -77,12 +80,12 @@ class AEPO(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="aep
     @property
     def beta_of_split(self) -> float:
         """`budget_beta` or its default."""
-        return 10.0 if self.budget_beta is None else self.budget_beta
+        return self.default_beta if self.budget_beta is None else self.budget_beta
 
     @property
     def penalty_per_fork(self) -> float:
         """`branch_penalty` or its default."""
-        return 0.1 if self.branch_penalty is None else self.branch_penalty
+        return self.default_penalty if self.branch_penalty is None else self.branch_penalty
 
     def plan(self, vocab_size: int) -> RolloutPlan:
         return AEPOPlan(self, vocab_size)

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Meta, Struct, field
 from numpy.typing import NDArray
 
-from agentenv.base.config import ESSENTIAL
+from agentenv.base.config import ESSENTIAL, about
 from agentenv.base.errors import ConfigError
 from agentenv.base.tree import Trajectory, TrajectoryTree
 from agentenv.base.types import Limit
@@ -47,8 +47,8 @@ Aggregation = Literal[
 class Band(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Ratios proximal / behavior that are trusted, bounds included."""
 
-    low: Annotated[float, Meta(ge=0, description="smallest trusted ratio")] = 0.5
-    high: Annotated[float, Meta(gt=0, description="largest trusted ratio")] = 5.0
+    low: Annotated[float, about("smallest trusted ratio", ge=0)] = 0.5
+    high: Annotated[float, about("largest trusted ratio", gt=0)] = 5.0
 
     def __post_init__(self) -> None:
         if not self.low < 1.0 < self.high:
@@ -65,32 +65,27 @@ TRUNCATED: dict[Limit, Truncated] = {
     limit: "mask" if limit is Limit.SECONDS else "score" for limit in Limit
 }
 
-AggregationKey = Annotated[
-    Aggregation, Meta(description="aggregation of token losses over a mini-batch")
-]
-ClipLow = Annotated[
-    float, Meta(gt=0, le=1, description="ratios below 1 - clip_low are clipped; 1: none")
-]
+AggregationKey = Annotated[Aggregation, about("aggregation of token losses over a mini-batch")]
+ClipLow = Annotated[float, about("ratios below 1 - clip_low are clipped; 1: none", gt=0, le=1)]
 ClipHigh = Annotated[
-    float, Meta(gt=0, description="ratios above 1 + clip_high are clipped (DAPO: clip-higher)")
+    float, about("ratios above 1 + clip_high are clipped (DAPO: clip-higher)", gt=0)
 ]
 TruncatedKey = Annotated[
     dict[Limit, Truncated],
-    Meta(
-        description="by limit: score a truncated trajectory, count its return as zero, or mask it "
+    about(
+        "by limit: score a truncated trajectory, count its return as zero, or mask it "
         "(in no group, not trained); omitted limits keep the default"
     ),
 ]
 DualClip = Annotated[
-    float,
-    Meta(gt=1, description="bound on the loss of negative advantages, in units of |A|; or inf"),
+    float, about("bound on the loss of negative advantages, in units of |A|; or inf", gt=1)
 ]
 NormalizeByStd = Annotated[
-    bool, Meta(description="divide advantages by the group's deviation; false is Dr. GRPO's")
+    bool, about("divide advantages by the group's deviation; false is Dr. GRPO's")
 ]
 Compat = Annotated[
     Literal["none", "reference"],
-    Meta(description="reference: follow the released code where it differs from the paper"),
+    about("reference: follow the released code where it differs from the paper"),
 ]
 
 
@@ -113,68 +108,58 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     """
 
     group_size: Annotated[
-        int,
-        Meta(
-            ge=2,
-            description="trajectories per question, the group of the advantage",
-            extra=ESSENTIAL,
-        ),
+        int, about("trajectories per question, the group of the advantage", ge=2, extra=ESSENTIAL)
     ] = 8
     aggregation: AggregationKey = "token-mean"
     norm_length: Annotated[
-        int, Meta(ge=1, description="constant length L of seq-mean-token-sum-norm, tokens")
+        int, about("constant length L of seq-mean-token-sum-norm, tokens", ge=1)
     ] = 1024
     clip_low: ClipLow = 0.2
     clip_high: ClipHigh = 0.28
     truncated: TruncatedKey = field(default_factory=TRUNCATED.copy)
     step_rewards: Annotated[
         StepRewards,
-        Meta(
-            description="credit of a turn: the return of its trajectory, or the rewards-to-go, "
+        about(
+            "credit of a turn: the return of its trajectory, or the rewards-to-go, "
             "without rewards before the turn"
         ),
     ] = "return"
     overlong_tokens: Annotated[
         int,
-        Meta(
-            ge=0,
-            description="number of sampled tokens from which the return loses 1 (DAPO's soft "
+        about(
+            "number of sampled tokens from which the return loses 1 (DAPO's soft "
             "length penalty, linear over the last overlong_buffer tokens); 0 is off",
+            ge=0,
         ),
     ] = 0
     overlong_buffer: Annotated[
-        int, Meta(ge=1, description="tokens before overlong_tokens over which the penalty grows")
+        int, about("tokens before overlong_tokens over which the penalty grows", ge=1)
     ] = 512
     importance_cap: Annotated[
         Annotated[float, Meta(gt=0)] | Literal["none"],
-        Meta(
-            description="upper bound of the proximal / behavior weight of a token; none: weight 1"
-        ),
+        about("upper bound of the proximal / behavior weight of a token; none: weight 1"),
     ] = 2.0
     token_mask: Annotated[
         Band | None,
-        Meta(
-            description="mask tokens whose proximal / behavior ratio is outside the band; proximal "
+        about(
+            "mask tokens whose proximal / behavior ratio is outside the band; proximal "
             "log-probs are then always computed"
         ),
     ] = None
     sequence_mask: Annotated[
         Band | None,
-        Meta(
-            description="mask trajectories whose mean ratio (geometric) is outside the band; "
+        about(
+            "mask trajectories whose mean ratio (geometric) is outside the band; "
             "proximal log-probs are then always computed"
         ),
     ] = None
     kl_loss: Annotated[
-        float,
-        Meta(
-            ge=0, description="weight of the KL to a reference policy in the loss", extra=ESSENTIAL
-        ),
+        float, about("weight of the KL to a reference policy in the loss", ge=0, extra=ESSENTIAL)
     ] = 0.0
     kl_kind: Annotated[
         KLKind,
-        Meta(
-            description="estimator of the KL, d = log(policy / reference): k1 d, abs |d|, k2 "
+        about(
+            "estimator of the KL, d = log(policy / reference): k1 d, abs |d|, k2 "
             "d^2/2, k3 exp(-d) + d - 1. Expected gradient: of k2, and of k1, which takes k2's, "
             "that of KL(policy || reference); of k3 that of KL(reference || policy); of abs that "
             "of sum |policy - reference|"
@@ -182,17 +167,15 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     ] = "k3"
     kl_reward: Annotated[
         float,
-        Meta(
-            ge=0,
-            description="penalty on a trajectory's return per nat of its log-ratio to a reference "
-            "policy",
+        about(
+            "penalty on a trajectory's return per nat of its log-ratio to a reference policy", ge=0
         ),
     ] = 0.0
     reference_every: Annotated[
-        int, Meta(ge=0, description="updates between renewals of the reference policy; 0: never")
+        int, about("updates between renewals of the reference policy; 0: never", ge=0)
     ] = 0
     entropy_bonus: Annotated[
-        float, Meta(ge=0, description="weight of the policy's entropy in the loss, nats")
+        float, about("weight of the policy's entropy in the loss, nats", ge=0)
     ] = 0.0
 
     def __post_init__(self) -> None:
@@ -371,13 +354,13 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         return 1.0
 
 
-class Clipped(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Clipped(Algorithm, frozen=True, kw_only=True):
     """PPO's clipping with dual clip."""
 
     dual_clip: DualClip = 3.0
 
 
-class Grouped(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Grouped(Clipped, frozen=True, kw_only=True):
     """Group-normalized advantages, as in GRPO, and the switch to the released code.
 
     compat = "reference" selects the behavior of ARPO's released code, a separate class:

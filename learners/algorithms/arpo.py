@@ -30,7 +30,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from agentenv.base.config import ESSENTIAL
+from agentenv.base.config import ESSENTIAL, about
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.contract.plan import RolloutPlan
 from agentenv.learners.algorithms.algorithm import Grouped
@@ -38,16 +38,16 @@ from agentenv.learners.algorithms.credit import Sharing
 
 Criterion = Literal["paper", "relative"]
 SharingKey = Annotated[
-    Sharing, Meta(description="shared tokens get each leaf's advantage (soft) or their mean (hard)")
+    Sharing, about("shared tokens get each leaf's advantage (soft) or their mean (hard)")
 ]
 
 InitialRollouts = Annotated[
     Annotated[int, Meta(ge=1)] | None,
-    Meta(description="trajectories from scratch; default half of the group", extra=ESSENTIAL),
+    about("trajectories from scratch; default half of the group", extra=ESSENTIAL),
 ]
 
 
-class ARPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="arpo"):
+class ARPO(Grouped, frozen=True, kw_only=True, tag="arpo"):
     """Agentic reinforced policy optimization (Dong 2025, arXiv 2507.19849).
 
     Rollout, eq. 3 and section 3.1: see `ARPOPlan`; forks and refills share a budget of group_size
@@ -70,42 +70,32 @@ class ARPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
 
     initial_rollouts: InitialRollouts = None
     beam_size: Annotated[
-        int,
-        Meta(
-            ge=1, description="a fork point starts at most beam_size - 1 siblings", extra=ESSENTIAL
-        ),
+        int, about("a fork point starts at most beam_size - 1 siblings", ge=1, extra=ESSENTIAL)
     ] = 2
     base_probability: Annotated[
-        float,
-        Meta(
-            ge=0, le=1, description="fork probability without entropy rise (alpha)", extra=ESSENTIAL
-        ),
+        float, about("fork probability without entropy rise (alpha)", ge=0, le=1, extra=ESSENTIAL)
     ] = 0.5
     entropy_weight: Annotated[
         float,
-        Meta(
-            ge=0,
-            description="weight of the entropy rise in the fork probability (beta)",
-            extra=ESSENTIAL,
-        ),
+        about("weight of the entropy rise in the fork probability (beta)", ge=0, extra=ESSENTIAL),
     ] = 0.2
     fork_rule: Annotated[
         Literal["sample", "threshold"],
-        Meta(description="fork with that probability, or when it exceeds fork_threshold"),
+        about("fork with that probability, or when it exceeds fork_threshold"),
     ] = "sample"
     fork_threshold: Annotated[
-        float, Meta(ge=0, le=1, description="threshold of fork_rule threshold (tau)")
+        float, about("threshold of fork_rule threshold (tau)", ge=0, le=1)
     ] = 0.5
     fork_criterion: Annotated[
         Criterion,
-        Meta(
-            description="term that the weight multiplies: paper, the entropy rise / ln V, which "
+        about(
+            "term that the weight multiplies: paper, the entropy rise / ln V, which "
             "changes the probability by less than 0.01 (nearly a coin toss); relative, the rise "
             "over the sum of both entropies"
         ),
     ] = "paper"
     entropy_window: Annotated[
-        int, Meta(ge=1, description="tokens after a tool result whose entropy is measured")
+        int, about("tokens after a tool result whose entropy is measured", ge=1)
     ] = 20
     sharing: SharingKey = "soft"
 

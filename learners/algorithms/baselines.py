@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class GRPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="grpo"):
+class GRPO(Grouped, frozen=True, kw_only=True, tag="grpo"):
     """Group relative policy optimization (Shao 2024, arXiv 2402.03300, section 4.1).
 
         A_i = (R_i - mean(R)) / (std(R) + 1e-6)
@@ -55,7 +55,7 @@ class GRPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
     """
 
 
-class DrGRPO(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="dr_grpo"):
+class DrGRPO(Clipped, frozen=True, kw_only=True, tag="dr_grpo"):
     """Dr. GRPO (Liu 2025, arXiv 2503.20783, section 3.2).
 
         A_i = R_i - mean(R)
@@ -79,7 +79,7 @@ OVERLONG: dict[Limit, Truncated] = {
 }
 
 
-class DAPO(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="dapo"):
+class DAPO(Clipped, frozen=True, kw_only=True, tag="dapo"):
     """Decoupled clip and dynamic sampling (Yu 2025, arXiv 2503.14476, section 3).
 
         A_i = (R_i - mean(R)) / (std(R) + 1e-6)                       eq. 9
@@ -110,7 +110,7 @@ def leave_one_out(rewards: Sequence[float] | Floats) -> Floats:
     return group_advantages(rewards, norm_by_std=False) * (len(rewards) / others)
 
 
-class RLOO(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="rloo"):
+class RLOO(Clipped, frozen=True, kw_only=True, tag="rloo"):
     """REINFORCE leave-one-out (Ahmadian 2024, arXiv 2402.14740).
 
         A_i = R_i - mean of the other returns of the group
@@ -161,9 +161,7 @@ def normalize_over_batch(
     return out
 
 
-class ReinforcePP(
-    Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="reinforce_pp"
-):
+class ReinforcePP(Clipped, frozen=True, kw_only=True, tag="reinforce_pp"):
     """REINFORCE++-baseline (Hu 2025, arXiv 2501.03262).
 
         A'_i = R_i - mean(R of the group),   A_i = (A'_i - mean(A')) / (std(A') + 1e-6)
@@ -190,7 +188,7 @@ class ReinforcePP(
         return normalize_over_batch(trees, credits, self.credit_sharing)
 
 
-class GSPO(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="gspo"):
+class GSPO(Algorithm, frozen=True, kw_only=True, tag="gspo"):
     """Group sequence policy optimization (Zheng 2025, arXiv 2507.18071, eq. 5 and 7).
 
         s_i = exp(mean over the policy tokens of trajectory i of log r)
@@ -209,7 +207,7 @@ class GSPO(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
     clips_sequences: ClassVar[bool] = True
 
 
-class CISPO(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="cispo"):
+class CISPO(Algorithm, frozen=True, kw_only=True, tag="cispo"):
     """Clipped importance sampling policy optimization (MiniMax-M1, arXiv 2506.13585, eq. 4).
 
         J = sum over all tokens of sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi / number

@@ -7,8 +7,8 @@ from collections.abc import Hashable
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from msgspec import Meta
 
+from agentenv.base.config import about
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.learners.algorithms.credit import Floats, TreeCredit, parents
 from agentenv.learners.algorithms.late_forks import LateForks, LatePlan
@@ -16,7 +16,7 @@ from agentenv.learners.algorithms.late_forks import LateForks, LatePlan
 STATE = "state_key"  # in the info of a step or reset: the state before the next turn
 
 
-class GiGPO(LateForks, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="gigpo"):
+class GiGPO(LateForks, frozen=True, kw_only=True, tag="gigpo"):
     """Group-in-group policy optimization (Feng 2025, arXiv 2505.10978, eq. 6 to 8).
 
         A_n = (V_n - mu) / s + state_weight m / (m + evidence) (Q_n - mean of Q over G) / F
@@ -29,19 +29,15 @@ class GiGPO(LateForks, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
     """
 
     plan_name: LatePlan = "flat"
-    state_weight: Annotated[float, Meta(ge=0, description="weight of the comparison (omega)")] = 1.0
-    discount: Annotated[
-        float, Meta(gt=0, le=1, description="discount of a turn's later rewards")
-    ] = 0.95
+    state_weight: Annotated[float, about("weight of the comparison (omega)", ge=0)] = 1.0
+    discount: Annotated[float, about("discount of a turn's later rewards", gt=0, le=1)] = 0.95
     state_scale: Annotated[
-        Literal["none", "std"], Meta(description="divisor of differences within a state")
+        Literal["none", "std"], about("divisor of differences within a state")
     ] = "none"
     evidence: Annotated[
         float,
-        Meta(
-            ge=0,
-            description="number of turns at which a comparison has half its weight; 0: always full "
-            "weight",
+        about(
+            "number of turns at which a comparison has half its weight; 0: always full weight", ge=0
         ),
     ] = 2.0
 

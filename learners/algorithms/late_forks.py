@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Annotated, Literal
 
-from msgspec import Meta
-
+from agentenv.base.config import about
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.contract.plan import Independent, Place, RolloutPlan
 from agentenv.learners.algorithms.algorithm import Clipped, NormalizeByStd
@@ -17,14 +16,14 @@ from agentenv.learners.algorithms.arpo import InitialRollouts
 
 LatePlan = Annotated[
     Literal["rounds", "uniform", "flat"],
-    Meta(
-        description="rounds: as many forks as roots, at any tool results of finished paths, when "
+    about(
+        "rounds: as many forks as roots, at any tool results of finished paths, when "
         "all paths have finished; uniform: one fork after each finished path; flat: no forks"
     ),
 ]
 
 
-class LateForks(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LateForks(Clipped, frozen=True, kw_only=True):
     """Base of algorithms whose trajectories may fork late, and whose turns have advantages of
     their own."""
 

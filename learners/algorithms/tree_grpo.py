@@ -11,7 +11,7 @@ from agentenv.learners.algorithms.credit import TreeCredit, counted_leaves, grou
 from agentenv.learners.algorithms.late_forks import LateForks
 
 
-class TreeGRPO(LateForks, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="tree_grpo"):
+class TreeGRPO(LateForks, frozen=True, kw_only=True, tag="tree_grpo"):
     """Tree search for language-model agents (Ji 2025, arXiv 2509.21240, eq. 5 to 7).
 
         A_i = (r_i - mu) / s + (r_i - mu_T) / s_T,   T the leaves below the root trajectory of i

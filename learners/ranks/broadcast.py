@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
@@ -250,13 +251,13 @@ class TorchLink:
         for number, name in (self._own or self._opened()).items():
             if now.get(number) != name:
                 continue
-            try:
-                with socket.socket(fileno=os.dup(number)) as connection:
-                    # gloo aborts the process when its listening socket breaks
-                    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        connection.shutdown(socket.SHUT_RDWR)
-            except OSError:  # closed meanwhile, or not connected
-                continue
+            with (
+                suppress(OSError),  # closed meanwhile, or not connected
+                socket.socket(fileno=os.dup(number)) as connection,
+            ):
+                # gloo aborts the process when its listening socket breaks
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def leave(self) -> None:
         group, self._group = self._group, None
@@ -346,12 +347,9 @@ def open_sockets() -> dict[int, str]:
     found = {}
     if SOCKETS.is_dir():
         for path in SOCKETS.iterdir():
-            try:
-                name = os.readlink(path)
-            except OSError:  # the one of the listing itself
-                continue
-            if name.startswith("socket:"):
-                found[int(path.name)] = name
+            with suppress(OSError):  # the one of the listing itself
+                if (name := os.readlink(path)).startswith("socket:"):
+                    found[int(path.name)] = name
     return found
 
 

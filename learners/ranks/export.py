@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -346,8 +346,7 @@ class WeightFiles:
             files = dict.fromkeys(names, directory / WEIGHTS)
         else:
             raise DataError(f"{directory}: contains neither {WEIGHTS} nor {INDEX}")
-        self._files = files
-        self._open: dict[Path, Any] = {}
+        self._files, self._open = files, cache(_open)
 
     def names(self) -> list[str]:
         return list(self._files)
@@ -370,7 +369,4 @@ class WeightFiles:
                 raise DataError(f"{path}: lacks the tensor {name}, which the index places there")
 
     def _file(self, name: str) -> Any:
-        path = self._files[name]
-        if path not in self._open:
-            self._open[path] = _open(path)
-        return self._open[path]
+        return self._open(self._files[name])

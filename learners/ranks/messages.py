@@ -12,7 +12,6 @@ TCP, so that a rank may run on another machine.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, Generic, Literal, TypeVar, Union
@@ -22,6 +21,7 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from agentenv.base.errors import ConfigError
+from agentenv.base.registry import loaded
 from agentenv.contract.weights import Address, Bucket, Group, SharedWeights, Wire
 from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.keys import Agreement, LearnerConfig, Score
@@ -129,10 +129,9 @@ class Init(RankCommand[RankDone]):
 
     def make_algorithm(self) -> Algorithm:
         """Decode the algorithm. Raises ConfigError if the rank cannot import its module."""
-        module, _, name = self.algorithm_class.partition(":")
         try:
-            kind = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
+            kind = loaded(self.algorithm_class)
+        except ConfigError as error:
             raise ConfigError(
                 f"a learner rank cannot load the algorithm {self.algorithm_class}: {error}; "
                 "install its module where the rank runs"

@@ -74,10 +74,7 @@ def find_position(environ: Mapping[str, str]) -> Position:
 
 
 def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
-    for name in names:
-        if environ.get(name):
-            return int(environ[name])
-    return None
+    return next((int(environ[name]) for name in names if environ.get(name)), None)
 
 
 def join_ranks(

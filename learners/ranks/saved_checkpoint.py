@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,9 +24,6 @@ from agentenv.learners.ranks.checkpoint import (
     fragments,
     shard_name,
 )
-
-if TYPE_CHECKING:
-    from agentenv.learners.ranks.backend import RankBackend
 
 
 class Checkpoint:

@@ -160,8 +160,7 @@ def sequence_ratios(log_ratio: Floats, leaves: LeafMap, gather: Gather) -> Float
     trajectory without one. Log-ratios are clamped to +-20."""
     sums = leaves.to_leaves(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     sums = leaves.over_parts(sums, gather)
-    means: Floats = np.exp(sums / np.maximum(leaves.lengths, 1.0))
-    return means
+    return np.asarray(np.exp(sums / np.maximum(leaves.lengths, 1.0)))
 
 
 def sequence_weights(

@@ -189,22 +189,18 @@ class MiniBatch:
 
 def over_all(values: Floats, gather: Gather) -> Floats:
     """An array added up over all ranks."""
-    total: Floats = np.sum(gather(values), axis=0)
-    return total
+    return np.asarray(np.sum(gather(values), axis=0))
 
 
 def ratios(proximal: Floats, behavior: Floats) -> Floats:
     """exp(proximal - behavior), the log-ratio clamped to +-20."""
-    log_ratio = np.clip(proximal - behavior, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    clamped: Floats = np.exp(log_ratio)
-    return clamped
+    return np.asarray(np.exp(np.clip(proximal - behavior, -MAX_LOG_RATIO, MAX_LOG_RATIO)))
 
 
 def token_importance(ratio: Floats, cap: float | Literal["none"], mask: Band | None) -> Floats:
     """min(rho, cap), or 1 without a cap, and 0 outside the mask's band; float64 [tokens]."""
     kept = np.ones_like(ratio) if mask is None else mask.holds(ratio).astype(np.float64)
-    weight: Floats = kept if cap == "none" else np.minimum(ratio, cap) * kept
-    return weight
+    return np.asarray(kept if cap == "none" else np.minimum(ratio, cap) * kept)
 
 
 def ratio_moments(ratio: Floats, weight: Floats, mask: Band | None) -> Floats:

@@ -321,8 +321,7 @@ class MicroBatch:
     def paths(self) -> Longs:
         """Lengths of the paths that end with each segment, a run of tokens between forks."""
         last = np.append(np.flatnonzero(np.diff(self.end)), len(self.end) - 1)
-        lengths: Longs = self.position_ids[last] + 1
-        return lengths
+        return np.asarray(self.position_ids[last] + 1)
 
 
 @dataclass(frozen=True)

@@ -145,9 +145,11 @@ class Alarms:
             f"{advice}{refill}",
         )
 
-    def check_hits(self, hits: Metrics) -> None:
-        """Warn when a server with a prefix cache has no hits for FEW_STEPS steps. A single step may
-        have none: sleeping engines drop their cache."""
+    def check_step(self, trees: Sequence[TrajectoryTree], metrics: Metrics, hits: Metrics) -> None:
+        """Warn when a server with a prefix cache has no hits for FEW_STEPS steps (a single step may
+        have none: sleeping engines drop their cache), every call of a tool fails, an update has
+        moved the policy too far to learn, ids are sampled that the tokenizer does not have, or
+        turns are empty."""
         for name, share in hits.items():
             self._num_missed[name] = 0 if share else self._num_missed[name] + 1
             self._warn(
@@ -157,16 +159,10 @@ class Alarms:
                 f"{name} is 0 in {FEW_STEPS} steps: the engine recomputes every prefix; is its "
                 "prefix cache off, or too small for the trajectories in flight?",
             )
-
-    def check_tools(self, trees: Sequence[TrajectoryTree]) -> None:
-        """Warn when every call of a tool fails."""
         for tool, found in faults_of(calls_of(trees)).items():
             count = found.num_calls
             text = f"all {count} calls of the tool {tool!r} in this step failed: {found}"
             self._warn(tool, count >= MANY_CALLS and found.num_failed == count, text)
-
-    def check_update(self, metrics: Metrics) -> None:
-        """Warn when an update has moved the policy too far to learn."""
         moved = metrics.get("learner/kl_to_proximal", 0.0)
         self._warn(
             "moved",
@@ -174,9 +170,6 @@ class Alarms:
             f"the update moved the policy by {moved:.2g} nats a token (learner/kl_to_proximal), "
             f"above {FAR_KL:g}: learner.learning_rate is too high, or engine and learner disagree",
         )
-
-    def check_tokens(self, metrics: Metrics) -> None:
-        """Warn when ids are sampled that the tokenizer does not have, and when turns are empty."""
         number = metrics.get("rollout/padded_tokens", 0.0)
         self._warn("padded", number > 0, f"rollout/padded_tokens: {number:.0f} {PADDED}")
 

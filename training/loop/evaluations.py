@@ -196,8 +196,7 @@ class RunEvaluator:
         """All rows of a set, in the order of its questions; samples only the missing ones. Uses the
         seed of the set, as `agentenv evaluate` does: equal seeds give equal samples."""
         own = config.sets[name]
-        seed = own.sampling.seed if own.sampling is not None else None
-        number = config.seed if seed is None else seed
+        number = config.seed if own.sampling.seed is None else own.sampling.seed
         seeded = copy.copy(self.parts.eval_actor)
         seeded.seed = f"{number}/eval/{name}"
         tasks, samples = self.parts.eval_tasks[name], range(own.num_samples)

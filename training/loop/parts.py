@@ -165,8 +165,8 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
         pending."""
         raise NotImplementedError
 
-    async def weights_place(self) -> Path:
-        """A folder that all machines with an engine or the learner see, with space for new weights.
+    async def passage(self) -> Any:
+        """Its `folder`, seen by all machines with an engine or the learner, is for new weights.
         Raises ConfigError without enough space."""
         raise NotImplementedError
 
@@ -322,7 +322,7 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
     @once
     async def weights(self) -> Path:
         """A folder through which weights pass from learner to engine."""
-        place = await self.weights_place()
+        place = (await self.passage()).folder
         return await uncancelled(in_thread(_weights_folder, self.stack, place))
 
     @property

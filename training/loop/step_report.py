@@ -137,10 +137,7 @@ class StepReport:
             num_known=num_known,
         )
         hits = self.parts.actor.prefixes.take()
-        self.alarms.check_hits(hits)
-        self.alarms.check_tools(batch.delivered)
-        self.alarms.check_update(batch.metrics)
-        self.alarms.check_tokens(batch.metrics)
+        self.alarms.check_step(batch.delivered, batch.metrics, hits)
         self.row = self._row(batch.metrics, hits)
         await self.recorder.record_step(self.row, self.parts.num_steps, batch.delivered)
 

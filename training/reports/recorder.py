@@ -102,8 +102,8 @@ def step_lines(row: Row) -> Lines:
     lines = [
         (
             "step",
-            f"reward {_of_step(row, 'reward/mean', 3)}  success "
-            f"{_of_step(row, 'reward/success', 3)}  staleness {row.get('staleness/max', 0):.0f}  "
+            f"reward {_mean(row.get('reward/mean'), 3)}  success "
+            f"{_mean(row.get('reward/success'), 3)}  staleness {row.get('staleness/max', 0):.0f}  "
             f"entropy {row.get('rollout/entropy', 0.0):.3f}  "
             f"{row.get('rollout/response_tokens', 0.0):.0f} tokens  "
             f"{row.get('rollout/turns', 0.0):.1f} turns  {row.get('rollout/forks', 0):.0f} forks",
@@ -132,8 +132,8 @@ NUM_SAMPLES = 4
 def step_line(row: dict[str, Any], num_steps: int) -> str:
     """The line of a step, for terminal and log."""
     return (
-        f"step {row['step']:>3}/{num_steps} reward {_of_step(row, 'reward/mean', 3):>6} success "
-        f"{_of_step(row, 'reward/success', 2)}{_share(row.get('failed/share', 0.0))} trained "
+        f"step {row['step']:>3}/{num_steps} reward {_mean(row.get('reward/mean'), 3):>6} success "
+        f"{_mean(row.get('reward/success'), 2)}{_share(row.get('failed/share', 0.0))} trained "
         f"{row.get('learner/num_trained', 0):.0f}/{row['rollout/trees']:.0f} trees "
         f"({row.get('learner/num_equal_groups', 0):.0f} equal) calls "
         f"{row['rollout/tool_calls']:.0f} forks {row['rollout/forks']:.0f} staleness "
@@ -146,15 +146,10 @@ def step_line(row: dict[str, Any], num_steps: int) -> str:
 def brief_line(row: dict[str, Any], num_steps: int) -> str:
     """A shorter `step_line` for a terminal of 80 columns, which shows more below the bar."""
     return (
-        f"step {row['step']:>3}/{num_steps} reward {_of_step(row, 'reward/mean', 3):>6} "
-        f"success {_of_step(row, 'reward/success', 2)}{_share(row.get('failed/share', 0.0))} "
+        f"step {row['step']:>3}/{num_steps} reward {_mean(row.get('reward/mean'), 3):>6} "
+        f"success {_mean(row.get('reward/success'), 2)}{_share(row.get('failed/share', 0.0))} "
         f"forks {row['rollout/forks']:.0f} {row.get('time/sampled_tokens_per_s', 0.0):.0f} tok/s"
     )
-
-
-def _of_step(row: Row, name: str, digits: int) -> str:
-    """A figure of groups that started from their questions; "-" if the step has none."""
-    return f"{row[name]:.{digits}f}" if name in row else "-"
 
 
 def _share(failed: float) -> str:
@@ -201,6 +196,7 @@ def report_line(report: BriefReport, when: str) -> str:
 
 
 def _mean(value: float | None, digits: int) -> str:
+    """A figure; "-" without one, as of a step without groups that started from their questions."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
@@ -211,21 +207,12 @@ def report_metrics(report: BriefReport) -> dict[str, Any]:
     places = {f"eval/{report.name}": report.overall}
     places |= {f"eval/{report.name}/{kind}": score for kind, score in report.by_kind.items()}
     for place, score in places.items():
+        names = ["num_trajectories", "num_failed", "failed_share", "success_if_failed_wrong"]
         if score.success is not None:
-            row |= {
-                f"{place}/success": score.success,
-                f"{place}/success_low": score.interval[0],
-                f"{place}/success_high": score.interval[1],
-                f"{place}/reward": score.reward,
-                f"{place}/tool_calls": score.tool_calls,
-                f"{place}/action_tokens": score.action_tokens,
-            }
-        row |= {
-            f"{place}/trajectories": score.num_trajectories,
-            f"{place}/failed": score.num_failed,
-            f"{place}/failed_share": score.failed_share,
-            f"{place}/success_if_failed_wrong": score.success_if_failed_wrong,
-        }
+            names = ["success", "reward", "tool_calls", "action_tokens", *names]
+            low, high = score.interval
+            row |= {f"{place}/success_low": low, f"{place}/success_high": high}
+        row |= {f"{place}/{name.removeprefix('num_')}": getattr(score, name) for name in names}
     return row
 
 

@@ -3,8 +3,6 @@ for evaluations, and the place of new weights."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from agentenv.assembly.checks.memory import WeightPassage, find_passage, stored_bytes
 from agentenv.assembly.parts.assembly import TRAINED, once
 from agentenv.assembly.run.checkpoints import COLD_START
@@ -34,9 +32,6 @@ class TrainingAssembly(LoopAssembly):
         ]
         check_stages(sft, trained)
         return trained, gate
-
-    async def weights_place(self) -> Path:
-        return (await self.passage()).folder
 
     @once
     async def passage(self) -> WeightPassage:
