@@ -11,7 +11,15 @@ import copy
 import inspect
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Hashable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from math import isfinite
 from numbers import Real
@@ -290,13 +298,19 @@ async def graded(
     grader: Grader, task: Task, written: Sequence[Message], calls: Mapping[str, int]
 ) -> Grade:
     """The grader's result. Raises GraderError, InfraError, and CrashError for its bugs."""
-    who = f"the grader {type(grader).__name__}"
+    return await judged(
+        f"the grader {type(grader).__name__}", lambda: grader.grade(task, written, calls)
+    )
 
-    async def grade() -> Grade:
-        return await grader.grade(task, written, calls)
+
+async def judged(who: str, grade: Callable[[], Awaitable[Grade]]) -> Grade:
+    """The result of `grade`, which is `who` in messages. Raises as `graded` does."""
+
+    async def result() -> Grade:
+        return await grade()
 
     with doing(who):
-        found: Any = await guarded(grade(), who)
+        found: Any = await guarded(result(), who)
     reward: Any = getattr(found, "reward", None)
     if isinstance(found, Grade) and isinstance(reward, Real):
         return found

@@ -5,7 +5,12 @@
             super().__init__(task, tools=[weather], grader=ExactMatch())
 
 An action with tool calls is answered with one tool message per call. An action without calls ends
-the episode: the grader sees the policy's text, never the tool results.
+the episode: the grader sees the policy's text, never the tool results. An env that is graded by its
+final state overrides `judge` and needs no grader:
+
+        async def judge(self, states, written, calls) -> Grade:
+            booked = states["book"] == self.task.metadata["wanted"]
+            return Grade(float(booked), booked)
 """
 
 from __future__ import annotations
@@ -55,10 +60,11 @@ from agentenv.base.types import (
 from agentenv.base.untrusted import printable, shortened
 from agentenv.contract.env import (
     ForkMode,
+    Grade,
     Grader,
     GraderOutageError,
     StepResult,
-    graded,
+    judged,
     shared,
     start_grader,
 )
@@ -105,14 +111,14 @@ class ToolEnv:
     "end" the episode ends as truncated and is graded.
 
     A fork shares the attributes of a subclass; a subclass with state outside its tools' states
-    overrides `fork`.
+    overrides `fork`. A subclass without a grader overrides `judge`, or both `step` and `finish`.
     """
 
     def __init__(
         self,
         task: Task,
         tools: Sequence[Tool | ToolSource],
-        grader: Grader,
+        grader: Grader | None = None,
         *,
         prompt: Prompt = None,
         tool_timeout_s: float = 30.0,
@@ -184,7 +190,8 @@ class ToolEnv:
         if self._states is not None:
             await self._close_states(self._states)
         await self._toolbox.load()
-        await start_grader(self.grader)
+        if self.grader is not None:
+            await start_grader(self.grader)
         self._seed, self._written, self._num_ok = seed, [], Counter()
         self._budget = CallBudget(self.max_tool_calls)
         self._closing, self._states = None, {}
@@ -226,6 +233,25 @@ class ToolEnv:
         written = self._written if action is None else [*self._written, action]
         return await self._grade(written)
 
+    def state(self, name: str) -> Any:
+        """The state of a tool in this episode, of a fork its own. Raises EnvError before `reset`,
+        after `close`, and for an unknown tool."""
+        states = self._open_states("state")
+        if name not in states:
+            raise EnvError(f"task {self.task.id}: no tool {name!r}; known: {', '.join(states)}")
+        return states[name]
+
+    async def judge(
+        self, states: Mapping[str, Any], written: Sequence[Message], calls: Mapping[str, int]
+    ) -> Grade:
+        """The grade of the episode; by default that of the grader. `states` are those of the tools
+        by name, of a fork its own; `written` and `calls` are those of `Grader.grade`, and so are
+        the errors. Raises ConfigError without a grader.
+        """
+        if self.grader is None:
+            raise ConfigError(without_grader(type(self)))
+        return await self.grader.grade(self.task, written, calls)
+
     async def fork(self) -> Self:
         """A copy with its own transcript and a fork of each tool's state."""
         states = self._open_states("fork")
@@ -236,7 +262,8 @@ class ToolEnv:
         complete = False
         try:
             for name, tool in self._toolbox.owners():
-                other._states[name] = await tool.fork(states[name])
+                forked = guarded(tool.fork(states[name]), f"the fork of the tool {name!r}")
+                other._states[name] = await forked
             self._toolbox.share(other._states)
             complete = True
         except InfraError as error:
@@ -285,8 +312,11 @@ class ToolEnv:
         return deferring(lambda: DEFER_S if clock() < until_s else 0.0)
 
     async def _grade(self, written: Sequence[Message]) -> tuple[float, Info]:
-        grading = partial(graded, self.grader, self.task, written, self._num_ok)
+        states = self._open_states("grading")
         who = f"the grader {type(self.grader).__name__}"
+        if grades_state(type(self)):
+            who = f"{type(self).__name__}.judge"
+        grading = partial(judged, who, lambda: self.judge(states, written, self._num_ok))
         try:
             grade = await self._through_outage(who, grading, self.num_retries, self.outage_s)
         except OutageError as error:
@@ -382,6 +412,21 @@ class ToolEnv:
         problems = "; ".join(str(outcome) for outcome in outcomes if outcome)
         if problems:
             raise EnvError(f"task {self.task.id}: {problems}")
+
+
+def grades_state(env: Any) -> bool:
+    """Whether this class of environments has a `judge` of its own: its final state decides, not an
+    answer. False for a function that makes environments."""
+    return isinstance(env, type) and issubclass(env, ToolEnv) and env.judge is not ToolEnv.judge
+
+
+def without_grader(env: type[ToolEnv]) -> str:
+    """The problem of an environment that cannot grade, with the remedy."""
+    return (
+        f"{env.__name__} has neither a grader nor a `judge`; pass one to ToolEnv, such as "
+        "grader=ExactMatch() of agentenv.envs.grading.reward, or override `judge`, which sees the "
+        "states of the tools"
+    )
 
 
 async def _within(

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 from agentenv.base.errors import ForeignError
 from agentenv.base.types import MALFORMED_CALL, ToolCall
-from agentenv.base.untrusted import decode, decode_first, typed
+from agentenv.base.untrusted import decode, decode_first, schema_types, typed
 from agentenv.contract.function_tool import inlined
 
 _THOUGHT = THOUGHT_OPEN, THOUGHT_CLOSE = "<think>", "</think>"
@@ -436,6 +436,25 @@ def properties_of(tool: Mapping[str, Any]) -> dict[str, Any]:
     found, definitions = schema.get("properties", {}), schema.get("$defs")
     found = inlined(found, definitions, ()) if definitions else found
     return found if isinstance(found, dict) else {}
+
+
+SAMPLES = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}
+
+
+def sample_call(
+    tool: Mapping[str, Any],
+    text: str,
+    draw: Callable[[str, list[Any]], Any] = lambda _, fitting: fitting[0],
+) -> ToolCall:
+    """A call with a value for each parameter, `text` for texts. `draw` chooses it, from the name of
+    the parameter and its fitting values: all those of an enumeration, else one."""
+    arguments = {}
+    for name, schema in properties_of(tool).items():
+        types = sorted(schema_types(schema) - {"string"})
+        is_text = "string" in schema_types(schema) or not types
+        chosen = schema.get("enum") if isinstance(schema, dict) else None
+        arguments[name] = draw(name, chosen or [text if is_text else SAMPLES.get(types[0], text)])
+    return ToolCall(str(tool["name"]), arguments)
 
 
 # calls in Python's notation

@@ -31,6 +31,7 @@ from agentenv.base.registry import decode_part, loaded, not_one_of
 from agentenv.base.types import Constraints, Info, Limits, Message, Task
 from agentenv.contract.env import Env, Grader, check_reset
 from agentenv.contract.tool_config import load_tools
+from agentenv.contract.tool_env import ToolEnv, grades_state, without_grader
 from agentenv.contract.tools import ChosenTool
 from agentenv.text.prompt import PromptConfig, load_instruction
 
@@ -227,9 +228,21 @@ async def grader_of(make_env: Callable[[Task], Env], task: Task) -> AsyncIterato
     """The grader of a task, from an environment that is never reset; None without one."""
     env = make_env(task)
     try:
-        yield getattr(env, "grader", None)
+        yield grader_alone(env)
     finally:
         await env.close()
+
+
+def grader_alone(env: Env) -> Grader | None:
+    """The grader that grades this environment by the policy's text; None if only the environment
+    can, such as one with a `judge`. Raises ConfigError for a ToolEnv that cannot grade."""
+    kind = type(env)
+    if grades_state(kind):
+        return None
+    grader: Grader | None = getattr(env, "grader", None)
+    if grader is None and isinstance(env, ToolEnv) and kind.finish is ToolEnv.finish:
+        raise ConfigError(without_grader(kind))
+    return grader
 
 
 def _parameters(key: str, factory: Any) -> list[Parameter]:

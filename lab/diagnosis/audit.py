@@ -34,7 +34,7 @@ from agentenv.base.errors import EXIT_FAILED, ConfigError, DataError
 from agentenv.base.model_files import load_tokenizer, read_eos_ids
 from agentenv.base.offload import in_thread
 from agentenv.contract.env import close_shared
-from agentenv.evaluation.regrade import Graders, regraded
+from agentenv.evaluation.regrade import Graders, UngradedError, regraded
 from agentenv.evaluation.run import row_of_path
 from agentenv.evaluation.store import load_run_config
 from agentenv.lab.diagnosis.doctor import show
@@ -109,17 +109,21 @@ async def audit(run: Path, max_trees: int) -> tuple[list[CheckResult], list[str]
     tokenizer = await in_thread(load_tokenizer, model, False)
     codec = TextCodec(tokenizer, read_eos_ids(model, tokenizer))
     graders, again = Graders({TRAINED: EnvMaker(config, resolver(run))}), list[Again]()
+    ungraded = "no trajectory was graded"
     try:
         for step, entry in spread(steps, max_trees):
             tree = (await in_thread(step.tree, entry)).tree
             for path in tree.trajectories():
                 place = f"step {step.header.step}, tree {tree.index}, branch {path.leaf.branch}"
                 row = row_of_path(TRAINED, tree.task, 0, path, codec)
-                again.append((place, row, await regraded(row, graders)))
+                try:
+                    again.append((place, row, await regraded(row, graders)))
+                except UngradedError as error:
+                    ungraded = str(error)
     finally:
         await close_shared()
     checks: dict[str, tuple[Callable[[Any], Awaitable[str]], Sequence[Any]]] = {
-        "regraded": (equal_rewards, again),
+        "regraded": (equal_rewards, again or ungraded),
         "failures": (few_failures, steps),
         "jumps of reward": (no_jumps, steps),
     }
@@ -147,10 +151,10 @@ def spread(steps: Sequence[Step], max_trees: int) -> Iterator[tuple[Step, Entry]
 Again = tuple[str, EvalRow, EvalRow]  # place of a trajectory, its row, and its row regraded
 
 
-async def equal_rewards(again: Sequence[Again]) -> str:
-    """Regrading gives the same rewards."""
-    if not again:
-        raise Skip("no trajectory was graded")
+async def equal_rewards(again: Sequence[Again] | str) -> str:
+    """Regrading gives the same rewards; a text is the reason why it cannot."""
+    if isinstance(again, str):
+        raise Skip(again)
     wrong = []
     for place, then, now in again:
         if now.end == FAILED:
