@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from agentenv.assembly.checks.start_checks import check_graders
 from agentenv.base.errors import ConfigError
-from agentenv.base.types import Limits, Task
+from agentenv.base.types import Limits, Message, Task
 from agentenv.contract.env import Grade
 from agentenv.contract.function_tool import tool
 from agentenv.contract.plan import Independent

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from random import getstate
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import psutil
 
@@ -19,24 +19,29 @@ from agentenv.adapters.trial import (
     SEED,
     TWICE,
     Make,
+    Outcome,
     Trial,
-    act,
-    check_reward,
+    blamed,
+    changes,
+    contents,
     fork_and_close,
-    refuse,
+    parts,
     watched,
 )
-from agentenv.base.errors import AgentEnvError
+from agentenv.base.errors import AgentEnvError, ConfigError, CrashError
 from agentenv.base.types import Limit, Message, Task
 from agentenv.contract.env import (
     ForkMode,
+    StepResult,
     check_finish,
     check_observation,
     check_reset,
+    check_step,
     isolated_shared,
 )
 from agentenv.text.tags import check_tags, tag_calls
 
+T = TypeVar("T")
 CallProtocol = Literal["tags", "native"]  # of renderers
 
 HELD_S = 1.0  # maximum time for which a step may block the event loop
@@ -102,10 +107,13 @@ class _Conformance(Trial):
                 "or a process"
             )
         await self.check_reset_and_close()
-        async with self.begun(len(self.actions) - 1) as env:
+        async with self.begun(0) as env:
+            fresh = contents(parts(env))
+            await self.act(env, self.actions[:-1])
             await env.reset(seed=SEED)
-            outcomes = await act(env, self.actions)
-            self.same(outcomes, "an episode and the next one of the same env")
+            changed = changes(fresh, parts(env))
+            outcomes = await self.act(env, self.actions)
+            self.same(outcomes, "an episode and the next one of the same env", changed=changed)
         async with self.begun(len(self.actions) - 1) as env:
             found = await env.finish(Limit.TURNS, self.actions[-1])
             refuse(check_finish, found)
@@ -118,6 +126,10 @@ class _Conformance(Trial):
         assert fork_mode in get_args(ForkMode), f"fork_mode is {fork_mode!r}"
         if fork_mode != "none":
             await self.check_forks(range(len(self.actions)))
+
+    def checked(self, outcome: Any) -> StepResult:
+        """The result of a step, which follows Gymnasium's rules too."""
+        return check_outcome(outcome)
 
     async def check_reset_and_close(self) -> None:
         """A step before `reset` and after `close` must raise; `close` may be called at any time,
@@ -158,10 +170,37 @@ class _Conformance(Trial):
                     break
         async with self.begun(len(self.actions) - 1) as env:
             for suspension in range(1, MAX_SUSPENSIONS if env.fork_mode != "none" else 1):
-                if await cancel_at(fork_and_close(env), suspension, "fork"):
+                with blamed("a fork"):
+                    finished = await cancel_at(fork_and_close(env), suspension, "fork")
+                if finished:
                     break
         after = await Leftovers.settled(before, SETTLE_S)
         assert after.beyond(before) == "", f"after cancelled steps: {after.beyond(before)}"
+
+
+def check_outcome(outcome: Any) -> StepResult:
+    """A result of `step`: the rules of rollouts, and those of Gymnasium."""
+    refuse(check_step, outcome)
+    assert isinstance(outcome, tuple), f"step returned {type(outcome).__name__}, not a tuple"
+    messages, reward, terminated, truncated, _ = outcome
+    assert isinstance(messages, list), "the observation of step is not a list"
+    check_reward(reward, "step")
+    assert type(terminated) is bool, f"terminated is {terminated!r}, not a bool"
+    assert type(truncated) is bool, f"truncated is {truncated!r}, not a bool"
+    return outcome
+
+
+def check_reward(reward: Any, what: str) -> None:
+    """A reward is a plain number."""
+    assert type(reward) in (int, float), f"{what}: the reward is {reward!r}, not a number"
+
+
+def refuse(check: Callable[..., T], *given: Any) -> T:
+    """The result of a rollout's check. Converts its error to AssertionError."""
+    try:
+        return check(*given)
+    except (ConfigError, CrashError) as error:
+        raise AssertionError(str(error)) from error
 
 
 def check_end(outcomes: list[Outcome], num_actions: int) -> None:

@@ -27,9 +27,9 @@ from random import Random
 from typing import Any, TypeVar
 
 from agentenv.base.crashes import guarded
-from agentenv.base.errors import AgentEnvError, ConfigError, CrashError, EnvError, InfraError
+from agentenv.base.errors import ConfigError, CrashError, EnvError, GraderError, InfraError
 from agentenv.base.types import Message, Task
-from agentenv.contract.env import Env, EnvWrapper, check_step
+from agentenv.contract.env import Env, EnvWrapper, StepResult, check_step
 from agentenv.contract.function_tool import FunctionTool
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import state_of
@@ -44,9 +44,7 @@ COPY = "return a copy from `fork`, also of what the state contains"
 KEEP = "keep it in the state that a tool's `start` returns, and copy it in `fork`"
 JUDGE = "let the environment's `judge(states, written, calls)` grade it, which sees its own states"
 TWICE = "two episodes with the same seed"
-OF_TOOL_ENV = {
-    *vars(ToolEnv(Task("t", "e", "q", ()), []))
-}  # its attributes; it copies them in `fork`
+OF_TOOL_ENV = {*vars(ToolEnv(Task("t", "e", "q"), []))}  # its `fork` copies them
 MAX_BYTES = 1 << 20  # of a pickled object; larger ones are not compared
 FIXED = (str, bytes, int, float, complex, tuple, frozenset, type(None))
 OURS = "agentenv."
@@ -66,7 +64,7 @@ class Trial:
         `act`."""
         async with self.begun(0) as env:
             before = contents(hidden(env))
-            self.reference = await act(env, self.actions, held)
+            self.reference = await self.act(env, self.actions, held)
             return changes(before, hidden(env))
 
     async def check_forks(self, places: Iterable[int]) -> None:
@@ -80,24 +78,24 @@ class Trial:
                         check_fork(env, child)
                         await fork_and_close(child)
                         before = contents(parts(env))
-                        outcomes = await act(child, rest)
+                        outcomes = await self.act(child, rest)
                         changed = self.kept(env, before, "the parent of a fork that acted")
                         what = f"a fork after {place} steps"
                         self.same(outcomes, what, place, changed)
                 what = f"an env after its fork at {place} steps acted and closed"
                 with blamed(what):
-                    self.same(await act(env, rest), what, place, changed)
+                    self.same(await self.act(env, rest), what, place, changed)
         place = len(self.actions) // 2
         rest = self.actions[place:]
         async with self.begun(place) as env, forked(env) as child:
             what = f"a fork after {place} steps, whose parent acted first,"
             with blamed(what):
                 before = contents(parts(child))
-                await act(env, rest)
+                await self.act(env, rest)
                 changed = self.kept(child, before, "a fork whose parent acted")
-                self.same(await act(child, rest), what, place, changed)
+                self.same(await self.act(child, rest), what, place, changed)
         async with self.begun(place) as env, forked(env) as child:
-            for outcomes in await asyncio.gather(act(env, rest), act(child, rest)):
+            for outcomes in await asyncio.gather(self.act(env, rest), self.act(child, rest)):
                 self.same(outcomes, "a parent and its fork that act at the same time", place)
 
     def kept(self, env: Env, before: Mapping[str, bytes], who: str) -> list[str]:
@@ -115,7 +113,7 @@ class Trial:
         env = self.make(self.task)
         try:
             await env.reset(seed=SEED)
-            await act(env, self.actions[:num_actions])
+            await self.act(env, self.actions[:num_actions])
             yield env
         finally:
             await env.close()
@@ -123,7 +121,28 @@ class Trial:
     async def play(self, held: list[float] | None = None) -> list[Outcome]:
         """The outcomes of one whole episode with SEED; `held` as in `act`."""
         async with self.begun(0) as env:
-            return await act(env, self.actions, held)
+            return await self.act(env, self.actions, held)
+
+    async def act(
+        self, env: Env, actions: Sequence[Message], held: list[float] | None = None
+    ) -> list[Outcome]:
+        """Take the actions until the episode ends, and check each step's result. `held` gets, for
+        each step, the longest time in seconds for which it blocked the event loop."""
+        outcomes: list[Outcome] = []
+        for action in actions:
+            seconds: list[float] = []
+            step = guarded(env.step(action), "the environment's step")
+            outcome = self.checked(await watched(step, seconds))
+            if held is not None:
+                held.append(max(seconds))
+            outcomes.append(outcome[:4])
+            if outcome[2] or outcome[3]:
+                break
+        return outcomes
+
+    def checked(self, outcome: Any) -> StepResult:
+        """The result of a step, as a rollout reads it. Raises CrashError."""
+        return check_step(outcome)
 
     def same(
         self, found: list[Outcome], what: str, place: int = 0, changed: Sequence[str] = ()
@@ -307,49 +326,6 @@ async def forked(env: Env) -> AsyncIterator[Env]:
         await child.close()
 
 
-async def act(
-    env: Env, actions: Sequence[Message], held: list[float] | None = None
-) -> list[Outcome]:
-    """Take the actions until the episode ends, and check the form of each step's result. `held`
-    gets, for each step, the longest time in seconds for which it blocked the event loop."""
-    outcomes: list[Outcome] = []
-    for action in actions:
-        seconds: list[float] = []
-        step = guarded(env.step(action), "the environment's step")
-        outcome = await watched(step, seconds)
-        if held is not None:
-            held.append(max(seconds))
-        check_outcome(outcome)
-        outcomes.append(outcome[:4])
-        if outcome[2] or outcome[3]:
-            break
-    return outcomes
-
-
-def check_outcome(outcome: Any) -> None:
-    """Check a result of `step`: the rules of rollouts, and those of Gymnasium."""
-    refuse(check_step, outcome)
-    assert isinstance(outcome, tuple), f"step returned {type(outcome).__name__}, not a tuple"
-    messages, reward, terminated, truncated, _ = outcome
-    assert isinstance(messages, list), "the observation of step is not a list"
-    check_reward(reward, "step")
-    assert type(terminated) is bool, f"terminated is {terminated!r}, not a bool"
-    assert type(truncated) is bool, f"truncated is {truncated!r}, not a bool"
-
-
-def check_reward(reward: Any, what: str) -> None:
-    """A reward is a plain number."""
-    assert type(reward) in (int, float), f"{what}: the reward is {reward!r}, not a number"
-
-
-def refuse(check: Callable[..., T], *given: Any) -> T:
-    """The result of a rollout's check. Converts its error to AssertionError."""
-    try:
-        return check(*given)
-    except (ConfigError, CrashError) as error:
-        raise AssertionError(str(error)) from error
-
-
 @types.coroutine
 def watched(
     awaitable: Awaitable[T], held: list[float], on_wait: Callable[[], None] = lambda: None
@@ -395,22 +371,24 @@ async def try_contract(make: Make, task: Task) -> str:
             inner.outage_s, inner.num_retries = 0.0, 0
         return env
 
+    async def tried() -> str:
+        try:
+            for number in range(NUM_EPISODES):
+                found = await _try_episode(hasty, task, Random(f"trial {task.id} {number}"))
+                if found:
+                    return found
+        except AssertionError as error:
+            text = " ".join(str(error).split())
+            raise ConfigError(
+                f"{task.env_id}, tried with random calls for task {task.id}: {text} (env.trial = "
+                "false skips this check)"
+            ) from error
+        return ""
+
     try:
-        for number in range(NUM_EPISODES):
-            found = await _try_episode(hasty, task, Random(f"trial {task.id} {number}"))
-            if found:
-                return found
-    except AssertionError as error:
-        text = " ".join(str(error).split())
-        raise ConfigError(
-            f"{task.env_id}, tried with random calls for task {task.id}: {text} (env.trial = false "
-            "skips this check)"
-        ) from error
-    except AgentEnvError as error:
-        if isinstance(error, ConfigError):
-            raise
+        return await guarded(tried(), "the trial")
+    except (CrashError, EnvError, InfraError, GraderError) as error:
         return f"{task.env_id} was not tried: {error}"
-    return ""
 
 
 async def _try_episode(make: Make, task: Task, rng: Random) -> str:
@@ -421,25 +399,25 @@ async def _try_episode(make: Make, task: Task, rng: Random) -> str:
         known = inner.tools if isinstance(inner, ToolEnv) else {}
         theirs = [one for one in known.values() if is_theirs(one)]
         if not theirs and not _is_own(type(inner)):
-            return f"{task.env_id} has only built-in tools"
+            return ""  # their own tests try them
         names = {one.name for one in theirs}
         tools = [one for one in info.get("tools", ()) if not known or one["name"] in names]
     finally:
         await env.close()
     actions = [*random_calls(tools, task, rng), LAST]
+    raising = dict[str, None]()
     while True:
         trial, steps = Trial(make, task, actions), list[float]()
         try:
             changed = await trial.play_first(steps)
             break
-        except (CrashError, EnvError, InfraError, AssertionError) as error:
-            failed = {call.name for call in actions[len(steps)].tool_calls}
+        except (CrashError, EnvError, InfraError):
+            failed = [call.name for one in actions[len(steps) :][:1] for call in one.tool_calls]
             if not failed:
-                return f"{task.env_id} was not tried: {error}"
-            actions = [
-                one for one in actions if failed.isdisjoint(call.name for call in one.tool_calls)
-            ]
-    finding = ""
+                raise
+            raising |= dict.fromkeys(failed)
+            actions = [one for one in actions if [call.name for call in one.tool_calls] != failed]
+    finding = f"{task.env_id}: not tried, since they raise: {', '.join(raising)}" if raising else ""
     try:
         trial.same(await trial.play(), TWICE, changed=changed)
     except AssertionError as error:

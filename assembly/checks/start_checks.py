@@ -16,11 +16,18 @@ import numpy as np
 from msgspec import Struct, to_builtins
 from msgspec import inspect as mi
 
+from agentenv.adapters.trial import try_contract
 from agentenv.assembly.checks.memory import find_shape
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.run import ModelConfig
-from agentenv.assembly.parts.assembly import Assembly, RolloutAssembly, load_function, prefixed
+from agentenv.assembly.parts.assembly import (
+    TRAINED,
+    Assembly,
+    RolloutAssembly,
+    load_function,
+    prefixed,
+)
 from agentenv.assembly.parts.environments import (
     EnvMaker,
     EnvSettings,
@@ -46,6 +53,7 @@ from agentenv.base.registry import joined, marks_of, type_info
 from agentenv.base.types import Message, Task
 from agentenv.contract.engine import EngineConfig, check_context
 from agentenv.contract.env import Env, check_observation, check_step
+from agentenv.contract.plan import Independent
 from agentenv.contract.server_config import LaunchConfig, RoleConfig, Served
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.data.data_files import is_generated
@@ -587,6 +595,31 @@ async def check_graders(make_env: Callable[[Task], Env], tasks: Iterable[Task]) 
         async with grader_of(make_env, own[0]) as grader:
             if grader is not None:
                 await check_grader(grader, own)
+
+
+TRIAL_S = 60.0
+
+
+async def trials(assembly: RolloutAssembly[TrainConfig]) -> str:
+    """Forks of each custom environment are independent, and nothing outlives its episodes."""
+    if not assembly.config.env.trial:
+        return "not tried: env.trial = false"
+    maker = (await assembly.makers())[TRAINED]
+    tasks = {task.env_id: task for task in reversed(await assembly.tasks_of(TRAINED))}
+    try:
+        async with asyncio.timeout(TRIAL_S):
+            findings = [await try_contract(maker, task) for task in tasks.values()]
+    except TimeoutError:
+        findings = [f"the trial of environments did not end within {TRIAL_S:g} s"]
+    return " | ".join(filter(None, findings))
+
+
+async def trials_before_forks(assembly: RolloutAssembly[TrainConfig]) -> None:
+    """`trials` before a training whose algorithm forks; reports the findings."""
+    if type(assembly.config.algorithm.plan(2)) is not Independent:
+        finding = await trials(assembly)
+        if finding:
+            assembly.report(finding)
 
 
 async def sequence_lengths(assembly: Any) -> None:

@@ -157,6 +157,13 @@ class EnvConfig(EnvChoice, frozen=True, kw_only=True, forbid_unknown_fields=True
         dict[str, EnvVariant],
         Meta(description="[env.variants.NAME]: a NAME for rows' env_id, data.env_by, data.mix"),
     ] = field(default_factory=dict)
+    trial: Annotated[
+        bool,
+        Meta(
+            description="before a training with forks, and in the doctor, try forks of each custom "
+            "environment with random calls; false: not, such as for tools whose calls are costly"
+        ),
+    ] = True
 
 
 # Sampling of the policy, and the queue between actors and learner.
