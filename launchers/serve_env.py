@@ -129,10 +129,9 @@ async def env_server(config: ServeEnvConfig, resolve: Resolve, report: Reporter)
     """The server, which does not listen yet. Raises ConfigError and DataError."""
     key = read_key(config.api_key_env, "api_key_env")
     env_id, make_env = config.env.id, EnvMaker(config, resolve)
-    variants = config.env.variants
-    splits = {"train": await load_set(config.data, env_id, resolve, report, variants=variants)}
+    splits = {"train": await load_set(config.data, env_id, resolve, report)}
     for name, one in config.eval.sets.items():
-        splits[name] = await load_set(one, env_id, resolve, report, name, variants=variants)
+        splits[name] = await load_set(one, env_id, resolve, report, name)
     make_env.check_read([task for tasks in splits.values() for task in tasks])
     return EnvServer(
         env_id.rpartition("/")[2].rpartition(":")[2],

@@ -9,28 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
+import types
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from random import getstate
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import psutil
 
-from agentenv.adapters.trial import (
-    SEED,
-    TWICE,
-    Make,
-    Outcome,
-    Trial,
-    blamed,
-    changes,
-    contents,
-    fork_and_close,
-    parts,
-    watched,
-)
+from agentenv.adapters.trial import SEED, Make, Outcome, Trial, fork_and_close
 from agentenv.base.errors import AgentEnvError, ConfigError, CrashError
 from agentenv.base.types import Limit, Message, Task
 from agentenv.contract.env import (
+    Env,
     ForkMode,
     StepResult,
     check_finish,
@@ -90,30 +80,38 @@ def _message(action: Message | str, tools: Sequence[dict[str, Any]]) -> Message:
 class _Conformance(Trial):
     """The checks of an environment by one episode."""
 
+    held: list[float]
+
     async def check(self) -> None:
         """The seed determines an episode; it does not block the loop, nor depend on others."""
         before = getstate()
-        held: list[list[float]] = [[], []]
-        changed = await self.play_first(held[0])
-        assert getstate() == before, "an episode changed the state of the global random generator"
+        self.held = []
+        try:
+            await self.check_episodes()
+        finally:
+            random_changed = getstate() != before
+            assert not random_changed, "an episode changed the state of the global random generator"
         check_end(self.reference, len(self.actions))
         for observation, *_ in self.reference[:-1]:
             refuse(check_observation, observation)
-        self.same(await self.play(held[1]), TWICE, changed=changed)
-        for number, seconds in enumerate(map(min, *held)):  # the first call may load something
+        number = len(self.actions)
+        held = zip(self.held[:number], self.held[number:], strict=True)
+        for number, seconds in enumerate(map(min, held)):  # the first call may load something
             assert seconds <= HELD_S, (
                 f"step {number} blocked the event loop, and with it every other rollout, for "
                 f"{seconds:.1f} s: await I/O, and run computations in a thread (asyncio.to_thread) "
                 "or a process"
             )
-        await self.check_reset_and_close()
         async with self.begun(0) as env:
-            fresh = contents(parts(env))
-            await self.act(env, self.actions[:-1])
+            fork_mode = env.fork_mode
+        assert fork_mode in get_args(ForkMode), f"fork_mode is {fork_mode!r}"
+        if fork_mode != "none":
+            await self.check_forks(range(len(self.actions)))
+        await self.check_reset_and_close()
+        async with self.begun(len(self.actions) - 1) as env:
             await env.reset(seed=SEED)
-            changed = changes(fresh, parts(env))
             outcomes = await self.act(env, self.actions)
-            self.same(outcomes, "an episode and the next one of the same env", changed=changed)
+            self.same(outcomes, "an episode and the next one of the same env")
         async with self.begun(len(self.actions) - 1) as env:
             found = await env.finish(Limit.TURNS, self.actions[-1])
             refuse(check_finish, found)
@@ -121,15 +119,15 @@ class _Conformance(Trial):
         for episode in await asyncio.gather(*(self.play() for _ in range(NUM_CONCURRENT))):
             self.same(episode, "an episode alone and one of several at the same time")
         await self.check_cancellation()
-        async with self.begun(0) as env:
-            fork_mode = env.fork_mode
-        assert fork_mode in get_args(ForkMode), f"fork_mode is {fork_mode!r}"
-        if fork_mode != "none":
-            await self.check_forks(range(len(self.actions)))
 
-    def checked(self, outcome: Any) -> StepResult:
-        """The result of a step, which follows Gymnasium's rules too."""
-        return check_outcome(outcome)
+    async def step(self, env: Env, action: Message) -> StepResult:
+        """The result of a step, which follows Gymnasium's rules too. `held` gets the longest time
+        in seconds for which it blocked the event loop."""
+        seconds: list[float] = []
+        outcome = await _watched(env.step(action), seconds)
+        self.held.append(max(seconds))
+        check_outcome(outcome)
+        return outcome
 
     async def check_reset_and_close(self) -> None:
         """A step before `reset` and after `close` must raise; `close` may be called at any time,
@@ -170,16 +168,14 @@ class _Conformance(Trial):
                     break
         async with self.begun(len(self.actions) - 1) as env:
             for suspension in range(1, MAX_SUSPENSIONS if env.fork_mode != "none" else 1):
-                with blamed("a fork"):
-                    finished = await cancel_at(fork_and_close(env), suspension, "fork")
-                if finished:
+                if await cancel_at(fork_and_close(env), suspension, "fork"):
                     break
         after = await Leftovers.settled(before, SETTLE_S)
         assert after.beyond(before) == "", f"after cancelled steps: {after.beyond(before)}"
 
 
-def check_outcome(outcome: Any) -> StepResult:
-    """A result of `step`: the rules of rollouts, and those of Gymnasium."""
+def check_outcome(outcome: Any) -> None:
+    """Check a result of `step`: the rules of rollouts, and those of Gymnasium."""
     refuse(check_step, outcome)
     assert isinstance(outcome, tuple), f"step returned {type(outcome).__name__}, not a tuple"
     messages, reward, terminated, truncated, _ = outcome
@@ -187,7 +183,6 @@ def check_outcome(outcome: Any) -> StepResult:
     check_reward(reward, "step")
     assert type(terminated) is bool, f"terminated is {terminated!r}, not a bool"
     assert type(truncated) is bool, f"truncated is {truncated!r}, not a bool"
-    return outcome
 
 
 def check_reward(reward: Any, what: str) -> None:
@@ -221,7 +216,7 @@ async def cancel_at(awaitable: Awaitable[Any], suspension: int, what: str) -> bo
         if len(held) == suspension:
             asyncio.get_running_loop().call_soon(task.cancel)
 
-    task = asyncio.ensure_future(watched(awaitable, held, cancel))
+    task = asyncio.ensure_future(_watched(awaitable, held, cancel))
     await asyncio.wait({task}, timeout=CANCEL_TIMEOUT_S)
     if task.cancelled():
         return False
@@ -235,6 +230,32 @@ async def cancel_at(awaitable: Awaitable[Any], suspension: int, what: str) -> bo
         f"{what}, cancelled at its wait number {suspension}, {ending}: a deadline could not stop it"
     )
     return True
+
+
+@types.coroutine
+def _watched(
+    awaitable: Awaitable[T], held: list[float], on_wait: Callable[[], None] = lambda: None
+) -> Generator[Any, Any, T]:
+    """Forward every wait to the event loop, and return the result. `held` gets the seconds before,
+    between and after the waits, and `on_wait` is called in each wait."""
+    time = asyncio.get_running_loop().time
+    iterator = awaitable.__await__()
+    error: BaseException | None = None
+    while True:
+        start = time()
+        try:
+            waiting = next(iterator) if error is None else iterator.throw(error)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        finally:
+            held.append(time() - start)
+        on_wait()
+        try:
+            yield waiting
+            error = None
+        except BaseException as raised:  # a cancellation, above all: the awaitable must see it
+            error = raised
 
 
 class Leftovers(NamedTuple):

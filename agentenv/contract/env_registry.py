@@ -145,8 +145,8 @@ def make(env_id: str, task: Task, **kwargs: Any) -> Env:
 
 def needs_answer(env_id: str) -> bool:
     """Whether rows of this environment need an answer: not if a `judge` of its own grades it by its
-    state."""
+    state. False for an unknown id, such as the name of a variant."""
     try:
         return not grades_state(spec(env_id).load())
     except ConfigError:  # the check of environments reports it
-        return True
+        return False

@@ -18,7 +18,6 @@ from random import Random
 
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.types import Task
-from agentenv.contract.env_registry import needs_answer
 from agentenv.data.curriculum import Curriculum
 from agentenv.data.data_files import (
     GENERATORS,
@@ -29,7 +28,7 @@ from agentenv.data.data_files import (
     read_rows,
 )
 from agentenv.data.file_formats import RawRow
-from agentenv.data.rows import MixPart, NeedsAnswer, RowReader, RowsConfig
+from agentenv.data.rows import MixPart, RowReader, RowsConfig
 
 MAX_LISTED = 50  # invalid rows that are listed individually
 MAX_PERIOD = 10_000  # questions after which the order of a mix's parts repeats
@@ -50,7 +49,6 @@ def load_tasks(
     adapt: Adapt | None = None,
     held_out: bool = False,
     key: str = "data",
-    needs_answer: NeedsAnswer = needs_answer,
 ) -> list[Task]:
     """Tasks of the rows of a file, a folder, a pattern, or a list of them, in order.
 
@@ -58,12 +56,10 @@ def load_tasks(
     `ends` reads only that many rows at each end of a file (0: all). `report` reports rows that
     `config.skip_bad_rows` skips. `adapt` converts a row to a known schema, or returns None to skip
     it. Generated rows are those of training unless `held_out`. `key` is the prefix of the keys of
-    `config` in messages, `needs_answer` that of RowReader. Raises DataError with file, row, key and
-    expectation, also if there are no rows, and ConfigError for an environment of `config.env_by`
-    that no row selects.
+    `config` in messages. Raises DataError with file, row, key and expectation, also if there are no
+    rows, and ConfigError for an environment of `config.env_by` that no row selects.
     """
-    rows, keep = config or RowsConfig(), adapt is None
-    reader = RowReader(rows, env_id, keep_golds=keep, key=key, needs_answer=needs_answer)
+    reader = RowReader(config or RowsConfig(), env_id, keep_golds=adapt is None, key=key)
     tasks = _read(reader, _listed(paths), max_samples, report, adapt, ends, held_out=held_out)
     if not (max_samples or ends):
         _check_env_by([reader])
@@ -78,7 +74,6 @@ def load_mix(
     *,
     ends: int = 0,
     report: Callable[[str], None] = logger.warning,
-    needs_answer: NeedsAnswer = needs_answer,
 ) -> TaskMix:
     """The parts of a weighted mix, each loaded like `load_tasks`; `resolve` converts its paths."""
     readers, loaded = [], []
@@ -91,7 +86,7 @@ def load_mix(
             source=part.source or config.source,
         )
         key = f"data.mix[{number}]" if part.columns else "data"
-        reader = RowReader(own, part.env_id or env_id, key=key, needs_answer=needs_answer)
+        reader = RowReader(own, part.env_id or env_id, key=key)
         paths = [resolve(str(path)) for path in _listed(part.path)]
         loaded.append(_read(reader, paths, part.max_samples, report, ends=ends))
         readers.append(reader)

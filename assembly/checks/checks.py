@@ -169,7 +169,7 @@ ENV: frozenset[Has] = frozenset({"rows", "env"})
 PROMPT: frozenset[Has] = frozenset({"rows", "env", "model"})
 SFT: frozenset[Has] = frozenset({"model", "sft"})
 MACHINE: frozenset[Has] = frozenset({"machine"})
-EPISODES, TRIALS = "first episodes", "trials of environments"
+EPISODES = "first episodes"
 
 START: tuple[Check, ...] = (
     Check("sizes divide", "configuration", TRAIN, start_checks.sizes, NOTHING),
@@ -224,8 +224,7 @@ START: tuple[Check, ...] = (
     Check("special tokens in questions", "parts", SAMPLING, start_checks.tokens_of_questions, ROWS),
     Check("observations", "parts", SAMPLING, start_checks.observations, ENV, after=EPISODES),
     Check("graders", "parts", SAMPLING, start_checks.graders, after=EPISODES),
-    # forks of custom environments are independent; the doctor tries them for each algorithm
-    Check(TRIALS, "parts", TRAIN, start_checks.trials_before_forks, after=EPISODES),
+    Check("trials of environments", "parts", TRAIN, start_checks.trials, after=EPISODES),
     # every set has a prompt that fits the limits
     Check("prompts", "parts", SAMPLING, part("questions"), PROMPT, after=EPISODES),
     # the tools that helpers repair exist; those that they repeat are repeatable

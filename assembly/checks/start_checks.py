@@ -601,9 +601,11 @@ TRIAL_S = 60.0
 
 
 async def trials(assembly: RolloutAssembly[TrainConfig]) -> str:
-    """Forks of each custom environment are independent, and nothing outlives its episodes."""
-    if not assembly.config.env.trial:
-        return "not tried: env.trial = false"
+    """Forks of each custom environment are independent, and nothing outlives its episodes, before a
+    training whose algorithm forks."""
+    config = assembly.config
+    if not config.env.trial or type(config.algorithm.plan(2)) is Independent:
+        return "not tried: env.trial = false, or the algorithm does not fork"
     maker = (await assembly.makers())[TRAINED]
     tasks = {task.env_id: task for task in reversed(await assembly.tasks_of(TRAINED))}
     try:
@@ -611,15 +613,9 @@ async def trials(assembly: RolloutAssembly[TrainConfig]) -> str:
             findings = [await try_contract(maker, task) for task in tasks.values()]
     except TimeoutError:
         findings = [f"the trial of environments did not end within {TRIAL_S:g} s"]
+    for finding in filter(None, findings):
+        assembly.report(finding)
     return " | ".join(filter(None, findings))
-
-
-async def trials_before_forks(assembly: RolloutAssembly[TrainConfig]) -> None:
-    """`trials` before a training whose algorithm forks; reports the findings."""
-    if type(assembly.config.algorithm.plan(2)) is not Independent:
-        finding = await trials(assembly)
-        if finding:
-            assembly.report(finding)
 
 
 async def sequence_lengths(assembly: Any) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from agentenv.assembly.keys.evaluation import EvaluateConfig, PolicyConfig
-from agentenv.assembly.keys.rl import DataConfig, EnvVariant, Sampling, TrainConfig
+from agentenv.assembly.keys.rl import DataConfig, Sampling, TrainConfig
 from agentenv.assembly.keys.run import RunConfig
 from agentenv.assembly.keys.supervised import SupervisedRunConfig
 from agentenv.assembly.parts.environments import EnvMaker, EnvSettings, try_env
@@ -37,7 +37,6 @@ from agentenv.base.registry import loaded
 from agentenv.base.types import Constraints, Info, Limits, Message, Task
 from agentenv.contract.engine import Engine, EngineConfig, EngineStart, ServerStarter
 from agentenv.contract.env import close_shared
-from agentenv.contract.env_registry import needs_answer
 from agentenv.data.dataset import TaskMix, load_mix, load_tasks
 from agentenv.data.rows import RowsConfig
 from agentenv.rollout.actor import Actor
@@ -227,9 +226,7 @@ class RolloutAssembly(Assembly[WithRoles]):
 
     async def read_rows(self, one: SetConfig) -> Sequence[Task]:
         """The tasks of a set."""
-        return await load_set(
-            *(one.rows, one.env.id, self.resolve, self.report, one.key, self.ends, one.env.variants)
-        )
+        return await load_set(one.rows, one.env.id, self.resolve, self.report, one.key, self.ends)
 
     async def tasks_of(self, name: str) -> Sequence[Task]:
         """The tasks of a set, including those with overlong prompts."""
@@ -344,26 +341,15 @@ def load_function(path: str, key: str) -> Callable[..., Any]:
 
 
 async def load_set(
-    rows: Any,
-    env_id: str,
-    resolve: Resolve,
-    report: Reporter,
-    key: str = TRAINED,
-    ends: int = 0,
-    variants: Mapping[str, EnvVariant] = {},
+    rows: Any, env_id: str, resolve: Resolve, report: Reporter, key: str = TRAINED, ends: int = 0
 ) -> Sequence[Task]:
     """The questions of a set, whose table is `rows`: of its files, or of the weighted parts of
     data.mix. `key`: prefix of its keys in messages. `ends`: number of rows to read from each end of
-    a file; 0: all. `variants`: environments whose names rows may have."""
-
-    def needs(name: str) -> bool:
-        return needs_answer(variants[name].id if name in variants else name)
-
+    a file; 0: all."""
     report = prefixed(report, key)
     is_trained = isinstance(rows, DataConfig)
     if is_trained and rows.mix:
-        more = {"ends": ends, "report": report, "needs_answer": needs}
-        return await in_thread(load_mix, rows.mix, env_id, rows, resolve, **more)
+        return await in_thread(load_mix, rows.mix, env_id, rows, resolve, ends=ends, report=report)
     paths = rows.train if is_trained else rows.path
     return await in_thread(
         load_tasks,
@@ -375,7 +361,6 @@ async def load_set(
         report=report,
         held_out=not is_trained,
         key=key,
-        needs_answer=needs,
     )
 
 

@@ -26,10 +26,11 @@ from agentenv.assembly.keys.rl import (
 )
 from agentenv.base.config import Resolve, substituted
 from agentenv.base.crashes import at_start
-from agentenv.base.errors import ConfigError
+from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.registry import decode_part, loaded, not_one_of
 from agentenv.base.types import Constraints, Info, Limits, Message, Task
 from agentenv.contract.env import Env, Grader, check_reset
+from agentenv.contract.env_registry import needs_answer
 from agentenv.contract.tool_config import load_tools
 from agentenv.contract.tool_env import ToolEnv, grades_state, without_grader
 from agentenv.contract.tools import ChosenTool
@@ -140,10 +141,17 @@ class EnvMaker:
 
     def _used(self, tasks: Iterable[Task]) -> set[str]:
         """The environment ids of the tasks. Raises ConfigError for an unknown one."""
-        used = {task.env_id: task.id for task in reversed(list(tasks))}
+        known = list(tasks)
+        used = {task.env_id: task.id for task in reversed(known)}
         for env_id, task_id in used.items():
             self.check_known(env_id, f"task {task_id}")
             self._recipe_of(env_id)
+        for task in known:
+            if not task.answers and needs_answer(self._recipes[task.env_id].env_id):
+                raise DataError(
+                    f"task {task.id}: the row has no answer, and {task.env_id} is not graded by "
+                    "its state; add an answer, or override `judge` of the environment"
+                )
         return set(used)
 
     def _recipe_of(self, env_id: str) -> Recipe:

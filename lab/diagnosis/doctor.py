@@ -21,7 +21,6 @@ from agentenv.assembly.checks.checks import (
     SAMPLING,
     START,
     TRAIN,
-    TRIALS,
     Check,
     CheckResult,
     CheckRunner,
@@ -29,7 +28,6 @@ from agentenv.assembly.checks.checks import (
     part,
     select,
 )
-from agentenv.assembly.checks.start_checks import trials
 from agentenv.assembly.keys.help import refuse_verl_keys
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.run import RunConfig
@@ -280,7 +278,7 @@ CHECKS: tuple[Check, ...] = (
     Check("free disk", "machine", (), disk),
     Check("descriptors", "machine", (), descriptors),
     Check("sandbox", "machine", (), sandbox),
-    *(one._replace(function=trials) if one.name == TRIALS else one for one in START),
+    *START,
     Check("room for rollouts", "contract", TRAIN, connections),
     Check("room on the disk", "contract", TRAIN, checkpoints),
     Check("room in memory", "contract", TRAIN, processes),
