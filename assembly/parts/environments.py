@@ -249,7 +249,7 @@ def grader_alone(env: Env) -> Grader | None:
         return None
     grader: Grader | None = getattr(env, "grader", None)
     if grader is None and isinstance(env, ToolEnv) and kind.finish is ToolEnv.finish:
-        raise ConfigError(without_grader(kind))
+        raise ConfigError(without_grader(type(env)))
     return grader
 
 
