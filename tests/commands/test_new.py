@@ -93,9 +93,8 @@ def test_a_generated_environment_trains(
 ) -> None:
     """A state is tried before forks, and its rewards are not graded again without it."""
     name = f"dice_{kind}"
-    assert (
-        new.main([name, "--folder", str(tmp_path), *(["--state"] if kind == "state" else [])]) == 0
-    )
+    options = ["--state"] if kind == "state" else []
+    assert new.main([name, "--folder", str(tmp_path), *options]) == 0
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     words = [f"{name}/train.toml", *SMALL, f"algorithm.name={algorithm}"]
