@@ -67,7 +67,8 @@ def demonstrate(
     DataError for an episode that does not end, CrashError for invalid results of the environment,
     and the environment's own errors for bugs and long outages.
     """
-    reader = RowReader(RowsConfig(), "demonstrated", needs_answer=lambda _: not grades_state(make))
+    reader = RowReader(RowsConfig(), "demonstrated")
+    reader.needs_answer = lambda _: not grades_state(make)
     read = [
         one if isinstance(one, Task) else reader.task(RawRow(Path("row"), number, plain(one)))
         for number, one in enumerate(tasks, 1)

@@ -37,6 +37,7 @@ JUDGE = "let the environment's `judge(states, written, calls)` grade it, which s
 MAX_BYTES = 1 << 20  # of a pickled object; larger ones are not compared
 FIXED = (str, bytes, int, float, complex, tuple, frozenset, type(None))
 OF_TOOL_ENV = {*vars(ToolEnv(Task("t", "e", "q"), []))}  # its `fork` copies them
+TRIAL_S = 60.0
 NUM_EPISODES = 3
 NUM_CALLS = 8
 LAST = Message("assistant", "<answer>unknown</answer>")
@@ -264,16 +265,19 @@ async def try_contract(make: Make, task: Task) -> str:
     """Play random calls of a user's tools in episodes of a task and in their forks; returns a
     finding. Raises ConfigError that names the tool, the mistake and the remedy."""
     try:
-        for number in range(NUM_EPISODES):
-            found = await _try_episode(make, task, Random(f"trial {task.id} {number}"))
-            if found:
-                return f"{task.env_id}: {' '.join(found.split())}"
+        async with asyncio.timeout(TRIAL_S):
+            for number in range(NUM_EPISODES):
+                found = await _try_episode(make, task, Random(f"trial {task.id} {number}"))
+                if found:
+                    return f"{task.env_id}: {' '.join(found.split())}"
     except AssertionError as error:
         text = " ".join(str(error).split())
         raise ConfigError(
             f"{task.env_id}, tried with random calls for task {task.id}: {text} (env.trial = false "
             "skips this check)"
         ) from error
+    except TimeoutError:
+        return f"{task.env_id}: its trial did not end within {TRIAL_S:g} s"
     except (CrashError, EnvError, GraderError, InfraError) as error:
         return f"{task.env_id} was not tried: {error}"
     return ""

@@ -20,7 +20,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from math import isfinite
 from numbers import Real
 from typing import Any, Literal, Protocol, Self, TypeVar, cast
@@ -214,8 +214,8 @@ def check_finish(result: tuple[float, Info]) -> tuple[float, Info]:
     """The validated result of an env's `finish`."""
     try:
         reward, info = result
-        if isinstance(info, dict) and isfinite(reward):
-            return float(reward), SECRETS.tree(info, only_known=True)
+        if isinstance(info, dict):
+            return _finite("finish", reward), SECRETS.tree(info, only_known=True)
     except (TypeError, ValueError):
         pass
     raise _wrong("finish", "(reward, info)", result)
@@ -226,9 +226,10 @@ def check_step(result: StepResult) -> StepResult:
     try:
         given, reward, terminated, truncated, info = result
         messages = list(given)
-        if all(map(_is_message, messages)) and isinstance(info, dict) and isfinite(reward):
+        if all(map(_is_message, messages)) and isinstance(info, dict):
             messages, info = SECRETS.tree((messages, info), only_known=True)
-            return messages, float(reward), bool(terminated), bool(truncated), info
+            number = _finite("step", reward)
+            return messages, number, bool(terminated), bool(truncated), info
     except (TypeError, ValueError):
         pass
     raise _wrong("step", "(messages, reward, terminated, truncated, info)", result)
@@ -249,6 +250,17 @@ def check_observation(messages: Sequence[Message], others: Sequence[Role] = ("us
 
 def _is_message(one: object) -> bool:
     return isinstance(one, Message)
+
+
+def _finite(method: str, reward: Any) -> float:
+    """The reward. Raises CrashError unless it is a finite number."""
+    with suppress(TypeError, ValueError, OverflowError):
+        if isfinite(reward):
+            return float(reward)
+    raise CrashError(
+        f"the reward of the environment's {method} must be a finite number, got "
+        f"{repr(reward)[:MAX_SHOWN]}"
+    )
 
 
 def _wrong(method: str, form: str, result: Any) -> CrashError:

@@ -35,7 +35,6 @@ from agentenv.contract.env_registry import needs_answer
 from agentenv.data.data_files import TABLES, Row
 from agentenv.data.file_formats import RawRow, literal
 
-NeedsAnswer = Callable[[str], bool]
 Overlong = Literal["error", "skip", "cut"]
 
 
@@ -181,17 +180,12 @@ class RowReader:
     first.
     """
 
+    needs_answer: Callable[[str], bool] = staticmethod(needs_answer)
+
     def __init__(
-        self,
-        config: RowsConfig,
-        env_id: str,
-        *,
-        keep_golds: bool = True,
-        key: str = "data",
-        needs_answer: NeedsAnswer = needs_answer,
+        self, config: RowsConfig, env_id: str, *, keep_golds: bool = True, key: str = "data"
     ) -> None:
         self.config = config
-        self.needs_answer = needs_answer
         self.key = key
         self.env_id = env_id
         self.keep_golds = keep_golds

@@ -597,9 +597,6 @@ async def check_graders(make_env: Callable[[Task], Env], tasks: Iterable[Task]) 
                 await check_grader(grader, own)
 
 
-TRIAL_S = 60.0
-
-
 async def trials(assembly: RolloutAssembly[TrainConfig]) -> str:
     """Forks of each custom environment are independent, and nothing outlives its episodes, before a
     training whose algorithm forks."""
@@ -608,11 +605,7 @@ async def trials(assembly: RolloutAssembly[TrainConfig]) -> str:
         return "not tried: env.trial = false, or the algorithm does not fork"
     maker = (await assembly.makers())[TRAINED]
     tasks = {task.env_id: task for task in reversed(await assembly.tasks_of(TRAINED))}
-    try:
-        async with asyncio.timeout(TRIAL_S):
-            findings = [await try_contract(maker, task) for task in tasks.values()]
-    except TimeoutError:
-        findings = [f"the trial of environments did not end within {TRIAL_S:g} s"]
+    findings = [await try_contract(maker, task) for task in tasks.values()]
     for finding in filter(None, findings):
         assembly.report(finding)
     return " | ".join(filter(None, findings))
