@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any, ClassVar
 
 import pytest
@@ -293,7 +294,21 @@ async def test_an_environment_without_a_mistake_passes(make: Any) -> None:
     assert await try_contract(make, TASK) == ""
 
 
+LUCK = Random(1)
+
+
+def at_luck(task: Task) -> ToolEnv:
+    """A global changes with each answer, but is not their cause."""
+
+    @tool
+    def look(room: str) -> str:
+        return f"{room} {LUCK.random()}"
+
+    return AnswerEnv(task, look, Book())
+
+
 async def test_a_doubt_is_a_line(tmp_path: Path) -> None:
     assert "correct for answers that change by themselves" in await try_contract(at_random, TASK)
+    assert "'LUCK' of tests.test_trial changed" in await try_contract(at_luck, TASK)
     (tmp_path / "calendar.txt").touch()
     assert "else episodes share a file" in await try_contract(maker("kept", tmp_path), TASK)
