@@ -245,9 +245,7 @@ async def test_a_mistake_is_named_before_the_run_and_by_the_kit(name: str, tmp_p
     for shared in (EVERYWHERE, OfClass.slots, Default.calendar.__defaults__[0]):  # type: ignore[index]
         shared.clear()
     make, says = maker(name, tmp_path), MISTAKES[name][1]
-    with pytest.raises(
-        ConfigError, match=f"(?s)tried with random calls.*{says}.*env.trial = false"
-    ):
+    with pytest.raises(ConfigError, match=f"(?s)random calls.*{says}.*env.trial = false"):
         await try_contract(make, TASK)
     if name not in ("global", "class", "default"):  # filled by now
         with pytest.raises((AssertionError, CrashError), match=f"(?s){says}"):
@@ -308,7 +306,7 @@ def at_luck(task: Task) -> ToolEnv:
 
 
 async def test_a_doubt_is_a_line(tmp_path: Path) -> None:
-    assert "correct for answers that change by themselves" in await try_contract(at_random, TASK)
-    assert "'LUCK' of tests.test_trial changed" in await try_contract(at_luck, TASK)
+    assert "change by themselves" in await try_contract(at_random, TASK)
+    assert "'LUCK' of tests.test_trial" in await try_contract(at_luck, TASK)
     (tmp_path / "calendar.txt").touch()
-    assert "else episodes share a file" in await try_contract(maker("kept", tmp_path), TASK)
+    assert "share a file" in await try_contract(maker("kept", tmp_path), TASK)
