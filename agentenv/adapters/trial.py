@@ -82,7 +82,9 @@ class Trial:
         """The result of a step; a failure is a result too."""
         try:
             return check_step(await guarded(env.step(action), "the environment's step"))
-        except (CrashError, EnvError, GraderError, InfraError) as error:
+        except InfraError:
+            raise
+        except (CrashError, EnvError, GraderError) as error:
             return [Message("tool", str(error))], 0.0, False, False, {}
 
     async def check_episodes(self) -> None:
