@@ -19,7 +19,14 @@ from random import Random
 from typing import Any
 
 from agentenv.base.crashes import guarded
-from agentenv.base.errors import ConfigError, CrashError, EnvError, GraderError, InfraError
+from agentenv.base.errors import (
+    ConfigError,
+    CrashError,
+    EnvError,
+    GraderError,
+    InfraError,
+    OutageError,
+)
 from agentenv.base.types import Message, Task
 from agentenv.contract.env import Env, EnvWrapper, StepResult, check_step
 from agentenv.contract.function_tool import FunctionTool
@@ -82,7 +89,7 @@ class Trial:
         """The result of a step; a failure is a result too."""
         try:
             return check_step(await guarded(env.step(action), "the environment's step"))
-        except InfraError:
+        except (InfraError, OutageError):
             raise
         except (CrashError, EnvError, GraderError) as error:
             return [Message("tool", str(error))], 0.0, False, False, {}
