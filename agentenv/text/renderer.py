@@ -14,12 +14,13 @@ cannot forge tags or special tokens. `agentenv/text/native.py` is the renderer o
 
 from __future__ import annotations
 
+import math
 import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 from msgspec import Meta, Struct
@@ -30,7 +31,7 @@ from agentenv.base.types import Completion, Message, Role, ToolCall
 from agentenv.base.untrusted import shortened
 from agentenv.contract.env import check_observation, tally
 from agentenv.text.call_syntax import THOUGHT_OPEN
-from agentenv.text.control_tokens import broken, control_tokens, pattern_of
+from agentenv.text.control_tokens import BROKEN, broken, control_tokens, pattern_of
 from agentenv.text.encoder import Encoder, EncoderLostError, decoder, fast_tokenizer
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.tags import TAGS, Shown, check_tags, tag_calls, with_tools, written_arguments
@@ -156,6 +157,11 @@ class TextCodec:
         self._num_known_chars = 0
         self._opens = lru_cache(NUM_KNOWN_TAILS)(self._opens_thought)
 
+    @cached_property
+    def num_words(self) -> float:
+        """The first id beyond the tokenizer's; a model with a padded vocabulary has more."""
+        return 1 + max(getattr(self.tokenizer, "get_vocab", dict)().values(), default=math.inf)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of trusted text, special tokens included."""
         if self._fast is not None:
@@ -172,10 +178,7 @@ class TextCodec:
         if known is not None:
             self._known.move_to_end(key)
             return known
-        ids = self.encode(self.neutralise(key[0], tools))
-        if not self.special_ids.isdisjoint(ids):
-            ids = [token for token in ids if token not in self.special_ids]
-        return self._fitted(key, array("i", ids))
+        return self._fitted(key, array("i", self.encode(self.neutralise(key[0], tools))))
 
     async def prepare(
         self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
@@ -199,8 +202,13 @@ class TextCodec:
         return [message.content for message in messages]
 
     def _fitted(self, key: Known, ids: array[int]) -> array[int]:
-        """The truncated ids of a text, which are cached."""
+        """The truncated ids of a text without control tokens, which are cached."""
         text, max_tokens = key[0], key[2]
+        if forged := self.special_ids.intersection(ids):  # the tokenizer normalizes look-alikes
+            problem = "a look-alike is left out of the text of a tool or user"
+            shown = f"{problem}: of {self.decode([*forged])!r}"
+            tally(BROKEN).add(int(not self.is_probe), shown)
+            ids = array("i", [token for token in ids if token not in forged])
         if len(ids) > max_tokens or len(text) > max_tokens * MAX_CHARS_A_TOKEN:
             self.num_cut += 1
         if len(ids) > max_tokens:
@@ -269,7 +277,7 @@ class TextCodec:
         """A system message becomes a marked one of the user, and messages of one role in turn are
         joined, if the chat template rejects or omits them where they stand. Tool results come
         first."""
-        if after_turn:
+        if after_turn and len(messages) > 1:
             messages = sorted(messages, key=lambda message: message.role != "tool")
         if self._is_written(tuple([message.role for message in messages]), after_turn):
             return messages
@@ -358,7 +366,7 @@ class TagRenderer(TextCodec):
         self.prompt_config = prompt or PromptConfig()
         self.tools_in_prompt = tools_in_prompt
         self._frame: tuple[array[int], array[int]] | None = None  # around results, encoded once
-        self._frames: dict[tuple[Role, ...], list[list[int]]] = {}
+        self._frames_of = cache(self._find_frames)
         if (
             self.prompt_config.apply_chat_template
             and getattr(tokenizer, "chat_template", "") is None
@@ -428,23 +436,20 @@ class TagRenderer(TextCodec):
         if users:
             if results or (turn_ids and not self.is_ended(turn_ids)):
                 ids.append(self.end_id)
-            first, *frames = self._frames_of([message.role for message in users])
+            first, *frames = self._frames_of(tuple([message.role for message in users]))
             ids.extend(first)
             for message, frame in zip(users, frames, strict=True):
                 ids += self.encode_foreign(message.content, tools, max_tokens)
                 ids.extend(frame)
         return ids
 
-    def _frames_of(self, roles: Sequence[Role]) -> list[list[int]]:
-        """Token ids of the template's texts around messages of these roles, from the end of the
-        turn that they answer to the beginning of the next one. Raises ConfigError."""
-        key = tuple(roles)
-        if key not in self._frames:
-            self._frames[key] = [self.encode(text) for text in self._texts_around(key)]
-        return self._frames[key]
+    def _find_frames(self, roles: tuple[Role, ...]) -> list[list[int]]:
+        """The token ids around messages of these roles: before the first, between them and after
+        the last."""
+        return [self.encode(text) for text in self._texts_around(roles)]
 
     def _around(self, roles: Sequence[Role]) -> object:
-        return self._frames_of([role for role in roles if role != "tool"])
+        return self._frames_of(tuple([role for role in roles if role != "tool"]))
 
     def _texts_around(self, roles: Sequence[Role]) -> list[str]:
         if not self.prompt_config.apply_chat_template:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from agentenv.lab.diagnosis.audit import audit
 from agentenv.launchers import doctor, new, train
+from tests.support.snippets import ran
 
 # as it is, but for sizes: a few steps of each phase
 SMALL = [
@@ -69,10 +69,8 @@ def test_the_next_commands_are_printed(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(("kind", "number"), [("env", 2), ("state", 3)])
 def test_the_generated_test_passes(kind: str, number: int, tmp_path: Path) -> None:
     new.make_folder("dice_tested", tmp_path, kind)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "dice_tested"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{number} passed" in done.stdout
+    words = ("pytest", "-q", "-p", "no:cacheprovider", "dice_tested")
+    assert f"{number} passed" in ran(sys.executable, "-m", *words, cwd=tmp_path).stdout
 
 
 def test_the_doctor_finds_no_fault_in_a_generated_environment(
@@ -103,5 +101,5 @@ def test_a_generated_environment_trains(
     run = tmp_path / "runs" / name
     assert json.loads((run / "summary.json").read_text())["algorithm"] == algorithm
     assert (run / "checkpoints" / "step-000002").is_dir()
-    (regraded, *_), _ = asyncio.run(audit(run, 4))
+    regraded, _ = asyncio.run(audit(run, 4))
     assert regraded.state == ("passed" if kind == "env" else "skipped"), regraded
