@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from agentenv.assembly.checks.start_checks import check_graders
 from agentenv.base.errors import ConfigError
-from agentenv.base.types import Limits, Message, Task
+from agentenv.base.types import Limits, Task
 from agentenv.contract.env import Grade
+from agentenv.contract.env_registry import make
 from agentenv.contract.function_tool import tool
 from agentenv.contract.plan import Independent
 from agentenv.contract.tool_env import ToolEnv
@@ -118,14 +118,10 @@ class Ungraded(ToolEnv):
         super().__init__(task, tools=[])
 
 
-async def test_an_environment_without_a_grader_is_refused_where_it_grades() -> None:
+def test_an_environment_without_a_grader_is_refused_with_the_remedy() -> None:
     says = "Ungraded has neither a grader nor a `judge`; pass one to ToolEnv, .* or override"
     with pytest.raises(ConfigError, match=says):
-        await check_graders(Ungraded, [Task("t", "e", "q", ("7",))])
-    env = Ungraded(Task("t", "e", "q"))
-    await env.reset()
-    with pytest.raises(ConfigError, match=says):
-        await env.step(Message("assistant", "7"))
+        make("tests.test_crashes:Ungraded", Task("t", "e", "q", ("7",)))
 
 
 def test_non_text_results_are_one_failure_in_the_file_of_the_tool(

@@ -163,7 +163,7 @@ class WordyEnv(ShoutingEnv):
     [
         (SharingEnv, "after its fork at 0 steps"),
         (RandomEnv, "two episodes with the same seed differ"),
-        (GlobalRandomEnv, "changed the state of the global random generator"),
+        (GlobalRandomEnv, "changed the global random generator"),
         (StickyEnv, "an episode and the next one of the same env"),
         (CrowdedEnv, "differ at step 0, the tool"),
         (StubbornEnv, "went on: a deadline could not stop it"),

@@ -205,7 +205,7 @@ class Calls(ToolEnv):
 
 COPY, KEEP = "return a copy from `fork`", "changed and is shared: keep it in the state"
 MISTAKES: dict[str, tuple[Any, str]] = {
-    "same state": (Same, f"tool 'book': its state after a fork is the same object .*{COPY}"),
+    "same state": (Same, f"state of the tool 'book' is the same object after a fork .*{COPY}"),
     "shallow": (Shallow, f"the state of the tool 'book' changed when a fork .* acted; {COPY}"),
     "lost": (Lost, "raised TypeError"),
     "raising": (Raising, "the fork of the tool 'book' raised KeyError: 'taken' .test_trial.py, l"),

@@ -80,17 +80,14 @@ def _message(action: Message | str, tools: Sequence[dict[str, Any]]) -> Message:
 class _Conformance(Trial):
     """The checks of an environment by one episode."""
 
-    held: list[float]
-
     async def check(self) -> None:
         """The seed determines an episode; it does not block the loop, nor depend on others."""
         before = getstate()
-        self.held = []
+        self.held: list[float] = []
         try:
             await self.check_episodes()
         finally:
-            random_changed = getstate() != before
-            assert not random_changed, "an episode changed the state of the global random generator"
+            assert getstate() == before, "an episode changed the global random generator"
         check_end(self.reference, len(self.actions))
         for observation, *_ in self.reference[:-1]:
             refuse(check_observation, observation)
@@ -102,10 +99,8 @@ class _Conformance(Trial):
                 f"{seconds:.1f} s: await I/O, and run computations in a thread (asyncio.to_thread) "
                 "or a process"
             )
-        async with self.begun(0) as env:
-            fork_mode = env.fork_mode
-        assert fork_mode in get_args(ForkMode), f"fork_mode is {fork_mode!r}"
-        if fork_mode != "none":
+        assert self.fork_mode in get_args(ForkMode), f"fork_mode is {self.fork_mode!r}"
+        if self.fork_mode != "none":
             await self.check_forks(range(len(self.actions)))
         await self.check_reset_and_close()
         async with self.begun(len(self.actions) - 1) as env:

@@ -19,17 +19,9 @@ from random import Random
 from typing import Any
 
 from agentenv.base.crashes import guarded
-from agentenv.base.errors import (
-    ConfigError,
-    CrashError,
-    EnvError,
-    GraderError,
-    InfraError,
-    OutageError,
-)
+from agentenv.base.errors import AgentEnvError, ConfigError, CrashError, InfraError, OutageError
 from agentenv.base.types import Message, Task
-from agentenv.contract.env import Env, EnvWrapper, StepResult, check_step
-from agentenv.contract.function_tool import FunctionTool
+from agentenv.contract.env import Env, EnvWrapper, StepResult, check_reset, check_step
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import state_of
 from agentenv.text.call_syntax import sample_call
@@ -43,7 +35,6 @@ KEEP = "keep it in the state that a tool's `start` returns, and copy it in `fork
 JUDGE = "let the environment's `judge(states, written, calls)` grade it, which sees its own states"
 MAX_BYTES = 1 << 20  # of a pickled object; larger ones are not compared
 FIXED = (str, bytes, int, float, complex, tuple, frozenset, type(None))
-OF_TOOL_ENV = {*vars(ToolEnv(Task("t", "e", "q"), []))}  # its `fork` copies them
 TRIAL_S = 60.0
 NUM_EPISODES = 3
 NUM_CALLS = 8
@@ -64,7 +55,8 @@ class Trial:
         """An episode with SEED after the first actions; closed at the end."""
         env = self.make(self.task)
         try:
-            await guarded(env.reset(seed=SEED), "the environment's reset")
+            begun = await guarded(env.reset(seed=SEED), "the environment's reset")
+            self.info, self.fork_mode = check_reset(begun)[1], env.fork_mode
             await self.act(env, self.actions[:num_actions])
             yield env
         finally:
@@ -89,9 +81,9 @@ class Trial:
         """The result of a step; a failure is a result too."""
         try:
             return check_step(await guarded(env.step(action), "the environment's step"))
-        except (InfraError, OutageError):
+        except (ConfigError, InfraError, OutageError):
             raise
-        except (CrashError, EnvError, GraderError) as error:
+        except AgentEnvError as error:
             return [Message("tool", str(error))], 0.0, False, False, {}
 
     async def check_episodes(self) -> None:
@@ -141,11 +133,10 @@ class Trial:
     ) -> None:
         """The outcomes are those of the reference from this action on. `changed`: objects that may
         be the cause."""
-        pairs = zip_longest(self.reference[place:], found) if self.is_steady else ()
-        for number, (one, other) in enumerate(pairs):
-            if one != other:
-                name = called(self.actions[place + number])
-                step = f"step {number}{f', the tool {name!r}' if name else ''}"
+        for number, (one, other) in enumerate(zip_longest(self.reference[place:], found)):
+            if self.is_steady and one != other:
+                calls = self.actions[place + number].tool_calls
+                step = ", ".join([f"step {number}", *(f"the tool {one.name!r}" for one in calls)])
                 cause = f"; {changed[0]} changed and is shared: {KEEP}" if changed else ""
                 raise AssertionError(f"{what} differ at {step}:\n  {one}\n  {other}{cause}")
 
@@ -157,27 +148,26 @@ def objects(env: Env) -> Iterator[tuple[str, Any]]:
     """The states of tools; the attributes of an env, its tools and its grader; variables that
     functions of tools close over; and attributes of classes, default arguments and globals of a
     user's modules, which outlive an episode. All with their names."""
-    owners: list[Any] = [env, inner := unwrapped(env)]
+    owners: list[Any] = [inner := unwrapped(env), env]
     if isinstance(inner, ToolEnv):
-        owners += [*inner.tools.values(), inner.grader]
-        states = {name: inner.state(name) for name, one in inner.tools.items() if not state_of(one)}
-        yield from ((f"the state of the tool {name!r}", state) for name, state in states.items())
-    outer = dict[Any, None]()
+        owners = [*inner.tools.values(), inner.grader, *owners]
+        for name, one in inner.tools.items():
+            if not state_of(one):
+                yield f"the state of the tool {name!r}", inner.state(name)
+    kinds = list[Any]()
     for owner in filter(is_theirs, owners):
         who = f"the tool {owner.name!r}" if hasattr(owner, "schema") else type(owner).__name__
         function = getattr(owner, "function", None)
         for name, value in _held(function or owner).items():
-            if name not in OF_TOOL_ENV:
-                yield f"{name!r} of {who}", value
-        kinds = [one for one in (function, *type(owner).__mro__) if is_own(one)]
-        outer |= dict.fromkeys([*kinds, *(sys.modules[one.__module__] for one in kinds)])
-    for owner in outer:
-        for name, value in vars(owner).items():
+            yield f"{name!r} of {who}", value
+        kinds += filter(is_own, (function, *type(owner).__mro__))
+    for outer in dict.fromkeys([*kinds, *(sys.modules[one.__module__] for one in kinds)]):
+        for name, value in vars(outer).items():
             if isinstance(value, types.FunctionType):
                 defaults = (value.__defaults__, value.__kwdefaults__)
                 yield f"a default argument of {value.__qualname__}", defaults
             elif not name.startswith("__"):
-                yield f"{name!r} of {owner.__name__}", value
+                yield f"{name!r} of {outer.__name__}", value
 
 
 def contents(env: Env) -> dict[str, bytes]:
@@ -204,21 +194,18 @@ class _Bounded(BytesIO):
 def check_fork(env: Env, child: Env) -> None:
     """Raises AssertionError for a fork that has a state, or a grader of the state, of its
     parent."""
-    env, child = unwrapped(env), unwrapped(child)
-    if not (isinstance(env, ToolEnv) and isinstance(child, ToolEnv)):
-        return
-    for name, tool in env.tools.items():
-        state = env.state(name)
-        if state is child.state(name) and not isinstance(state, FIXED) and not state_of(tool):
-            raise AssertionError(
-                f"the tool {name!r}: its state after a fork is the same object as before; {COPY}"
-            )
-    values = _held(child.grader).values() if is_theirs(child.grader) else ()
-    functions = [one for value in values if callable(value) for one in _held(value).values()]
-    if any(one is env or getattr(one, "__self__", None) is env for one in (*values, *functions)):
+    before = dict(objects(env))
+    for name, value in objects(child):
+        is_state = name.startswith("the state") and not isinstance(value, FIXED)
+        if is_state and value is before[name]:
+            raise AssertionError(f"{name} is the same object after a fork as before; {COPY}")
+    env, grader = unwrapped(env), getattr(unwrapped(child), "grader", None)
+    values = [*_held(grader).values()]
+    values += [one for value in values if callable(value) for one in _held(value).values()]
+    if any(one is env or getattr(one, "__self__", None) is env for one in values):
         raise AssertionError(
-            f"the grader {type(child.grader).__name__} holds the environment, and so a fork is "
-            f"graded by the state of its parent; {JUDGE}"
+            f"the grader {type(grader).__name__} holds the environment, and so a fork is graded by "
+            f"the state of its parent; {JUDGE}"
         )
 
 
@@ -246,7 +233,7 @@ def is_own(one: Any) -> bool:
 
 def is_theirs(one: Any) -> bool:
     """Whether an object, such as a tool, is a user's own."""
-    return is_own(one.function if isinstance(one, FunctionTool) else type(one))
+    return is_own(type(one)) or is_own(getattr(one, "function", None))
 
 
 async def fork_and_close(env: Env) -> None:
@@ -257,10 +244,7 @@ async def fork_and_close(env: Env) -> None:
 @asynccontextmanager
 async def forked(env: Env) -> AsyncIterator[Env]:
     """A fork; closed at the end."""
-    try:
-        child = await guarded(env.fork(), "the environment's fork")
-    except CrashError as error:
-        raise AssertionError(f"{error}; {COPY}") from error
+    child = await guarded(env.fork(), "the environment's fork")
     try:
         yield child
     finally:
@@ -276,10 +260,10 @@ async def try_contract(make: Make, task: Task) -> str:
     try:
         async with asyncio.timeout(TRIAL_S):
             for number in range(NUM_EPISODES):
-                found = await _try_episode(make, task, Random(f"trial {task.id} {number}"))
-                if found:
+                rng = Random(f"trial {task.id} {number}")
+                if found := await _try_episode(Trial(make, task, ()), rng):
                     return f"{task.env_id}: {' '.join(found.split())}"
-    except AssertionError as error:
+    except (AssertionError, CrashError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(
             f"{task.env_id}, tried with random calls for task {task.id}: {text} (env.trial = false "
@@ -287,23 +271,22 @@ async def try_contract(make: Make, task: Task) -> str:
         ) from error
     except TimeoutError:
         return f"{task.env_id}: its trial did not end within {TRIAL_S:g} s"
-    except (CrashError, EnvError, GraderError, InfraError) as error:
+    except ConfigError:
+        raise
+    except AgentEnvError as error:
         return f"{task.env_id} was not tried: {error}"
     return ""
 
 
-async def _try_episode(make: Make, task: Task, rng: Random) -> str:
-    trial, finding = Trial(make, task, ()), ""
+async def _try_episode(trial: Trial, rng: Random) -> str:
     async with trial.begun(0) as env:
-        fork_mode, inner = env.fork_mode, unwrapped(env)
+        inner = unwrapped(env)
         known = inner.tools if isinstance(inner, ToolEnv) else {}
-        theirs = [one for one in known.values() if is_theirs(one)]
-        if not theirs and not is_theirs(inner):
-            return ""  # it has tests of its own
-        _, info = await env.reset(seed=SEED)
-    names = {one.name for one in theirs}
-    tools = [one for one in info.get("tools", ()) if not known or one["name"] in names]
-    trial.actions = [*random_calls(tools, task, rng), LAST]
+    if not any(map(is_theirs, (inner, *known.values()))):
+        return ""  # it has tests of its own
+    tools = [one for one in trial.info.get("tools", ()) if is_theirs(known.get(one["name"], inner))]
+    trial.actions = [*random_calls(tools, trial.task, rng), LAST]
+    finding = ""
     try:
         await trial.check_episodes()
     except AssertionError as error:
@@ -315,7 +298,7 @@ async def _try_episode(make: Make, task: Task, rng: Random) -> str:
             f"{error}; correct for answers that change by themselves, else episodes share a file, "
             "a service or a random number"
         )
-    if fork_mode != "none":
+    if trial.fork_mode != "none":
         await trial.check_forks((0, len(trial.actions) // 2))
     return finding
 
@@ -347,8 +330,3 @@ def values_of(key: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from values_of(key, inner)
     else:
         yield key, value
-
-
-def called(action: Message) -> str:
-    """The tool that a turn calls; "" for none."""
-    return action.tool_calls[0].name if action.tool_calls else ""

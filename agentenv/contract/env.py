@@ -11,15 +11,7 @@ import copy
 import inspect
 import logging
 from collections import Counter
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Hashable,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from math import isfinite
 from numbers import Real
@@ -228,8 +220,7 @@ def check_step(result: StepResult) -> StepResult:
         messages = list(given)
         if all(map(_is_message, messages)) and isinstance(info, dict):
             messages, info = SECRETS.tree((messages, info), only_known=True)
-            number = _finite("step", reward)
-            return messages, number, bool(terminated), bool(truncated), info
+            return messages, _finite("step", reward), bool(terminated), bool(truncated), info
     except (TypeError, ValueError):
         pass
     raise _wrong("step", "(messages, reward, terminated, truncated, info)", result)
@@ -257,10 +248,7 @@ def _finite(method: str, reward: Any) -> float:
     with suppress(TypeError, ValueError, OverflowError):
         if isfinite(reward):
             return float(reward)
-    raise CrashError(
-        f"the reward of the environment's {method} must be a finite number, got "
-        f"{repr(reward)[:MAX_SHOWN]}"
-    )
+    raise _wrong(method, "a finite number as reward", reward)
 
 
 def _wrong(method: str, form: str, result: Any) -> CrashError:
@@ -310,16 +298,14 @@ async def graded(
     grader: Grader, task: Task, written: Sequence[Message], calls: Mapping[str, int]
 ) -> Grade:
     """The grader's result. Raises GraderError, InfraError, and CrashError for its bugs."""
-    return await judged(
-        f"the grader {type(grader).__name__}", lambda: grader.grade(task, written, calls)
-    )
+    return await judged(f"the grader {type(grader).__name__}", grader.grade, task, written, calls)
 
 
-async def judged(who: str, grade: Callable[[], Awaitable[Grade]]) -> Grade:
+async def judged(who: str, grade: Callable[..., Any], *given: Any) -> Grade:
     """The result of `grade`, which is `who` in messages. Raises as `graded` does."""
 
-    async def result() -> Grade:
-        return await grade()
+    async def result() -> Any:
+        return await grade(*given)
 
     with doing(who):
         found: Any = await guarded(result(), who)

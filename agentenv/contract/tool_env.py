@@ -111,7 +111,8 @@ class ToolEnv:
     "end" the episode ends as truncated and is graded.
 
     A fork shares the attributes of a subclass; a subclass with state outside its tools' states
-    overrides `fork`. A subclass without a grader overrides `judge`, or both `step` and `finish`.
+    overrides `fork`. A subclass without a grader overrides `judge`, or both `step` and `finish`,
+    else ConfigError.
     """
 
     def __init__(
@@ -128,6 +129,14 @@ class ToolEnv:
         max_tool_calls: int | None = None,
         on_limit: OnLimit = "result",
     ) -> None:
+        kind = type(self)
+        grades = ToolEnv.step is not kind.step and ToolEnv.finish is not kind.finish
+        if grader is None and not (grades or grades_state(kind)):
+            raise ConfigError(
+                f"{kind.__name__} has neither a grader nor a `judge`; pass one to ToolEnv, such as "
+                "grader=ExactMatch() of agentenv.envs.grading.reward, or override `judge`, which "
+                "sees the states of the tools"
+            )
         self.task = task
         self._toolbox = Toolbox(tools, tool_limits or {})
         self.max_tool_calls = max_tool_calls
@@ -246,10 +255,9 @@ class ToolEnv:
     ) -> Grade:
         """The grade of the episode; by default that of the grader. `states` are those of the tools
         by name, of a fork its own; `written` and `calls` are those of `Grader.grade`, and so are
-        the errors. Raises ConfigError without a grader.
+        the errors.
         """
-        if self.grader is None:
-            raise ConfigError(without_grader(type(self)))
+        assert self.grader is not None, "the environment has no grader"
         return await self.grader.grade(self.task, written, calls)
 
     async def fork(self) -> Self:
@@ -316,7 +324,7 @@ class ToolEnv:
         who = f"the grader {type(self.grader).__name__}"
         if grades_state(type(self)):
             who = f"{type(self).__name__}.judge"
-        grading = partial(judged, who, lambda: self.judge(states, written, self._num_ok))
+        grading = partial(judged, who, self.judge, states, written, self._num_ok)
         try:
             grade = await self._through_outage(who, grading, self.num_retries, self.outage_s)
         except OutageError as error:
@@ -418,15 +426,6 @@ def grades_state(env: Any) -> bool:
     """Whether this class of environments has a `judge` of its own: its final state decides, not an
     answer. False for a function that makes environments."""
     return isinstance(env, type) and issubclass(env, ToolEnv) and env.judge is not ToolEnv.judge
-
-
-def without_grader(env: type[ToolEnv]) -> str:
-    """The problem of an environment that cannot grade, with the remedy."""
-    return (
-        f"{env.__name__} has neither a grader nor a `judge`; pass one to ToolEnv, such as "
-        "grader=ExactMatch() of agentenv.envs.grading.reward, or override `judge`, which sees the "
-        "states of the tools"
-    )
 
 
 async def _within(

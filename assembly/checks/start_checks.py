@@ -21,13 +21,7 @@ from agentenv.assembly.checks.memory import find_shape
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.run import ModelConfig
-from agentenv.assembly.parts.assembly import (
-    TRAINED,
-    Assembly,
-    RolloutAssembly,
-    load_function,
-    prefixed,
-)
+from agentenv.assembly.parts.assembly import Assembly, RolloutAssembly, load_function, prefixed
 from agentenv.assembly.parts.environments import (
     EnvMaker,
     EnvSettings,
@@ -600,15 +594,16 @@ async def check_graders(make_env: Callable[[Task], Env], tasks: Iterable[Task]) 
 async def trials(assembly: RolloutAssembly[TrainConfig]) -> str:
     """Forks of each custom environment are independent, and nothing outlives its episodes, before a
     training whose algorithm forks."""
-    config = assembly.config
-    if not config.env.trial or type(config.algorithm.plan(2)) is Independent:
-        return "not tried: env.trial = false, or the algorithm does not fork"
-    maker = (await assembly.makers())[TRAINED]
-    tasks = {task.env_id: task for task in reversed(await assembly.tasks_of(TRAINED))}
-    findings = [await try_contract(maker, task) for task in tasks.values()]
-    for finding in filter(None, findings):
+    if type(assembly.config.algorithm.plan(2)) is Independent:
+        return "not tried: the algorithm does not fork"
+    findings = []
+    for maker, sets in (await assembly.shared()).items():
+        tasks = {task.env_id: task for rows in sets.values() for task in rows}
+        tried = tasks.values() if maker.config.trial else ()
+        findings += filter(None, [await try_contract(maker, task) for task in tried])
+    for finding in findings:
         assembly.report(finding)
-    return " | ".join(filter(None, findings))
+    return " | ".join(findings)
 
 
 async def sequence_lengths(assembly: Any) -> None:

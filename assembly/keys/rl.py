@@ -159,10 +159,7 @@ class EnvConfig(EnvChoice, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = field(default_factory=dict)
     trial: Annotated[
         bool,
-        Meta(
-            description="before a training with forks, and in the doctor, try forks of each custom "
-            "environment with random calls; false: not, such as for tools whose calls are costly"
-        ),
+        Meta(description="before training with forks, try custom environments by random calls"),
     ] = True
 
 

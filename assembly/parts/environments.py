@@ -32,7 +32,7 @@ from agentenv.base.types import Constraints, Info, Limits, Message, Task
 from agentenv.contract.env import Env, Grader, check_reset
 from agentenv.contract.env_registry import needs_answer
 from agentenv.contract.tool_config import load_tools
-from agentenv.contract.tool_env import ToolEnv, grades_state, without_grader
+from agentenv.contract.tool_env import grades_state
 from agentenv.contract.tools import ChosenTool
 from agentenv.text.prompt import PromptConfig, load_instruction
 
@@ -243,14 +243,8 @@ async def grader_of(make_env: Callable[[Task], Env], task: Task) -> AsyncIterato
 
 def grader_alone(env: Env) -> Grader | None:
     """The grader that grades this environment by the policy's text; None if only the environment
-    can, such as one with a `judge`. Raises ConfigError for a ToolEnv that cannot grade."""
-    kind = type(env)
-    if grades_state(kind):
-        return None
-    grader: Grader | None = getattr(env, "grader", None)
-    if grader is None and isinstance(env, ToolEnv) and kind.finish is ToolEnv.finish:
-        raise ConfigError(without_grader(type(env)))
-    return grader
+    can, such as one with a `judge`."""
+    return None if grades_state(type(env)) else getattr(env, "grader", None)
 
 
 def _parameters(key: str, factory: Any) -> list[Parameter]:
