@@ -12,13 +12,13 @@ import pickle
 import sys
 import types
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from io import BytesIO
 from itertools import zip_longest
 from random import Random
 from typing import Any
 
-from agentenv.base.crashes import guarded
+from agentenv.base.crashes import OURS, guarded
 from agentenv.base.errors import AgentEnvError, ConfigError, CrashError, InfraError, OutageError
 from agentenv.base.types import Message, Task
 from agentenv.contract.env import Env, EnvWrapper, StepResult, check_reset, check_step
@@ -42,13 +42,14 @@ LAST = Message("assistant", "<answer>unknown</answer>")
 
 
 class Trial:
-    """The laws of forks, by one episode; `reference` has the outcomes of its actions."""
+    """The laws of forks, by one episode; `reference` has the outcomes of its actions,
+    `changed` the objects that may be the cause of a difference."""
 
     is_steady = True  # whether equal actions have equal outcomes
 
     def __init__(self, make: Make, task: Task, actions: Sequence[Message]) -> None:
         self.make, self.task, self.actions = make, task, actions
-        self.reference: list[Outcome] = []
+        self.reference, self.changed = list[Outcome](), list[str]()
 
     @asynccontextmanager
     async def begun(self, num_actions: int) -> AsyncIterator[Env]:
@@ -88,11 +89,9 @@ class Trial:
 
     async def check_episodes(self) -> None:
         """Two episodes with the same seed are equal; the first is the reference."""
-        async with self.begun(0) as resting:
-            async with self.begun(0) as env:
-                self.reference, changed = await self.beside(resting, env, 0, "another episode")
-            again = await self.play()
-        self.same(again, "two episodes with the same seed", changed=changed)
+        async with self.begun(0) as resting, self.begun(0) as env:
+            self.reference = await self.beside(resting, env, 0, "another episode")
+        self.same(await self.play(), "two episodes with the same seed")
 
     async def check_forks(self, places: Iterable[int]) -> None:
         """At each place a child plays the rest, then its parent; in the middle both at the same
@@ -103,41 +102,34 @@ class Trial:
                 async with forked(env) as child:
                     check_fork(env, child)
                     await fork_and_close(child)
-                    outcomes, changed = await self.beside(env, child, place, what)
-                    self.same(outcomes, what, place, changed)
-                outcomes = await self.act(env, self.actions[place:])
+                    self.same(await self.beside(env, child, place, what), what, place)
                 what = f"an env after its fork at {place} steps acted and closed"
-                self.same(outcomes, what, place, changed)
+                self.same(await self.act(env, self.actions[place:]), what, place)
         place = len(self.actions) // 2
         rest = self.actions[place:]
         async with self.begun(place) as env, forked(env) as child:
             for outcomes in await asyncio.gather(self.act(env, rest), self.act(child, rest)):
                 self.same(outcomes, "a parent and its fork that act at the same time", place)
 
-    async def beside(
-        self, resting: Env, acting: Env, place: int, what: str
-    ) -> tuple[list[Outcome], list[str]]:
-        """Play the rest in an env beside another one, whose states must not change; returns the
-        outcomes, and other objects that changed, which may be caches."""
+    async def beside(self, resting: Env, acting: Env, place: int, what: str) -> list[Outcome]:
+        """The outcomes of the rest in an env beside another one, whose states must not change;
+        other objects that change may be caches."""
         before = contents(resting)
         outcomes = await self.act(acting, self.actions[place:])
         after = contents(resting)
-        changed = [name for name, data in before.items() if after.get(name, data) != data]
-        for name in changed:
+        self.changed = [name for name, data in before.items() if after.get(name, data) != data]
+        for name in self.changed:
             if name.startswith("the state"):
                 raise AssertionError(f"{name} changed when {what} acted; {COPY}")
-        return outcomes, changed
+        return outcomes
 
-    def same(
-        self, found: list[Outcome], what: str, place: int = 0, changed: Sequence[str] = ()
-    ) -> None:
-        """The outcomes are those of the reference from this action on. `changed`: objects that may
-        be the cause."""
+    def same(self, found: list[Outcome], what: str, place: int = 0) -> None:
+        """The outcomes are those of the reference from this action on."""
         for number, (one, other) in enumerate(zip_longest(self.reference[place:], found)):
             if self.is_steady and one != other:
                 calls = self.actions[place + number].tool_calls
                 step = ", ".join([f"step {number}", *(f"the tool {one.name!r}" for one in calls)])
-                cause = f"; {changed[0]} changed and is shared: {KEEP}" if changed else ""
+                cause = f"; {self.changed[0]} changed and is shared: {KEEP}" if self.changed else ""
                 raise AssertionError(f"{what} differ at {step}:\n  {one}\n  {other}{cause}")
 
 
@@ -174,11 +166,9 @@ def contents(env: Env) -> dict[str, bytes]:
     """The objects that can be compared, pickled, by name."""
     found = {}
     for name, value in objects(env):
-        try:
+        with suppress(Exception):  # such as of a connection
             pickle.Pickler(file := _Bounded(), 5).dump(value)
-        except Exception:  # such as a connection
-            continue
-        found[name] = file.getvalue()
+            found[name] = file.getvalue()
     return found
 
 
@@ -196,8 +186,7 @@ def check_fork(env: Env, child: Env) -> None:
     parent."""
     before = dict(objects(env))
     for name, value in objects(child):
-        is_state = name.startswith("the state") and not isinstance(value, FIXED)
-        if is_state and value is before[name]:
+        if name.startswith("the state") and value is before[name] and not isinstance(value, FIXED):
             raise AssertionError(f"{name} is the same object after a fork as before; {COPY}")
     env, grader = unwrapped(env), getattr(unwrapped(child), "grader", None)
     values = [*_held(grader).values()]
@@ -218,17 +207,14 @@ def unwrapped(env: Env) -> Env:
 
 def _held(one: Any) -> dict[str, Any]:
     """The attributes of an object and, of a function, the variables that it closes over."""
-    found = dict(getattr(one, "__dict__", {}))
-    if getattr(one, "__closure__", None):
-        found |= inspect.getclosurevars(one).nonlocals
-    return found
+    closed = inspect.getclosurevars(one).nonlocals if getattr(one, "__closure__", None) else {}
+    return {**getattr(one, "__dict__", {}), **closed}
 
 
 def is_own(one: Any) -> bool:
     """Whether a class or function is of a user's module."""
-    module = str(getattr(one, "__module__", ""))
-    ours = ("agentenv", *sys.stdlib_module_names)
-    return module in sys.modules and module.partition(".")[0] not in ours
+    name = str(getattr(one, "__module__", ""))
+    return name in sys.modules and name.partition(".")[0] not in sys.stdlib_module_names | {OURS}
 
 
 def is_theirs(one: Any) -> bool:
@@ -260,21 +246,18 @@ async def try_contract(make: Make, task: Task) -> str:
     try:
         async with asyncio.timeout(TRIAL_S):
             for number in range(NUM_EPISODES):
-                rng = Random(f"trial {task.id} {number}")
-                if found := await _try_episode(Trial(make, task, ()), rng):
+                if found := await _try_episode(
+                    Trial(make, task, ()), Random(f"{task.id} {number}")
+                ):
                     return f"{task.env_id}: {' '.join(found.split())}"
-    except (AssertionError, CrashError) as error:
+    except (AssertionError, ConfigError, CrashError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(
             f"{task.env_id}, tried with random calls for task {task.id}: {text} (env.trial = false "
             "skips this check)"
         ) from error
-    except TimeoutError:
-        return f"{task.env_id}: its trial did not end within {TRIAL_S:g} s"
-    except ConfigError:
-        raise
-    except AgentEnvError as error:
-        return f"{task.env_id} was not tried: {error}"
+    except (AgentEnvError, TimeoutError) as error:
+        return f"{task.env_id} was not tried: {str(error) or f'no end within {TRIAL_S:g} s'}"
     return ""
 
 
@@ -315,7 +298,7 @@ def random_calls(tools: Sequence[dict[str, Any]], task: Task, rng: Random) -> It
 
     order = rng.sample(tools, len(tools))
     for number in range(NUM_CALLS):
-        calls = [sample_call(order[number % len(order)], "a", draw)] if order else []
+        calls = [sample_call(order[number % len(order)], draw)] if order else []
         yield Message("assistant", draw("", ["a"]), tuple(calls))
 
 

@@ -439,21 +439,20 @@ def properties_of(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 SAMPLES = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}
+TEXT = "1"  # the sample of a text
+
+Draw = Callable[[str, list[Any]], Any]
 
 
-def sample_call(
-    tool: Mapping[str, Any],
-    text: str,
-    draw: Callable[[str, list[Any]], Any] = lambda _, fitting: fitting[0],
-) -> ToolCall:
-    """A call with a value for each parameter, `text` for texts. `draw` chooses it, from the name of
-    the parameter and its fitting values: all those of an enumeration, else one."""
+def sample_call(tool: Mapping[str, Any], draw: Draw = lambda _, known: known[0]) -> ToolCall:
+    """A call with a value for each parameter. `draw` chooses it, from the name of the parameter and
+    its fitting values: all those of an enumeration, else one."""
     arguments = {}
     for name, schema in properties_of(tool).items():
-        types = sorted(schema_types(schema) - {"string"})
-        is_text = "string" in schema_types(schema) or not types
+        types = schema_types(schema)
+        is_text = "string" in types or not types
         chosen = schema.get("enum") if isinstance(schema, dict) else None
-        arguments[name] = draw(name, chosen or [text if is_text else SAMPLES.get(types[0], text)])
+        arguments[name] = draw(name, chosen or [TEXT if is_text else SAMPLES.get(min(types), TEXT)])
     return ToolCall(str(tool["name"]), arguments)
 
 

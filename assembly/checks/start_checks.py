@@ -596,14 +596,12 @@ async def trials(assembly: RolloutAssembly[TrainConfig]) -> str:
     training whose algorithm forks."""
     if type(assembly.config.algorithm.plan(2)) is Independent:
         return "not tried: the algorithm does not fork"
-    findings = []
     for maker, sets in (await assembly.shared()).items():
         tasks = {task.env_id: task for rows in sets.values() for task in rows}
-        tried = tasks.values() if maker.config.trial else ()
-        findings += filter(None, [await try_contract(maker, task) for task in tried])
-    for finding in findings:
-        assembly.report(finding)
-    return " | ".join(findings)
+        for task in tasks.values() if maker.config.trial else ():
+            if finding := await try_contract(maker, task):
+                assembly.report(finding)
+    return ""
 
 
 async def sequence_lengths(assembly: Any) -> None:

@@ -141,18 +141,17 @@ class EnvMaker:
 
     def _used(self, tasks: Iterable[Task]) -> set[str]:
         """The environment ids of the tasks. Raises ConfigError for an unknown one."""
-        known = list(tasks)
-        used = {task.env_id: task.id for task in reversed(known)}
-        for env_id, task_id in used.items():
-            self.check_known(env_id, f"task {task_id}")
-            self._recipe_of(env_id)
-        for task in known:
-            if not task.answers and needs_answer(self._recipes[task.env_id].env_id):
+        used = set[str]()
+        for task in tasks:
+            self.check_known(task.env_id, f"task {task.id}")
+            recipe = self._recipe_of(task.env_id)
+            used.add(task.env_id)
+            if not task.answers and needs_answer(recipe.env_id):
                 raise DataError(
                     f"task {task.id}: the row has no answer, and {task.env_id} is not graded by "
                     "its state; add an answer, or override `judge` of the environment"
                 )
-        return set(used)
+        return used
 
     def _recipe_of(self, env_id: str) -> Recipe:
         if env_id not in self._recipes:

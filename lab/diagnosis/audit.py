@@ -14,6 +14,7 @@ import logging
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, variance
 from typing import NoReturn
@@ -95,22 +96,19 @@ async def audit(run: Path, max_trees: int) -> list[CheckResult]:
     tokenizer = await in_thread(load_tokenizer, model, False)
     codec = TextCodec(tokenizer, read_eos_ids(model, tokenizer))
     graders, again = Graders({TRAINED: EnvMaker(config, resolver(run))}), list[Again]()
-    ungraded = "no trajectory was graded"
     try:
         for step, entry in spread(steps, max_trees):
             tree = (await in_thread(step.tree, entry)).tree
             for path in tree.trajectories():
                 place = f"step {step.header.step}, tree {tree.index}, branch {path.leaf.branch}"
                 row = row_of_path(TRAINED, tree.task, 0, path, codec)
-                try:
+                with suppress(UngradedError):
                     again.append((place, row, await regraded(row, graders)))
-                except UngradedError as error:
-                    ungraded = str(error)
     finally:
         await close_shared()
     runner = CheckRunner()
     return [
-        await runner.run(Check("regraded", "measured", (), equal_rewards), again or ungraded),
+        await runner.run(Check("regraded", "measured", (), equal_rewards), again),
         await runner.run(Check("jumps of reward", "measured", (), no_jumps), steps),
     ]
 
@@ -131,10 +129,10 @@ def spread(steps: Sequence[Step], max_trees: int) -> Iterator[tuple[Step, Entry]
 Again = tuple[str, EvalRow, EvalRow]  # place of a trajectory, its row, and its row regraded
 
 
-async def equal_rewards(again: Sequence[Again] | str) -> str:
-    """Regrading gives the same rewards; a text is the reason why it cannot."""
-    if isinstance(again, str):
-        raise Skip(again)
+async def equal_rewards(again: Sequence[Again]) -> str:
+    """Regrading gives the same rewards."""
+    if not again:
+        raise Skip("no trajectory was graded, or only the environment grades, such as by its state")
     wrong = []
     for place, then, now in again:
         if now.end == FAILED:

@@ -31,7 +31,7 @@ from agentenv.engines.scripted import ScriptedConfig
 from agentenv.envs.grading.reward import AnswerReward
 from agentenv.envs.search.corpus import Query
 from agentenv.envs.search.providers import RemoteSearchConfig, WebConfig
-from agentenv.text.call_syntax import sample_call
+from agentenv.text.call_syntax import TEXT, sample_call
 from agentenv.text.native import NativeRenderer
 from agentenv.text.renderer import Renderer, TagRenderer, ToolSchemas
 from agentenv.text.tags import takes_object
@@ -57,12 +57,12 @@ def refuse_lost_call(
 ) -> None:
     """Raises ConfigError if the parser does not recover a call of this tool."""
     assert isinstance(renderer, TagRenderer | NativeRenderer)
-    wanted, stop = sample_call(tool, "1"), None
+    wanted, stop = sample_call(tool), None
     name = wanted.name
     if isinstance(renderer, TagRenderer):
         stop = f"</{name}>"
         if not takes_object(tool):  # its argument is a text
-            wanted = replace(wanted, arguments=dict.fromkeys(wanted.arguments, "1"))
+            wanted = replace(wanted, arguments=dict.fromkeys(wanted.arguments, TEXT))
     text = renderer.calling("", [wanted], tools)
     written = Completion(renderer.encode(text), [], [], "stop", [], stop)
     found = renderer.parse(written, tools, prompt).tool_calls

@@ -95,7 +95,7 @@ class TrialPolicy:
         thought = f"{'' if is_open else THOUGHT_OPEN}\na thought\n{THOUGHT_CLOSE}\n\n"
         if not self._tools or number >= NUM_CALLS:
             return f"{thought}The answer is {rng.randrange(1000)}."
-        call = sample_call(rng.choice(list(self._tools)), "sample")
+        call = sample_call(rng.choice(list(self._tools)))
         text = f"{thought}{MARK} {rng.randrange(1000)}"
         return self.renderer.calling(text, [call], self._tools)
 
