@@ -211,7 +211,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "raising": (Raising, "the fork of the tool 'book' raised KeyError: 'taken' .test_trial.py, l"),
     "global": (Global, f"'book'.* 'EVERYWHERE' of tests.test_trial {KEEP}"),
     "class": (OfClass, f"'book'.* 'slots' of OfClass {KEEP}"),
-    "default": (Default, f"'book'.* a default argument of Default.calendar {KEEP}"),
+    "default": (Default, f"'book'.* a default of Default.calendar {KEEP}"),
     "tool": (OfTool, f"'book'.* 'slots' of the tool 'book' {KEEP}"),
     "file": (InFile, "after its fork at 0 steps .* differ at step .*, the tool 'book'"),
     "attribute": (of_attribute, f"'calendar' of AnswerEnv {KEEP}"),

@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import psutil
 
-from agentenv.adapters.trial import SEED, Make, Outcome, Trial, fork_and_close
-from agentenv.base.errors import AgentEnvError, ConfigError, CrashError
+from agentenv.adapters.trial import SEED, Make, Outcome, Trial, fork_and_close, refuse
+from agentenv.base.errors import AgentEnvError
 from agentenv.base.types import Limit, Message, Task
 from agentenv.contract.env import (
     Env,
@@ -59,15 +59,13 @@ async def check_tool_env(
     resources are closed at the end.
     """
     async with isolated_shared():
-        env = make(task)
-        try:
-            _, info = refuse(check_reset, await env.reset(seed=SEED))
-        finally:
-            await env.close()
-        tools: Sequence[dict[str, Any]] = info.get("tools", ())
+        trial = _Conformance(make, task, ())
+        async with trial.begun(0):
+            tools: Sequence[dict[str, Any]] = trial.info.get("tools", ())
         if renderer == "tags":
             refuse(check_tags, tools)
-        await _Conformance(make, task, [_message(action, tools) for action in actions]).check()
+        trial.actions = [_message(action, tools) for action in actions]
+        await trial.check()
 
 
 def _message(action: Message | str, tools: Sequence[dict[str, Any]]) -> Message:
@@ -91,8 +89,7 @@ class _Conformance(Trial):
         check_end(self.reference, len(self.actions))
         for observation, *_ in self.reference[:-1]:
             refuse(check_observation, observation)
-        number = len(self.actions)
-        held = zip(self.held[:number], self.held[number:], strict=True)
+        held = zip(self.held[: len(self.actions)], self.held[len(self.actions) :], strict=True)
         for number, seconds in enumerate(map(min, held)):  # the first call may load something
             assert seconds <= HELD_S, (
                 f"step {number} blocked the event loop, and with it every other rollout, for "
@@ -183,14 +180,6 @@ def check_outcome(outcome: Any) -> None:
 def check_reward(reward: Any, what: str) -> None:
     """A reward is a plain number."""
     assert type(reward) in (int, float), f"{what}: the reward is {reward!r}, not a number"
-
-
-def refuse(check: Callable[..., T], *given: Any) -> T:
-    """The result of a rollout's check. Converts its error to AssertionError."""
-    try:
-        return check(*given)
-    except (ConfigError, CrashError) as error:
-        raise AssertionError(str(error)) from error
 
 
 def check_end(outcomes: list[Outcome], num_actions: int) -> None:

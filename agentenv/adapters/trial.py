@@ -32,7 +32,6 @@ Outcome = tuple[list[Message], float, bool, bool]
 SEED = 20  # of every episode
 COPY = "return a copy from `fork`, also of what the state contains"
 KEEP = "keep it in the state that a tool's `start` returns, and copy it in `fork`"
-JUDGE = "let the environment's `judge(states, written, calls)` grade it, which sees its own states"
 MAX_BYTES = 1 << 20  # of a pickled object; larger ones are not compared
 FIXED = (str, bytes, int, float, complex, tuple, frozenset, type(None))
 TRIAL_S = 60.0
@@ -57,7 +56,7 @@ class Trial:
         env = self.make(self.task)
         try:
             begun = await guarded(env.reset(seed=SEED), "the environment's reset")
-            self.info, self.fork_mode = check_reset(begun)[1], env.fork_mode
+            self.info, self.fork_mode = refuse(check_reset, begun)[1], env.fork_mode
             await self.act(env, self.actions[:num_actions])
             yield env
         finally:
@@ -143,9 +142,8 @@ def objects(env: Env) -> Iterator[tuple[str, Any]]:
     owners: list[Any] = [inner := unwrapped(env), env]
     if isinstance(inner, ToolEnv):
         owners = [*inner.tools.values(), inner.grader, *owners]
-        for name, one in inner.tools.items():
-            if not state_of(one):
-                yield f"the state of the tool {name!r}", inner.state(name)
+        own = [name for name, one in inner.tools.items() if not state_of(one)]
+        yield from ((f"the state of the tool {name!r}", inner.state(name)) for name in own)
     kinds = list[Any]()
     for owner in filter(is_theirs, owners):
         who = f"the tool {owner.name!r}" if hasattr(owner, "schema") else type(owner).__name__
@@ -154,12 +152,11 @@ def objects(env: Env) -> Iterator[tuple[str, Any]]:
             yield f"{name!r} of {who}", value
         kinds += filter(is_own, (function, *type(owner).__mro__))
     for outer in dict.fromkeys([*kinds, *(sys.modules[one.__module__] for one in kinds)]):
-        for name, value in vars(outer).items():
-            if isinstance(value, types.FunctionType):
-                defaults = (value.__defaults__, value.__kwdefaults__)
-                yield f"a default argument of {value.__qualname__}", defaults
+        for name, one in vars(outer).items():
+            if isinstance(one, types.FunctionType):
+                yield (f"a default of {one.__qualname__}", [one.__defaults__, one.__kwdefaults__])
             elif not name.startswith("__"):
-                yield f"{name!r} of {outer.__name__}", value
+                yield f"{name!r} of {outer.__name__}", one
 
 
 def contents(env: Env) -> dict[str, bytes]:
@@ -193,8 +190,8 @@ def check_fork(env: Env, child: Env) -> None:
     values += [one for value in values if callable(value) for one in _held(value).values()]
     if any(one is env or getattr(one, "__self__", None) is env for one in values):
         raise AssertionError(
-            f"the grader {type(grader).__name__} holds the environment, and so a fork is graded by "
-            f"the state of its parent; {JUDGE}"
+            f"the grader {type(grader).__name__} holds the environment, so a fork is graded by its "
+            "parent's state; let the environment's `judge(states, written, calls)` grade it"
         )
 
 
@@ -220,6 +217,14 @@ def is_own(one: Any) -> bool:
 def is_theirs(one: Any) -> bool:
     """Whether an object, such as a tool, is a user's own."""
     return is_own(type(one)) or is_own(getattr(one, "function", None))
+
+
+def refuse(check: Callable[..., Any], *given: Any) -> Any:
+    """The result of a rollout's check. Converts its error to AssertionError."""
+    try:
+        return check(*given)
+    except (ConfigError, CrashError) as error:
+        raise AssertionError(str(error)) from error
 
 
 async def fork_and_close(env: Env) -> None:
@@ -251,10 +256,9 @@ async def try_contract(make: Make, task: Task) -> str:
                 ):
                     return f"{task.env_id}: {' '.join(found.split())}"
     except (AssertionError, ConfigError, CrashError) as error:
-        text = " ".join(str(error).split())
         raise ConfigError(
-            f"{task.env_id}, tried with random calls for task {task.id}: {text} (env.trial = false "
-            "skips this check)"
+            f"{task.env_id}, tried with random calls for task {task.id}: "
+            f"{' '.join(str(error).split())} (env.trial = false skips this check)"
         ) from error
     except (AgentEnvError, TimeoutError) as error:
         return f"{task.env_id} was not tried: {str(error) or f'no end within {TRIAL_S:g} s'}"
@@ -273,8 +277,8 @@ async def _try_episode(trial: Trial, rng: Random) -> str:
     try:
         await trial.check_episodes()
     except AssertionError as error:
-        left_behind = KEEP in str(error) and await trial.play() == await trial.play()
-        if left_behind or COPY in str(error):
+        # left behind by earlier episodes, if the next ones are equal
+        if COPY in str(error) or (KEEP in str(error) and await trial.play() == await trial.play()):
             raise
         trial.is_steady = False
         finding = (

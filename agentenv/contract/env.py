@@ -287,7 +287,7 @@ class Grader(Protocol):
         """
 
 
-async def start_grader(grader: Grader) -> None:
+async def start_grader(grader: Grader | None) -> None:
     """Prepare a grader that has a `start`. Raises ConfigError if the grader cannot work."""
     start = getattr(grader, "start", None)
     if start is not None:

@@ -134,8 +134,7 @@ class ToolEnv:
         if grader is None and not (grades or grades_state(kind)):
             raise ConfigError(
                 f"{kind.__name__} has neither a grader nor a `judge`; pass one to ToolEnv, such as "
-                "grader=ExactMatch() of agentenv.envs.grading.reward, or override `judge`, which "
-                "sees the states of the tools"
+                "ExactMatch() of agentenv.envs.grading.reward, or override `judge`"
             )
         self.task = task
         self._toolbox = Toolbox(tools, tool_limits or {})
@@ -199,8 +198,7 @@ class ToolEnv:
         if self._states is not None:
             await self._close_states(self._states)
         await self._toolbox.load()
-        if self.grader is not None:
-            await start_grader(self.grader)
+        await start_grader(self.grader)
         self._seed, self._written, self._num_ok = seed, [], Counter()
         self._budget = CallBudget(self.max_tool_calls)
         self._closing, self._states = None, {}
@@ -320,13 +318,10 @@ class ToolEnv:
         return deferring(lambda: DEFER_S if clock() < until_s else 0.0)
 
     async def _grade(self, written: Sequence[Message]) -> tuple[float, Info]:
-        states = self._open_states("grading")
-        who = f"the grader {type(self.grader).__name__}"
-        if grades_state(type(self)):
-            who = f"{type(self).__name__}.judge"
-        grading = partial(judged, who, self.judge, states, written, self._num_ok)
+        who = f"the grader {type(self.grader or self).__name__}"
+        call = partial(judged, who, self.judge, self._open_states("grade"), written, self._num_ok)
         try:
-            grade = await self._through_outage(who, grading, self.num_retries, self.outage_s)
+            grade = await self._through_outage(who, call, self.num_retries, self.outage_s)
         except OutageError as error:
             raise GraderOutageError(str(error)) from error
         info = {"success": grade.success, "parts": dict(grade.parts), "reason": grade.reason}

@@ -213,9 +213,8 @@ class RowReader:
         env = _find(row, columns.env_id, "env_id", ("env_id",))
         question, chat_system = self._question(source, raw)
         env_id = _text(env) or self._env_by(row) or self.env_id
-        answers, solution = tuple[str, ...](), ""
-        if gold.column or self.needs_answer(env_id):
-            answers, solution = self._answers(gold, raw)
+        has_answer = gold.column or self.needs_answer(env_id)
+        answers, solution = self._answers(gold, raw) if has_answer else ((), "")
         used = [part.column for part in (source, system, name, kind, env)]
         is_plain = not self.keep_golds or self._is_plain(gold, answers, solution)
         metadata = _rest(row, [*used, gold.column] if is_plain else used)

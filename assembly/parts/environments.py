@@ -142,15 +142,12 @@ class EnvMaker:
     def _used(self, tasks: Iterable[Task]) -> set[str]:
         """The environment ids of the tasks. Raises ConfigError for an unknown one."""
         used = set[str]()
-        for task in tasks:
-            self.check_known(task.env_id, f"task {task.id}")
-            recipe = self._recipe_of(task.env_id)
-            used.add(task.env_id)
-            if not task.answers and needs_answer(recipe.env_id):
-                raise DataError(
-                    f"task {task.id}: the row has no answer, and {task.env_id} is not graded by "
-                    "its state; add an answer, or override `judge` of the environment"
-                )
+        for one in tasks:
+            self.check_known(one.env_id, f"task {one.id}")
+            recipe = self._recipe_of(one.env_id)
+            used.add(one.env_id)
+            if not one.answers and needs_answer(recipe.env_id):
+                raise DataError(f"task {one.id}: no answer; add one, or a `judge` to {one.env_id}")
         return used
 
     def _recipe_of(self, env_id: str) -> Recipe:
