@@ -1,4 +1,4 @@
-"""The errors of the project, one class per kind of failure.
+"""The kinds of failure, one class each; further errors derive from these.
 
     AgentEnvError
     +-- ConfigError    a key of the configuration is wrong; refused before anything starts

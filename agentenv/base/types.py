@@ -164,7 +164,8 @@ Kind = Literal["retry", "repeated", "parallel", "compaction", "sub_agent", "alte
 PastTurn = NewType("PastTurn", int)
 
 
-Constraints = Literal["none", "calls", "all"]  # of programs, by the engine: calls, also replies
+# The requirements of a program that the engine enforces: none, its calls, calls and replies.
+Constraints = Literal["none", "calls", "all"]
 
 
 class NextTurn(Struct, frozen=True, omit_defaults=True):

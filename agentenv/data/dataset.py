@@ -1,8 +1,7 @@
 """Datasets: rows to tasks, in an order that a seed determines and a position resumes.
 
 `agentenv/data/data_files.py` reads the files, `agentenv/data/rows.py` converts the rows.
-`agentenv/text/prompt_fitting.py`
-finds prompts that are too long before a run starts.
+`agentenv/text/prompt_fitting.py` finds prompts that are too long before a run starts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Connections: links between a process and its workers.
+"""Links between a process and its workers.
 
 A link carries frames over a stream, in order, each delivered once: 8 bytes little-endian length,
 then a message.

@@ -92,8 +92,8 @@ class Growth:
         return has_room and branch.conversation.continues and branch.env.fork_mode != "none"
 
     async def _generate(self, branch: Branch) -> Completion:
-        """Sample the next turn. If the branch may fork, call `fork` as soon as the entropies of the
-        first `fork_window` tokens are known, or at the end of a shorter turn."""
+        """Sample the next turn. If the branch may fork, call `_fork` as soon as the entropies of
+        the first `fork_window` tokens are known, or at the end of a shorter turn."""
         actor, window = self.actor, self.plan.fork_window
         turn, seconds = branch.turn, branch.clock()
         plans_fork = turn.may_fork and window > 0 and not turn.was_planned

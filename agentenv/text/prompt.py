@@ -134,8 +134,8 @@ def for_native_calls(
 
 
 def count_tagged_call(message: Message, tools: Sequence[Mapping[str, Any]]) -> Message:
-    """The turn itself; one without a call in the form of the chat template is counted if it has the
-    tags of a tool."""
+    """Counts a turn that has the tags of a tool but no call in the form of the chat template.
+    Returns the turn."""
     tagged = not message.tool_calls and tagged_tool(without_thoughts(message.content), tools)
     if tagged:
         problem = f"a turn has {tagged}, which is no call under renderer.name = 'native'"

@@ -1,7 +1,6 @@
 """The environment of each question.
 
-Missing, invalid or unused parts of a configuration are rejected before
-anything starts.
+Missing, invalid or unused parts of a configuration are rejected before anything starts.
 """
 
 from __future__ import annotations

@@ -57,10 +57,10 @@ def exit_code_of(
     interrupted: str = "",
     view: View | None = None,
 ) -> int:
-    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 something is
-    missing (dry run only), 130 interrupted.
+    """Run the work of a command. Returns the exit code: 0 done, 1 failed with a reason, 2 bad
+    input, 3 something is missing (dry run only), 130 interrupted.
 
-    Run the work of a command. The user's modules are imported from the working directory. `writing`
+    The user's modules are imported from the working directory. `writing`
     names the activity in an I/O error that names no file; `interrupted` is printed after Ctrl-C.
     An error without a reason for the user is a bug and is raised.
     """

@@ -134,7 +134,7 @@ def entropy_multiplier(entropies: Tensor, mean: Tensor, std: Tensor, coefficient
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
     """Per-token estimators of KL(policy || reference) (Schulman 2020), d = log-ratio.
 
-    k1: d, abs: |d|, k2: d^2 / 2, k3 or low_var_kl: exp(-d) + d - 1, clamped to [-10, 10].
+    k1: d, abs: |d|, k2: d^2 / 2, k3 or low_var_kl: exp(-d) + d - 1, at most 10.
     """
     difference = logprobs - ref_logprobs
     if kind == "k1":

@@ -83,7 +83,7 @@ class RankLink:
         return reply  # type: ignore[no-any-return]
 
     async def close(self, *, idle: bool) -> None:
-        """Close the connection, which ends an external rank; an idle rank first gets Stop."""
+        """Close the connection, which ends an external rank; an idle rank first gets StopRank."""
         if idle:
             self.link.send(msgspec.msgpack.encode(StopRank()))
         self.link.close()

@@ -132,8 +132,8 @@ OUT_OF_MEMORY = (
 def serve(
     connection: socket.socket, join: Callable[[str, float], None], host: str = "127.0.0.1"
 ) -> None:
-    """Execute commands until Stop or the end of the connection. `join`: `join_ranks` as a function
-    of a store's address and a timeout in seconds; `host`: this machine's address."""
+    """Execute commands until StopRank or the end of the connection. `join`: `join_ranks` as a
+    function of a store's address and a timeout in seconds; `host`: this machine's address."""
     rank: Rank | None = None
     trees: list[EncodedTree] = []  # of the following command
     while True:

@@ -26,8 +26,7 @@ from agentenv.learners.trees.policy import Policy
 # The layout of a rank's micro-batches; loss and gradient are the same, up to rounding.
 #
 #     tree      every shared token once, attention in the form of the device
-#               (`agentenv.learners.trees.attention`)
-#     segments  the same tokens, attention by `agentenv.learners.trees.attention`, on CPUs
+#     segments  the same tokens, attention segment by segment, on CPUs
 #
 # Ranks may choose different layouts for their trees: only the number of passes must be equal, which
 # `RankBackend.passes` ensures.

@@ -1,4 +1,4 @@
-"""Trees as packed arrays, and micro-batches of trees (numpy only).
+"""Trees as packed arrays (numpy only).
 
 The learner's ranks receive a tree as `EncodedTree`: its tokens in pre-order, each stored once.
 
@@ -6,10 +6,10 @@ The learner's ranks receive a tree as `EncodedTree`: its tokens in pre-order, ea
     position id    =  depth[q]               tokens between the root's first token and q
     log p(t)       reads logits[pred[t]]     the token before t on its path, not t - 1
 
-A `MicroBatch` computes each token once, without padding. Attention separates trees and computes
-only visible pairs (`agentenv.learners.trees.attention`). A tree larger than the budget is cut, and
-its pieces repeat the path to them; gradients are the same, since a repeated token has its loss in
-one piece only.
+A micro-batch (`agentenv.learners.trees.partition`) computes each token once, without padding.
+Attention separates trees and computes only visible pairs (`agentenv.learners.trees.attention`). A
+tree larger than the budget is cut, and its pieces repeat the path to them; gradients are the same,
+since a repeated token has its loss in one piece only.
 """
 
 from __future__ import annotations

@@ -142,7 +142,8 @@ class Training:
             stack.push_async_callback(journal.close)
         batches = BatchBuilder(config, state)
         feeder = self.make_feeder(config, state, parts, queue, batches, journal)
-        kept = [] if config.sft is None else [0]  # runs of other algorithms can start from it
+        # the checkpoint after the cold start stays: runs of other algorithms can start from it
+        kept = [] if config.sft is None else [0]
         saver = RunSaver(
             config.checkpoint,
             run.checkpoints,
