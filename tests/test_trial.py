@@ -287,7 +287,9 @@ def half_broken(task: Task) -> ToolEnv:
     return AnswerEnv(task, fails, Book())
 
 
-@pytest.mark.parametrize("make", [RoomsEnv, half_broken, lambda t: AnswerEnv(t, Cached(), Book())])
+@pytest.mark.parametrize(
+    "make", [RoomsEnv, half_broken, lambda t: AnswerEnv(t, Cached(), Book()), AnswerEnv]
+)
 async def test_an_environment_without_a_mistake_passes(make: Any) -> None:
     assert await try_contract(make, TASK) == ""
 

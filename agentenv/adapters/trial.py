@@ -285,6 +285,7 @@ async def _try_episode(trial: Trial, rng: Random) -> str:
             f"{error}; correct for answers that change by themselves, else episodes share a file, "
             "a service or a random number"
         )
+    trial.actions = trial.actions[: len(trial.reference)]  # a turn may end the episode
     if trial.fork_mode != "none":
         await trial.check_forks((0, len(trial.actions) // 2))
     return finding
