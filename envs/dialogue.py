@@ -185,7 +185,7 @@ class DialogueEnv(ToolEnv):
         self,
         task: Task,
         tools: Sequence[Tool | ToolSource],
-        grader: Grader,
+        grader: Grader | None = None,
         *,
         user: User | Function | Sequence[str] | Mapping[str, Any],
         **settings: Any,

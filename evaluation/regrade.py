@@ -17,7 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentenv.assembly.keys.evaluation import EvaluateConfig
-from agentenv.assembly.parts.environments import EnvMaker, EnvSettings
+from agentenv.assembly.parts.environments import EnvMaker, EnvSettings, grader_alone
 from agentenv.assembly.reports.records import FAILED, EvalRow, calls_that_ran, prediction, written
 from agentenv.assembly.run.tables import Table, as_markdown, short
 from agentenv.assembly.run.terminal import View
@@ -48,6 +48,10 @@ GRADER_FAILED = "GraderError:"
 
 
 Change = tuple[EvalRow, EvalRow]  # a row before and after regrading
+
+
+class UngradedError(ConfigError):
+    """No grader can grade a stored trajectory of this environment."""
 
 
 class Graders:
@@ -84,15 +88,15 @@ class Graders:
             self._makers[name].check_read([self.task(one) for one in rows if one.dataset == name])
 
     async def of(self, name: str, task: Task) -> Grader:
-        """The started grader of a task in the set `name`. Raises ConfigError without one."""
+        """The started grader of a task in the set `name`. Raises UngradedError without one."""
         key = name, task.env_id
         async with self._starting:
             if key not in self._graders:
-                grader: Grader | None = getattr(self._makers[name](task), "grader", None)
+                grader = grader_alone(self._makers[name](task))
                 if grader is None:
-                    raise ConfigError(
-                        f"{task.env_id} has no attribute grader, so its trajectories cannot be "
-                        "regraded"
+                    raise UngradedError(
+                        f"{task.env_id} grades its episodes itself (by their state, or without an "
+                        "attribute grader), so stored trajectories cannot be regraded"
                     )
                 await guarded(start_grader(grader), "the start of the grader")
                 self._graders[key] = grader
@@ -132,7 +136,7 @@ async def regrade_rows(
 
 
 async def regraded(row: EvalRow, graders: Graders) -> EvalRow:
-    """The row with the grade of its task's grader, or failed if that fails. Raises ConfigError if
+    """The row with the grade of its task's grader, or failed if that fails. Raises UngradedError if
     its environment has no grader."""
     graded_row = replace(row, scores={})
     try:

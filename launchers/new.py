@@ -1,4 +1,4 @@
-"""Creates a project with a custom environment: `agentenv new NAME [--folder DIR]`.
+"""Creates a project with a custom environment: `agentenv new NAME [--state] [--folder DIR]`.
 
 The folder NAME contains tools, grader, questions, demonstrations, a configuration and a test. It
 trains without changes, on a laptop within minutes; users then adapt it.
@@ -28,19 +28,22 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 2 bad input."""
     parser = KeysParser(
         prog="agentenv new",
-        usage="agentenv new NAME [--folder DIR]",
+        usage="agentenv new NAME [--state] [--folder DIR]",
         description="Create a project with a custom environment, ready to train.",
     )
     parser.add_argument("name", metavar="NAME", help="name of the folder and of its Python package")
     where = "parent of NAME; default: the current folder"
     parser.add_argument("--folder", type=Path, default=Path(), metavar="DIR", help=where)
+    what = "an environment that is graded by its final state: bookings, with partial credit"
+    parser.add_argument("--state", action="store_true", help=what)
     arguments = parser.parse_args(argv)
-    return exit_code_of(lambda view: _make(arguments.name, arguments.folder, view), "NAME")
+    kind = "state" if arguments.state else "env"
+    return exit_code_of(lambda view: _make(arguments.name, arguments.folder, kind, view), "NAME")
 
 
-def _make(name: str, parent: Path, view: View) -> int:
+def _make(name: str, parent: Path, kind: str, view: View) -> int:
     check_name(name)
-    folder = make_folder(name, parent)
+    folder = make_folder(name, parent, kind)
     view.log(f"created {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
     view.suggest(next_commands(name, parent))
     return 0
@@ -62,8 +65,9 @@ def check_name(name: str) -> None:
         )
 
 
-def make_folder(name: str, parent: Path) -> Path:
-    """Create the project folder atomically. Raises ConfigError."""
+def make_folder(name: str, parent: Path, kind: str = "env") -> Path:
+    """Create the project folder atomically. `kind`: folder of templates that replace those of
+    "env". Raises ConfigError."""
     folder = parent / name
     if folder.exists():
         raise ConfigError(f"{folder} already exists; choose another NAME, or remove it")
@@ -72,8 +76,8 @@ def make_folder(name: str, parent: Path) -> Path:
     title = "".join(part.capitalize() for part in name.split("_"))
     partial = parent / f".{name}.partial"
     partial.mkdir(exist_ok=True)
-    templates = resources.files("agentenv.launchers") / "templates" / "env"
-    for template in templates.iterdir():
+    templates = resources.files("agentenv.launchers") / "templates"
+    for template in [*(templates / "env").iterdir(), *(templates / kind).iterdir()]:
         text = template.read_text(encoding="utf-8").replace("NameEnv", f"{title}Env")
         path = partial / template.name.removesuffix(SUFFIX)
         path.write_text(text.replace("NAME", name), encoding="utf-8")

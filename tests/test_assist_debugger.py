@@ -13,6 +13,7 @@ from agentenv.base.types import Message, Task, ToolCall, ToolResult
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import StatelessTool
 from agentenv.envs.code_interpreter import CodeInterpreterEnv
+from agentenv.envs.grading.reward import ExactMatch
 from agentenv.reference.helpers import DebuggerConfig, HelperModel, corrected_code, debugged
 from tests.support.openai_endpoint import Answer, Json, ScriptedEndpoint, reply
 
@@ -157,7 +158,7 @@ async def test_an_infrastructure_failure_of_corrected_code_is_not_retried(
     server: ScriptedEndpoint,
 ) -> None:
     fragile = Fragile()
-    env: Any = ToolEnv(TASK, [fragile], grader=None, outage_s=0.0)
+    env: Any = ToolEnv(TASK, [fragile], ExactMatch(), outage_s=0.0)
     async with Session(server, env) as session:
         text, record = await session.run(WRONG)
         assert text == "SyntaxError"

@@ -96,7 +96,7 @@ def test_the_time_limit_of_a_trajectory_is_derived_in_a_comment(name: str) -> No
 async def test_the_environment_keeps_its_contract(name: str) -> None:
     env, world = parts(name)
     row = world.question(Random(1), world.KINDS[-1])
-    task = Task("t", "e", row["question"], (str(row["answer"]),), row["kind"], row)
+    task = Task("t", "e", row["question"], (str(row.get("answer", "")),), row["kind"], row)
     await check_tool_env(env, task, [*CALLS[name], "<answer>unknown</answer>"])
     await close_shared()
 
@@ -124,6 +124,18 @@ async def test_an_order_in_a_fork_does_not_change_the_shop_of_its_parent() -> No
     assert "<order>" in await say(env, "<order>Zorvex</order>")
     await child.close()
     await env.close()
+
+
+@pytest.mark.parametrize(("item", "count", "paid"), [("Zorvex", 4, 1), ("Nexor", 1, 0)])
+def test_a_right_price_after_a_wrong_order_earns_nothing(item: str, count: int, paid: int) -> None:
+    env, _ = parts("shop")
+    items = {"Zorvex": [57, 10], "Nexor": [59, 9]}
+    row = {"question": "?", "answer": 228, "kind": "some", "items": items}
+    order = f'<order>{{"item": "{item}", "count": {count}}}</order>'
+    turns = (order, "<answer>228</answer>")
+    rows = [{**row, "item": "Zorvex", "count": 4}]
+    (played,) = demonstrate(env, rows, lambda _, results: turns[len(results)])
+    assert (played["reward"], played["success"]) == (paid, bool(paid))
 
 
 @pytest.mark.parametrize("name", ENVS)

@@ -152,9 +152,9 @@ def test_observations_hold_results_and_users() -> None:
 
 @pytest.mark.parametrize("reward", [nan, float("inf"), None, "1"])
 def test_a_reward_is_a_finite_number(reward: Any) -> None:
-    with pytest.raises(CrashError, match="step must return"):
+    with pytest.raises(CrashError, match=r"step must.*finite"):
         check_step(([], reward, False, False, {}))
-    with pytest.raises(CrashError, match="finish must return"):
+    with pytest.raises(CrashError, match=r"finish must.*finite"):
         check_finish((reward, {}))
 
 

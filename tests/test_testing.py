@@ -163,9 +163,9 @@ class WordyEnv(ShoutingEnv):
     [
         (SharingEnv, "after its fork at 0 steps"),
         (RandomEnv, "two episodes with the same seed differ"),
-        (GlobalRandomEnv, "changed the state of the global random generator"),
+        (GlobalRandomEnv, "changed the global random generator"),
         (StickyEnv, "an episode and the next one of the same env"),
-        (CrowdedEnv, "an episode alone and one of several at the same time"),
+        (CrowdedEnv, "differ at step 0, the tool"),
         (StubbornEnv, "went on: a deadline could not stop it"),
         (EndlessEnv, "the last action does not end the episode"),
         (EagerEnv, "action 0 already ends the episode"),

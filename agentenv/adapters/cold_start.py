@@ -31,6 +31,7 @@ from agentenv.base.offload import in_new_thread, result_of
 from agentenv.base.retries import through_outage
 from agentenv.base.types import Message, Task
 from agentenv.contract.env import Env, check_observation, check_reset, check_step, isolated_shared
+from agentenv.contract.tool_env import grades_state
 from agentenv.data.data_files import plain
 from agentenv.data.file_formats import RawRow
 from agentenv.data.rows import RowReader, RowsConfig
@@ -67,6 +68,7 @@ def demonstrate(
     and the environment's own errors for bugs and long outages.
     """
     reader = RowReader(RowsConfig(), "demonstrated")
+    reader.needs_answer = lambda _: not grades_state(make)
     read = [
         one if isinstance(one, Task) else reader.task(RawRow(Path("row"), number, plain(one)))
         for number, one in enumerate(tasks, 1)

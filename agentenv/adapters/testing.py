@@ -10,18 +10,19 @@ from __future__ import annotations
 import asyncio
 import os
 import types
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from random import getstate
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import psutil
 
-from agentenv.base.errors import AgentEnvError, ConfigError, CrashError
+from agentenv.adapters.trial import SEED, Make, Outcome, Trial, fork_and_close, refuse
+from agentenv.base.errors import AgentEnvError
 from agentenv.base.types import Limit, Message, Task
 from agentenv.contract.env import (
     Env,
     ForkMode,
+    StepResult,
     check_finish,
     check_observation,
     check_reset,
@@ -32,10 +33,7 @@ from agentenv.text.tags import check_tags, tag_calls
 
 T = TypeVar("T")
 CallProtocol = Literal["tags", "native"]  # of renderers
-Make = Callable[[Task], Env]
-Outcome = tuple[list[Message], float, bool, bool]
 
-SEED = 20  # of every episode
 HELD_S = 1.0  # maximum time for which a step may block the event loop
 SETTLE_S = 5.0  # time for killed processes to exit
 CANCEL_TIMEOUT_S = 30.0  # time for a cancelled step to end
@@ -61,23 +59,13 @@ async def check_tool_env(
     resources are closed at the end.
     """
     async with isolated_shared():
-        env = make(task)
-        try:
-            _, info = _refuse(check_reset, await env.reset(seed=SEED))
-        finally:
-            await env.close()
-        tools: Sequence[dict[str, Any]] = info.get("tools", ())
+        trial = _Conformance(make, task, ())
+        async with trial.begun(0):
+            tools: Sequence[dict[str, Any]] = trial.info.get("tools", ())
         if renderer == "tags":
-            _refuse(check_tags, tools)
-        await _Trial(make, task, [_message(action, tools) for action in actions]).check()
-
-
-def _refuse(check: Callable[..., T], *given: Any) -> T:
-    """The result of a rollout's check. Converts its error to AssertionError."""
-    try:
-        return check(*given)
-    except (ConfigError, CrashError) as error:
-        raise AssertionError(str(error)) from error
+            refuse(check_tags, tools)
+        trial.actions = [_message(action, tools) for action in actions]
+        await trial.check()
 
 
 def _message(action: Message | str, tools: Sequence[dict[str, Any]]) -> Message:
@@ -87,46 +75,51 @@ def _message(action: Message | str, tools: Sequence[dict[str, Any]]) -> Message:
     return Message("assistant", action, tag_calls(action, tools))
 
 
-class _Trial:
-    """The checks of an environment by one episode; `reference` has the outcomes of its actions."""
-
-    def __init__(self, make: Make, task: Task, actions: Sequence[Message]) -> None:
-        self.make, self.task, self.actions = make, task, actions
-        self.reference: list[Outcome] = []
+class _Conformance(Trial):
+    """The checks of an environment by one episode."""
 
     async def check(self) -> None:
         """The seed determines an episode; it does not block the loop, nor depend on others."""
         before = getstate()
-        held: list[list[float]] = [[], []]
-        self.reference = await self.play(held[0])
-        assert getstate() == before, "an episode changed the state of the global random generator"
-        check_end(self.reference)
+        self.held: list[float] = []
+        try:
+            await self.check_episodes()
+        finally:
+            assert getstate() == before, "an episode changed the global random generator"
+        check_end(self.reference, len(self.actions))
         for observation, *_ in self.reference[:-1]:
-            _refuse(check_observation, observation)
-        self.same(await self.play(held[1]), "two episodes with the same seed")
-        for number, seconds in enumerate(map(min, *held)):  # the first call may load something
+            refuse(check_observation, observation)
+        held = zip(self.held[: len(self.actions)], self.held[len(self.actions) :], strict=True)
+        for number, seconds in enumerate(map(min, held)):  # the first call may load something
             assert seconds <= HELD_S, (
                 f"step {number} blocked the event loop, and with it every other rollout, for "
                 f"{seconds:.1f} s: await I/O, and run computations in a thread (asyncio.to_thread) "
                 "or a process"
             )
+        assert self.fork_mode in get_args(ForkMode), f"fork_mode is {self.fork_mode!r}"
+        if self.fork_mode != "none":
+            await self.check_forks(range(len(self.actions)))
         await self.check_reset_and_close()
         async with self.begun(len(self.actions) - 1) as env:
             await env.reset(seed=SEED)
-            outcomes = await act(env, self.actions)
+            outcomes = await self.act(env, self.actions)
             self.same(outcomes, "an episode and the next one of the same env")
         async with self.begun(len(self.actions) - 1) as env:
             found = await env.finish(Limit.TURNS, self.actions[-1])
-            _refuse(check_finish, found)
+            refuse(check_finish, found)
             check_reward(found[0], "finish")
         for episode in await asyncio.gather(*(self.play() for _ in range(NUM_CONCURRENT))):
             self.same(episode, "an episode alone and one of several at the same time")
         await self.check_cancellation()
-        async with self.begun(0) as env:
-            fork_mode = env.fork_mode
-        assert fork_mode in get_args(ForkMode), f"fork_mode is {fork_mode!r}"
-        if fork_mode != "none":
-            await self.check_forks()
+
+    async def step(self, env: Env, action: Message) -> StepResult:
+        """The result of a step, which follows Gymnasium's rules too. `held` gets the longest time
+        in seconds for which it blocked the event loop."""
+        seconds: list[float] = []
+        outcome = await _watched(env.step(action), seconds)
+        self.held.append(max(seconds))
+        check_outcome(outcome)
+        return outcome
 
     async def check_reset_and_close(self) -> None:
         """A step before `reset` and after `close` must raise; `close` may be called at any time,
@@ -143,7 +136,7 @@ class _Trial:
         choices: tuple[dict[str, Any] | None, ...] = (None, {})
         for options in choices:
             env = self.make(self.task)
-            messages, _ = _refuse(check_reset, await env.reset(seed=SEED, options=options))
+            messages, _ = refuse(check_reset, await env.reset(seed=SEED, options=options))
             assert messages, "reset returned no prompt"
             prompts.append(messages)
             await env.close()
@@ -167,87 +160,15 @@ class _Trial:
                     break
         async with self.begun(len(self.actions) - 1) as env:
             for suspension in range(1, MAX_SUSPENSIONS if env.fork_mode != "none" else 1):
-                if await cancel_at(_fork_and_close(env), suspension, "fork"):
+                if await cancel_at(fork_and_close(env), suspension, "fork"):
                     break
         after = await Leftovers.settled(before, SETTLE_S)
         assert after.beyond(before) == "", f"after cancelled steps: {after.beyond(before)}"
 
-    async def check_forks(self) -> None:
-        """At each place a child plays the rest, then its parent, or both at the same time: all as
-        if there were no fork."""
-        for place in range(len(self.actions)):
-            rest = self.actions[place:]
-            async with self.begun(place) as env:
-                async with _forked(env) as child:
-                    await _fork_and_close(child)
-                    self.same(await act(child, rest), f"a fork after {place} steps", place)
-                outcomes = await act(env, rest)
-                self.same(
-                    outcomes, f"an env after its fork at {place} steps acted and closed", place
-                )
-        place = len(self.actions) // 2
-        rest = self.actions[place:]
-        async with self.begun(place) as env, _forked(env) as child:
-            for outcomes in await asyncio.gather(act(env, rest), act(child, rest)):
-                self.same(outcomes, "a parent and its fork that act at the same time", place)
-
-    @asynccontextmanager
-    async def begun(self, num_actions: int) -> AsyncIterator[Env]:
-        """An episode with SEED after the first actions; closed at the end."""
-        env = self.make(self.task)
-        try:
-            await env.reset(seed=SEED)
-            await act(env, self.actions[:num_actions])
-            yield env
-        finally:
-            await env.close()
-
-    async def play(self, held: list[float] | None = None) -> list[Outcome]:
-        """The outcomes of one whole episode with SEED; `held` as in `act`."""
-        async with self.begun(0) as env:
-            return await act(env, self.actions, held)
-
-    def same(self, found: list[Outcome], what: str, place: int = 0) -> None:
-        """The outcomes are those of the reference from this action on."""
-        expected = self.reference[place:]
-        for number, (one, other) in enumerate(zip(expected, found, strict=True)):
-            assert one == other, f"{what} differ at step {number}:\n  {one}\n  {other}"
-
-
-async def _fork_and_close(env: Env) -> None:
-    async with _forked(env):
-        pass
-
-
-@asynccontextmanager
-async def _forked(env: Env) -> AsyncIterator[Env]:
-    """A fork; closed at the end."""
-    child = await env.fork()
-    try:
-        yield child
-    finally:
-        await child.close()
-
-
-async def act(
-    env: Env, actions: Sequence[Message], held: list[float] | None = None
-) -> list[Outcome]:
-    """Take the actions, and check the form of each step's result. `held` gets, for each step, the
-    longest time in seconds for which it blocked the event loop."""
-    outcomes: list[Outcome] = []
-    for action in actions:
-        seconds: list[float] = []
-        outcome = await _watched(env.step(action), seconds)
-        if held is not None:
-            held.append(max(seconds))
-        check_outcome(outcome)
-        outcomes.append(outcome[:4])
-    return outcomes
-
 
 def check_outcome(outcome: Any) -> None:
     """Check a result of `step`: the rules of rollouts, and those of Gymnasium."""
-    _refuse(check_step, outcome)
+    refuse(check_step, outcome)
     assert isinstance(outcome, tuple), f"step returned {type(outcome).__name__}, not a tuple"
     messages, reward, terminated, truncated, _ = outcome
     assert isinstance(messages, list), "the observation of step is not a list"
@@ -261,14 +182,13 @@ def check_reward(reward: Any, what: str) -> None:
     assert type(reward) in (int, float), f"{what}: the reward is {reward!r}, not a number"
 
 
-def check_end(outcomes: list[Outcome]) -> None:
-    """The last action ends the episode, and none before it."""
-    *before, last = (terminated or truncated for _, _, terminated, truncated in outcomes)
-    assert True not in before, (
-        f"action {before.index(True)} already ends the episode; an action with a tool call is a "
+def check_end(outcomes: list[Outcome], num_actions: int) -> None:
+    """The last of the actions ends the episode, and none before it."""
+    assert len(outcomes) == num_actions, (
+        f"action {len(outcomes) - 1} already ends the episode; an action with a tool call is a "
         "Message with tool_calls, or a text such as '<stock>bolts</stock>'"
     )
-    assert last, "the last action does not end the episode"
+    assert outcomes[-1][2] or outcomes[-1][3], "the last action does not end the episode"
 
 
 async def cancel_at(awaitable: Awaitable[Any], suspension: int, what: str) -> bool:

@@ -199,7 +199,7 @@ class Task(Struct, frozen=True):
     id: str
     env_id: str
     question: str
-    answers: tuple[str, ...]
+    answers: tuple[str, ...] = ()
     kind: str = "all"
     metadata: dict[str, Any] = {}
 

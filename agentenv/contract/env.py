@@ -12,7 +12,7 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from math import isfinite
 from numbers import Real
 from typing import Any, Literal, Protocol, Self, TypeVar, cast
@@ -206,8 +206,8 @@ def check_finish(result: tuple[float, Info]) -> tuple[float, Info]:
     """The validated result of an env's `finish`."""
     try:
         reward, info = result
-        if isinstance(info, dict) and isfinite(reward):
-            return float(reward), SECRETS.tree(info, only_known=True)
+        if isinstance(info, dict):
+            return _finite("finish", reward), SECRETS.tree(info, only_known=True)
     except (TypeError, ValueError):
         pass
     raise _wrong("finish", "(reward, info)", result)
@@ -218,9 +218,9 @@ def check_step(result: StepResult) -> StepResult:
     try:
         given, reward, terminated, truncated, info = result
         messages = list(given)
-        if all(map(_is_message, messages)) and isinstance(info, dict) and isfinite(reward):
+        if all(map(_is_message, messages)) and isinstance(info, dict):
             messages, info = SECRETS.tree((messages, info), only_known=True)
-            return messages, float(reward), bool(terminated), bool(truncated), info
+            return messages, _finite("step", reward), bool(terminated), bool(truncated), info
     except (TypeError, ValueError):
         pass
     raise _wrong("step", "(messages, reward, terminated, truncated, info)", result)
@@ -241,6 +241,14 @@ def check_observation(messages: Sequence[Message], others: Sequence[Role] = ("us
 
 def _is_message(one: object) -> bool:
     return isinstance(one, Message)
+
+
+def _finite(method: str, reward: Any) -> float:
+    """The reward. Raises CrashError unless it is a finite number."""
+    with suppress(TypeError, ValueError, OverflowError):
+        if isfinite(reward):
+            return float(reward)
+    raise _wrong(method, "a finite number as reward", reward)
 
 
 def _wrong(method: str, form: str, result: Any) -> CrashError:
@@ -279,7 +287,7 @@ class Grader(Protocol):
         """
 
 
-async def start_grader(grader: Grader) -> None:
+async def start_grader(grader: Grader | None) -> None:
     """Prepare a grader that has a `start`. Raises ConfigError if the grader cannot work."""
     start = getattr(grader, "start", None)
     if start is not None:
@@ -290,13 +298,17 @@ async def graded(
     grader: Grader, task: Task, written: Sequence[Message], calls: Mapping[str, int]
 ) -> Grade:
     """The grader's result. Raises GraderError, InfraError, and CrashError for its bugs."""
-    who = f"the grader {type(grader).__name__}"
+    return await judged(f"the grader {type(grader).__name__}", grader.grade, task, written, calls)
 
-    async def grade() -> Grade:
-        return await grader.grade(task, written, calls)
+
+async def judged(who: str, grade: Callable[..., Any], *given: Any) -> Grade:
+    """The result of `grade`, which is `who` in messages. Raises as `graded` does."""
+
+    async def result() -> Any:
+        return await grade(*given)
 
     with doing(who):
-        found: Any = await guarded(grade(), who)
+        found: Any = await guarded(result(), who)
     reward: Any = getattr(found, "reward", None)
     if isinstance(found, Grade) and isinstance(reward, Real):
         return found

@@ -19,6 +19,7 @@ from agentenv.base.errors import ConfigError
 from agentenv.base.registry import installed, loaded, meant
 from agentenv.base.types import Task
 from agentenv.contract.env import Env
+from agentenv.contract.tool_env import grades_state
 
 ENTRY_POINT_GROUP = "agentenv.envs"
 
@@ -137,9 +138,15 @@ def make(env_id: str, task: Task, **kwargs: Any) -> Env:
         return made(task, **{**found.kwargs, **kwargs})  # type: ignore[no-any-return]
     except TypeError as error:
         where = place_of(error) or f" (in {made.__module__})"
-        hint = "'grader'" in str(error) and (
-            "; pass one to ToolEnv, such as grader=ExactMatch() of agentenv.envs.grading.reward"
-        )
         raise ConfigError(
-            f"{env_id} cannot be made with {sorted(kwargs)}: {error}{where}{hint or ''}"
+            f"{env_id} cannot be made with {sorted(kwargs)}: {error}{where}"
         ) from error
+
+
+def needs_answer(env_id: str) -> bool:
+    """Whether rows of this environment need an answer: not if a `judge` of its own grades it by its
+    state. False for an unknown id, such as the name of a variant."""
+    try:
+        return not grades_state(spec(env_id).load())
+    except ConfigError:  # the check of environments reports it
+        return False

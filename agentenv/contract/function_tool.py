@@ -28,19 +28,19 @@ class FunctionTool(StatelessTool):
     def __init__(self, function: Callable[..., Any]) -> None:
         self.name = function.__name__
         self.description = inspect.cleandoc(function.__doc__ or "")
-        self._function = function
+        self.function = function
         self._arguments = _arguments_struct(function)
         self.schema = argument_schema(self._arguments)
 
     async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
         checked = read_arguments(self.name, arguments, self._arguments, strict=False)
-        outcome = self._function(**msgspec.structs.asdict(checked))
+        outcome = self.function(**msgspec.structs.asdict(checked))
         if inspect.isawaitable(outcome):
             outcome = await outcome
         if isinstance(outcome, ToolResult):
             return outcome
         if not isinstance(outcome, str):
-            raise not_a_text(self.name, outcome, self._function)
+            raise not_a_text(self.name, outcome, self.function)
         return ToolResult(outcome)
 
 

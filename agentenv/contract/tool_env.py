@@ -5,7 +5,12 @@
             super().__init__(task, tools=[weather], grader=ExactMatch())
 
 An action with tool calls is answered with one tool message per call. An action without calls ends
-the episode: the grader sees the policy's text, never the tool results.
+the episode: the grader sees the policy's text, never the tool results. An env that is graded by its
+final state overrides `judge` and needs no grader:
+
+        async def judge(self, states, written, calls) -> Grade:
+            booked = states["book"] == self.task.metadata["wanted"]
+            return Grade(float(booked), booked)
 """
 
 from __future__ import annotations
@@ -55,10 +60,11 @@ from agentenv.base.types import (
 from agentenv.base.untrusted import printable, shortened
 from agentenv.contract.env import (
     ForkMode,
+    Grade,
     Grader,
     GraderOutageError,
     StepResult,
-    graded,
+    judged,
     shared,
     start_grader,
 )
@@ -105,14 +111,15 @@ class ToolEnv:
     "end" the episode ends as truncated and is graded.
 
     A fork shares the attributes of a subclass; a subclass with state outside its tools' states
-    overrides `fork`.
+    overrides `fork`. A subclass without a grader overrides `judge`, or both `step` and `finish`,
+    else ConfigError.
     """
 
     def __init__(
         self,
         task: Task,
         tools: Sequence[Tool | ToolSource],
-        grader: Grader,
+        grader: Grader | None = None,
         *,
         prompt: Prompt = None,
         tool_timeout_s: float = 30.0,
@@ -122,6 +129,13 @@ class ToolEnv:
         max_tool_calls: int | None = None,
         on_limit: OnLimit = "result",
     ) -> None:
+        kind = type(self)
+        grades = ToolEnv.step is not kind.step and ToolEnv.finish is not kind.finish
+        if grader is None and not (grades or grades_state(kind)):
+            raise ConfigError(
+                f"{kind.__name__} has neither a grader nor a `judge`; pass one to ToolEnv, such as "
+                "ExactMatch() of agentenv.envs.grading.reward, or override `judge`"
+            )
         self.task = task
         self._toolbox = Toolbox(tools, tool_limits or {})
         self.max_tool_calls = max_tool_calls
@@ -226,6 +240,24 @@ class ToolEnv:
         written = self._written if action is None else [*self._written, action]
         return await self._grade(written)
 
+    def state(self, name: str) -> Any:
+        """The state of a tool in this episode, of a fork its own. Raises EnvError before `reset`,
+        after `close`, and for an unknown tool."""
+        states = self._open_states("state")
+        if name not in states:
+            raise EnvError(f"task {self.task.id}: no tool {name!r}; known: {', '.join(states)}")
+        return states[name]
+
+    async def judge(
+        self, states: Mapping[str, Any], written: Sequence[Message], calls: Mapping[str, int]
+    ) -> Grade:
+        """The grade of the episode; by default that of the grader. `states` are those of the tools
+        by name, of a fork its own; `written` and `calls` are those of `Grader.grade`, and so are
+        the errors.
+        """
+        assert self.grader is not None, "the environment has no grader"
+        return await self.grader.grade(self.task, written, calls)
+
     async def fork(self) -> Self:
         """A copy with its own transcript and a fork of each tool's state."""
         states = self._open_states("fork")
@@ -236,7 +268,8 @@ class ToolEnv:
         complete = False
         try:
             for name, tool in self._toolbox.owners():
-                other._states[name] = await tool.fork(states[name])
+                forked = guarded(tool.fork(states[name]), f"the fork of the tool {name!r}")
+                other._states[name] = await forked
             self._toolbox.share(other._states)
             complete = True
         except InfraError as error:
@@ -285,10 +318,10 @@ class ToolEnv:
         return deferring(lambda: DEFER_S if clock() < until_s else 0.0)
 
     async def _grade(self, written: Sequence[Message]) -> tuple[float, Info]:
-        grading = partial(graded, self.grader, self.task, written, self._num_ok)
-        who = f"the grader {type(self.grader).__name__}"
+        who = f"the grader {type(self.grader or self).__name__}"
+        call = partial(judged, who, self.judge, self._open_states("grade"), written, self._num_ok)
         try:
-            grade = await self._through_outage(who, grading, self.num_retries, self.outage_s)
+            grade = await self._through_outage(who, call, self.num_retries, self.outage_s)
         except OutageError as error:
             raise GraderOutageError(str(error)) from error
         info = {"success": grade.success, "parts": dict(grade.parts), "reason": grade.reason}
@@ -382,6 +415,12 @@ class ToolEnv:
         problems = "; ".join(str(outcome) for outcome in outcomes if outcome)
         if problems:
             raise EnvError(f"task {self.task.id}: {problems}")
+
+
+def grades_state(env: Any) -> bool:
+    """Whether this class of environments has a `judge` of its own: its final state decides, not an
+    answer. False for a function that makes environments."""
+    return isinstance(env, type) and issubclass(env, ToolEnv) and env.judge is not ToolEnv.judge
 
 
 async def _within(

@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -30,6 +31,7 @@ from agentenv.base.config import ROWS
 from agentenv.base.errors import DataError, ForeignError
 from agentenv.base.types import SYSTEM_KEY, Task
 from agentenv.base.untrusted import decode_loose
+from agentenv.contract.env_registry import needs_answer
 from agentenv.data.data_files import TABLES, Row
 from agentenv.data.file_formats import RawRow, literal
 
@@ -171,12 +173,14 @@ class Found(NamedTuple):
 class RowReader:
     """Converts rows to tasks; `env_id` is the environment of rows that name none, `key` is the
     prefix of the keys of `config` in messages. With `keep_golds` the metadata has the row's form of
-    an answer, if the task's form differs.
+    an answer, if the task's form differs. `needs_answer`: whether rows of an environment need one.
 
     `env_by_used` collects the keys of `config.env_by` that selected an environment, `env_by_seen`
     the values in the rows, and `doubts`, by file, the suspicious golds: their number, and the
     first.
     """
+
+    needs_answer: Callable[[str], bool] = staticmethod(needs_answer)
 
     def __init__(
         self, config: RowsConfig, env_id: str, *, keep_golds: bool = True, key: str = "data"
@@ -208,7 +212,9 @@ class RowReader:
         kind = _find(row, columns.kind, "kind", KINDS)
         env = _find(row, columns.env_id, "env_id", ("env_id",))
         question, chat_system = self._question(source, raw)
-        answers, solution = self._answers(gold, raw)
+        env_id = _text(env) or self._env_by(row) or self.env_id
+        has_answer = gold.column or self.needs_answer(env_id)
+        answers, solution = self._answers(gold, raw) if has_answer else ((), "")
         used = [part.column for part in (source, system, name, kind, env)]
         is_plain = not self.keep_golds or self._is_plain(gold, answers, solution)
         metadata = _rest(row, [*used, gold.column] if is_plain else used)
@@ -222,7 +228,7 @@ class RowReader:
             metadata[SYSTEM_KEY] = self._repaired(text)
         return Task(
             id=_text(name) or f"{raw.path.stem}-{raw.number}",
-            env_id=_text(env) or self._env_by(row) or self.env_id,
+            env_id=env_id,
             question=question,
             answers=answers,
             kind=_text(kind) or "all",

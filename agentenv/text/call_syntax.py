@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 from agentenv.base.errors import ForeignError
 from agentenv.base.types import MALFORMED_CALL, ToolCall
-from agentenv.base.untrusted import decode, decode_first, typed
+from agentenv.base.untrusted import decode, decode_first, schema_types, typed
 from agentenv.contract.function_tool import inlined
 
 _THOUGHT = THOUGHT_OPEN, THOUGHT_CLOSE = "<think>", "</think>"
@@ -436,6 +436,24 @@ def properties_of(tool: Mapping[str, Any]) -> dict[str, Any]:
     found, definitions = schema.get("properties", {}), schema.get("$defs")
     found = inlined(found, definitions, ()) if definitions else found
     return found if isinstance(found, dict) else {}
+
+
+SAMPLES = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}
+TEXT = "1"  # the sample of a text
+
+Draw = Callable[[str, list[Any]], Any]
+
+
+def sample_call(tool: Mapping[str, Any], draw: Draw = lambda _, known: known[0]) -> ToolCall:
+    """A call with a value for each parameter. `draw` chooses it, from the name of the parameter and
+    its fitting values: all those of an enumeration, else one."""
+    arguments = {}
+    for name, schema in properties_of(tool).items():
+        types = schema_types(schema)
+        is_text = "string" in types or not types
+        chosen = schema.get("enum") if isinstance(schema, dict) else None
+        arguments[name] = draw(name, chosen or [TEXT if is_text else SAMPLES.get(min(types), TEXT)])
+    return ToolCall(str(tool["name"]), arguments)
 
 
 # calls in Python's notation

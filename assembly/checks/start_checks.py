@@ -16,6 +16,7 @@ import numpy as np
 from msgspec import Struct, to_builtins
 from msgspec import inspect as mi
 
+from agentenv.adapters.trial import try_contract
 from agentenv.assembly.checks.memory import find_shape
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import TrainConfig
@@ -46,6 +47,7 @@ from agentenv.base.registry import joined, marks_of, type_info
 from agentenv.base.types import Message, Task
 from agentenv.contract.engine import EngineConfig, check_context
 from agentenv.contract.env import Env, check_observation, check_step
+from agentenv.contract.plan import Independent
 from agentenv.contract.server_config import LaunchConfig, RoleConfig, Served
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.data.data_files import is_generated
@@ -587,6 +589,19 @@ async def check_graders(make_env: Callable[[Task], Env], tasks: Iterable[Task]) 
         async with grader_of(make_env, own[0]) as grader:
             if grader is not None:
                 await check_grader(grader, own)
+
+
+async def trials(assembly: RolloutAssembly[TrainConfig]) -> str:
+    """Forks of each custom environment are independent, and nothing outlives its episodes, before a
+    training whose algorithm forks."""
+    if type(assembly.config.algorithm.plan(2)) is Independent:
+        return "not tried: the algorithm does not fork"
+    for maker, sets in (await assembly.shared()).items():
+        tasks = {task.env_id: task for rows in sets.values() for task in rows}
+        for task in tasks.values() if maker.config.trial else ():
+            if finding := await try_contract(maker, task):
+                assembly.report(finding)
+    return ""
 
 
 async def sequence_lengths(assembly: Any) -> None:

@@ -151,6 +151,10 @@ class EnvConfig(EnvChoice, frozen=True, kw_only=True):
         dict[str, EnvVariant],
         about("[env.variants.NAME]: a NAME for rows' env_id, data.env_by, data.mix"),
     ] = field(default_factory=dict)
+    trial: Annotated[
+        bool,
+        Meta(description="before training with forks, try custom environments by random calls"),
+    ] = True
 
 
 # Sampling of the policy, and the queue between actors and learner.

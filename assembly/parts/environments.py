@@ -25,11 +25,13 @@ from agentenv.assembly.keys.rl import (
 )
 from agentenv.base.config import Resolve, substituted
 from agentenv.base.crashes import at_start
-from agentenv.base.errors import ConfigError
+from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.registry import decode_part, loaded, not_one_of
 from agentenv.base.types import Constraints, Info, Limits, Message, Task
 from agentenv.contract.env import Env, Grader, check_reset
+from agentenv.contract.env_registry import needs_answer
 from agentenv.contract.tool_config import load_tools
+from agentenv.contract.tool_env import grades_state
 from agentenv.contract.tools import ChosenTool
 from agentenv.text.prompt import PromptConfig, load_instruction
 
@@ -138,11 +140,14 @@ class EnvMaker:
 
     def _used(self, tasks: Iterable[Task]) -> set[str]:
         """The environment ids of the tasks. Raises ConfigError for an unknown one."""
-        used = {task.env_id: task.id for task in reversed(list(tasks))}
-        for env_id, task_id in used.items():
-            self.check_known(env_id, f"task {task_id}")
-            self._recipe_of(env_id)
-        return set(used)
+        used = set[str]()
+        for one in tasks:
+            self.check_known(one.env_id, f"task {one.id}")
+            recipe = self._recipe_of(one.env_id)
+            used.add(one.env_id)
+            if not one.answers and needs_answer(recipe.env_id):
+                raise DataError(f"task {one.id}: no answer; add one, or a `judge` to {one.env_id}")
+        return used
 
     def _recipe_of(self, env_id: str) -> Recipe:
         if env_id not in self._recipes:
@@ -226,9 +231,15 @@ async def grader_of(make_env: Callable[[Task], Env], task: Task) -> AsyncIterato
     """The grader of a task, from an environment that is never reset; None without one."""
     env = make_env(task)
     try:
-        yield getattr(env, "grader", None)
+        yield grader_alone(env)
     finally:
         await env.close()
+
+
+def grader_alone(env: Env) -> Grader | None:
+    """The grader that grades this environment by the policy's text; None if only the environment
+    can, such as one with a `judge`."""
+    return None if grades_state(type(env)) else getattr(env, "grader", None)
 
 
 def _parameters(key: str, factory: Any) -> list[Parameter]:

@@ -658,6 +658,7 @@ path = "{folder}/model"
 [env]
 id = "bench/Chaos-v0"
 module = "benchmarks.parts.chaos"
+trial = false
 kwargs = {{ exceptions = 0.0, hangs = 0.0 }}
 [data]
 train = "{folder}/train.jsonl"

@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
 from msgspec import Struct, field
 
@@ -96,7 +96,7 @@ class OpenEnv(ToolEnv):
         key = ("openenv", url, tuple(sorted((headers or {}).items())), timeout_s)
         self.server = shared(key, lambda: OpenEnvServers(url, headers or {}, timeout_s))
         self.success = success
-        super().__init__(task, [self.server], cast(Any, None), tool_timeout_s=2 * timeout_s)
+        super().__init__(task, [self.server], tool_timeout_s=2 * timeout_s)
 
     @property
     def fork_mode(self) -> ForkMode:

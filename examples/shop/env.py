@@ -89,25 +89,25 @@ def look_up(shop: sqlite3.Connection, item: str) -> tuple[int, int]:
     return int(row[0]), int(row[1])
 
 
-class ShopGrader:
-    """Reward 1 for the correct number; 0 if the task required an order and there was none."""
-
-    async def grade(
-        self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
-    ) -> Grade:
-        answer = final_answer(written[-1].content) if written else ""
-        ordered = task.kind == "price" or calls.get("order", 0) == 1
-        right = answer == task.answers[0]
-        parts = {"answer": float(right), "not_ordered": -1.0 if right and not ordered else 0.0}
-        return Grade(sum(parts.values()), right and ordered, parts, f"{answer!r}, {dict(calls)}")
-
-
 class ShopEnv(ToolEnv):
-    """A customer. The row's column "items" maps each item of the shop to [price, stock]."""
+    """A customer. The row's column "items" maps each item of the shop to [price, stock], "count" is
+    the number of pieces of "item" to order."""
 
     def __init__(self, task: Task) -> None:
-        tools = [FindTool(task.metadata["items"]), OrderTool()]
-        super().__init__(task, tools=tools, grader=ShopGrader())
+        super().__init__(task, tools=[FindTool(task.metadata["items"]), OrderTool()])
+
+    async def judge(
+        self, states: Mapping[str, Any], written: Sequence[Message], calls: Mapping[str, int]
+    ) -> Grade:
+        """Reward 1 for the correct number; 0 if the shop is not as it should be."""
+        known, answer = self.task.metadata, final_answer(written[-1].content) if written else ""
+        wanted = {name: left for name, (_, left) in known["items"].items()}
+        if self.task.kind != "price":
+            wanted[known["item"]] -= known["count"]
+        found = dict(states["find"].execute("SELECT name, left FROM items"))
+        right, served = answer == self.task.answers[0], found == wanted
+        parts = {"answer": float(right), "not_served": -1.0 if right and not served else 0.0}
+        return Grade(sum(parts.values()), right and served, parts, f"{answer!r}, left: {found}")
 
 
 register("examples/Shop-v0", "examples.shop.env:ShopEnv")

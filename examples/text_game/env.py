@@ -28,6 +28,7 @@ class Game:
     def __init__(self, rooms: Rooms, start: str, gem: str) -> None:
         self.rooms, self.start, self.gem = rooms, start, gem
         self.room = start
+        self.has_gem = False
         self.moves: list[str] = []
 
     def look(self) -> str:
@@ -46,6 +47,7 @@ class Game:
         other = Game(self.rooms, self.start, self.gem)
         for way in self.moves:
             other.go(way)
+        other.has_gem = self.has_gem
         return other
 
 
@@ -90,18 +92,8 @@ class TakeTool(StatelessTool):
     async def call(self, arguments: dict[str, Any], state: Game) -> ToolResult:
         if state.room != state.gem:
             raise ToolError("There is no gem here.")
+        state.has_gem = True
         return ToolResult("You have the gem.")
-
-
-class HasGem:
-    """Reward 1 for the gem, independent of the last message, minus 0.01 per call."""
-
-    async def grade(
-        self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
-    ) -> Grade:
-        has_gem = calls.get("take", 0) > 0  # `take` succeeds only in the room of the gem
-        parts = {"gem": float(has_gem), "calls": -0.01 * sum(calls.values())}
-        return Grade(sum(parts.values()), has_gem, parts, f"{dict(calls)}")
 
 
 class TextGameEnv(ToolEnv):
@@ -110,7 +102,15 @@ class TextGameEnv(ToolEnv):
     def __init__(self, task: Task) -> None:
         known = task.metadata
         tools = [LookTool(), GoTool(known["rooms"], known["start"], known["gem"]), TakeTool()]
-        super().__init__(task, tools=tools, grader=HasGem())
+        super().__init__(task, tools=tools)
+
+    async def judge(
+        self, states: Mapping[str, Any], written: Sequence[Message], calls: Mapping[str, int]
+    ) -> Grade:
+        """Reward 1 for the gem, independent of the last message, minus 0.01 per call."""
+        has_gem = states["go"].has_gem
+        parts = {"gem": float(has_gem), "calls": -0.01 * sum(calls.values())}
+        return Grade(sum(parts.values()), has_gem, parts, f"in the {states['go'].room}")
 
 
 register("examples/TextGame-v0", "examples.text_game.env:TextGameEnv")

@@ -14,6 +14,7 @@ import logging
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, variance
 from typing import NoReturn
@@ -33,7 +34,7 @@ from agentenv.base.errors import EXIT_FAILED, ConfigError, DataError
 from agentenv.base.model_files import load_tokenizer, read_eos_ids
 from agentenv.base.offload import in_thread
 from agentenv.contract.env import close_shared
-from agentenv.evaluation.regrade import Graders, regraded
+from agentenv.evaluation.regrade import Graders, UngradedError, regraded
 from agentenv.evaluation.run import row_of_path
 from agentenv.evaluation.store import load_run_config
 from agentenv.lab.diagnosis.doctor import show
@@ -101,7 +102,8 @@ async def audit(run: Path, max_trees: int) -> list[CheckResult]:
             for path in tree.trajectories():
                 place = f"step {step.header.step}, tree {tree.index}, branch {path.leaf.branch}"
                 row = row_of_path(TRAINED, tree.task, 0, path, codec)
-                again.append((place, row, await regraded(row, graders)))
+                with suppress(UngradedError):
+                    again.append((place, row, await regraded(row, graders)))
     finally:
         await close_shared()
     runner = CheckRunner()
@@ -130,7 +132,7 @@ Again = tuple[str, EvalRow, EvalRow]  # place of a trajectory, its row, and its 
 async def equal_rewards(again: Sequence[Again]) -> str:
     """Regrading gives the same rewards."""
     if not again:
-        raise Skip("no trajectory was graded")
+        raise Skip("no trajectory was graded, or only the environment grades, such as by its state")
     wrong = []
     for place, then, now in again:
         if now.end == FAILED:

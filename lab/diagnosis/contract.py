@@ -25,21 +25,18 @@ from agentenv.base.errors import (
     StallError,
 )
 from agentenv.base.offload import in_thread
-from agentenv.base.types import Completion, Message, Task, ToolCall
-from agentenv.base.untrusted import schema_types
+from agentenv.base.types import Completion, Message, Task
 from agentenv.contract.env import Grader, graded, start_grader
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.envs.grading.reward import AnswerReward
 from agentenv.envs.search.corpus import Query
 from agentenv.envs.search.providers import RemoteSearchConfig, WebConfig
-from agentenv.text.call_syntax import properties_of
+from agentenv.text.call_syntax import TEXT, sample_call
 from agentenv.text.native import NativeRenderer
 from agentenv.text.renderer import Renderer, TagRenderer, ToolSchemas
 from agentenv.text.tags import takes_object
 from agentenv.training.loop.parity import ParityProbe, computes_in_float32, gap_limits
 from agentenv.training.supervised.assembly import TrainingAssembly
-
-SAMPLES = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}
 
 
 async def calls(assembly: TrainingAssembly) -> str:
@@ -60,12 +57,12 @@ def refuse_lost_call(
 ) -> None:
     """Raises ConfigError if the parser does not recover a call of this tool."""
     assert isinstance(renderer, TagRenderer | NativeRenderer)
-    wanted, stop = sample_call(tool, "1"), None
+    wanted, stop = sample_call(tool), None
     name = wanted.name
     if isinstance(renderer, TagRenderer):
         stop = f"</{name}>"
         if not takes_object(tool):  # its argument is a text
-            wanted = replace(wanted, arguments=dict.fromkeys(wanted.arguments, "1"))
+            wanted = replace(wanted, arguments=dict.fromkeys(wanted.arguments, TEXT))
     text = renderer.calling("", [wanted], tools)
     written = Completion(renderer.encode(text), [], [], "stop", [], stop)
     found = renderer.parse(written, tools, prompt).tool_calls
@@ -75,17 +72,6 @@ def refuse_lost_call(
             f"the tool {name!r}: its call {text!r} is parsed as {got}; choose another "
             "renderer.name or tool name"
         )
-
-
-def sample_call(tool: dict[str, Any], text: str) -> ToolCall:
-    """A call with a value for each parameter, `text` for texts."""
-    arguments = {}
-    for name, schema in properties_of(tool).items():
-        types = sorted(schema_types(schema) - {"string"})
-        is_text = "string" in schema_types(schema) or not types
-        chosen = schema.get("enum") if isinstance(schema, dict) else None
-        arguments[name] = chosen[0] if chosen else text if is_text else SAMPLES.get(types[0], text)
-    return ToolCall(str(tool["name"]), arguments)
 
 
 async def packed_model(assembly: Assembly[Any]) -> str:
@@ -167,7 +153,7 @@ async def check_grader_sanity(make_env: EnvMaker, tasks: Sequence[Task]) -> str:
         raise Skip("no two rows have different answers")
     async with grader_of(make_env, rows[0]) as grader:
         if grader is None:
-            raise Skip(f"{rows[0].env_id} has no grader")
+            raise Skip(f"only {rows[0].env_id} itself grades, such as by its state")
         await start_grader(grader)
         pairs = list(zip(rows, rows[1:] + rows[:1], strict=True))
         for task, other in pairs:

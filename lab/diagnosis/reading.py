@@ -43,10 +43,10 @@ from agentenv.envs.program import ProgramEnv
 from agentenv.envs.search.bm25 import BM25Config
 from agentenv.envs.search.keys import SearchConfig
 from agentenv.evaluation.subject import EvaluationAssembly, Subject
-from agentenv.lab.diagnosis.contract import OF_MODEL, sample_call
+from agentenv.lab.diagnosis.contract import OF_MODEL
 from agentenv.rollout import failure_log
 from agentenv.rollout.actor import Actor
-from agentenv.text.call_syntax import THOUGHT_CLOSE, THOUGHT_OPEN
+from agentenv.text.call_syntax import THOUGHT_CLOSE, THOUGHT_OPEN, sample_call
 from agentenv.text.native import NativeRenderer
 from agentenv.text.renderer import TagRenderer
 from agentenv.training.supervised.data import RowLoader
@@ -95,7 +95,7 @@ class TrialPolicy:
         thought = f"{'' if is_open else THOUGHT_OPEN}\na thought\n{THOUGHT_CLOSE}\n\n"
         if not self._tools or number >= NUM_CALLS:
             return f"{thought}The answer is {rng.randrange(1000)}."
-        call = sample_call(rng.choice(list(self._tools)), "sample")
+        call = sample_call(rng.choice(list(self._tools)))
         text = f"{thought}{MARK} {rng.randrange(1000)}"
         return self.renderer.calling(text, [call], self._tools)
 

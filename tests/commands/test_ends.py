@@ -59,6 +59,7 @@ class Trial:
         return train.main([
             *(str(self.config), f"run.name={self.folder.name}", f"train.num_steps={NUM_STEPS}"),
             *(f"eval.sets.a.path={here}/a.jsonl", "eval.sets.a.every=2", "eval.sets.a.max_tasks=2"),
+            "env.trial=false",  # its calls are counted
             *overrides,
         ])  # fmt: skip
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
+from agentenv.lab.diagnosis.audit import audit
 from agentenv.launchers import doctor, new, train
 from tests.support.snippets import ran
 
@@ -64,10 +66,11 @@ def test_the_next_commands_are_printed(tmp_path: Path, capsys: pytest.CaptureFix
     assert "NAME" not in text
 
 
-def test_the_generated_test_passes(tmp_path: Path) -> None:
-    new.make_folder("dice_tested", tmp_path)
+@pytest.mark.parametrize(("kind", "number"), [("env", 2), ("state", 3)])
+def test_the_generated_test_passes(kind: str, number: int, tmp_path: Path) -> None:
+    new.make_folder("dice_tested", tmp_path, kind)
     words = ("pytest", "-q", "-p", "no:cacheprovider", "dice_tested")
-    assert "2 passed" in ran(sys.executable, "-m", *words, cwd=tmp_path).stdout
+    assert f"{number} passed" in ran(sys.executable, "-m", *words, cwd=tmp_path).stdout
 
 
 def test_the_doctor_finds_no_fault_in_a_generated_environment(
@@ -82,14 +85,21 @@ def test_the_doctor_finds_no_fault_in_a_generated_environment(
     assert "reformatted ones correct" in " ".join(told.split())
 
 
+@pytest.mark.parametrize(("kind", "algorithm"), [("env", "grpo"), ("state", "arpo")])
 def test_a_generated_environment_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: None
+    kind: str, algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: None
 ) -> None:
-    new.make_folder("dice_trained", tmp_path)
+    """A state is tried before forks, and its rewards are not graded again without it."""
+    name = f"dice_{kind}"
+    options = ["--state"] if kind == "state" else []
+    assert new.main([name, "--folder", str(tmp_path), *options]) == 0
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert train.main(["dice_trained/train.toml", *SMALL, "--dry-run"]) == 0
-    assert train.main(["dice_trained/train.toml", *SMALL]) == 0
-    run = tmp_path / "runs" / "dice_trained"
-    assert json.loads((run / "summary.json").read_text())["algorithm"] == "grpo"
+    words = [f"{name}/train.toml", *SMALL, f"algorithm.name={algorithm}"]
+    assert train.main([*words, "--dry-run"]) == 0
+    assert train.main(words) == 0
+    run = tmp_path / "runs" / name
+    assert json.loads((run / "summary.json").read_text())["algorithm"] == algorithm
     assert (run / "checkpoints" / "step-000002").is_dir()
+    regraded, _ = asyncio.run(audit(run, 4))
+    assert regraded.state == ("passed" if kind == "env" else "skipped"), regraded

@@ -1,0 +1,320 @@
+"""An episode that is tried: forks are independent, and nothing outlives an episode.
+
+A test chooses the episode (`agentenv/adapters/testing.py`); before a run, `try_contract` plays
+random calls. A difference is reported with the place of the state that should not be shared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import pickle
+import sys
+import types
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from io import BytesIO
+from itertools import zip_longest
+from random import Random
+from typing import Any
+
+from agentenv.base.crashes import OURS, guarded
+from agentenv.base.errors import AgentEnvError, ConfigError, CrashError, InfraError, OutageError
+from agentenv.base.types import Message, Task
+from agentenv.contract.env import Env, EnvWrapper, StepResult, check_reset, check_step
+from agentenv.contract.tool_env import ToolEnv
+from agentenv.contract.tools import state_of
+from agentenv.text.call_syntax import sample_call
+
+Make = Callable[[Task], Env]
+Outcome = tuple[list[Message], float, bool, bool]
+
+SEED = 20  # of every episode
+COPY = "return a copy from `fork`, also of what the state contains"
+KEEP = "keep it in the state that a tool's `start` returns, and copy it in `fork`"
+MAX_BYTES = 1 << 20  # of a pickled object; larger ones are not compared
+FIXED = (str, bytes, int, float, complex, tuple, frozenset, type(None))
+TRIAL_S = 60.0
+NUM_EPISODES = 3
+NUM_CALLS = 8
+LAST = Message("assistant", "<answer>unknown</answer>")
+
+
+class Trial:
+    """The laws of forks, by one episode; `reference` has the outcomes of its actions,
+    `changed` the objects that may be the cause of a difference."""
+
+    is_steady = True  # whether equal actions have equal outcomes
+
+    def __init__(self, make: Make, task: Task, actions: Sequence[Message]) -> None:
+        self.make, self.task, self.actions = make, task, actions
+        self.reference, self.changed = list[Outcome](), list[str]()
+
+    @asynccontextmanager
+    async def begun(self, num_actions: int) -> AsyncIterator[Env]:
+        """An episode with SEED after the first actions; closed at the end."""
+        env = self.make(self.task)
+        try:
+            begun = await guarded(env.reset(seed=SEED), "the environment's reset")
+            self.info, self.fork_mode = refuse(check_reset, begun)[1], env.fork_mode
+            await self.act(env, self.actions[:num_actions])
+            yield env
+        finally:
+            await guarded(env.close(), "the environment's close")
+
+    async def play(self) -> list[Outcome]:
+        """The outcomes of one whole episode with SEED."""
+        async with self.begun(0) as env:
+            return await self.act(env, self.actions)
+
+    async def act(self, env: Env, actions: Sequence[Message]) -> list[Outcome]:
+        """The outcomes of the actions, until the episode ends."""
+        outcomes: list[Outcome] = []
+        for action in actions:
+            outcome = await self.step(env, action)
+            outcomes.append(outcome[:4])
+            if outcome[2] or outcome[3]:
+                break
+        return outcomes
+
+    async def step(self, env: Env, action: Message) -> StepResult:
+        """The result of a step; a failure is a result too."""
+        try:
+            return check_step(await guarded(env.step(action), "the environment's step"))
+        except (ConfigError, InfraError, OutageError):
+            raise
+        except AgentEnvError as error:
+            return [Message("tool", str(error))], 0.0, False, False, {}
+
+    async def check_episodes(self) -> None:
+        """Two episodes with the same seed are equal; the first is the reference."""
+        async with self.begun(0) as resting, self.begun(0) as env:
+            self.reference = await self.beside(resting, env, 0, "another episode")
+        self.same(await self.play(), "two episodes with the same seed")
+
+    async def check_forks(self, places: Iterable[int]) -> None:
+        """At each place a child plays the rest, then its parent; in the middle both at the same
+        time: all as if there were no fork."""
+        for place in places:
+            what = f"a fork after {place} steps"
+            async with self.begun(place) as env:
+                async with forked(env) as child:
+                    check_fork(env, child)
+                    await fork_and_close(child)
+                    self.same(await self.beside(env, child, place, what), what, place)
+                what = f"an env after its fork at {place} steps acted and closed"
+                self.same(await self.act(env, self.actions[place:]), what, place)
+        place = len(self.actions) // 2
+        rest = self.actions[place:]
+        async with self.begun(place) as env, forked(env) as child:
+            for outcomes in await asyncio.gather(self.act(env, rest), self.act(child, rest)):
+                self.same(outcomes, "a parent and its fork that act at the same time", place)
+
+    async def beside(self, resting: Env, acting: Env, place: int, what: str) -> list[Outcome]:
+        """The outcomes of the rest in an env beside another one, whose states must not change;
+        other objects that change may be caches."""
+        before = contents(resting)
+        outcomes = await self.act(acting, self.actions[place:])
+        after = contents(resting)
+        self.changed = [name for name, data in before.items() if after.get(name, data) != data]
+        for name in self.changed:
+            if name.startswith("the state"):
+                raise AssertionError(f"{name} changed when {what} acted; {COPY}")
+        return outcomes
+
+    def same(self, found: list[Outcome], what: str, place: int = 0) -> None:
+        """The outcomes are those of the reference from this action on."""
+        for number, (one, other) in enumerate(zip_longest(self.reference[place:], found)):
+            if self.is_steady and one != other:
+                calls = self.actions[place + number].tool_calls
+                step = ", ".join([f"step {number}", *(f"the tool {one.name!r}" for one in calls)])
+                cause = f"; {self.changed[0]} changed and is shared: {KEEP}" if self.changed else ""
+                raise AssertionError(f"{what} differ at {step}:\n  {one}\n  {other}{cause}")
+
+
+# Where state may lie.
+
+
+def objects(env: Env) -> Iterator[tuple[str, Any]]:
+    """The states of tools; the attributes of an env, its tools and its grader; variables that
+    functions of tools close over; and attributes of classes, default arguments and globals of a
+    user's modules, which outlive an episode. All with their names."""
+    owners: list[Any] = [inner := unwrapped(env), env]
+    if isinstance(inner, ToolEnv):
+        owners = [*inner.tools.values(), inner.grader, *owners]
+        own = [name for name, one in inner.tools.items() if not state_of(one)]
+        yield from ((f"the state of the tool {name!r}", inner.state(name)) for name in own)
+    kinds = list[Any]()
+    for owner in filter(is_theirs, owners):
+        who = f"the tool {owner.name!r}" if hasattr(owner, "schema") else type(owner).__name__
+        function = getattr(owner, "function", None)
+        for name, value in _held(function or owner).items():
+            yield f"{name!r} of {who}", value
+        kinds += filter(is_own, (function, *type(owner).__mro__))
+    for outer in dict.fromkeys([*kinds, *(sys.modules[one.__module__] for one in kinds)]):
+        for name, one in vars(outer).items():
+            if isinstance(one, types.FunctionType):
+                yield (f"a default of {one.__qualname__}", [one.__defaults__, one.__kwdefaults__])
+            elif not name.startswith("__"):
+                yield f"{name!r} of {outer.__name__}", one
+
+
+def contents(env: Env) -> dict[str, bytes]:
+    """The objects that can be compared, pickled, by name."""
+    found = {}
+    for name, value in objects(env):
+        with suppress(Exception):  # such as of a connection
+            pickle.Pickler(file := _Bounded(), 5).dump(value)
+            found[name] = file.getvalue()
+    return found
+
+
+class _Bounded(BytesIO):
+    """A file of about MAX_BYTES."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() > MAX_BYTES:
+            raise OverflowError
+        return super().write(data)
+
+
+def check_fork(env: Env, child: Env) -> None:
+    """Raises AssertionError for a fork that has a state, or a grader of the state, of its
+    parent."""
+    before = dict(objects(env))
+    for name, value in objects(child):
+        if name.startswith("the state") and value is before[name] and not isinstance(value, FIXED):
+            raise AssertionError(f"{name} is the same object after a fork as before; {COPY}")
+    env, grader = unwrapped(env), getattr(unwrapped(child), "grader", None)
+    values = [*_held(grader).values()]
+    values += [one for value in values if callable(value) for one in _held(value).values()]
+    if any(one is env or getattr(one, "__self__", None) is env for one in values):
+        raise AssertionError(
+            f"the grader {type(grader).__name__} holds the environment, so a fork is graded by its "
+            "parent's state; let the environment's `judge(states, written, calls)` grade it"
+        )
+
+
+def unwrapped(env: Env) -> Env:
+    """The env within its wrappers."""
+    while isinstance(env, EnvWrapper):
+        env = env.env
+    return env
+
+
+def _held(one: Any) -> dict[str, Any]:
+    """The attributes of an object and, of a function, the variables that it closes over."""
+    closed = inspect.getclosurevars(one).nonlocals if getattr(one, "__closure__", None) else {}
+    return {**getattr(one, "__dict__", {}), **closed}
+
+
+def is_own(one: Any) -> bool:
+    """Whether a class or function is of a user's module."""
+    name = str(getattr(one, "__module__", ""))
+    return name in sys.modules and name.partition(".")[0] not in sys.stdlib_module_names | {OURS}
+
+
+def is_theirs(one: Any) -> bool:
+    """Whether an object, such as a tool, is a user's own."""
+    return is_own(type(one)) or is_own(getattr(one, "function", None))
+
+
+def refuse(check: Callable[..., Any], *given: Any) -> Any:
+    """The result of a rollout's check. Converts its error to AssertionError."""
+    try:
+        return check(*given)
+    except (ConfigError, CrashError) as error:
+        raise AssertionError(str(error)) from error
+
+
+async def fork_and_close(env: Env) -> None:
+    async with forked(env):
+        pass
+
+
+@asynccontextmanager
+async def forked(env: Env) -> AsyncIterator[Env]:
+    """A fork; closed at the end."""
+    child = await guarded(env.fork(), "the environment's fork")
+    try:
+        yield child
+    finally:
+        await child.close()
+
+
+# Before a run.
+
+
+async def try_contract(make: Make, task: Task) -> str:
+    """Play random calls of a user's tools in episodes of a task and in their forks; returns a
+    finding. Raises ConfigError that names the tool, the mistake and the remedy."""
+    try:
+        async with asyncio.timeout(TRIAL_S):
+            for number in range(NUM_EPISODES):
+                if found := await _try_episode(
+                    Trial(make, task, ()), Random(f"{task.id} {number}")
+                ):
+                    return f"{task.env_id}: {' '.join(found.split())}"
+    except (AssertionError, ConfigError, CrashError) as error:
+        raise ConfigError(
+            f"{task.env_id}, tried with random calls for task {task.id}: "
+            f"{' '.join(str(error).split())} (env.trial = false skips this check)"
+        ) from error
+    except (AgentEnvError, TimeoutError) as error:
+        return f"{task.env_id} was not tried: {str(error) or f'no end within {TRIAL_S:g} s'}"
+    return ""
+
+
+async def _try_episode(trial: Trial, rng: Random) -> str:
+    async with trial.begun(0) as env:
+        inner = unwrapped(env)
+        known = inner.tools if isinstance(inner, ToolEnv) else {}
+    if not any(map(is_theirs, (inner, *known.values()))):
+        return ""  # it has tests of its own
+    tools = [one for one in trial.info.get("tools", ()) if is_theirs(known.get(one["name"], inner))]
+    trial.actions = [*random_calls(tools, trial.task, rng), LAST]
+    finding = ""
+    try:
+        await trial.check_episodes()
+    except AssertionError as error:
+        # left behind by earlier episodes, if the next ones are equal
+        if COPY in str(error) or (KEEP in str(error) and await trial.play() == await trial.play()):
+            raise
+        trial.is_steady = False
+        finding = (
+            f"{error}; correct for answers that change by themselves, else episodes share a file, "
+            "a service or a random number"
+        )
+    trial.actions = trial.actions[: len(trial.reference)]  # a turn may end the episode
+    if trial.fork_mode != "none":
+        await trial.check_forks((0, len(trial.actions) // 2))
+    return finding
+
+
+def random_calls(tools: Sequence[dict[str, Any]], task: Task, rng: Random) -> Iterator[Message]:
+    """Turns with a call each, whose arguments are values of the row, mostly those of a column or
+    key with the argument's name."""
+    row = list(values_of("", [task.metadata, task.answers, task.question.split()]))
+
+    def draw(name: str, fitting: list[Any]) -> Any:
+        typed = [one for one in row if type(one[1]) is type(fitting[0]) and len(fitting) == 1]
+        named = [one for one in typed if one[0] == name and rng.random() < 0.9]
+        return rng.choice(named or typed or [("", one) for one in fitting])[1]
+
+    order = rng.sample(tools, len(tools))
+    for number in range(NUM_CALLS):
+        calls = [sample_call(order[number % len(order)], draw)] if order else []
+        yield Message("assistant", draw("", ["a"]), tuple(calls))
+
+
+def values_of(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The texts and numbers in a value of a row, each with the name of its column or key."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield key, name
+            yield from values_of(str(name), inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from values_of(key, inner)
+    else:
+        yield key, value

@@ -1,0 +1,314 @@
+"""Mistakes of environments that share state are named before a run, with tool and remedy."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar
+
+import pytest
+
+from agentenv.adapters.testing import check_tool_env
+from agentenv.adapters.trial import try_contract
+from agentenv.base.errors import ConfigError, CrashError, ToolError
+from agentenv.base.types import Message, Task, ToolCall, ToolResult
+from agentenv.contract.env import EnvWrapper, Grade
+from agentenv.contract.function_tool import FunctionTool, argument_schema, tool
+from agentenv.contract.tool_env import ToolEnv
+from agentenv.contract.tools import StatelessTool
+from agentenv.envs.grading.reward import ExactMatch
+
+ROW = {"rooms": ["Cedar", "Oak"], "wanted": {"room": "Oak", "hour": 9}}
+TASK = Task("t", "Rooms", "Book Oak at 9.", metadata=ROW)
+EVERYWHERE: list[Any] = []
+
+
+def booked(taken: list[Any], room: str, hour: int) -> str:
+    if [room, hour] in taken:
+        raise ToolError(f"{room} is taken at {hour}.")
+    taken.append([room, hour])
+    return f"Booked {room} at {hour}."
+
+
+@tool
+def schema_of_book(room: str, hour: int) -> str:
+    return ""
+
+
+class Book:
+    """The calendar of an episode is its state."""
+
+    name, description, fork_mode = "book", "Book a room.", "snapshot"
+    schema = schema_of_book.schema
+
+    def start(self, seed: int | None) -> Any:
+        return {"taken": []}
+
+    async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
+        return ToolResult(booked(self.calendar(state), arguments["room"], arguments["hour"]))
+
+    def calendar(self, state: Any) -> list[Any]:
+        found: list[Any] = state["taken"]
+        return found
+
+    async def fork(self, state: Any) -> Any:
+        return copy.deepcopy(state)
+
+    async def close(self, state: Any) -> None:
+        return None
+
+
+class RoomsEnv(ToolEnv):
+    """Graded by its calendar; `book` is the place of a mistake."""
+
+    def __init__(self, task: Task, book: Any = None) -> None:
+        super().__init__(task, [book or Book()])
+
+    async def judge(self, states: Any, written: Any, calls: Any) -> Grade:
+        right = [*self.task.metadata["wanted"].values()] in states["book"]["taken"]
+        return Grade(float(right), right)
+
+
+class Same(Book):
+    async def fork(self, state: Any) -> Any:
+        return state
+
+
+class Shallow(Book):
+    async def fork(self, state: Any) -> Any:
+        return dict(state)
+
+
+class Lost(Book):
+    async def fork(self, state: Any) -> Any:
+        return None
+
+
+class Raising(Book):
+    async def fork(self, state: Any) -> Any:
+        raise KeyError("taken")
+
+
+class Global(Book):
+    def calendar(self, state: Any) -> list[Any]:
+        return EVERYWHERE
+
+
+class OfClass(Book):
+    slots: ClassVar[list[Any]] = []
+
+    def calendar(self, state: Any) -> list[Any]:
+        return self.slots
+
+
+class Default(Book):
+    def calendar(self, state: Any, taken: list[Any] = []) -> list[Any]:  # noqa: B006 - the mistake
+        return taken
+
+
+class OfTool(Book):
+    """The tool object is that of all forks."""
+
+    def __init__(self) -> None:
+        self.slots: list[Any] = []
+
+    def calendar(self, state: Any) -> list[Any]:
+        return self.slots
+
+
+class InFile(Book):
+    """Each episode clears one file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def start(self, seed: int | None) -> Any:
+        self.path.write_text("")
+        return {"taken": []}
+
+    async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
+        taken = [line.split() for line in self.path.read_text().splitlines()]
+        text = booked(taken, arguments["room"], str(arguments["hour"]))  # type: ignore[arg-type]
+        self.path.write_text("".join(f"{room} {hour}\n" for room, hour in taken))
+        return ToolResult(text)
+
+
+class Kept(InFile):
+    """The file outlives the episodes, which no object shows."""
+
+    def start(self, seed: int | None) -> Any:
+        return {"taken": []}
+
+
+class AnswerEnv(ToolEnv):
+    def __init__(self, task: Task, *tools: Any, grader: Any = None) -> None:
+        super().__init__(task, tools, grader or ExactMatch())
+
+
+def of_attribute(task: Task) -> ToolEnv:
+    """A function, declared pure, that closes over the environment."""
+
+    @tool
+    def book(room: str, hour: int) -> str:
+        return booked(env.calendar, room, hour)  # type: ignore[attr-defined]
+
+    env = AnswerEnv(task, book)
+    env.calendar = []  # type: ignore[attr-defined]
+    return env
+
+
+def of_variable(task: Task) -> ToolEnv:
+    taken: list[Any] = []
+
+    @tool
+    def book(room: str, hour: int) -> str:
+        return booked(taken, room, hour)
+
+    return AnswerEnv(task, book)
+
+
+class ByCalendar:
+    """A grader that holds its environment."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    async def grade(self, task: Task, written: Any, calls: Any) -> Grade:
+        return Grade(0.0, False)
+
+
+def of_grader(source: Callable[[Any], Any]) -> Callable[[Task], ToolEnv]:
+    def make(task: Task) -> ToolEnv:
+        env = AnswerEnv(task, Book())
+        env.grader = ByCalendar(source(env))
+        return env
+
+    return make
+
+
+class Calls(ToolEnv):
+    """A step of its own, whose list the forks share."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task, [schema_of_book], ExactMatch())
+        self.calls: list[str] = []
+
+    async def step(self, action: Message) -> Any:
+        if action.tool_calls:
+            self.calls.append("call")
+            return [Message("tool", str(len(self.calls)))], 0.0, False, False, {}
+        return await super().step(action)
+
+
+COPY, KEEP = "return a copy from `fork`", "changed and is shared: keep it in the state"
+MISTAKES: dict[str, tuple[Any, str]] = {
+    "same state": (Same, f"state of the tool 'book' is the same object after a fork .*{COPY}"),
+    "shallow": (Shallow, f"the state of the tool 'book' changed when a fork .* acted; {COPY}"),
+    "lost": (Lost, "raised TypeError"),
+    "raising": (Raising, "the fork of the tool 'book' raised KeyError: 'taken' .test_trial.py, l"),
+    "global": (Global, f"'book'.* 'EVERYWHERE' of tests.test_trial {KEEP}"),
+    "class": (OfClass, f"'book'.* 'slots' of OfClass {KEEP}"),
+    "default": (Default, f"'book'.* a default of Default.calendar {KEEP}"),
+    "tool": (OfTool, f"'book'.* 'slots' of the tool 'book' {KEEP}"),
+    "file": (InFile, "after its fork at 0 steps .* differ at step .*, the tool 'book'"),
+    "attribute": (of_attribute, f"'calendar' of AnswerEnv {KEEP}"),
+    "variable": (of_variable, f"'taken' of the tool 'book' {KEEP}"),
+    "grader": (of_grader(lambda env: env), "grader ByCalendar holds the env.*`judge\\(states"),
+    "method": (of_grader(lambda env: env.state), "the grader ByCalendar holds the environment"),
+    "closure": (of_grader(lambda env: lambda: env.task), "the grader ByCalendar holds the env"),
+    "own step": (Calls, f"'calls' of Calls {KEEP}"),
+    "wrapped": (lambda task: EnvWrapper(Calls(task)), f"'calls' of Calls {KEEP}"),
+}
+
+
+def maker(name: str, folder: Path) -> Callable[[Task], Any]:
+    found: Any = Kept if name == "kept" else MISTAKES[name][0]
+    if isinstance(found, type) and issubclass(found, InFile):
+        kind = found
+        return lambda task: RoomsEnv(task, kind(folder / "calendar.txt"))
+    if isinstance(found, type) and issubclass(found, Book):
+        tool_kind: Any = found
+        return lambda task: RoomsEnv(task, tool_kind())
+    make: Callable[[Task], Any] = found
+    return make
+
+
+CALLS = [ToolCall("book", {"room": room, "hour": 9}) for room in ROW["rooms"]]
+EPISODE = [*(Message("assistant", "", (call,)) for call in CALLS), Message("assistant", "done")]
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+async def test_a_mistake_is_named_before_the_run_and_by_the_kit(name: str, tmp_path: Path) -> None:
+    for shared in (EVERYWHERE, OfClass.slots, Default.calendar.__defaults__[0]):  # type: ignore[index]
+        shared.clear()
+    make, says = maker(name, tmp_path), MISTAKES[name][1]
+    with pytest.raises(ConfigError, match=f"(?s)random calls.*{says}.*env.trial = false"):
+        await try_contract(make, TASK)
+    if name not in ("global", "class", "default"):  # filled by now
+        with pytest.raises((AssertionError, CrashError), match=f"(?s){says}"):
+            await check_tool_env(make, TASK, EPISODE)
+
+
+def at_random(task: Task) -> ToolEnv:
+    """Answers that change by themselves are no mistake."""
+
+    @tool
+    def look(room: str) -> str:
+        return f"{room} {os.urandom(8).hex()}"
+
+    return AnswerEnv(task, look, Book())
+
+
+class Cached(StatelessTool):
+    """A cache that changes no answer."""
+
+    name, description, schema = "price", "A price.", argument_schema(schema_of_book._arguments)
+
+    def __init__(self) -> None:
+        self.known: dict[str, str] = {}
+
+    async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
+        return ToolResult(self.known.setdefault(str(arguments), str(len(str(arguments)))))
+
+
+class Broken(FunctionTool):
+    async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
+        raise KeyError("always")
+
+
+def half_broken(task: Task) -> ToolEnv:
+    @Broken
+    def fails(room: str) -> str:
+        return room
+
+    return AnswerEnv(task, fails, Book())
+
+
+@pytest.mark.parametrize(
+    "make", [RoomsEnv, half_broken, lambda t: AnswerEnv(t, Cached(), Book()), AnswerEnv]
+)
+async def test_an_environment_without_a_mistake_passes(make: Any) -> None:
+    assert await try_contract(make, TASK) == ""
+
+
+LUCK = Random(1)
+
+
+def at_luck(task: Task) -> ToolEnv:
+    """A global changes with each answer, but is not their cause."""
+
+    @tool
+    def look(room: str) -> str:
+        return f"{room} {LUCK.random()}"
+
+    return AnswerEnv(task, look, Book())
+
+
+async def test_a_doubt_is_a_line(tmp_path: Path) -> None:
+    assert "change by themselves" in await try_contract(at_random, TASK)
+    assert "'LUCK' of tests.test_trial" in await try_contract(at_luck, TASK)
+    (tmp_path / "calendar.txt").touch()
+    assert "share a file" in await try_contract(maker("kept", tmp_path), TASK)
