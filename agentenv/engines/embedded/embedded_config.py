@@ -1,39 +1,18 @@
-"""The keys of the in-process engine; importing it does not load torch."""
+"""The choice of the in-process engine; importing it does not load torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
-
-from msgspec import Meta
+from typing import ClassVar
 
 from agentenv.base.errors import ConfigError, EngineError
 from agentenv.base.offload import in_thread
-from agentenv.contract.engine import (
-    Engine,
-    EngineCapabilities,
-    EngineConfig,
-    EngineStart,
-    LocalModel,
-)
-
-NUM_CACHED_SEQS = 128  # finished requests kept as prefix cache
+from agentenv.contract.engine import Engine, EngineCapabilities, EngineStart, LocalModel
+from agentenv.engines.embedded.settings import NUM_CACHED_SEQS, EmbeddedSettings
 
 
-class EmbeddedConfig(EngineConfig, frozen=True, kw_only=True, tag="embedded", tag_field="name"):
+class EmbeddedConfig(EmbeddedSettings, frozen=True, kw_only=True, tag="embedded", tag_field="name"):
     """Settings of the embedded engine."""
-
-    max_num_seqs: Annotated[
-        int, Meta(description="Concurrent requests; further ones queue in order.", ge=1)
-    ] = 128
-    num_threads: Annotated[int, Meta(description="CPU threads of torch, process-wide.", ge=1)] = 1
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"],
-        Meta(description="Device of the model; auto: a GPU if available."),
-    ] = "auto"
-    dtype: Annotated[
-        Literal["float32", "bfloat16"], Meta(description="Of weights, keys and values.")
-    ] = "float32"
 
     capabilities: ClassVar = EngineCapabilities(is_exact=True, can_sleep=True)
 

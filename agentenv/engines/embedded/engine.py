@@ -30,9 +30,9 @@ from agentenv.base.offload import in_thread, start_thread
 from agentenv.base.types import Chunk, Completion, SamplingParams
 from agentenv.contract.engine import Engine, check_request
 from agentenv.contract.stop_strings import StopStrings
-from agentenv.engines.embedded.embedded_config import NUM_CACHED_SEQS, EmbeddedConfig
 from agentenv.engines.embedded.model import SlotCache, avoid_cudnn
 from agentenv.engines.embedded.scheduler import EmbeddedRequest, Event, Scheduler
+from agentenv.engines.embedded.settings import NUM_CACHED_SEQS, EmbeddedSettings
 from agentenv.engines.embedded.weights import EmbeddedWeights, read_architecture
 
 CLOSED = "the engine is closed"
@@ -83,7 +83,7 @@ class EmbeddedEngine(Engine):
 
     def __init__(
         self,
-        config: EmbeddedConfig,
+        config: EmbeddedSettings,
         model_path: Path,
         policy_version: int = 0,
         tokenizer: Any = None,

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -26,13 +26,11 @@ from agentenv.contract.request import (
     ServerLostError,
     ServerRequest,
 )
+from agentenv.contract.server_config import PoolConfig
 from agentenv.contract.weights import Group, Manifest, Sender, SharedSender
 from agentenv.engines.pool.server import FIRST_CLOSED_S, PooledServer
 from agentenv.engines.remote.base import sampled
 from agentenv.engines.remote.weight_sync import Server
-
-if TYPE_CHECKING:
-    from agentenv.engines.pool.pool import EnginePool
 
 
 class Target(Struct, frozen=True):
@@ -92,11 +90,26 @@ AWAY_S = 5.0  # for other processes to abort their requests
 FOREIGN = "it does not have the weights that this run loaded"
 
 
+class KeptPool(Protocol):
+    """The pool, as its keepers know it."""
+
+    config: PoolConfig
+    servers: list[PooledServer]
+    target: Target
+    is_asleep: bool
+    reason: str | None
+
+    def kept(self, keeper: Keeper) -> None: ...
+    def serve(self, server: PooledServer) -> None: ...
+    def dispatch(self) -> None: ...
+    def watch_outage(self) -> None: ...
+
+
 class Keeper:
     """The keeper of one server of the pool. The label that a server returns shows whether it still
     has its weights (keeps_label); a sampled token shows that it works."""
 
-    def __init__(self, pool: EnginePool, server: PooledServer) -> None:
+    def __init__(self, pool: KeptPool, server: PooledServer) -> None:
         self.server, self.client = server, server.client
         self.task: asyncio.Task[None] | None = None
         self._pool, self._config = pool, pool.config
