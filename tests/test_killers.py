@@ -287,9 +287,9 @@ async def test_a_tree_queued_after_a_poison_task_ends_when_cancelled() -> None:
     rollouts = cluster.start(range(4))
     for _ in range(100_000):
         await asyncio.sleep(0.1)
-        if cluster.workers._held_back:
+        if 0 < len(cluster.workers._waiting) < len(cluster.workers._wanted()):
             break
-    (held, *_) = cluster.workers._held_back
+    (held, *_) = cluster.workers._waiting
     assert cluster.workers.cancel(held.index, "enough")
     await asyncio.wait({rollouts[held.index]}, timeout=1.0)
     assert rollouts[held.index].done()
@@ -306,12 +306,11 @@ async def test_a_cancelled_tree_does_not_delay_the_trees_queued_after_it() -> No
     rollouts = cluster.start(range(5))
     for _ in range(100_000):
         await asyncio.sleep(0.1)
-        if len(workers._held_back) > 2:
+        if (tried := workers._poison._tried) is not None and len(workers._waiting) > 3:
             break
-    waiting = {one.index for one in workers._held_back}
-    (tried,) = {one.index for one in workers._wanted()} - waiting
-    gone = [tried, workers._held_back[0].index]
-    others = [one.index for one in workers._held_back[1:]]
+    assert tried is not None
+    first, *others = [one.index for one in workers._waiting if one.index != tried]
+    gone = [tried, first]
     for index in gone:
         rollouts[index].cancel()
     await asyncio.sleep(0.1)
@@ -320,7 +319,7 @@ async def test_a_cancelled_tree_does_not_delay_the_trees_queued_after_it() -> No
         trees = await asyncio.gather(*(rollouts[index] for index in others))
     assert [tree.index for tree in trees] == others
     assert all(rollouts[index].cancelled() for index in gone)
-    assert not workers._held_back
+    assert not workers._waiting
     await cluster.close()
 
 

@@ -14,7 +14,7 @@ import pytest
 from agentenv.base.errors import TooManyFailuresError
 from agentenv.base.types import Limits
 from agentenv.cluster.engines import _Held
-from agentenv.cluster.messages import Alive, Notice, RolloutEnded, WorkerFigures, pack
+from agentenv.cluster.messages import Notice, RolloutEnded, WorkerFigures, pack
 from agentenv.cluster.workers import RolloutWorkers
 from agentenv.processes.link import Link
 from agentenv.processes.supervisor import LocalPlacement, Supervisor
@@ -99,7 +99,7 @@ async def test_frames_of_a_drained_worker_are_received_until_it_ends() -> None:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         link = Link(*await asyncio.open_connection(*server.sockets[0].getsockname()))
-        link.send(pack(Alive(WorkerFigures())))
+        link.send(pack(WorkerFigures()))
         await asyncio.sleep(0.1)
         workers.leave("a", 0.2)
         with suppress(EOFError):
@@ -125,7 +125,7 @@ async def test_a_drained_worker_that_does_not_end_is_disconnected(
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = Link(reader, writer)
-        link.finish()
+        link.close(receives=True)
         link.send(b"is lost")
         try:
             await link.receive()

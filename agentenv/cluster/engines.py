@@ -18,14 +18,13 @@ called by the controller:
 
     worker   LinkedEngine.generate --SampleTurn-->  Turns   controller: one coroutine per turn
                   ^                                   |
-                  +--- Tokens, TurnPause, SampledTurn, RequestRefused
+                  +--- Tokens, TurnPause, SampledTurn, Refused
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,8 @@ from agentenv.cluster.messages import (
     Granted,
     OfPlace,
     Quit,
+    Refused,
     SampledTurn,
-    SampleRefused,
     SampleTurn,
     ServerPause,
     SlotAbort,
@@ -111,7 +110,7 @@ class LinkedEngine(Engine):
             pending.wait.end()
             del self._pending[number]
 
-    def handle(self, message: Tokens | TurnPause | SampledTurn | SampleRefused) -> None:
+    def handle(self, message: Tokens | TurnPause | SampledTurn | Refused) -> None:
         """Handle a message about a turn; ignored if the turn was cancelled."""
         pending = self._pending.get(message.number)
         if pending is None or pending.done.done():
@@ -126,7 +125,7 @@ class LinkedEngine(Engine):
                     pending.clock.discard_last(message.lost_s)
             case SampledTurn():
                 pending.done.set_result(message.completion)
-            case SampleRefused():
+            case Refused():
                 error = raised(message.kind, message.text)
                 if isinstance(error, EngineError) and message.is_final:
                     error.is_final = True
@@ -157,7 +156,7 @@ class Turns:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _sample(self, request: SampleTurn) -> None:
-        message: SampledTurn | SampleRefused
+        message: SampledTurn | Refused
         number, send = request.number, self._link.send
         clock = ReportingClock(
             lambda is_paused, lost_s: send(pack(TurnPause(number, is_paused, lost_s)))
@@ -178,7 +177,7 @@ class Turns:
             message = SampledTurn(number, completion)
         except Exception as error:  # the rollout raises it
             is_final = getattr(error, "is_final", False)
-            message = SampleRefused(number, *named(error), is_final=is_final)
+            message = Refused(number, *named(error), is_final=is_final)
         finally:
             clock.report = None
             del self._running[number]
@@ -239,7 +238,7 @@ class LeasedEngine(TurnEngine[Lease]):
         match message:
             case Granted():
                 self._take(message)
-            case SampleRefused():
+            case Refused():
                 if (waiting := self._waiting.get(message.number)) and not waiting.done():
                     waiting.set_exception(raised(message.kind, message.text))
             case ServerPause() if lease:
@@ -344,13 +343,14 @@ class Leases:
 
     def __init__(self, pool: EnginePool, link: Link) -> None:
         self._pool, self._link = pool, link
-        self._waiting: dict[int, asyncio.Future[PooledServer]] = {}
+        self._waiting: dict[int, asyncio.Task[None]] = {}
         self._held: dict[int, _Held] = {}
 
     def handle(self, message: Acquire | SlotRelease) -> None:
         """Handle a message of the worker."""
         if isinstance(message, Acquire):
-            return self._seek(message)
+            self._waiting[message.number] = asyncio.create_task(self._seek(message))
+            return
         for name, number in message.counts.items():  # twice as fast as Counter.update
             self._pool.counts[name] += number
         if held := self._held.get(message.number):
@@ -362,52 +362,29 @@ class Leases:
         if held := self._held.get(number):
             self._free(held)
         elif number in self._waiting:
-            self._forget(number)
+            self._waiting.pop(number).cancel()
 
     def close(self) -> None:
         """Free all slots of a worker that is gone."""
-        for number in list(self._waiting):
-            self._forget(number)
-        for held in list(self._held.values()):
-            self._free(held)
+        for number in [*self._waiting, *self._held]:
+            self.quit(number)
 
-    def _seek(self, request: Acquire) -> None:
+    async def _seek(self, request: Acquire) -> None:
+        """Grant a slot on a server that is awake."""
         pool = self._pool
+        avoid: Collection[PooledServer] = ()
+        if request.avoid:
+            avoid = [one for one in pool.servers if one.number in request.avoid]
         try:
             pool.check_alive()
+            while (server := await pool.acquire(request.session, request.order, avoid)).is_asleep:
+                pool.queue.free(server)  # it has fallen asleep meanwhile
         except EngineDeadError as error:
-            return self._refuse(request.number, error)
-        avoid = (
-            [one for one in pool.servers if one.number in request.avoid] if request.avoid else ()
-        )
-        slot = pool.queue.seek(request.session, request.order, avoid)
-        if isinstance(slot, PooledServer):
-            self._grant(request.number, slot)
+            self._link.send(pack(Refused(request.number, *named(error))))
         else:
-            self._waiting[request.number] = slot
-            slot.add_done_callback(partial(self._found, request))
-
-    def _found(self, request: Acquire, slot: asyncio.Future[PooledServer]) -> None:
-        """A slot has become available."""
-        is_wanted = self._waiting.pop(request.number, None) is not None
-        if slot.cancelled():
-            return
-        error = slot.exception()
-        if error is not None:
-            return self._refuse(request.number, error)
-        server = slot.result()
-        if is_wanted and not server.is_asleep:  # it may have fallen asleep meanwhile
-            return self._grant(request.number, server)
-        self._pool.queue.free(server)
-        if is_wanted:
-            self._seek(request)
-
-    def _forget(self, number: int) -> None:
-        """Cancel a wait for a slot; if it was just granted, `_found` releases it."""
-        self._waiting.pop(number).cancel()
-
-    def _refuse(self, number: int, error: BaseException) -> None:
-        self._link.send(pack(SampleRefused(number, *named(error), is_final=False)))
+            self._grant(request.number, server)
+        finally:
+            self._waiting.pop(request.number, None)
 
     def _grant(self, number: int, server: PooledServer) -> None:
         held = self._held[number] = _Held(self._pool, self._link, number, server)

@@ -4,15 +4,15 @@
     Grow(number, task, ..)        ----->           grow a tree on the worker's actor
                                   <-----  TreeFrame  an event of the tree, as a frame of the
                                                    journal; the last frame is its end
-                                  <-----  Raised   the error of its rollout
-    Drop(number)                  ----->           cancel the rollout of a tree
+                                  <-----  Refused  the error of its rollout
+    Quit(number)                  ----->           cancel the rollout of a tree
                                   <-----  Acquire     request a slot on a server of the pool
-    Granted, RequestRefused       ----->           the server and its connection data, or an error
+    Granted, Refused              ----->           the server and its connection data, or an error
     ServerPause, SlotAbort        ----->           events of the server
                                   <-----  SlotRelease   the slot is free, with the outcome
                                   <-----  SampleTurn  request a turn of an engine that is not a pool
     Tokens, TurnPause,            ----->           events and result of the turn
-    SampledTurn, RequestRefused
+    SampledTurn, Refused
                                   <-----  Quit     cancel a slot or turn
     Steer                         ----->           pause or resume all rollouts
     CancelTree(number, reason)    ----->           a user cancels that tree
@@ -20,7 +20,7 @@
                                   <-----  CurrentWaits
     Over                          ----->           the run has ended
                                   <-----  RolloutEnded  a rollout has ended, or failed
-                                  <-----  Alive    every BEAT_S seconds, with statistics
+                                  <-----  WorkerFigures  every BEAT_S seconds, with statistics
                                   <-----  Notice   a message for the user
                                   <-----  Leaving  its machine is about to shut down
 
@@ -52,8 +52,8 @@ class Grow(Struct, array_like=True, frozen=True, tag=1):
     recorded: bytes | None = None
 
 
-class Drop(Struct, array_like=True, frozen=True, tag=2):
-    """Cancel the rollout; without reply."""
+class Quit(Struct, array_like=True, frozen=True, tag=16):
+    """Cancel the rollout, turn or slot; without reply."""
 
     number: int
 
@@ -80,13 +80,13 @@ class SampledTurn(Struct, array_like=True, frozen=True, tag=5):
     completion: Completion
 
 
-class SampleRefused(Struct, array_like=True, frozen=True, tag=6):
-    """The error of the engine (`named` of agentenv/processes/worker_group.py)."""
+class Refused(Struct, array_like=True, frozen=True, tag=17):
+    """The error of a rollout, or of the engine (`named` of agentenv/processes/worker_group.py)."""
 
     number: int
     kind: str
     text: str
-    is_final: bool
+    is_final: bool = False
 
 
 class Granted(Struct, array_like=True, frozen=True, tag=8):
@@ -142,9 +142,9 @@ class Over(Struct, array_like=True, frozen=True, tag=15):
     worker may reconnect."""
 
 
-OfTurn = Tokens | TurnPause | SampledTurn | SampleRefused
-OfPlace = Granted | ServerPause | SlotAbort | SampleRefused
-WorkerRequest = Grow | Drop | Steer | CancelTree | GetWaits | Over | OfTurn | OfPlace
+OfTurn = Tokens | TurnPause | SampledTurn | Refused
+OfPlace = Granted | ServerPause | SlotAbort | Refused
+WorkerRequest = Grow | Quit | Steer | CancelTree | GetWaits | Over | OfTurn | OfPlace
 
 
 class TreeFrame(Struct, array_like=True, frozen=True, tag=1):
@@ -153,14 +153,6 @@ class TreeFrame(Struct, array_like=True, frozen=True, tag=1):
     number: int
     tag: int
     frame: bytes
-
-
-class Raised(Struct, array_like=True, frozen=True, tag=2):
-    """The error of a rollout; see `named` of agentenv/processes/worker_group.py."""
-
-    number: int
-    kind: str
-    text: str
 
 
 class SampleTurn(Struct, array_like=True, frozen=True, tag=3):
@@ -176,19 +168,12 @@ class SampleTurn(Struct, array_like=True, frozen=True, tag=3):
     order: tuple[int, int]
 
 
-class Quit(Struct, array_like=True, frozen=True, tag=4):
-    """Abort the turn; without reply."""
-
-    number: int
-
-
-class WorkerFigures(Struct, array_like=True):
-    """Statistics of a worker. `hits` and `probe_waits_s` are those of
+class WorkerFigures(Struct, array_like=True, tag=5):
+    """A heartbeat, with statistics of a worker. `hits` and `probe_waits_s` are those of
     `agentenv.rollout.metrics.PrefixHits` and `ProbeWaits` since the last message; `env` and
     `num_cut` count since its start. `behind` names the longest wait of its rollouts; empty: no
     rollouts."""
 
-    num_trees: int = 0
     num_open_envs: int = 0
     num_cut: int = 0
     hits: dict[str, list[int]] = {}
@@ -196,10 +181,6 @@ class WorkerFigures(Struct, array_like=True):
     env: dict[str, float] = {}
     loop: dict[str, float] = {}
     behind: str = ""
-
-
-class Alive(Struct, array_like=True, frozen=True, tag=5):
-    figures: WorkerFigures
 
 
 class Notice(Struct, array_like=True, frozen=True, tag=6):
@@ -249,10 +230,10 @@ class RolloutEnded(Struct, array_like=True, frozen=True, tag=12):
 
 Answer = (
     TreeFrame
-    | Raised
+    | Refused
     | SampleTurn
     | Quit
-    | Alive
+    | WorkerFigures
     | Notice
     | Acquire
     | SlotRelease

@@ -126,10 +126,9 @@ class RolloutWorkers(WorkerGroup[_Worker]):
         self._plan: RolloutPlan = Independent(1) if plan is None else plan
         self.num_moved = 0  # trees resumed on other workers
         self._actor = actor
-        self._unplaced: list[_Growing] = []  # until a worker joins
+        self._waiting: list[_Growing] = []  # for a worker, or for the trial of a poison task
         self._poison = PoisonTasks()
         self._num_poison = 0  # poison tasks found since a tree last made progress
-        self._held_back: list[_Growing] = []  # while another poison task is on trial
         self._numbers = count()
         self._problem: Exception | None = None  # the next requested tree raises it
         self._is_steered = False  # new workers are paused too
@@ -198,12 +197,9 @@ class RolloutWorkers(WorkerGroup[_Worker]):
             return
         if self.reason:
             raise WorkerError(self.reason)
-        if not self._poison.admits(growing.index):
-            self._held_back.append(growing)
-            return
         staying = [one for one in self.workers.values() if one.draining is None]
-        if not staying:
-            self._unplaced.append(growing)
+        if not staying or not self._poison.admits(growing.index):
+            self._waiting.append(growing)
             return
         worker = min(staying, key=lambda one: len(one.trees))
         recorded = growing.recorded
@@ -225,22 +221,23 @@ class RolloutWorkers(WorkerGroup[_Worker]):
         self._clear(growing)
         worker = growing.worker
         if worker is not None and worker.trees.pop(growing.number, None) is not None:
-            worker.link.send(pack(messages.Drop(growing.number)))
+            worker.link.send(pack(messages.Quit(growing.number)))
             self._has_less(worker)
 
     def _forget(self, growing: _Growing) -> None:
         """Stop waiting for a worker."""
-        for places in (self._unplaced, self._held_back):
-            if growing in places:
-                places.remove(growing)
+        if growing in self._waiting:
+            self._waiting.remove(growing)
 
     def _clear(self, growing: _Growing) -> None:
         """The tree does not kill workers; try the next poison task."""
         if self._poison.clears(growing.index):
-            waiting = [one for one in self._held_back if not one.ended.done()]
-            if waiting:
-                self._held_back.remove(waiting[0])
-                self._move_tree(waiting[0])
+            self._place_waiting()
+
+    def _place_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for growing in waiting:
+            self._move_tree(growing)
 
     def _move_tree(self, growing: _Growing) -> None:
         """Resume the tree on another worker, if one can join."""
@@ -259,9 +256,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
     def joined(self, worker: _Worker) -> None:
         if self._is_steered and not self._is_closed:
             self._steer(worker)
-        waiting, self._unplaced = self._unplaced, []
-        for growing in waiting:
-            self._move_tree(growing)
+        self._place_waiting()
 
     def left(self, worker: _Worker, why: str) -> Left:
         is_drained = worker.draining is not None and not worker.is_hanging
@@ -307,15 +302,15 @@ class RolloutWorkers(WorkerGroup[_Worker]):
                 worker.turns.quit(message.number)
                 if worker.leases is not None:
                     worker.leases.quit(message.number)
-            case messages.Raised():
+            case messages.Refused():
                 growing = worker.trees.pop(message.number, None)
                 self._has_less(worker)
                 if growing is not None and not growing.ended.done():
                     growing.ended.set_exception(raised(message.kind, message.text))
-            case messages.Alive():
-                worker.figures = message.figures
-                self._actor.prefixes.merge(message.figures.hits)
-                self._actor.probes.extend(message.figures.probe_waits_s)
+            case WorkerFigures():
+                worker.figures = message
+                self._actor.prefixes.merge(message.hits)
+                self._actor.probes.extend(message.probe_waits_s)
             case messages.Leaving():
                 self.leave(worker.name, message.within_s)
             case messages.Notice():
@@ -391,7 +386,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, within_s)):
                 await worker.idle.wait()
-        worker.link.finish()  # turns in transit still count
+        worker.link.close(receives=True)  # turns in transit still count
 
     def _has_less(self, worker: _Worker) -> None:
         if not worker.trees and worker.draining is not None:
@@ -400,11 +395,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
     def end(self, reason: str) -> None:
         """Accept no more workers: trees without a worker raise WorkerError."""
         super().end(reason)
-        waiting = self._unplaced + self._held_back
-        self._unplaced, self._held_back = [], []
-        for growing in waiting:
-            if not growing.ended.done():
-                growing.ended.set_exception(WorkerError(reason))
+        self._place_waiting()  # raises in them
 
     # Control
 
@@ -446,7 +437,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
     def _wanted(self) -> list[_Growing]:
         """All requested trees; those without a worker come last."""
         placed = (one for worker in self.workers.values() for one in worker.trees.values())
-        return [*placed, *self._unplaced, *self._held_back]
+        return [*placed, *self._waiting]
 
     def _growing(self, index: int) -> _Growing | None:
         return next((one for one in self._wanted() if one.index == index), None)

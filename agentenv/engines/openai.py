@@ -5,8 +5,7 @@ the engines for token ids, and for chat messages (chat.py).
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import nan
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -120,8 +119,20 @@ class EndpointEngine(Engine):
         order: tuple[int, int] = (0, 0),
     ) -> Completion:
         """See Engine.generate; `on_tokens` gets the whole turn at its end."""
-        with self._alive():
+        if self._dead:
+            raise EngineDeadError(self._dead)
+        try:
             done = await self._turn(prompt_ids, sampling, session)
+        except RefusedError as error:
+            if error.status not in HOPELESS:
+                raise
+            self._dead = str(error)
+            raise EngineDeadError(self._dead) from error
+        except (FailedError, SilentServerError):
+            raise
+        except ServerLostError as error:  # unreachable; a slow or busy one does not end the run
+            self._dead = f"{error}; after {self.config.num_retries} retries"
+            raise EngineDeadError(self._dead) from error
         if on_tokens is not None:
             on_tokens(Chunk(done.token_ids, done.logprobs, done.entropies))
         return done
@@ -146,24 +157,6 @@ class EndpointEngine(Engine):
         """Idempotent."""
         self._dead = self._dead or "the engine is closed"
         await self.endpoint.close()
-
-    @contextmanager
-    def _alive(self) -> Iterator[None]:
-        """Around each request: convert fatal errors to EngineDeadError."""
-        if self._dead:
-            raise EngineDeadError(self._dead)
-        try:
-            yield
-        except RefusedError as error:
-            if error.status not in HOPELESS:
-                raise
-            self._dead = str(error)
-            raise EngineDeadError(self._dead) from error
-        except (FailedError, SilentServerError):
-            raise
-        except ServerLostError as error:  # unreachable; a slow or busy one does not end the run
-            self._dead = f"{error}; after {self.config.num_retries} retries"
-            raise EngineDeadError(self._dead) from error
 
 
 def unmeasured(ids: list[int], reason: Literal["stop", "length"], stop: str | None) -> Completion:

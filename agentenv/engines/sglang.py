@@ -1,7 +1,6 @@
 """Client of an SGLang server; SGLang itself is only required on the server side.
 
 request_body, SGLangAnswer   one request in SGLang's format, and its parsed answer
-read_load                    load figures
 SGLangServer                 POST /generate (stream, our own rid) --> chunks --> PartEnd; after a
                              cancellation or failure --> POST /abort_request, at once; and the steps
                              of a weight update (remote/weight_sync.py)
@@ -23,12 +22,12 @@ from agentenv.base.errors import EngineError, ForeignError
 from agentenv.base.types import Chunk, SamplingParams, VersionSpan
 from agentenv.base.untrusted import decode
 from agentenv.contract.engine import EngineCapabilities, check_request
-from agentenv.contract.http_client import Count, Logprob, RefusedError, ServerClient, reply_bytes
+from agentenv.contract.http_client import Count, Logprob, RefusedError, reply_bytes
 from agentenv.contract.request import BusyError, PartEnd, ServerLoad, ServerLostError, ServerRequest
 from agentenv.contract.server_config import SGLANG_RESERVED
 from agentenv.contract.weights import Bucket, Group, Manifest
 from agentenv.engines.pool.pooled_engine import PooledEngineConfig
-from agentenv.engines.remote.base import HEALTH_S, AnswerParser, LabeledSpan, top_k_entropies
+from agentenv.engines.remote.base import AnswerParser, LabeledSpan, top_k_entropies
 from agentenv.engines.remote.probes import (
     SGLANG_TRANSFER,
     SGLANG_TRIED,
@@ -192,11 +191,8 @@ class SGLangAnswer(AnswerParser):
             raise ServerLostError(text) from error
         meta = found.meta_info
         if found.error is not None or meta is None:
-            failure = (
-                found.error
-                if isinstance(found.error, SGLangFailure)
-                else SGLangFailure(found.error)
-            )
+            failed = found.error
+            failure = failed if isinstance(failed, SGLangFailure) else SGLangFailure(failed)
             raise self._refusal(failure.message, failure.code)
         if meta.finish_reason is not None:
             self._end(meta, meta.finish_reason)
@@ -283,25 +279,6 @@ class Loads(Struct, frozen=True):
     loads: list[RankLoad]
 
 
-async def read_load(server: ServerClient) -> ServerLoad:
-    """Sums over ranks; the fullest cache. Raises EngineError for an unknown answer."""
-    ranks = (await server.call_as(Loads, "GET", "/v1/loads", params={"include": "core"})).loads
-    return ServerLoad(
-        num_running=sum(rank.num_running_reqs for rank in ranks),
-        num_waiting=sum(rank.num_waiting_reqs for rank in ranks),
-        kv_usage=min(max((rank.token_usage for rank in ranks), default=0.0), 1.0),
-        num_preemptions=await _count_preemptions(server),
-    )
-
-
-async def _count_preemptions(worker: ServerClient) -> int:
-    try:
-        text = await worker.call("GET", "/metrics")
-    except RefusedError:  # without --enable-metrics
-        return 0
-    return int(sum(read_metrics(text, {RETRACTED: 0})[RETRACTED]))
-
-
 class SGLangServer(WeightSync[SGLangFacts]):
     """Server over one SGLang server (see RemoteServer).
 
@@ -313,6 +290,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
     transfer = SGLANG_TRANSFER
     tried = SGLANG_TRIED
     facts = SGLangFacts
+    health = "/server_info"  # unlike /health, it does not generate or take 1 s
 
     async def _probe(self) -> SGLangFacts:
         return await probe_sglang(self._http, self._vocab_size, self._layout)
@@ -349,15 +327,21 @@ class SGLangServer(WeightSync[SGLangFacts]):
         scored = found.meta_info.input_token_logprobs[start - len(ids) :]
         return [nan if one[0] is None else one[0] for one in scored]
 
-    async def _check_health(self) -> None:
-        """Check that its scheduler answers; unlike /health, this does not generate or take 1 s."""
-        await self._http.call("GET", "/server_info", timeout_s=HEALTH_S)
-
     async def load(self) -> ServerLoad:
         """Sums over data-parallel ranks and workers; the fullest cache. Preemptions count with
         --enable-metrics, else 0. The figures are up to 15 steps old, or as many as
         --load-snapshot-publish-interval says."""
-        return await read_load(self._http)
+        found = await self._http.call_as(Loads, "GET", "/v1/loads", params={"include": "core"})
+        ranks, num_preemptions = found.loads, 0
+        with suppress(RefusedError):  # without --enable-metrics
+            metrics = read_metrics(await self._http.call("GET", "/metrics"), {RETRACTED: 0})
+            num_preemptions = int(sum(metrics[RETRACTED]))
+        return ServerLoad(
+            num_running=sum(rank.num_running_reqs for rank in ranks),
+            num_waiting=sum(rank.num_waiting_reqs for rank in ranks),
+            kv_usage=min(max((rank.token_usage for rank in ranks), default=0.0), 1.0),
+            num_preemptions=num_preemptions,
+        )
 
     # weights
 

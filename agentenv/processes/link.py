@@ -127,12 +127,16 @@ class Link:
             start = end
         self._rest = data[start:]
 
-    def close(self) -> None:
-        """Close after the other end has received the sent frames. Idempotent."""
+    def close(self, *, receives: bool = False) -> None:
+        """Close after the other end has received the sent frames; `receives`: still receive its
+        frames until it closes. The link ends within LAST_S seconds. Idempotent."""
         if not self._is_closed:
             self.flush()
             self._is_closed = True
-            self._writer.close()
+            if not receives:
+                self._writer.close()
+            elif not self._writer.transport.is_closing():
+                self._writer.write_eof()
             asyncio.get_running_loop().call_later(LAST_S, self.abort)
 
     async def closed(self) -> None:
@@ -141,16 +145,6 @@ class Link:
             async with asyncio.timeout(LAST_S):
                 await self._writer.wait_closed()
         self._writer.transport.abort()
-
-    def finish(self) -> None:
-        """As `close`, but still receive the other end's frames until it closes, within LAST_S
-        seconds."""
-        if not self._is_closed:
-            self.flush()
-            self._is_closed = True
-            if not self._writer.transport.is_closing():
-                self._writer.write_eof()
-            asyncio.get_running_loop().call_later(LAST_S, self.abort)
 
     def abort(self) -> None:
         """Close both ends at once; frames in transit are lost. Idempotent."""

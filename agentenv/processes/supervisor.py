@@ -83,9 +83,9 @@ class LocalProcess:
         return None if self._guard is None else self._guard.returncode
 
     async def start(self) -> None:
-        opened = _Log(Path(self.spec.log))
+        opening = asyncio.ensure_future(in_thread(open_log, Path(self.spec.log)))
         try:
-            log = await in_thread(opened.open)
+            log = await asyncio.shield(opening)
             self._guard = await start_process(
                 *guarded(self.spec.command, self._grace_s),
                 stdin=asyncio.subprocess.PIPE,
@@ -96,7 +96,7 @@ class LocalProcess:
                 start_new_session=True,
             )
         finally:
-            opened.close()
+            opening.add_done_callback(_close)
 
     async def ended(self) -> str:
         """Wait for the end of the process; returns a description of the end."""
@@ -131,24 +131,10 @@ def python_path() -> str:
     return os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
 
 
-class _Log:
-    """A log that a thread opens. The thread survives a cancellation; it closes a file that it opens
-    after `close`."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._is_wanted = path, True
-        self._file: BinaryIO | None = None
-
-    def open(self) -> BinaryIO:
-        self._file = open_log(self._path)
-        if not self._is_wanted:
-            self._file.close()
-        return self._file
-
-    def close(self) -> None:
-        self._is_wanted = False
-        if self._file is not None:
-            self._file.close()
+def _close(opening: asyncio.Future[BinaryIO]) -> None:
+    """Close a log that a thread has opened, even after the cancellation of its waiter."""
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 def open_log(path: Path) -> BinaryIO:

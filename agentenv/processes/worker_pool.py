@@ -107,7 +107,9 @@ class WorkerPool:
             server = _ForkServer(self._environment)
             loading = asyncio.ensure_future(server.load(self._setup))
             try:
-                if await _over_a_bound(loading, server.used, START_TIMEOUT_S, START_TIMEOUT_S):
+                if await _over_a_bound(
+                    loading, server.process.pid, START_TIMEOUT_S, START_TIMEOUT_S
+                ):
                     raise InfraError(f"{self.handler} took over {START_TIMEOUT_S:g} s to load")
                 if problem := loading.result():
                     raise ConfigError(f"{self.handler} cannot be loaded: {problem}")
@@ -184,7 +186,7 @@ class WorkerPool:
         job = asyncio.ensure_future(worker.request({"payload": payload}))
         healthy = False
         try:
-            bound_s = await _over_a_bound(job, worker.used, limit_s, self.max_asleep_s)
+            bound_s = await _over_a_bound(job, worker.pid, limit_s, self.max_asleep_s)
             if bound_s:
                 return {"stopped": f"stopped after {bound_s:g} s"}
             healthy = "result" in job.result() and server is self._server
@@ -198,15 +200,15 @@ class WorkerPool:
 
 
 async def _over_a_bound(
-    job: asyncio.Future[Any], used: Callable[[], Used], limit_s: float, max_asleep_s: float
+    job: asyncio.Future[Any], pid: int, limit_s: float, max_asleep_s: float
 ) -> float:
     """Wait until a job is done and return 0.0, or return the limit, in seconds of CPU time or of
     time asleep, that its process has reached. Time that it waits for a core counts as neither."""
     loop = asyncio.get_running_loop()
-    start, before = loop.time(), used()
+    start, before = loop.time(), _used(pid)
     left_s = min(limit_s, max_asleep_s)
     while not (await asyncio.wait({job}, timeout=max(left_s, CHECK_EVERY_S)))[0]:
-        now = used()
+        now = _used(pid)
         cpu_s = now.cpu_s - before.cpu_s
         asleep_s = loop.time() - start - cpu_s - (now.delay_s - before.delay_s)
         if cpu_s >= limit_s:
@@ -230,7 +232,7 @@ class _ForkServer:
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         with inner:
             try:
-                self._process = subprocess.Popen(
+                self.process = subprocess.Popen(
                     [sys.executable, "-m", "agentenv.processes.worker_pool"],
                     stdin=inner.fileno(),
                     stdout=subprocess.DEVNULL,
@@ -289,21 +291,17 @@ class _ForkServer:
                 if worker.handle < 0:
                     worker.kill()
 
-    def used(self) -> Used:
-        """The CPU time and waits of the process so far."""
-        return _used(self._process.pid)
-
     def alive(self) -> bool:
         """Whether the process runs."""
-        return self._process.poll() is None
+        return self.process.poll() is None
 
     def close(self) -> None:
         """Kill the process, and with it its workers."""
-        self._process.kill()
+        self.process.kill()
         self._control.close()
         while self.idle:
             self.idle.pop().kill()
-        threading.Thread(target=self._process.wait, daemon=True).start()  # reaps, never blocks
+        threading.Thread(target=self.process.wait, daemon=True).start()  # reaps, never blocks
 
 
 class Used(NamedTuple):
@@ -356,10 +354,6 @@ class _Worker:
         with contextlib.suppress(EOFError, ForeignError):
             return cast(dict[str, Any], decode(await self._link.receive(), _Reply, packed=True))
         return {}
-
-    def used(self) -> Used:
-        """The CPU time and waits of the process so far."""
-        return _used(self.pid)
 
     def kill(self) -> None:
         """Kill the process; idempotent."""

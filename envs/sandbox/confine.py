@@ -116,6 +116,11 @@ def map_ids(uid: int, gid: int) -> None:
         os.close(fd)
 
 
+def enter(fd: int, kind: int) -> None:
+    """Enter a namespace of this kind. Raises OSError."""
+    _check(_libc.setns(fd, kind), "enter a namespace")
+
+
 def cover(tmp_bytes: int, keep: Sequence[str]) -> None:
     """Cover /proc by an empty folder, and /tmp by a private one that still shows `keep`."""
     os.chdir("/tmp")
@@ -395,9 +400,7 @@ def install(machine: str, filters: bytes, *, listen: bool = False) -> int:
     flags = NEW_LISTENER if listen else 0
     (number,) = numbers_of(machine, "seccomp")
     result = int(_libc.syscall(number, SET_FILTER, ctypes.c_ulong(flags), ctypes.byref(header)))
-    if result < 0:
-        problem = ctypes.get_errno()
-        raise OSError(problem, f"system call filter: {os.strerror(problem)}")
+    _check(min(result, 0), "system call filter")
     return result
 
 

@@ -20,7 +20,6 @@ process for each fork, and keeps one ready.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import os
@@ -273,8 +272,6 @@ def _shared_memory(pid: int, device: str = "-") -> set[str]:
 ANSWER_TIMEOUT_S = 1.0
 MAX_ENTRIES = 2000
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
 
 class ForkInitializer:
     """The zygote's handle of this process."""
@@ -337,12 +334,12 @@ def _initialize(parent: int, child: int, tmp_bytes: int, keep: Sequence[str]) ->
         (f"{child}/ns/mnt", confine.CLONE_NEWNS),
     ]
     opened = [(os.open(f"/proc/{path}", os.O_RDONLY), kind) for path, kind in spaces]
-    enter(*opened[0])
+    confine.enter(*opened[0])
     for name in ("uid_map", "gid_map"):
         with open(f"/proc/{child}/{name}", "w") as file:
             file.write(f"{confine.SESSION_ID} {confine.SESSION_ID} 1")
-    enter(*opened[1])
-    enter(*opened[2])
+    confine.enter(*opened[1])
+    confine.enter(*opened[2])
     old = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
     confine.cover_tmp(tmp_bytes)
     new = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
@@ -350,12 +347,6 @@ def _initialize(parent: int, child: int, tmp_bytes: int, keep: Sequence[str]) ->
     os.fchdir(old)
     for path in keep:  # seen from the folder that is covered by now
         confine.keep_seen(os.path.relpath(path, "/tmp"), path)
-
-
-def enter(fd: int, kind: int) -> None:
-    if _libc.setns(fd, kind) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
 
 
 def copy_files(old: int, new: int, device: int, room: int) -> int:

@@ -8,15 +8,14 @@ from __future__ import annotations
 import asyncio
 import re
 import unicodedata
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
 from agentenv.base.errors import ConfigError, DataError, ForeignError
-from agentenv.base.offload import check_outside
+from agentenv.base.offload import OwnThread, check_outside
 from agentenv.base.untrusted import convert, decode
 
 _MARKETS = (  # by script, kana first, since Japanese also uses Chinese characters
@@ -77,7 +76,6 @@ class Backend(Protocol):
 
 
 Index = TypeVar("Index")
-T = TypeVar("T")
 
 
 class LocalBackend(Generic[Index]):
@@ -85,7 +83,7 @@ class LocalBackend(Generic[Index]):
     threads, which also run searches."""
 
     def __init__(self, name: str, num_threads: int) -> None:
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._in_thread = OwnThread(name, num_threads)
         self._opened: asyncio.Future[Index] | None = None
 
     async def start(self) -> None:
@@ -94,7 +92,7 @@ class LocalBackend(Generic[Index]):
 
     async def close(self) -> None:
         """Stop the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._in_thread.close()
 
     def _open(self) -> Index:
         raise NotImplementedError
@@ -102,14 +100,9 @@ class LocalBackend(Generic[Index]):
     async def _index(self) -> Index:
         check_outside("a search index")
         if self._opened is None:
-            loop = asyncio.get_running_loop()
-            self._opened = loop.run_in_executor(self._threads, self._open)
+            self._opened = asyncio.ensure_future(self._in_thread(self._open))
         # a cancelled caller must not cancel the build for others
         return await asyncio.shield(self._opened)
-
-    async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, function, *arguments)
 
 
 class BackendConfig(Struct, frozen=True, forbid_unknown_fields=True, tag_field="name"):

@@ -116,8 +116,11 @@ class FaissBackend(LocalBackend["_Dense"]):
                 for place, (_, answer) in enumerate(batch):
                     if answer.done():  # its caller was cancelled
                         continue
-                    if isinstance(found, BaseException):
-                        answer.set_exception(_problem(found, self._config.index))
+                    if isinstance(found, RuntimeError | OSError):  # such as lack of memory
+                        problem = InfraError(f"search in {self._config.index} failed: {found}")
+                        answer.set_exception(problem)
+                    elif isinstance(found, BaseException):
+                        answer.set_exception(found)
                     else:
                         answer.set_result(found[place])
             finally:
@@ -168,13 +171,6 @@ class _Dense(Struct, frozen=True):
             best = list(zip(own, values, strict=True))[: query.max_results]
             found.append([self.corpus[place].hit(score) for place, score in best if place >= 0])
         return found
-
-
-def _problem(error: BaseException, index: str) -> BaseException:
-    """Convert a library's failure: most, such as lack of memory, are InfraErrors to retry."""
-    if isinstance(error, RuntimeError | OSError):
-        return InfraError(f"search in {index} failed: {error}")
-    return error
 
 
 class VectorEncoder:

@@ -14,15 +14,7 @@ from msgspec import defstruct
 
 from agentenv.base.types import Completion, SamplingParams
 from agentenv.cluster.engines import LeasedEngine, Leases
-from agentenv.cluster.messages import (
-    Acquire,
-    Drop,
-    Grow,
-    Quit,
-    SlotRelease,
-    read_answer,
-    read_request,
-)
+from agentenv.cluster.messages import Acquire, Grow, Quit, SlotRelease, read_answer, read_request
 from agentenv.contract.server_config import PoolConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.processes.link import Link
@@ -169,7 +161,7 @@ async def leased(
     async def receive_from_controller() -> None:
         while True:
             message = read_request(await theirs.receive())
-            assert not isinstance(message, Grow | Drop)
+            assert not isinstance(message, Grow | Quit)
             engine.handle(message)  # type: ignore[arg-type]
 
     async def receive_from_worker() -> None:

@@ -23,7 +23,7 @@ from agentenv.assembly.serving.servers import MAX_RESTARTS, ServerFactory
 from agentenv.base.errors import WorkerError
 from agentenv.base.offload import in_thread
 from agentenv.base.ports import is_loopback
-from agentenv.cluster.messages import Alive, Notice, WorkerFigures, pack, read_answer
+from agentenv.cluster.messages import Notice, WorkerFigures, pack, read_answer
 from agentenv.contract.server_config import LaunchConfig, Served, ServersConfig
 from agentenv.processes.link import Link
 from agentenv.processes.supervisor import Placement, Supervisor
@@ -136,7 +136,7 @@ class EngineHolder:
     async def serve(self) -> None:
         """Report the URL, then send heartbeats."""
         self._link.send(pack(Notice(f"{URL}{self._url}")))
-        await serve(self._link, lambda frame: None, lambda: pack(Alive(WorkerFigures())))
+        await serve(self._link, lambda frame: None, lambda: pack(WorkerFigures()))
 
 
 async def build(

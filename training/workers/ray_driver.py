@@ -21,7 +21,7 @@ from packaging.version import Version
 from agentenv.base.errors import ConfigError, MissingError, WorkerError
 from agentenv.base.installation import install_hint
 from agentenv.base.offload import in_thread
-from agentenv.cluster.messages import Alive, WorkerFigures
+from agentenv.cluster.messages import WorkerFigures
 from agentenv.processes.link import Link
 from agentenv.processes.supervisor import GRACE_S, ProcessSpec
 from agentenv.processes.worker_group import serve
@@ -256,7 +256,7 @@ class RayDriver:
         self._link.send(pack(await self._connected()))
         watching = asyncio.create_task(self._watch())
         try:
-            await serve(self._link, self._take, lambda: pack(Alive(WorkerFigures())))
+            await serve(self._link, self._take, lambda: pack(WorkerFigures()))
         finally:
             for task in (watching, *self._tasks):
                 task.cancel()

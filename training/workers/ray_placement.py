@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from agentenv.base.errors import WorkerError
 from agentenv.base.untrusted import packed
-from agentenv.cluster.messages import Alive, Notice
+from agentenv.cluster.messages import Notice, WorkerFigures
 from agentenv.processes.guard import guarded
 from agentenv.processes.supervisor import GRACE_S, ProcessSpec, Supervisor
 from agentenv.processes.worker_group import Left, Worker, WorkerGroup, WorkerSpec
@@ -85,7 +85,7 @@ class PlaceProcess(Struct, array_like=True, frozen=True, tag=50):
     spec: ProcessSpec
 
 
-FromDriver = Connected | ProcessStarted | ProcessEnded | Leaves | Alive | Notice
+FromDriver = Connected | ProcessStarted | ProcessEnded | Leaves | WorkerFigures | Notice
 pack = packed
 read_setup = msgspec.msgpack.Decoder(RaySetup).decode
 read_request = msgspec.msgpack.Decoder(PlaceProcess | StopProcess).decode

@@ -132,7 +132,7 @@ class RolloutWorker:
                 task = group.create_task(self._grow(request))
                 self._rollouts[request.number] = task, request.index
                 task.add_done_callback(partial(self._forget, request.number))
-            case messages.Drop():
+            case messages.Quit():
                 if request.number in self._rollouts:
                     self._rollouts[request.number][0].cancel()
             case messages.Steer():
@@ -179,7 +179,7 @@ class RolloutWorker:
                 recorded=recorded,
             )
         except Exception as error:
-            self.link.send(pack(messages.Raised(request.number, *named(error))))
+            self.link.send(pack(messages.Refused(request.number, *named(error))))
 
     def _forget(self, number: int, task: object) -> None:
         del self._rollouts[number]
@@ -187,14 +187,13 @@ class RolloutWorker:
     def _beat(self) -> bytes:
         actor = self.actor
         found = WorkerFigures(
-            num_trees=len(self._rollouts),
             num_open_envs=actor.envs.count,
             num_cut=getattr(actor.renderer, "num_cut", 0),
             hits=actor.prefixes.drain(),
             probe_waits_s=actor.probes.drain(),
         )
         self.look(found)
-        return pack(messages.Alive(found))
+        return pack(found)
 
 
 class WorkerAssembly(RolloutAssembly[TrainConfig]):

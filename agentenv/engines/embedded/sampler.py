@@ -23,30 +23,22 @@ class TokenSampler:
         vocab_size: int = 0,
         seen: Callable[[int], Sequence[int]] = lambda row: (),
     ) -> None:
-        def column(values: list[float]) -> Tensor:
+        def column(values: Sequence[float], neutral: float) -> Tensor | None:
+            """None: no row differs from the neutral value."""
+            if all(value == neutral for value in values):
+                return None
             return torch.tensor(values, device=device).unsqueeze(1)
 
-        self._greedy: Tensor | None = None
-        self._temperature: Tensor | None = None
-        self._top_k: Tensor | None = None
-        self._top_p: Tensor | None = None
-        self._min_p: Tensor | None = None
-        self._penalty: Tensor | None = None
+        # Greedy rows report the whole distribution at temperature 1.
+        random = [p if p.temperature else SamplingParams(max_tokens=1) for p in params]
+        self._greedy = column([p.temperature == 0 for p in params], False)
+        self._temperature = column([p.temperature for p in random], 1.0)
+        self._top_k = column([p.top_k if p.top_k > 0 else 2**31 for p in random], 2**31)
+        self._top_p = column([p.top_p for p in random], 1.0)
+        self._min_p = column([p.min_p for p in random], 0.0)
+        self._penalty = column([p.repetition_penalty for p in params], 1.0)
         self._seen: Tensor | None = None  # bool [S, vocab_size], with a penalty only
-        if any(p.temperature == 0 for p in params):
-            self._greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
-        if any(p.temperature not in (0, 1) for p in params):
-            self._temperature = column([p.temperature or 1.0 for p in params])
-        if any(p.temperature and (p.top_k > 0 or p.top_p < 1) for p in params):
-            # Greedy rows report the whole distribution at temperature 1.
-            self._top_k = column(
-                [p.top_k if p.temperature and p.top_k > 0 else 2**31 for p in params]
-            )
-            self._top_p = column([p.top_p if p.temperature else 1.0 for p in params])
-        if any(p.temperature and p.min_p > 0 for p in params):
-            self._min_p = column([p.min_p if p.temperature else 0.0 for p in params])
-        if any(p.repetition_penalty != 1 for p in params):
-            self._penalty = column([p.repetition_penalty for p in params])
+        if self._penalty is not None:
             self._seen = torch.zeros(len(params), vocab_size, dtype=torch.bool, device=device)
             for row, p in enumerate(params):
                 if p.repetition_penalty != 1:
@@ -67,7 +59,7 @@ class TokenSampler:
         if self._min_p is not None:
             floor = scores.amax(-1, keepdim=True) + self._min_p.log()
             scores = scores.masked_fill(scores < floor, -torch.inf)
-        if self._top_k is not None and self._top_p is not None:
+        if self._top_k is not None or self._top_p is not None:
             scores = truncate(scores, self._top_k, self._top_p)
         probs = scores.softmax(-1)
         cumulative = probs.cumsum(-1, dtype=torch.float64)
@@ -75,11 +67,11 @@ class TokenSampler:
         target = (1.0 - uniforms).unsqueeze(1) * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, target).clamp_(max=logits.shape[1] - 1)
         if self._greedy is not None:
-            tokens = torch.where(self._greedy.unsqueeze(1), logits.argmax(-1, True), tokens)
+            tokens = torch.where(self._greedy, logits.argmax(-1, True), tokens)
         logprobs = probs.gather(1, tokens).log_()
         # H = log Z - E[score], and log Z = score of the token - its log-probability.
         log_total = scores.gather(1, tokens) - logprobs
-        if self._top_k is not None or self._min_p is not None:
+        if any(one is not None for one in (self._top_k, self._top_p, self._min_p)):
             scores = scores.masked_fill(probs == 0, 0.0)
         if self._seen is not None:
             self._seen.scatter_(1, tokens, True)
@@ -87,12 +79,14 @@ class TokenSampler:
         return tokens.squeeze(1), logprobs.squeeze(1), entropies.clamp_(min=0.0)
 
 
-def truncate(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def truncate(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     """Scores with -inf outside the top_k most likely and, of those, the top_p nucleus."""
     ordered, order = scores.sort(stable=True, dim=-1, descending=True)
     ranks = torch.arange(scores.shape[1], device=scores.device)
-    ordered = ordered.masked_fill(ranks >= top_k, -torch.inf)
-    probs = ordered.softmax(-1)
-    before = probs.cumsum(-1) - probs
-    ordered = ordered.masked_fill((before >= top_p) & (ranks > 0), -torch.inf)
+    if top_k is not None:
+        ordered = ordered.masked_fill(ranks >= top_k, -torch.inf)
+    if top_p is not None:
+        probs = ordered.softmax(-1)
+        before = probs.cumsum(-1) - probs
+        ordered = ordered.masked_fill((before >= top_p) & (ranks > 0), -torch.inf)
     return torch.empty_like(scores).scatter_(1, order, ordered)

@@ -10,9 +10,8 @@ import math
 import random
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from agentenv.base.errors import EngineError
 from agentenv.base.types import Chunk, Completion, SamplingParams, VersionSpan
+from agentenv.contract.engine import extend_spans
 from agentenv.contract.stop_strings import StopMatcher, StopStrings
 from agentenv.engines.embedded.model import (
     DecodeGroup,
@@ -40,33 +40,28 @@ ROOM = 16  # columns reserved beyond a prompt, so that short turns need no move
 @dataclass(eq=False)
 class EmbeddedRequest:
     """The thread's state of one call of generate. `context` is the initial content of its slot: the
-    prompt, and the tokens from before a sleep of the engine."""
+    prompt, and the tokens from before a sleep of the engine; `turn` has the tokens so far."""
 
     prompt: IntArray
     sampling: SamplingParams
     session: str
     chunk_size: int  # tokens of a Chunk, 0: no streaming
     order: tuple[int, int] = (0, 0)  # the smallest waiting one is admitted first
-    rng: random.Random = field(init=False)
-    context: IntArray = field(init=False)
     matcher: StopMatcher | None = None
     enders: frozenset[int] = frozenset()  # tokens that may end the request
     slot: int = -1
-    num_cached: int = 0
     num_reported: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    entropies: list[float] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)  # (version, first token)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.sampling.seed)
         self.context = self.prompt
+        self.turn = Completion([], [], [], "stop", [])
 
     def take_chunk(self) -> Chunk:
         """The tokens not reported yet."""
-        start, self.num_reported = self.num_reported, len(self.token_ids)
-        return Chunk(self.token_ids[start:], self.logprobs[start:], self.entropies[start:])
+        turn, start = self.turn, self.num_reported
+        self.num_reported = len(turn.token_ids)
+        return Chunk(turn.token_ids[start:], turn.logprobs[start:], turn.entropies[start:])
 
     def requeue(self) -> None:
         """Release the slot, and restart after the tokens so far."""
@@ -75,38 +70,19 @@ class EmbeddedRequest:
 
     def all_ids(self) -> list[int]:
         """The tokens of prompt and output so far."""
-        return [*self.prompt.tolist(), *self.token_ids]
-
-    def enter_version(self, version: int) -> None:
-        """`version` samples the tokens from here on."""
-        if self.versions and self.versions[-1][0] == version:
-            return
-        if self.versions and self.versions[-1][1] == len(self.token_ids):
-            self.versions.pop()
-        self.versions.append((version, len(self.token_ids)))
+        return [*self.prompt.tolist(), *self.turn.token_ids]
 
     def end(self, at_eos: bool) -> Completion | None:
         """The completion if the last token ended the request."""
-        reason: Literal["stop", "length"] = "stop"
-        stop = None
+        turn = self.turn
         if not at_eos:
-            if self.matcher is not None and self.token_ids[-1] in self.matcher.candidates:
-                stop = self.matcher.match(self.token_ids)
-            if stop is None:
-                if len(self.token_ids) < self.sampling.max_tokens:
+            if self.matcher is not None and turn.token_ids[-1] in self.matcher.candidates:
+                turn.stop = self.matcher.match(turn.token_ids)
+            if turn.stop is None:
+                if len(turn.token_ids) < self.sampling.max_tokens:
                     return None
-                reason = "length"
-        ends = [start for _, start in self.versions[1:]] + [len(self.token_ids)]
-        spans = zip(self.versions, ends, strict=True)
-        return Completion(
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
-            entropies=self.entropies,
-            finish_reason=reason,
-            version_spans=[VersionSpan(version, start, end) for (version, start), end in spans],
-            stop=stop,
-            num_cached_tokens=self.num_cached,
-        )
+                turn.finish_reason = "length"
+        return turn
 
 
 # A request with its new tokens or its outcome; neither: it was admitted.
@@ -141,17 +117,17 @@ class BatchStep:
             if rows:
                 lengths = cache.lengths[rows].tolist()
                 decodes.append(DecodeGroup(block, len(token_ids), lengths, device))
-                token_ids += [running[slot].token_ids[-1] for slot in rows]
+                token_ids += [running[slot].turn.token_ids[-1] for slot in rows]
                 positions += lengths
                 spare.append(block.width - max(lengths))
                 slots += rows
         self.slots = np.array(slots, dtype=np.int64)
         self.requests = [running[slot] for slot in slots]
-        self.inputs = [request.token_ids[-1] for request in self.requests]
+        self.inputs = [request.turn.token_ids[-1] for request in self.requests]
         prefills: list[Prefill] = []
         for request in fresh:
             block, row = cache.location(request.slot)
-            past, start = request.num_cached, len(token_ids)
+            past, start = request.turn.num_cached_tokens, len(token_ids)
             ids = request.context[past:].tolist()
             prefills.append(Prefill(block, row, past, start, len(ids), device))
             token_ids += ids
@@ -236,8 +212,6 @@ class Scheduler:
         self._weights.load(source)
         self._cache.forget_all()
         self.policy_version = policy_version
-        for request in self.running.values():
-            request.enter_version(policy_version)
         self.counts["weight_updates"] += 1
 
     def sleep(self) -> None:
@@ -322,15 +296,14 @@ class Scheduler:
         return fresh
 
     def _open(self, request: EmbeddedRequest, source: int | None, common: int) -> None:
-        room = min(request.sampling.max_tokens - len(request.token_ids), ROOM)
-        request.slot, request.num_cached = self._cache.open(
+        room = min(request.sampling.max_tokens - len(request.turn.token_ids), ROOM)
+        request.slot, request.turn.num_cached_tokens = self._cache.open(
             request.context, request.session, source, common, room
         )
         self._model.reserve(len(request.prompt) + request.sampling.max_tokens)
         self.running[request.slot] = request
         self.events.append((request, None, None))
-        request.enter_version(self.policy_version)
-        self.counts["cached_tokens"] += request.num_cached
+        self.counts["cached_tokens"] += request.turn.num_cached_tokens
         self._step = None
 
     def _record(
@@ -349,11 +322,13 @@ class Scheduler:
         for request, token, logprob, entropy in zip(
             requests, token_ids, logprobs, entropies, strict=True
         ):
-            request.token_ids.append(token)
-            request.logprobs.append(logprob)
-            request.entropies.append(entropy)
-            completion = None
-            num_tokens = len(request.token_ids)
+            turn, completion = request.turn, None
+            turn.token_ids.append(token)
+            turn.logprobs.append(logprob)
+            turn.entropies.append(entropy)
+            num_tokens = len(turn.token_ids)
+            span = VersionSpan(self.policy_version, num_tokens - 1, num_tokens)
+            extend_spans(turn.version_spans, span)
             if token in request.enders or num_tokens == request.sampling.max_tokens:
                 completion = request.end(token in self._arch.eos_ids)
                 if completion is not None:

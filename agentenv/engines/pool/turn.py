@@ -20,7 +20,7 @@ from itertools import count
 from math import nan
 from pathlib import Path
 from random import Random
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from msgspec.structs import replace
 
@@ -100,6 +100,8 @@ class PooledTurn:
         self._on_tokens, self._stream_interval = on_tokens, stream_interval
         self._eos_ids, self._matcher = eos_ids, matcher
         self._logprobs, self._entropies = array("d"), array("d")  # nats
+        sampled = (self.token_ids, self._logprobs, self._entropies)
+        self._sampled: tuple[array[Any], ...] = sampled
         self._spans: list[VersionSpan] = []
         self._has_tokens = matcher is not None and matcher.has_tokens
         self._base = 0  # tokens of earlier parts
@@ -193,8 +195,8 @@ class PooledTurn:
         its tokens were reported already."""
         if self._num_reported > self._base or self.is_stopped:
             raise error
-        for tokens in (self.token_ids, self._logprobs, self._entropies):
-            del tokens[self._base :]
+        for values in self._sampled:
+            del values[self._base :]
         self._observed = []
 
     def _spans_of(self, part: PartEnd) -> list[VersionSpan]:
@@ -220,8 +222,8 @@ class PooledTurn:
             stop = self._match(length)
             if stop is not None and not self._ends_by_itself(length):
                 self._stop = stop
-                for tokens in (self.token_ids, self._logprobs, self._entropies):
-                    del tokens[length:]
+                for values in self._sampled:
+                    del values[length:]
                 self.is_stopped = True
                 if self._ended is not None:
                     end(self._ended)
@@ -243,13 +245,7 @@ class PooledTurn:
         start, end = self._num_reported, len(self.token_ids)
         if self._on_tokens is not None and end - start >= self._stream_interval:
             self._num_reported = end
-            self._on_tokens(
-                Chunk(
-                    self.token_ids[start:end].tolist(),
-                    self._logprobs[start:end].tolist(),
-                    self._entropies[start:end].tolist(),
-                )
-            )
+            self._on_tokens(Chunk(*(values[start:end].tolist() for values in self._sampled)))
 
     def _complete(
         self, reason: Literal["stop", "length", "abort"], stop: str | None, num_cached: int = 0

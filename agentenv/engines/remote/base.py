@@ -170,6 +170,7 @@ class RemoteServer(ABC, Generic[F]):
 
     tried: ClassVar[str]  # prefix of the versions for which the contract tests ran
     facts: ClassVar[type[Facts]]
+    health = "/health"  # a route that answers while its scheduler does
 
     def __init__(
         self,
@@ -261,13 +262,10 @@ class RemoteServer(ABC, Generic[F]):
     async def healthy(self) -> bool:
         """Whether it answers now; does not raise for a lost server."""
         try:
-            await self._check_health()
+            await self._http.call("GET", self.health, timeout_s=HEALTH_S)
         except EngineError:
             return False
         return True
-
-    async def _check_health(self) -> None:
-        await self._http.call("GET", "/health", timeout_s=HEALTH_S)
 
     async def keeps_label(self) -> bool:
         """Whether the server returns the label that this client gave its weights. False: another

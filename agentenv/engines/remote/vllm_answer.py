@@ -7,7 +7,7 @@ client requests the top log-probs of tokens that need entropies.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -21,30 +21,23 @@ from agentenv.engines.remote.base import AnswerParser, LabeledSpan, top_k_entrop
 from agentenv.engines.remote.probes import ENTROPY, STOP_STRINGS, VLLM_TRIED
 
 NO_LOGPROB = -9999.0  # vLLM's value for minus infinity, NaN, and unknown
-P = TypeVar("P", bound="_Position")
 
 
 class _Position(Struct, gc=False):
     logprob: Logprob
-
-
-class _WithRank(_Position, gc=False):
     rank: int | None = None
-
-
-class _WithRivals(_WithRank, gc=False):
     top_logprobs: list[_Position] = []
 
 
-class _Logprobs(Struct, Generic[P], gc=False):
-    content: list[P]
+class _Logprobs(Struct, gc=False):
+    content: list[_Position]
 
 
-class _Choice(Struct, Generic[P], gc=False):
+class _Choice(Struct, gc=False):
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    logprobs: _Logprobs[P] | None = None
+    logprobs: _Logprobs | None = None
     weight_versions: list[LabeledSpan] | None = None
 
 
@@ -61,15 +54,10 @@ class _Failure(Struct):
     code: int = 500
 
 
-class _Event(Struct, Generic[P], gc=False):
-    choices: list[_Choice[P]] = []
+class _Event(Struct, gc=False):
+    choices: list[_Choice] = []
     usage: _Usage | None = None
     error: _Failure | None = None
-
-
-BARE: type[_Event[_Position]] = _Event[_Position]
-WITH_RANK: type[_Event[_WithRank]] = _Event[_WithRank]
-WITH_RIVALS: type[_Event[_WithRivals]] = _Event[_WithRivals]
 
 
 def request_body(
@@ -145,13 +133,11 @@ class VLLMAnswer(AnswerParser):
 
     def __init__(self, *arguments: Any, plugin: bool = False, **keys: Any) -> None:
         super().__init__(*arguments, **keys)
-        self._event: type[_Event[Any]] = BARE
-        if self._with_entropies:
-            self._event = WITH_RANK if plugin else WITH_RIVALS
+        self._plugin = plugin
 
     def add(self, event: bytes) -> Chunk | None:
         try:
-            found = decode(event, self._event)
+            found = decode(event, _Event)
         except ForeignError as error:
             text = f"{self._server} streamed an event that vLLM {VLLM_TRIED} does not send: {error}"
             raise ServerLostError(text) from None
@@ -167,7 +153,7 @@ class VLLMAnswer(AnswerParser):
             self.has_cached_tokens = cached is not None
         return self._extend(found.choices[0]) if found.choices else None
 
-    def _extend(self, choice: _Choice[Any]) -> Chunk | None:
+    def _extend(self, choice: _Choice) -> Chunk | None:
         if choice.finish_reason is not None:
             self._reason, self._spans = choice.finish_reason, choice.weight_versions or []
             if isinstance(choice.stop_reason, str):
@@ -182,8 +168,8 @@ class VLLMAnswer(AnswerParser):
             )
         return self._chunk(choice.token_ids, logprobs, lambda: self._entropies(positions))
 
-    def _entropies(self, positions: Sequence[Any]) -> list[float]:
-        if self._event is not WITH_RANK:
+    def _entropies(self, positions: Sequence[_Position]) -> list[float]:
+        if not self._plugin:
             return top_k_entropies([[top.logprob for top in one.top_logprobs] for one in positions])
         ranks = [position.rank or 0 for position in positions]
         if min(ranks) < ENTROPY:
