@@ -68,8 +68,6 @@ PROGRAMS = (
 
 ALLOWED = {
     # threads and processes that the seam cannot start; `check_outside` comes before
-    "envs/search/corpus.py: run_in_executor": "a pool of its own, as large as the index allows",
-    "envs/search/corpus.py: ThreadPoolExecutor": "the same",
     "envs/sandbox/launch.py: subprocess.Popen": "the process dies with the thread that starts it",
     "envs/sandbox/launch.py: subprocess.run": "the probe of an interpreter, in a thread",
     "agentenv/processes/worker_pool.py: subprocess.Popen": "the fork server; threads start it too",

@@ -41,7 +41,6 @@ BEATS = "a worker that says nothing is given up, and one without its controller 
 SAME = "an event of the same loop; who sets it has a deadline"
 PEER = CALLER + "Sandbox._ask, fork, spawn and the self-test"
 ANSWER = "settimeout(ANSWER_TIMEOUT_S)"
-INDEX = CALLER + "the tool's limit; building an index takes its time and says so"
 PERSON = "until a person says so, who can see it, or the run ends"
 FOREVER = "until a signal, or as long as what it looks after lives"
 
@@ -89,8 +88,6 @@ ALLOWED = {
     "envs/sandbox/program_init.py _pump: target.sendall": "the same",
     "envs/sandbox/zygote.py _serve: select.select": CHILD,
     "envs/sandbox/zygote.py main: control.recv": CHILD,
-    "envs/search/corpus.py LocalBackend._in_thread: loop.run_in_executor": INDEX,
-    "envs/search/corpus.py LocalBackend._index: loop.run_in_executor": INDEX,
     "agentenv/processes/worker_pool.py _ForkServer.load: loop.sock_recv": CALLER + "_over_a_bound",
     "agentenv/processes/worker_pool.py main: socket.recv_fds": CHILD,
     "assembly/run/watchdog.py Watchdog._run: self._signals.recv": "settimeout(BEAT_S)",
