@@ -129,7 +129,8 @@ def for_native_calls(
     is_replaced = found != [*messages]
     end = "the preset 'native' replaces it" if is_replaced else "set prompt.template = 'native'"
     problem = f"renderer.name = 'native', but the prompt teaches calls such as {taught}: {end}"
-    tally(f"native/num_prompts_{'replaced' if is_replaced else 'with_tags'}").add(1, problem)
+    counted = "num_prompts_replaced" if is_replaced else "num_prompts_with_tags"
+    tally(f"native/{counted}").add(1, problem)
     return found
 
 

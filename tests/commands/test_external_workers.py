@@ -371,17 +371,3 @@ def test_manifests_fit_the_schemas(
     manifest["spec"]["compleations"] = 5
     with pytest.raises(kubernetes_validate.ValidationError, match="compleations"):
         kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
-
-
-def test_placement_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    keys = (
-        "cluster.kind=ray",
-        "cluster.workers=4",
-        "cluster.min_workers=2",
-        "cluster.learner=true",
-    )
-    assert train.main([str(QUICKSTART), *keys, "--dry-run"]) == 0
-    told = capsys.readouterr().out
-    assert "1 CPU, 1" in told
-    assert "worker-0 to worker-3" in told
-    assert "starts with 2" in told
