@@ -30,29 +30,17 @@ from msgspec import Struct
 
 from agentenv.base.deadline import uncancelled, waiting
 from agentenv.base.errors import ConfigError, DataError, EnvError, InfraError, ToolError
-from agentenv.base.types import Task, ToolResult
-from agentenv.contract.env import ForkMode, shared
+from agentenv.base.types import Task
+from agentenv.contract.env import shared
 from agentenv.contract.function_tool import inlined
 from agentenv.contract.http import JsonSocket
 from agentenv.contract.http_client import fetch, fetched
 from agentenv.contract.http_session import HttpSession
-from agentenv.contract.tools import StatelessTool
+from agentenv.envs.bridges import sessions
 from agentenv.envs.bridges.mcp_tools import expanded
-from agentenv.envs.bridges.sessions import (
-    HELD_OUT_SEED,
-    NUM_MEASURED,
-    SESSION,
-    SIZE,
-    Answer,
-    Json,
-    Session,
-    SessionEnv,
-    SessionTool,
-    shown,
-)
+from agentenv.envs.bridges.sessions import Answer, Json, Session, SessionCall, SessionTool
 
 PAGE = 100  # tasks per request
-STEP = "step"  # the tool of a typed action; OpenEnv reserves the name
 
 
 class _Reply(Struct):
@@ -60,7 +48,7 @@ class _Reply(Struct):
     data: Answer
 
 
-class OpenEnv(SessionEnv):
+class OpenEnv(sessions.SessionEnv):
     """One session of the server at `url`.
 
     Each request has `headers`, in which "${NAME}" is an environment variable. An answer may take
@@ -82,48 +70,21 @@ class OpenEnv(SessionEnv):
         super().__init__(task, server, success, 2 * timeout_s)
 
 
-class OpenEnvTool(StatelessTool):
-    """One tool of a server."""
-
-    state_of = SESSION
-
-    def __init__(self, given: Json) -> None:
-        self.name, self.description = given["name"], given.get("description") or ""
-        self.schema = given.get("inputSchema") or given.get("input_schema") or {}
-
-    async def call(self, arguments: Json, state: Session) -> ToolResult:
-        """Raises ToolError with the server's text."""
-        call = {"type": "call_tool", "tool_name": self.name, "arguments": arguments}
-        return ToolResult(shown(await state.take(arguments if self.name == STEP else call)))
-
-
-class OpenEnvServers:
-    """Shared state of a server's sessions, and the source of their tools."""
+class OpenEnvServers(sessions.SessionServer):
+    """The HTTP server."""
 
     def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float) -> None:
-        self.url, self.timeout_s = url.rstrip("/"), timeout_s
-        self.headers = expanded("OpenEnv", "headers", headers)
+        super().__init__(url.rstrip("/"))
+        self.timeout_s, self.headers = timeout_s, expanded("OpenEnv", "headers", headers)
         self.http = HttpSession(headers=self.headers)
-        self.takes_turns = self.can_fork = False
-        self.text_key = ""  # the field of an action that consists of a single text
-        self.tools: list[StatelessTool] = []
         self.num_open, self.most, self.freed = 0, 1 << 30, asyncio.Event()  # sessions
-        self._lock, self.num_replays, self.num_refused = asyncio.Lock(), 0, 0
-
-    @property
-    def fork_mode(self) -> ForkMode:
-        """The server's forks, else replays, after NUM_MEASURED equal ones and while none
-        differs."""
-        known = self.num_replays >= NUM_MEASURED and not self.num_refused
-        return "snapshot" if self.can_fork else "replay" if known else "none"
 
     def session(self) -> OpenEnvSession:
-        """A session that has not begun."""
         return OpenEnvSession(self)
 
     async def measure(self, session: Session) -> None:
-        """Replay one of the first episodes after its end."""
-        if self.can_fork or self.num_replays >= NUM_MEASURED or self.num_refused:
+        """Replay one of the first episodes; forks are replays after NUM_MEASURED equal ones."""
+        if self.mode != "none" or self.num_refused:
             return
         other = self.session()
         try:
@@ -131,15 +92,11 @@ class OpenEnvServers:
                 await other.replay(session.record)
         finally:
             await uncancelled(other.close())
+        if self.num_replays >= sessions.NUM_MEASURED:
+            self.mode = "replay"
 
-    async def load(self) -> list[StatelessTool]:
-        """The tools. Requests version, action and tools once. Raises ConfigError."""
-        async with self._lock:
-            if not self.tools:
-                await self._describe()
-        return self.tools
-
-    async def _describe(self) -> None:
+    async def describe(self) -> None:
+        """Request version, action and tools."""
         try:
             api, schema = await self.request("/openapi.json"), await self.request("/schema")
             listed = await self.request("/mcp", _rpc("tools/list"))
@@ -149,7 +106,8 @@ class OpenEnvServers:
             raise ConfigError(f"no OpenEnv 1.x server at {self.url}: {error}") from error
         if not version.startswith("1."):
             raise ConfigError(f"{self.url}: expected OpenEnv version 1.x, got {version}")
-        self.can_fork = "fork" in api["info"].get("x-openenv-capabilities", ())
+        if "fork" in api["info"].get("x-openenv-capabilities", ()):
+            self.mode = "snapshot"
         action = inlined(action, action.get("$defs", {}), ())
         fields = {k: v for k, v in action.get("properties", {}).items() if k != "metadata"}
         self.takes_turns = {"content", "tool_calls"} <= fields.keys()
@@ -159,8 +117,8 @@ class OpenEnvServers:
                 keys[0] if [fields[key].get("type") for key in keys] == ["string"] else ""
             )
             schema = {"type": "object", "properties": fields, "required": keys}
-            tools = [{"name": STEP, "description": about, "inputSchema": schema}]
-        self.tools = [SessionTool(self), *map(OpenEnvTool, tools)]
+            tools = [{"name": sessions.STEP, "description": about, "inputSchema": schema}]
+        self.tools = [SessionTool(self), *map(SessionCall, tools)]
 
     async def request(self, path: str, body: Json | None = None) -> Any:
         """The answer to an HTTP request. Raises DataError."""
@@ -195,7 +153,7 @@ class OpenEnvSession(Session):
 
     async def copy_to(self, other: OpenEnvSession) -> None:
         try:
-            if not self.server.can_fork:
+            if self.server.mode != "snapshot":
                 return await other.replay(self.record)
             request = _rpc("openenv/session/fork", session_id=self._id)
             made = await self.server.request("/mcp", request)
@@ -259,8 +217,8 @@ def rows(url: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[Js
     if splits and split not in splits:
         raise DataError(f"openenv:{url}: no split {split!r}; source.split must be one of {splits}")
     about = (get("/metadata") or {}).get("description")
-    first = options.get("seed", HELD_OUT_SEED if held_out else 0)
-    number = options.get("size", SIZE)
+    first = options.get("seed", sessions.HELD_OUT_SEED if held_out else 0)
+    number = options.get("size", sessions.SIZE)
     if splits:
         count = get(f"/{name}/num_tasks", {"split": split})["num_tasks"]
         number = min(count, options.get("size", count))

@@ -6,9 +6,10 @@ with the first ones. `openenv.py` has sessions over the network, `gymnasium_env.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, Protocol, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 from msgspec import Struct, field
 
@@ -23,6 +24,7 @@ from agentenv.envs.bridges.mcp_tools import text_of_json
 from agentenv.text.call_syntax import without_thoughts
 
 HELD_OUT_SEED, SIZE = 1_000_000_000, 10_000  # of generated rows
+STEP = "step"  # the tool of a typed action; OpenEnv reserves the name
 NUM_MEASURED = 4  # episodes with equal copies before forks
 SESSION = "session of the episode"  # a hidden tool whose state the others share
 
@@ -46,28 +48,39 @@ class Answer(Struct):
 Record = list[tuple[str, Json, Answer]]  # requests and their answers
 
 
-class Sessions(Protocol):
-    """Shared state of the sessions, and the source of their tools, of which `SessionTool` is one.
-    `text_key`: the field of an action that consists of a single text; `takes_turns`: actions are
-    turns of the policy."""
+class SessionServer:
+    """The server of sessions, and the source of their tools. `text_key`: the field of an action
+    that consists of a single text; `takes_turns`: actions are turns of the policy. Copies are made
+    as `mode` says, by replay while none differed."""
 
-    url: str
-    text_key: str
-    takes_turns: bool
-    num_replays: int
-    num_refused: int
+    text_key, takes_turns = "", False
+    mode: ForkMode = "none"
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.tools: list[StatelessTool] = []
+        self._lock, self.num_replays, self.num_refused = asyncio.Lock(), 0, 0
 
     @property
-    def fork_mode(self) -> ForkMode: ...
+    def fork_mode(self) -> ForkMode:
+        """The mode, and "none" after a replay that differed."""
+        return "none" if self.mode == "replay" and self.num_refused else self.mode
 
-    def session(self) -> Session:
+    async def load(self) -> list[StatelessTool]:
+        """The tools. Requests them once. Raises ConfigError."""
+        async with self._lock:
+            if not self.tools:
+                await self.describe()
+        return self.tools
+
+    async def describe(self) -> None:
+        """Set `tools` and what the class names. Raises ConfigError."""
+
+    def session(self) -> Any:
         """A session that has not begun."""
 
-    async def load(self) -> Sequence[StatelessTool]:
-        """The tools. Raises ConfigError."""
-
     async def measure(self, session: Session) -> None:
-        """Called with a session that has ended."""
+        """Called at the end of an episode."""
 
 
 class SessionEnv(ToolEnv):
@@ -77,7 +90,7 @@ class SessionEnv(ToolEnv):
 
     key: ClassVar[str]
 
-    def __init__(self, task: Task, server: Sessions, success: float, timeout_s: float) -> None:
+    def __init__(self, task: Task, server: SessionServer, success: float, timeout_s: float) -> None:
         self.server, self.success = server, success
         super().__init__(task, [server], cast(Any, None), tool_timeout_s=timeout_s)
 
@@ -150,11 +163,11 @@ class SessionTool(StatelessTool):
 
     name, description = SESSION, ""
 
-    def __init__(self, server: Sessions) -> None:
+    def __init__(self, server: SessionServer) -> None:
         self.schema, self.server = {}, server
 
     def start(self, seed: int | None) -> Session:
-        return self.server.session()
+        return self.server.session()  # type: ignore[no-any-return]
 
     async def call(self, arguments: Json, state: Session) -> ToolResult:
         raise ToolError(f"There is no tool {SESSION!r}.")
@@ -164,6 +177,21 @@ class SessionTool(StatelessTool):
 
     async def close(self, state: Session) -> None:
         await state.close()
+
+
+class SessionCall(StatelessTool):
+    """One tool of a server: its call, or with the name STEP a typed action."""
+
+    state_of = SESSION
+
+    def __init__(self, given: Json) -> None:
+        self.name, self.description = given["name"], given.get("description") or ""
+        self.schema = given.get("inputSchema") or given.get("input_schema") or {}
+
+    async def call(self, arguments: Json, state: Session) -> ToolResult:
+        """Raises ToolError with the server's text."""
+        call = {"type": "call_tool", "tool_name": self.name, "arguments": arguments}
+        return ToolResult(shown(await state.take(arguments if self.name == STEP else call)))
 
 
 class Session:
@@ -212,6 +240,7 @@ class Session:
             await uncancelled(other.close())
             raise
         other.record, other._num_taken = [*self.record], self._num_taken
+        other.has_ended = self.has_ended
         return other
 
     async def replay(self, record: Record) -> None:
