@@ -107,12 +107,12 @@ def read_csv(path: Path) -> Iterator[RawRow]:
 
 def read_arrow(path: Path, ends: int = 0) -> Iterator[RawRow]:
     if not ends:
-        rows = (row for batch in _batches(path) for row in batch.to_pylist())
+        rows = (row for batch in _batches(path) for row in _rows(batch))
         yield from starmap(partial(checked, path), enumerate(rows, 1))
         return
     places = ((batch, place) for batch in _batches(path) for place in range(batch.num_rows))
     for number, (batch, place) in of_both_ends(enumerate(places, 1), ends):
-        yield checked(path, number, batch.slice(place, 1).to_pylist()[0])
+        yield checked(path, number, _rows(batch.slice(place, 1))[0])
 
 
 def _batches(path: Path) -> Iterator[Any]:
@@ -127,6 +127,29 @@ def _batches(path: Path) -> Iterator[Any]:
             yield from arrow.ipc.open_stream(source)  # as `datasets` saves
     except (arrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from error
+
+
+def _rows(batch: Any) -> list[Any]:
+    """Its rows, with the names of labels that `datasets` describes in the metadata (ClassLabel)."""
+    about = (batch.schema.metadata or {}).get(b"huggingface", b"{}")
+    try:
+        features = decode_loose(about)["info"]["features"]
+    except (ForeignError, LookupError, TypeError):
+        features = {}
+    return [_named(row, features) for row in batch.to_pylist()]
+
+
+def _named(value: Any, feature: Any) -> Any:
+    """The value, whose numbers of labels are replaced by their names; None for no label."""
+    if isinstance(value, dict) and isinstance(feature, dict):
+        inner = feature.get("feature", feature)  # a sequence of objects is an object of lists
+        return {key: _named(one, inner.get(key)) for key, one in value.items()}
+    if isinstance(value, list):
+        inner = feature[0] if isinstance(feature, list) else (feature or {}).get("feature", feature)
+        return [_named(one, inner) for one in value]
+    if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" and value is not None:
+        return dict(enumerate(feature["names"])).get(value)
+    return value
 
 
 def checked(path: Path, number: int, row: Any) -> RawRow:

@@ -3,7 +3,10 @@
     question   question, Question, problem, prompt (a text, or chat messages), input,
                extra_info.question
     answer     reward_model.ground_truth (ARPO, Tool-Star, verl), answer, answers, Answer,
-               Final answer (GAIA), golden_answers, ground_truth, output (KILT)
+               Final answer (GAIA), golden_answers, ground_truth, output (KILT), answerKey (ARC)
+
+The number (from 0) or label of one of the row's `choices` or `options` becomes "B. Paris", and the
+question lists them, unless it contains them.
 
 An answer is a text, a number, or a list of them; a text with a JSON list of texts, in CSV also a
 list of Python; a text whose last line is "#### gold" (GSM8K, the solution goes to
@@ -136,7 +139,8 @@ class MixPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 QUESTIONS = ("question", "Question", "problem", "prompt", "input", "extra_info.question")
 ANSWERS = ("reward_model.ground_truth", "answer", "answers", "Answer", "Final answer",
-           "golden_answers", "ground_truth", "output")  # fmt: skip
+           "golden_answers", "ground_truth", "output", "answerKey")  # fmt: skip
+LETTERS = "ABCDEFGHIJ"  # of choices
 KINDS = ("kind", "data_source", "ability")
 ENV_BY = ("data_source", "ability")
 HELD_IN = ("text", "answer", "target")
@@ -209,6 +213,7 @@ class RowReader:
         env = _find(row, columns.env_id, "env_id", ("env_id",))
         question, chat_system = self._question(source, raw)
         answers, solution = self._answers(gold, raw)
+        question, answers = with_choices(row, question, answers, gold.value)
         used = [part.column for part in (source, system, name, kind, env)]
         is_plain = not self.keep_golds or self._is_plain(gold, answers, solution)
         metadata = _rest(row, [*used, gold.column] if is_plain else used)
@@ -274,7 +279,7 @@ class RowReader:
         if isinstance(value, str) and answers == (self._repaired(value),):
             return True
         is_known = gold.column.endswith(GOLD_KEY)
-        return not is_known and (value == solution or isinstance(value, int | float))
+        return not is_known and (value == solution or answers == (str(value),))
 
     def _doubt(self, raw: RawRow, what: str, text: str) -> None:
         found = self.doubts.setdefault(raw.path, {})
@@ -309,6 +314,35 @@ class RowReader:
         if self.config.compat == "reference":
             return text
         return repaired(text)
+
+
+def with_choices(
+    row: Row, question: str, answers: tuple[str, ...], value: Any
+) -> tuple[str, tuple[str, ...]]:
+    """The question with the row's choices, and the gold as "LETTER. TEXT", where it is the number
+    (from 0) or label of one. Raises DataError for choices in another form."""
+    found = row.get("choices", row.get("options"))
+    if isinstance(found, dict) and isinstance(found.get("label"), list):  # ARC
+        texts, labels = found.get("text"), [*map(str, found["label"])]
+    else:
+        texts = [*found.values()] if isinstance(found, dict) else found
+        labels = [*found] if isinstance(found, dict) else [*LETTERS]
+    is_read = isinstance(texts, list) and all(isinstance(one, str) for one in texts)
+    if "choices" in row and type(value) is int and not is_read:
+        raise DataError(f"key 'choices': expected texts for answer {value}, got {found!r:.60}")
+    gold, place = answers[0], len(LETTERS)
+    if not is_read or len(answers) > 1 or len(texts) > min(len(labels), len(LETTERS)):
+        return question, answers
+    if gold in labels:
+        place = labels.index(gold)
+    elif gold.isdigit() and (type(value) is int or gold not in texts):
+        place = int(gold)
+    if place >= len(texts):
+        return question, answers
+    shown = [f"{label}. {text}" for label, text in zip(LETTERS, texts, strict=False)]
+    if not all(text in question for text in texts):
+        question = "\n".join((question, *shown))
+    return question, (shown[place],)
 
 
 def repaired(text: str) -> str:

@@ -11,7 +11,7 @@
 Observations are texts or discrete; those of another kind are left out if a method shows the state
 as text: render with `options.render_mode = "ansi"`, or the `view`. An action is a text, or the name
 of a discrete one: a call of the tool `step`, or a turn without a call. Rewards and ends are the
-environment's. Steps run in threads. The environment is trusted code.
+environment's. Steps run in a thread. The environment is trusted code.
 
 Before the first episode, scripted ones are copied in the middle, and the copies compared: deep
 copies, else replays of the seeded actions. If both differ, there are no forks.
@@ -31,7 +31,7 @@ import gymnasium
 from gymnasium import spaces
 
 from agentenv.base.errors import ConfigError, DataError, ToolError
-from agentenv.base.offload import in_thread
+from agentenv.base.offload import OwnThread
 from agentenv.base.types import Task
 from agentenv.contract.env import ForkMode, shared, tally
 from agentenv.data.data_files import plain
@@ -80,16 +80,21 @@ class Games(SessionServer):
         super().__init__(id)
         self.options, self.actions, self.view = options, actions, view
         self.numbers: dict[str, int] = {}  # of discrete actions, by name
+        self.in_thread = OwnThread("gymnasium")  # a single one, for the global random generator
 
     def session(self) -> Game:
         return Game(self)
 
+    def close(self) -> None:
+        """Stop the thread; idempotent."""
+        self.in_thread.close()
+
     async def describe(self) -> None:
         """Check the environment and its copies."""
-        await in_thread(self._check)
+        await self.in_thread(self._check)
         kind = {"type": "string", **({"enum": [*self.numbers]} if self.numbers else {})}
         schema = {"type": "object", "properties": {ACTION: kind}, "required": [ACTION]}
-        about = f"Takes an action: {', '.join(self.numbers) or self.space}."
+        about = f"Takes an action: {self.expected}."
         act = {"name": sessions.STEP, "description": about, "inputSchema": schema}
         self.tools = [SessionTool(self), SessionCall(act)]
         modes: tuple[ForkMode, ...] = ("snapshot", "replay")
@@ -128,15 +133,12 @@ class Games(SessionServer):
     def value(self, data: Json) -> Any:
         """The action of the environment. Raises ToolError."""
         action = data.get(ACTION)
-        if self.numbers:
-            number = self.numbers.get(str(action).strip().lower())
-            if number is None:
-                known = ", ".join(self.numbers)
-                raise ToolError(f"There is no action {action!r:.80}. Actions: {known}.")
-            return number
-        if not (isinstance(action, str) and self.space.contains(action)):
-            raise ToolError(f"{action!r:.80} is not an action. Expected: {self.space}.")
-        return action
+        if not self.numbers and isinstance(action, str) and self.space.contains(action):
+            return action
+        name = str(action).strip().lower()
+        if name not in self.numbers:
+            raise ToolError(f"{action!r:.80} is not an action. Expected: {self.expected}.")
+        return self.numbers[name]
 
     def _check(self) -> None:
         env = self.make()
@@ -154,6 +156,7 @@ class Games(SessionServer):
         """Read the action space. Raises ConfigError."""
         space = self.space = env.action_space
         if isinstance(space, spaces.Text):
+            self.expected = f"a text of {space.min_length} to {space.max_length} characters"
             return
         if not isinstance(space, spaces.Discrete):
             raise self._wrong(
@@ -167,6 +170,7 @@ class Games(SessionServer):
                 "actions", f"has {space.n} actions; expected as many different names in their order"
             )
         self.numbers = {name: int(space.start) + place for place, name in enumerate(names)}
+        self.expected = ", ".join(names)
 
     async def _forks_alike(self, seed: int) -> bool:
         """Whether a copy in the middle of a scripted episode acts as the original, although another
@@ -225,13 +229,13 @@ class Game(sessions.Session):
         self._env: Any = None
 
     async def begin(self, chosen: Json, waits: bool = True) -> Json:
-        self._env = await in_thread(self.server.make)
+        self._env = await self.server.in_thread(self.server.make)
         return await self.take(chosen, "reset")
 
     async def take(self, data: Json, kind: str = "step") -> Json:
         if self._env is None or self.has_ended:
             raise ToolError("The episode has ended.")
-        answer: Answer = await in_thread(self.server.play, self._env, kind, data)
+        answer: Answer = await self.server.in_thread(self.server.play, self._env, kind, data)
         self.record.append((kind, data, answer))
         self.has_ended, self.was_cut = answer.done, answer.cut
         return answer.observation
@@ -247,12 +251,12 @@ class Game(sessions.Session):
     async def copy_to(self, other: Game) -> None:
         if self.server.mode == "replay":
             return await other.replay(self.record)
-        other._env = await in_thread(deepcopy, self._env)
+        other._env = await self.server.in_thread(deepcopy, self._env)
 
     async def close(self) -> None:
         env, self._env = self._env, None
         if env is not None:
-            await in_thread(env.close)
+            await self.server.in_thread(env.close)
 
 
 def rows(id: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[Json]:
