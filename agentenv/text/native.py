@@ -157,8 +157,9 @@ class NativeRenderer(TextCodec):
         is_open = turn_ids and not self.is_ended(turn_ids)
         ids = array("i", [self.end_id] if is_open else [])
         ids.extend(self.encode(frames[0]))
-        for text, frame in zip(self.texts(messages, tools), frames[1:], strict=True):
-            ids += self.encode_foreign(text, tools, max_tokens)
+        texts = self.texts(messages, tools)
+        for message, text, frame in zip(messages, texts, frames[1:], strict=True):
+            ids += self.encode_foreign(text, tools, max_tokens, message.name or "")
             ids.extend(self.encode(frame))
         return ids
 

@@ -76,6 +76,7 @@ class Renderer(Protocol):
     """Turns messages into token ids and sampled tokens into a message."""
 
     tokenizer: Any
+    cuts: dict[str, list[int]]  # by tool, results: those truncated, and all
 
     def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]: ...
     def stop(self, tools: ToolSchemas) -> tuple[str, ...]: ...
@@ -150,9 +151,11 @@ class TextCodec:
         is_bare = fast is not None and fast.truncation is None and fast.padding is None
         self._fast = fast if is_bare else None
         self.encoder: Encoder | None = None  # encodes long texts off the event loop
-        self.num_cut = 0  # truncated texts; equal ones count once while cached
+        self.cuts: dict[str, list[int]] = {}
         self._is_written = lru_cache(NUM_KNOWN_ROLES)(self._writes)
-        self._known: OrderedDict[Known, array[int]] = OrderedDict()  # least recently used first
+        self._known: OrderedDict[Known, tuple[array[int], bool]] = (
+            OrderedDict()
+        )  # least recently used first
         self._num_known_chars = 0
         self._opens = lru_cache(NUM_KNOWN_TAILS)(self._opens_thought)
 
@@ -164,18 +167,24 @@ class TextCodec:
             return ids
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def encode_foreign(self, text: str, tools: ToolSchemas, max_tokens: int) -> array[int]:
+    def encode_foreign(
+        self, text: str, tools: ToolSchemas, max_tokens: int, source: str = ""
+    ) -> array[int]:
         """Token ids of untrusted text, int32: neutralised, without control tokens, and at most
-        max_tokens, with head and tail kept. The array is shared: do not modify it."""
+        max_tokens, with head and tail kept; `source` is the tool. The array is shared: do not
+        modify it."""
         key = _key(text, tools, max_tokens)
-        known = self._known.get(key)
-        if known is not None:
+        if key in self._known:
             self._known.move_to_end(key)
-            return known
-        ids = self.encode(self.neutralise(key[0], tools))
-        if not self.special_ids.isdisjoint(ids):
-            ids = [token for token in ids if token not in self.special_ids]
-        return self._fitted(key, array("i", ids))
+        else:
+            ids = self.encode(self.neutralise(key[0], tools))
+            if not self.special_ids.isdisjoint(ids):
+                ids = [token for token in ids if token not in self.special_ids]
+            self._fit(key, array("i", ids))
+        found, is_cut = self._known[key]
+        counts = self.cuts.setdefault(source, [0, 0])
+        counts[:] = counts[0] + is_cut, counts[1] + 1
+        return found
 
     async def prepare(
         self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
@@ -188,7 +197,7 @@ class TextCodec:
             if len(text) < FEW_CHARS or key in self._known or self.encoder.rests:
                 continue
             with suppress(EncoderLostError):  # then the loop encodes it
-                self._fitted(key, await self.encoder.encode(self.neutralise(key[0], tools)))
+                self._fit(key, await self.encoder.encode(self.neutralise(key[0], tools)))
 
     def is_ended(self, turn_ids: Sequence[int]) -> bool:
         """Whether a turn has its end-of-sequence token."""
@@ -198,20 +207,18 @@ class TextCodec:
         """The texts that `observation` passes to `encode_foreign`."""
         return [message.content for message in messages]
 
-    def _fitted(self, key: Known, ids: array[int]) -> array[int]:
-        """The truncated ids of a text, which are cached."""
+    def _fit(self, key: Known, ids: array[int]) -> None:
+        """Keep the truncated ids of a text."""
         text, max_tokens = key[0], key[2]
-        if len(ids) > max_tokens or len(text) > max_tokens * MAX_CHARS_A_TOKEN:
-            self.num_cut += 1
+        is_cut = len(ids) > max_tokens or len(text) > max_tokens * MAX_CHARS_A_TOKEN
         if len(ids) > max_tokens:
             marker = array("i", self.encode(CUT_MARKER))
             room = max(0, max_tokens - len(marker))
             ids = ids[: room - room // 2] + marker + ids[len(ids) - room // 2 :]
-        self._known[key] = ids
+        self._known[key] = ids, is_cut
         self._num_known_chars += len(text)
         while self._num_known_chars > MAX_KNOWN_CHARS and len(self._known) > 1:
             self._num_known_chars -= len(self._known.popitem(last=False)[0][0])
-        return ids
 
     def neutralise(self, text: str, tools: ToolSchemas) -> str:
         """Insert a space into the strings of tags and of control tokens."""
@@ -422,7 +429,7 @@ class TagRenderer(TextCodec):
         results = [message for message in messages if message.role == "tool"]
         for message in results:
             ids += self._frame[0]
-            ids += self.encode_foreign(message.content, tools, max_tokens)
+            ids += self.encode_foreign(message.content, tools, max_tokens, message.name or "")
             ids += self._frame[1]
         users = messages[len(results) :]
         if users:

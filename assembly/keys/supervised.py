@@ -319,6 +319,10 @@ class SFTConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gate_threshold: Annotated[
         float, Meta(ge=0, le=1, description="teacher-forced exact match that every kind must reach")
     ] = 0.9
+    missed_gate: Annotated[
+        Literal["warn", "end"],
+        Meta(description="a stage with until_gate that ends below the gate: warn, or end the run"),
+    ] = "warn"
     warmup_steps: Annotated[int, Meta(ge=0, description="steps of linear warm-up")] = 20
     optimizer: Annotated[ColdStartOptimizer, Meta(description="optimizer of the cold start")] = (
         ColdStartOptimizer()

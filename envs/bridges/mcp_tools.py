@@ -47,6 +47,10 @@ WRITERS = ("httpx2", "mcp.client.streamable_http")  # loggers of addresses
 TOO_LARGE = "the result is too large"
 _LARGE = re.compile(rf"{TOO_LARGE}|byte limit")  # the package's text for an event
 _EVENT_END = re.compile(rb"\n\n|\r\r|\r\n\r\n")
+# data in base64, such as an image, of which no policy reads the letters
+_BASE64 = re.compile(
+    r"(?=.*[A-Z])(?=.*[a-z])(?=.*\d)(?:data:(?P<type>[\w/.+-]+);base64,)?(?P<data>[\w/+-]{1000,}=*)"
+)
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
@@ -381,6 +385,7 @@ def text_of(result: Any) -> str:
     structured = result.structured_content
     is_new = structured is not None and not _is_shown(structured, result.content)
     if is_new and (structured or not shown):
+        structured = without_binary(structured)
         shown.append(json.dumps(structured, ensure_ascii=False, separators=(",", ":")))
     return "\n".join(shown)
 
@@ -395,7 +400,19 @@ def text_of_json(value: Any) -> str:
         return "\n".join(blocks) or text_of_json(value.get("structured_content") or "")
     if isinstance(value, dict) and len(value) == 1:
         (value,) = value.values()
+    value = without_binary(value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def without_binary(value: Any) -> Any:
+    """The value with the size of each text that is base64 data, such as an image, in its place."""
+    if isinstance(value, dict):
+        return {key: without_binary(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [*map(without_binary, value)]
+    if isinstance(value, str) and (found := _BASE64.fullmatch(value)):
+        return _described("binary", found["type"], _size(found["data"]))
+    return value
 
 
 def _block_text(block: Any) -> str:

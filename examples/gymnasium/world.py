@@ -13,11 +13,7 @@ from agentenv.envs.bridges.gymnasium_env import GymnasiumEnv, rows
 
 ID, QUESTION = "FrozenLake-v1", "Walk to the goal."
 ACTIONS = ("left", "down", "right", "up")
-LAKE = {
-    "id": ID,
-    "actions": [*ACTIONS],
-    "options": {"is_slippery": False, "max_episode_steps": 16},
-}
+LAKE = {"id": ID, "actions": [*ACTIONS], "options": {"is_slippery": False, "max_episode_steps": 16}}
 WAY = dict(zip("0 1 2 3 4 6 8 9 10 13 14".split(), "1 2 1 0 1 1 2 1 1 2 2".split(), strict=True))
 
 

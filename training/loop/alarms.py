@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
 from agentenv.assembly.keys.rl import TrainConfig
@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 EQUAL = "with equal returns"  # reason of a tree without a signal
 MANY_CALLS = 10  # of a tool in a step; with so many, one should succeed
+MANY_CUT = 0.05  # share of a tool's results that are cut above which there is a warning
 MAX_TEXT = 500  # characters of a warning
 FAR_KL = 0.5  # nats per token; normal updates move the policy by a hundredth of that
 MAX_LATE = 0.01  # share of trajectories cut by seconds above which there is a warning
@@ -174,6 +175,11 @@ class Alarms:
             f"above {FAR_KL:g}: learner.learning_rate is too high, or engine and learner disagree",
         )
 
+    def check_cuts(self, cuts: Sequence[Mapping[str, list[int]]]) -> None:
+        """Warn of tools whose results are cut often."""
+        text = cut_results(cuts, self.config.limits.max_tool_result_tokens)
+        self._warn("cut", bool(text), text)
+
     def check_tokens(self, metrics: Metrics) -> None:
         """Warn when ids are sampled that the tokenizer does not have."""
         number = metrics.get("rollout/padded_tokens", 0.0)
@@ -189,6 +195,21 @@ class Alarms:
         if holds and condition not in self._active:
             logger.warning("%s", text, extra=SHOWN)
         (self._active.add if holds else self._active.discard)(condition)
+
+
+def cut_results(cuts: Sequence[Mapping[str, list[int]]], max_tokens: int) -> str:
+    """A warning of tools with many truncated results, by `TextCodec.cuts`; empty for none."""
+    many = []
+    for tool in sorted({tool for one in cuts for tool in one}):
+        cut, number = map(sum, zip(*(one[tool] for one in cuts if tool in one), strict=True))
+        if cut > MANY_CUT * number:
+            many.append(f"{cut} of {number} results of {tool or 'the environment'}")
+    if not many:
+        return ""
+    return (
+        f"{', '.join(many)} exceed limits.max_tool_result_tokens = {max_tokens} and lose their "
+        "middle (env/num_results_cut): raise it, or return less"
+    )
 
 
 def calls_of(trees: Sequence[TrajectoryTree]) -> Iterator[Info]:

@@ -11,6 +11,7 @@ from agentenv.assembly.run.checkpoints import COLD_START
 from agentenv.assembly.serving.gpus import trains_on_gpu
 from agentenv.base.disk_errors import SHARED_MEMORY
 from agentenv.base.offload import in_thread
+from agentenv.training.loop.alarms import cut_results
 from agentenv.training.loop.parts import LoopAssembly
 from agentenv.training.supervised.data import Demonstrations, check_stages, load_demonstrations
 
@@ -28,10 +29,17 @@ class TrainingAssembly(LoopAssembly):
         messages, info = (await self.episodes())[TRAINED]
         tools = list(info.get("tools", ()))
         system = next((one.content for one in messages if one.role == "system"), "")
+        most = self.config.limits.max_tool_result_tokens
+        cuts: dict[str, list[int]] = {}
         trained, gate = [
-            await in_thread(load_demonstrations, self.resolve(path), renderer, tools, system)
+            await in_thread(
+                load_demonstrations, self.resolve(path), renderer, tools, system, most, cuts
+            )
             for path in (sft.data, sft.gate)
         ]
+        renderer.cuts.clear()
+        if text := cut_results([cuts], most):
+            self.report(f"sft.data: {text}; the policy never reads such results whole in rollouts")
         check_stages(sft, trained)
         return trained, gate
 

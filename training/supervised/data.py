@@ -38,7 +38,7 @@ from agentenv.training.supervised.dialogues import (
     read_conversation,
     read_preference,
 )
-from agentenv.training.supervised.encoding import ChatEncoder, Example
+from agentenv.training.supervised.encoding import WHOLE, ChatEncoder, Example
 
 
 class PairRow(Struct, frozen=True, omit_defaults=True):
@@ -283,7 +283,12 @@ Demonstrations = dict[str, dict[str, list[EncodedTree]]]  # by stage, then by ki
 
 
 def load_demonstrations(
-    path: Path, renderer: Renderer, tools: list[dict[str, Any]], system: str = ""
+    path: Path,
+    renderer: Renderer,
+    tools: list[dict[str, Any]],
+    system: str = "",
+    max_result_tokens: int = WHOLE,
+    cuts: dict[str, list[int]] | None = None,
 ) -> Demonstrations:
     """Read and encode demonstrations by stage and kind (keys "stage" and "kind" of a row): rows
     {"question", "turns": [{"action", "result"}, ...]} or any other format of
@@ -291,6 +296,7 @@ def load_demonstrations(
 
     The stage "" contains all rows. Rows without a system prompt get `system`, that of the episodes.
     Only the policy's text is trained: actions and, after the last, the end-of-sequence token.
+    `cuts` gets, by tool, the number of results beyond `max_result_tokens`, and of all.
     Raises DataError with file and row, also for messages that rollouts reject between turns.
     """
     demonstrations: Demonstrations = {"": {}}
@@ -299,6 +305,12 @@ def load_demonstrations(
     def read(raw: RawRow, form: RowFormat) -> list[tuple[Row, EncodedTree]]:
         conversation = msgspec.structs.replace(read_conversation(raw.row, form), tools=tools)
         _check_observations(conversation)
+        for one in conversation.messages if cuts is not None else ():
+            if one.role == "tool":
+                limits = WHOLE, max_result_tokens
+                whole, kept = (len(renderer.observation([one], tools, most)) for most in limits)
+                counts = cuts.setdefault(one.name or "a tool", [0, 0])
+                counts[:] = counts[0] + (kept < whole), counts[1] + 1
         return [(raw.row, encoder.encode(conversation).encoded())]
 
     for ((row, encoded),) in _read_rows(path, RowFormat(), read, skip=False, problems=[]):

@@ -189,7 +189,7 @@ class RolloutWorker:
         found = WorkerFigures(
             num_trees=len(self._rollouts),
             num_open_envs=actor.envs.count,
-            num_cut=getattr(actor.renderer, "num_cut", 0),
+            cuts=actor.renderer.cuts,
             hits=actor.prefixes.drain(),
             probe_waits_s=actor.probes.drain(),
         )
