@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from typing import Any
 
 import pytest
 
-from agentenv.base.errors import ConfigError, ToolError
+from agentenv.base.errors import ConfigError, CrashError, ToolError
 from agentenv.base.types import ToolResult
 from agentenv.contract.function_tool import tool
 
@@ -70,3 +71,55 @@ def test_a_parameter_without_annotation_is_refused() -> None:
     for function in (untyped, variadic):
         with pytest.raises(ConfigError, match="type annotation"):
             tool(function)
+
+
+def yields() -> Iterator[str]:
+    yield "a"
+
+
+async def yields_later() -> AsyncIterator[str]:
+    yield "a"
+
+
+def counts() -> int:
+    return 1
+
+
+def tells() -> str | None:
+    return None
+
+
+def lists() -> list[str]:
+    return ["a"]
+
+
+@pytest.mark.parametrize("function", [yields, yields_later, counts, tells, lists])
+def test_a_function_whose_result_is_no_text_is_refused_at_its_decoration(function: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"@tool {function.__name__} \(test_tool.py, line \d+\)"):
+        tool(function)
+
+
+def test_a_function_may_return_either_or_leave_it_open() -> None:
+    def either() -> str | ToolResult:
+        return "a"
+
+    def later() -> Awaitable[str]:
+        raise NotImplementedError
+
+    def anything() -> Any:
+        return "a"
+
+    def open_ended():  # type: ignore[no-untyped-def]
+        return "a"
+
+    for function in (either, later, anything, open_ended):
+        assert tool(function).name == function.__name__
+
+
+async def test_a_result_without_a_text_is_named() -> None:
+    @tool
+    def find() -> ToolResult:
+        return ToolResult(None)  # type: ignore[arg-type]
+
+    with pytest.raises(CrashError, match=r"ToolResult whose text is of type NoneType"):
+        await find.call({}, None)

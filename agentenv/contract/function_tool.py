@@ -85,21 +85,18 @@ def inlined(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...]
 
 
 def _check_result(function: Callable[..., Any]) -> None:
-    """Raises ConfigError for a generator, and for an annotated result that is not a text."""
+    """Raises ConfigError for an annotated result that is not a text, also of a generator."""
     hint = get_type_hints(function).get("return", str)
     if get_origin(hint) in (Awaitable, Coroutine):
         hint = get_args(hint)[-1]
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kinds = [get_origin(one) or one for one in parts]
-    wrong = [
-        one for one in kinds if isinstance(one, type) and not issubclass(one, str | ToolResult)
-    ]
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        wrong = [Generator]
-    if wrong:
-        raise ConfigError(
-            f"@tool {function.__name__}{code_place(function)} returns {wrong[0].__name__}; {A_TEXT}"
-        )
+        kinds = [Generator]
+    for kind in kinds:
+        if isinstance(kind, type) and not issubclass(kind, str | ToolResult):
+            name = f"@tool {function.__name__}{code_place(function)}"
+            raise ConfigError(f"{name} returns {kind.__name__}; {A_TEXT}")
 
 
 def _arguments_struct(function: Callable[..., Any]) -> type[msgspec.Struct]:

@@ -322,17 +322,15 @@ def with_choices(
     """The question with the row's choices, and the gold as "LETTER. TEXT", where it is the number
     (from 0) or label of one. Raises DataError for choices in another form."""
     found = row.get("choices", row.get("options"))
-    if isinstance(found, dict) and isinstance(found.get("label"), list):  # ARC
-        texts, labels = found.get("text"), [*map(str, found["label"])]
-    else:
-        texts = [*found.values()] if isinstance(found, dict) else found
-        labels = [*found] if isinstance(found, dict) else [*LETTERS]
+    labels, texts = [*LETTERS], found
+    if isinstance(found, dict):  # ARC, or an object from label to text
+        labels, texts = found.get("label", [*found]), found.get("text", [*found.values()])
     is_read = isinstance(texts, list) and all(isinstance(one, str) for one in texts)
     if "choices" in row and type(value) is int and not is_read:
         raise DataError(f"key 'choices': expected texts for answer {value}, got {found!r:.60}")
-    gold, place = answers[0], len(LETTERS)
     if not is_read or len(answers) > 1 or len(texts) > min(len(labels), len(LETTERS)):
         return question, answers
+    gold, place = answers[0], len(texts)
     if gold in labels:
         place = labels.index(gold)
     elif gold.isdigit() and (type(value) is int or gold not in texts):

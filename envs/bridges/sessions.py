@@ -195,30 +195,24 @@ class SessionCall(StatelessTool):
 
 
 class Session:
-    """A session of the server. `record` has the requests of the episode and their answers."""
+    """A session of the server. `record` has the requests of the episode and their answers.
+
+    Subclasses have four coroutines. `begin(chosen, waits=True)` opens and resets the session, and
+    returns the observation; with `waits` it may wait for a place. `take(data, kind="step")` returns
+    the observation; it raises ToolError for an action that the server rejects, EnvError for a lost
+    session, and InfraError if there is none. `copy_to(other)` brings a session that has not begun
+    into this state, and raises EnvError; `close` is idempotent.
+    """
+
+    begin: Any
+    take: Any
+    copy_to: Any
+    close: Any
 
     def __init__(self, server: Any) -> None:
         self.server, self.has_ended, self.was_cut = server, False, False
         self.record: Record = []
         self._num_taken = 0  # entries of the record whose rewards were returned
-
-    async def begin(self, chosen: Json, waits: bool = True) -> Json:
-        """Open and reset the session: the observation. With `waits` it may wait for a place. Raises
-        EnvError, and InfraError without a session."""
-        raise NotImplementedError
-
-    async def take(self, data: Json, kind: str = "step") -> Json:
-        """The observation. Raises ToolError for an action that the server rejects, EnvError for a
-        lost session, and InfraError if no session is available."""
-        raise NotImplementedError
-
-    async def copy_to(self, other: Self) -> None:
-        """Bring a session that has not begun into this state. Raises EnvError."""
-        raise NotImplementedError
-
-    async def close(self) -> None:
-        """End the session; idempotent."""
-        raise NotImplementedError
 
     def new_reward(self) -> float:
         """The rewards since the last call."""

@@ -14,7 +14,8 @@ from agentenv.envs.bridges.gymnasium_env import GymnasiumEnv, rows
 ID, QUESTION = "FrozenLake-v1", "Walk to the goal."
 ACTIONS = ("left", "down", "right", "up")
 LAKE = {"id": ID, "actions": [*ACTIONS], "options": {"is_slippery": False, "max_episode_steps": 16}}
-WAY = dict(zip("0 1 2 3 4 6 8 9 10 13 14".split(), "1 2 1 0 1 1 2 1 1 2 2".split(), strict=True))
+WAY = {"0": "down", "1": "right", "2": "down", "3": "left", "4": "down", "6": "down"}
+WAY |= {"8": "right", "9": "down", "10": "down", "13": "right", "14": "right"}
 
 
 def questions(seed: int, size: int) -> list[dict[str, Any]]:
@@ -27,7 +28,7 @@ def walk(task: Task, results: Sequence[str], skill: float = 1.0) -> str:
     """The next turn of a policy that knows the way with this probability, else guesses."""
     rng = Random(f"{task.id} {len(results)}")
     state = results[-1] if results else "0"
-    action = ACTIONS[int(WAY[state])] if rng.random() < skill else rng.choice(ACTIONS)
+    action = WAY[state] if rng.random() < skill else rng.choice(ACTIONS)
     return f"<step>{action}</step>"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ SMALL = [
     "algorithm.group_size=4",
     'sft.stages=[{rows="clean", num_steps=4, until_gate=true}, {rows="mixed", num_steps=2}]',
     "sft.gate_every=2",
+    "sft.missed_gate=warn",
     "eval.sets.heldout.max_tasks=4",
 ]
 
@@ -85,13 +87,20 @@ def test_the_doctor_finds_no_fault_in_a_generated_environment(
 
 
 def test_a_generated_environment_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     new.make_folder("dice_trained", tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert train.main(["dice_trained/train.toml", *SMALL, "--dry-run"]) == 0
-    assert train.main(["dice_trained/train.toml", *SMALL]) == 0
+    words = ["dice_trained/train.toml", *SMALL]
+    assert train.main([*words, "--dry-run"]) == 0
+    assert train.main([*words, "sft.missed_gate=end", "run.name=ended"]) == 2
+    ended = capsys.readouterr()
+    assert train.main(words) == 0
+    for told in (ended.err, capsys.readouterr().out):
+        assert re.search(
+            r"stage 1 of 2 \(clean\).* 4 steps .*0\.7: .*lowest so far: 0\.00, 0\.00", told
+        )
     run = tmp_path / "runs" / "dice_trained"
     assert json.loads((run / "summary.json").read_text())["algorithm"] == "grpo"
     assert (run / "checkpoints" / "step-000002").is_dir()

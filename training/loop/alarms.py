@@ -199,16 +199,17 @@ class Alarms:
 
 def cut_results(cuts: Sequence[Mapping[str, list[int]]], max_tokens: int) -> str:
     """A warning of tools with many truncated results, by `TextCodec.cuts`; empty for none."""
-    many = []
-    for tool in sorted({tool for one in cuts for tool in one}):
-        cut, number = map(sum, zip(*(one[tool] for one in cuts if tool in one), strict=True))
-        if cut > MANY_CUT * number:
-            many.append(f"{cut} of {number} results of {tool or 'the environment'}")
-    if not many:
-        return ""
-    return (
-        f"{', '.join(many)} exceed limits.max_tool_result_tokens = {max_tokens} and lose their "
-        "middle (env/num_results_cut): raise it, or return less"
+    sums: dict[str, list[int]] = {}
+    for tool, counts in (item for one in cuts for item in one.items()):
+        sums[tool] = [a + b for a, b in zip(counts, sums.get(tool, (0, 0)), strict=True)]
+    many = ", ".join(
+        f"{cut} of {number} results of {tool or 'the environment'}"
+        for tool, (cut, number) in sums.items()
+        if cut > MANY_CUT * number
+    )
+    return many and (
+        f"{many} exceed limits.max_tool_result_tokens = {max_tokens} and lose their middle "
+        "(env/num_results_cut): raise it, or return less"
     )
 
 

@@ -54,7 +54,8 @@ def rollouts_line(summary: dict[str, Any]) -> str:
     refused = f" ({totals['refused']} with refused calls)" if totals["refused"] else ""
     return (
         f"rollouts: {totals['trajectories']} ended{refused}, {totals['failed']} failed "
-        f"({totals['failed_share']:.1%}){forks}; {rate:.0f} sampled tokens a second over the RL phase"
+        f"({totals['failed_share']:.1%}){forks}; {rate:.0f} sampled tokens a second over the RL "
+        "phase"
     )
 
 

@@ -30,16 +30,13 @@ class TrainingAssembly(LoopAssembly):
         tools = list(info.get("tools", ()))
         system = next((one.content for one in messages if one.role == "system"), "")
         most = self.config.limits.max_tool_result_tokens
-        cuts: dict[str, list[int]] = {}
         trained, gate = [
-            await in_thread(
-                load_demonstrations, self.resolve(path), renderer, tools, system, most, cuts
-            )
+            await in_thread(load_demonstrations, self.resolve(path), renderer, tools, system, most)
             for path in (sft.data, sft.gate)
         ]
+        if text := cut_results([renderer.cuts], most):
+            self.report(f"sft: {text}; demonstrations are cut as well")
         renderer.cuts.clear()
-        if text := cut_results([cuts], most):
-            self.report(f"sft.data: {text}; the policy never reads such results whole in rollouts")
         check_stages(sft, trained)
         return trained, gate
 

@@ -283,12 +283,7 @@ Demonstrations = dict[str, dict[str, list[EncodedTree]]]  # by stage, then by ki
 
 
 def load_demonstrations(
-    path: Path,
-    renderer: Renderer,
-    tools: list[dict[str, Any]],
-    system: str = "",
-    max_result_tokens: int = WHOLE,
-    cuts: dict[str, list[int]] | None = None,
+    path: Path, renderer: Renderer, tools: list[dict[str, Any]], system: str = "", most: int = WHOLE
 ) -> Demonstrations:
     """Read and encode demonstrations by stage and kind (keys "stage" and "kind" of a row): rows
     {"question", "turns": [{"action", "result"}, ...]} or any other format of
@@ -296,21 +291,16 @@ def load_demonstrations(
 
     The stage "" contains all rows. Rows without a system prompt get `system`, that of the episodes.
     Only the policy's text is trained: actions and, after the last, the end-of-sequence token.
-    `cuts` gets, by tool, the number of results beyond `max_result_tokens`, and of all.
+    Results are cut to `most` tokens, as in rollouts, which the renderer counts.
     Raises DataError with file and row, also for messages that rollouts reject between turns.
     """
     demonstrations: Demonstrations = {"": {}}
     encoder = ChatEncoder(renderer, Instruction(system))
+    encoder.max_result_tokens = most
 
     def read(raw: RawRow, form: RowFormat) -> list[tuple[Row, EncodedTree]]:
         conversation = msgspec.structs.replace(read_conversation(raw.row, form), tools=tools)
         _check_observations(conversation)
-        for one in conversation.messages if cuts is not None else ():
-            if one.role == "tool":
-                limits = WHOLE, max_result_tokens
-                whole, kept = (len(renderer.observation([one], tools, most)) for most in limits)
-                counts = cuts.setdefault(one.name or "a tool", [0, 0])
-                counts[:] = counts[0] + (kept < whole), counts[1] + 1
         return [(raw.row, encoder.encode(conversation).encoded())]
 
     for ((row, encoded),) in _read_rows(path, RowFormat(), read, skip=False, problems=[]):
