@@ -94,7 +94,8 @@ def _check_result(function: Callable[..., Any]) -> None:
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         kinds = [Generator]
     for kind in kinds:
-        if isinstance(kind, type) and not issubclass(kind, str | ToolResult):
+        is_open = not isinstance(kind, type) or kind is Any
+        if not (is_open or issubclass(kind, str | ToolResult)):
             name = f"@tool {function.__name__}{code_place(function)}"
             raise ConfigError(f"{name} returns {kind.__name__}; {A_TEXT}")
 

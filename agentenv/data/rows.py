@@ -322,7 +322,8 @@ def with_choices(
     """The question with the row's choices, and the gold as "LETTER. TEXT", where it is the number
     (from 0) or label of one. Raises DataError for choices in another form."""
     found = row.get("choices", row.get("options"))
-    labels, texts = [*LETTERS], found
+    labels: Any = [*LETTERS]
+    texts: Any = found
     if isinstance(found, dict):  # ARC, or an object from label to text
         labels, texts = found.get("label", [*found]), found.get("text", [*found.values()])
     is_read = isinstance(texts, list) and all(isinstance(one, str) for one in texts)

@@ -162,7 +162,7 @@ class Games(SessionServer):
             raise self._wrong(
                 "id", f"has actions of {space}; expected Discrete or Text: use an ActionWrapper"
             )
-        own = getattr(env.unwrapped, "actions", None)
+        own: Any = getattr(env.unwrapped, "actions", None)
         names = [one.name for one in own][: space.n] if isinstance(own, enum.EnumType) else []
         names = [name.lower() for name in self.actions or names]
         if len({*names}) != space.n:
@@ -261,7 +261,7 @@ class Game(sessions.Session):
 
 def rows(id: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[Json]:
     """A row per seed. `options`: size, seed (the first), question. Raises DataError."""
-    keys = {"size": sessions.SIZE, "question": f"Play {id}."}
+    keys: Json = {"size": sessions.SIZE, "question": f"Play {id}."}
     keys["seed"] = sessions.HELD_OUT_SEED if held_out else 0
     if unknown := sorted(options.keys() - keys.keys()):
         raise DataError(f"gymnasium:{id}: source has no {unknown}; known: {', '.join(keys)}")

@@ -227,7 +227,7 @@ class Session:
 
     async def copy(self) -> Self:
         """An independent session in the same state. Raises EnvError."""
-        other = self.server.session()
+        other: Self = self.server.session()
         try:
             await self.copy_to(other)
         except BaseException:
