@@ -163,7 +163,8 @@ class Games(SessionServer):
                 "id", f"has actions of {space}; expected Discrete or Text: use an ActionWrapper"
             )
         own: Any = getattr(env.unwrapped, "actions", None)
-        names = [one.name for one in own][: space.n] if isinstance(own, enum.EnumType) else []
+        is_enum = isinstance(own, enum.EnumType)
+        names = [one.name for one in own][: space.n] if is_enum else []
         names = [name.lower() for name in self.actions or names]
         if len({*names}) != space.n:
             raise self._wrong(
