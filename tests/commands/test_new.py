@@ -97,7 +97,8 @@ def test_a_generated_environment_trains(
     assert train.main([*words, "sft.missed_gate=end", "run.name=ended"]) == 2
     ended = capsys.readouterr()
     assert train.main(words) == 0
-    for told in (ended.err, capsys.readouterr().out):
+    shown = capsys.readouterr()
+    for told in (ended.err, shown.out + shown.err):
         assert re.search(
             r"stage 1 of 2 \(clean\).* 4 steps .*0\.7: .*lowest so far: 0\.00, 0\.00", told
         )

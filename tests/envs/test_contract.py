@@ -84,7 +84,7 @@ CASES = {
             "actions": ["left", "down", "right", "up"],
             "options": {"max_episode_steps": 3},
         },
-        [call("step", action="right"), answer("down"), call("step", action="left")],
+        [call("step", action="right"), call("step", action="down"), call("step", action="left")],
     ),
     "agentenv/QAGrader-v0": Case(lambda directory: {}, [answer("275709")]),
     "agentenv/Program-v0": Case(
