@@ -36,7 +36,13 @@ from agentenv.base.types import Task
 from agentenv.contract.env import ForkMode, shared, tally
 from agentenv.data.data_files import plain
 from agentenv.envs.bridges import sessions
-from agentenv.envs.bridges.sessions import Answer, Json, SessionCall, SessionServer, SessionTool
+from agentenv.envs.bridges.sessions import (
+    Json,
+    SessionAnswer,
+    SessionCall,
+    SessionServer,
+    SessionTool,
+)
 
 ACTION = "action"  # the argument of the tool
 MAX_SCRIPTED = 32  # actions of a scripted episode
@@ -120,13 +126,13 @@ class Games(SessionServer):
             raise self._wrong("id", "resets itself, which hides the ends of episodes")
         return made
 
-    def play(self, env: Any, kind: str, data: Json) -> Answer:
+    def play(self, env: Any, kind: str, data: Json) -> SessionAnswer:
         """The answer to the reset or action."""
         if kind == "reset":
             observation, _ = env.reset(seed=data.get("seed"), options=data.get("options"))
-            return Answer({"text": self._text(env, observation)})
+            return SessionAnswer({"text": self._text(env, observation)})
         observation, reward, terminated, truncated, _ = env.step(self.value(data))
-        answer = Answer({"text": self._text(env, observation)}, float(reward))
+        answer = SessionAnswer({"text": self._text(env, observation)}, float(reward))
         answer.done, answer.cut = bool(terminated or truncated), bool(truncated and not terminated)
         return answer
 
@@ -236,7 +242,7 @@ class Game(sessions.Session):
     async def take(self, data: Json, kind: str = "step") -> Json:
         if self._env is None or self.has_ended:
             raise ToolError("The episode has ended.")
-        answer: Answer = await self.server.in_thread(self.server.play, self._env, kind, data)
+        answer: SessionAnswer = await self.server.in_thread(self.server.play, self._env, kind, data)
         self.record.append((kind, data, answer))
         self.has_ended, self.was_cut = answer.done, answer.cut
         return answer.observation

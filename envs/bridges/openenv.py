@@ -38,14 +38,14 @@ from agentenv.contract.http_client import fetch, fetched
 from agentenv.contract.http_session import HttpSession
 from agentenv.envs.bridges import sessions
 from agentenv.envs.bridges.mcp_tools import expanded
-from agentenv.envs.bridges.sessions import Answer, Json, Session, SessionCall, SessionTool
+from agentenv.envs.bridges.sessions import Json, Session, SessionAnswer, SessionCall, SessionTool
 
 PAGE = 100  # tasks per request
 
 
 class _Reply(Struct):
     type: str
-    data: Answer
+    data: SessionAnswer
 
 
 class OpenEnv(sessions.SessionEnv):

@@ -64,7 +64,7 @@ def rows(name: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[R
         }
 
 
-class Scorer:
+class PackageScorer:
     """Made in the process that forks the workers, so that the package is imported once."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class ReasoningGymGrader(CustomGrader):
     """The scorers, in killable processes."""
 
     def __init__(self) -> None:
-        super().__init__(__file__, "Scorer")
+        super().__init__(__file__, "PackageScorer")
 
 
 @cache

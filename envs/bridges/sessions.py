@@ -32,7 +32,7 @@ Json = dict[str, Any]
 Begun = tuple[list[Message], Info]
 
 
-class Answer(Struct):
+class SessionAnswer(Struct):
     """An answer to a request; `cut`: a limit of the server ended the episode."""
 
     observation: Json = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Answer(Struct):
     cut: bool = False
 
 
-Record = list[tuple[str, Json, Answer]]  # requests and their answers
+Record = list[tuple[str, Json, SessionAnswer]]  # requests and their answers
 
 
 class SessionServer:

@@ -325,6 +325,6 @@ def test_binary_fields_of_a_server_are_one_line() -> None:
     found = shown(
         {"screen": image, "views": [f"data:image/png;base64,{image}"], "text": "A" * 2000}
     )
-    assert "[binary, 1024 bytes]" in found
-    assert "[binary, image/png, 1024 bytes]" in found
+    assert found.count("1024 bytes") == 2
+    assert "image/png" in found
     assert "A" * 2000 in found

@@ -16,7 +16,7 @@ from agentenv.contract.env import Grade, close_shared
 from agentenv.data.dataset import load_mix, load_tasks
 from agentenv.data.rows import MixPart, RowsConfig
 from agentenv.envs.bridges import reasoning
-from agentenv.envs.bridges.reasoning import BROKEN, HELD_OUT_SEED, KEY, Scorer, rows
+from agentenv.envs.bridges.reasoning import BROKEN, HELD_OUT_SEED, KEY, PackageScorer, rows
 from agentenv.envs.grading.reward import make_grader
 
 pytest.importorskip("reasoning_gym")
@@ -38,7 +38,7 @@ async def graded(task: Task, answer: str) -> Grade:
 
 def scored(row: dict[str, Any], answer: str) -> dict[str, Any]:
     task = Task("1", "e", row["question"], (), metadata={KEY: row[KEY]})
-    return Scorer().grade(task, [Message("assistant", f"<answer>{answer}</answer>")], {})
+    return PackageScorer().grade(task, [Message("assistant", f"<answer>{answer}</answer>")], {})
 
 
 def test_equal_seeds_give_equal_questions_and_held_out_ones_differ() -> None:
@@ -142,7 +142,7 @@ def test_no_task_pays_an_answer_without_knowledge() -> None:
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_task_that_pays_wrong_answers_is_refused(name: str) -> None:
     for path, source in ((name, {}), ("composite", {"datasets": [{"name": name}]})):
-        with pytest.raises(DataError, match=f"scorer of {name} pays"):
+        with pytest.raises(DataError, match=name):
             tasks(f"reasoning_gym:{path}", **source)
 
 
