@@ -143,7 +143,7 @@ async def test_toy_texts_are_played_to_their_ends_with_forks(toy: str) -> None:
 async def test_turns_without_calls_are_actions_and_wrong_ones_are_answered() -> None:
     env = walk("Walk")
     prompt, info = await env.reset()
-    assert prompt[-1].content == "Play.\n\nat 0"
+    assert prompt[-1].content.endswith("\n\nat 0")
     assert info["tools"][0]["parameters"]["properties"]["action"]["enum"] == STEPS
     found, reward, *_ = await env.step(Message("assistant", "<think>on</think> Right "))
     assert (found[0].content, reward) == ("at 1", 0.0)
