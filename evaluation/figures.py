@@ -17,6 +17,7 @@ from agentenv.evaluation.scores import Scorer, Votes, count_votes, for_each, sco
 from agentenv.evaluation.statistics import Floats, cohen_kappa, majority_at_k, pass_at_k
 from agentenv.rollout.failures import faults_of
 from agentenv.rollout.metrics import failure_kind_of
+from agentenv.text.call_syntax import without_thoughts
 
 
 class Estimate(Struct, kw_only=True):
@@ -65,7 +66,8 @@ class Figures(Struct, kw_only=True):
     """The figures of one group of questions. They exclude failed trajectories, except for
     `num_failed`, `failures` and `success_if_failed_wrong`. A trajectory failed if its last attempt
     did. `num_retries`: number of failed attempts that were retried, over all trajectories.
-    `num_empty`: number of trajectories with an empty reply of the model.
+    `num_empty`: number of trajectories with an empty reply of the model; `num_padded`: of sampled
+    ids beyond the tokenizer's.
     `num_misformatted`: number of answers that equal a gold (em) but are wrong because of their
     format.
 
@@ -94,6 +96,7 @@ class Figures(Struct, kw_only=True):
     num_retries: int = 0
     num_misformatted: int = 0
     num_empty: int = 0
+    num_padded: int = 0
 
 
 class Summary(Struct, kw_only=True):
@@ -184,9 +187,8 @@ def figures_of(
         endpoint=_total(row.endpoint for row in rows),
         num_retries=sum(row.num_retries for row in rows),
         num_misformatted=sum(map(_is_misformatted, done)),
-        num_empty=sum(
-            any(not one.get("policy", "?").strip() for one in row.segments) for row in done
-        ),
+        num_padded=sum(row.padded_tokens for row in rows),
+        num_empty=sum(map(_is_empty, done)),
     )
 
 
@@ -194,6 +196,13 @@ def success_if_wrong(questions: Sequence[QuestionRows]) -> float:
     """The mean success over questions if failed samples were wrong; 0 without questions."""
     lowest = [sum(row.success for row in one.done) / len(one.rows) for one in questions]
     return fmean(lowest) if lowest else 0.0
+
+
+def _is_empty(row: EvalRow) -> bool:
+    """Whether a turn has no text, or the last one, which no limit ended, has thoughts alone."""
+    texts = [one["policy"] for one in row.segments if "policy" in one]
+    texts += [without_thoughts(text) for text in texts[-1:] if row.end == "terminated"]
+    return not all(text.strip() for text in texts)
 
 
 def _is_misformatted(row: EvalRow) -> bool:

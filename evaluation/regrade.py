@@ -134,7 +134,7 @@ async def regrade_rows(
 async def regraded(row: EvalRow, graders: Graders) -> EvalRow:
     """The row with the grade of its task's grader, or failed if that fails. Raises ConfigError if
     its environment has no grader."""
-    graded_row = replace(row, scores={}, same_as=None)
+    graded_row = replace(row, scores={})
     try:
         task = graders.task(row)
         grader = await graders.of(row.dataset, task)

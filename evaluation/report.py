@@ -18,6 +18,7 @@ from agentenv.evaluation.figures import SCORES, Agreement, Estimate, Figures, Su
 from agentenv.evaluation.scores import Compat, Scorer, make_scorer, stored_rows
 from agentenv.evaluation.store import load_saved
 from agentenv.reference.helpers import HELPERS
+from agentenv.rollout.metrics import PADDED
 
 SUMMARY_FILE, MARKDOWN_FILE = "summary.json", "report.md"
 
@@ -39,8 +40,7 @@ async def report_of(
 async def figures(
     folder: Path, rows: Sequence[EvalRow], scorer: Scorer, ks: Sequence[int] = ()
 ) -> Summary:
-    """The summary of these rows of the evaluation in `folder`. Also writes scores and votes into
-    the rows."""
+    """The summary of these rows of the evaluation in `folder`. Also writes scores into the rows."""
     saved = load_saved(folder)
     name = f"{folder.name}: {saved.subject.get('name', '')}".rstrip(": ")
     return await summarize(name, rows, scorer, ks=ks)
@@ -91,6 +91,8 @@ def hints_of(summary: Summary, folder: str) -> list[str]:
             "gateways answer so under load (lower engine.max_concurrency); thoughts may fill "
             "limits.max_turn_tokens"
         )
+    if summary.overall.num_padded:
+        hints.append(f"{summary.overall.num_padded} {PADDED}")
     if noted := [f"{name} {count:.0f}" for name, count in summary.overall.endpoint.items()]:
         hints.append(f"counted of the program's calls (docs/metrics.md): {', '.join(noted)}")
     count = summary.overall.num_misformatted

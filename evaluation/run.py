@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -45,7 +46,7 @@ from agentenv.reference.helpers import count_calls
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.failure_log import FailureLog
 from agentenv.rollout.failures import NUM_NAMED
-from agentenv.rollout.metrics import Throughput
+from agentenv.rollout.metrics import Throughput, num_padded
 from agentenv.rollout.questions import Answer, Question, run_questions
 from agentenv.text.renderer import Renderer, TextCodec
 
@@ -88,7 +89,7 @@ class Progress:
     def _show(self) -> None:
         num_done = self.counts["right"] + self.counts["wrong"]
         note = f"success {self.counts['right'] / max(1, num_done):.3f}"
-        note += f"  {self._rate:.0f} tok/s" if self._rate else ""
+        note += f"  {self._rate:.0f} tok/s" if round(self._rate) else ""
         for name in ("failed", "retries"):
             note += f"  {self.counts[name]} {name}" if self.counts[name] else ""
         self._report(num_done + self.counts["failed"], note)
@@ -114,6 +115,7 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
         num_retries=answer.num_retries,
         prompt_tokens=prompt_tokens,
         action_tokens=trajectory.num_action_tokens,
+        padded_tokens=num_padded(trajectory.path, getattr(renderer, "num_words", math.inf)),
         tool_tokens=tool_tokens,
         seconds=round(answer.seconds, 4),
         error=leaf.error,

@@ -29,7 +29,7 @@ from agentenv.envs.grading.layers import Layered, compare
 from agentenv.envs.grading.text import MAX_ANSWER_CHARS, clean, squashed, words_of
 from agentenv.envs.grading.verdict import same_answer
 from agentenv.envs.grading.words import f1, has_cjk, is_wordy
-from agentenv.evaluation.store import keep_filled, load_rows, num_filled
+from agentenv.evaluation.store import keep_scores, load_rows
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -110,13 +110,13 @@ def make_scorer(report: Callable[[str], None], compat: Compat = "") -> Scorer:
 
 @asynccontextmanager
 async def stored_rows(folder: Path, scorer: Scorer) -> AsyncIterator[list[EvalRow]]:
-    """The rows of an evaluation. On exit, store new scores and comparisons in the evaluation, so
-    that no answer is scored twice. Raises DataError without rows."""
+    """The rows of an evaluation. On exit, store new scores in the evaluation, so that no answer is
+    scored twice. Raises DataError without rows."""
     rows = await in_thread(load_rows, folder)
-    before = num_filled(rows)
+    has_new = any("em" not in row.scores for row in rows if row.end != FAILED)
     yield rows
-    if scorer.is_usual and num_filled(rows) > before:
-        await in_thread(keep_filled, folder, rows)
+    if scorer.is_usual and has_new:
+        await in_thread(keep_scores, folder, rows)
 
 
 def text_scores(answer: str, golds: Sequence[str]) -> dict[str, float]:
@@ -180,63 +180,30 @@ class Votes(NamedTuple):
 async def count_votes(rows: Sequence[EvalRow], scorer: Scorer) -> Votes:
     """Count the answers of one question. All correct samples count as the same answer; wrong ones
     are the same if the layered grader accepts one as the other. An expression is compared only with
-    the few most frequent ones, which decide a vote.
-
-    The rows store the result in `same_as`, and are compared again only after new samples.
-    """
-    if known_votes(rows) is None:
-        await _compare(_wrong(rows), scorer)
-    votes = known_votes(rows)
-    assert votes is not None
-    return votes
-
-
-def known_votes(rows: Sequence[EvalRow]) -> Votes | None:
-    """The votes of rows, from stored comparisons; None if some are missing."""
-    wrong, num_right = _wrong(rows), sum(row.success for row in rows)
-    if any(row.same_as is None for row in wrong):
-        return None
-    clusters = sorted(Counter(row.same_as for row in wrong).values(), reverse=True)
-    return Votes(num_right, tuple(clusters), len(rows) - num_right - len(wrong))
+    the few most frequent ones, which decide a vote."""
+    wrong = [row.prediction for row in rows if not row.success and row.prediction.strip()]
+    num_right, groups = sum(row.success for row in rows), dict[str, int]()
+    for text, number in Counter(map(_form, wrong)).most_common():
+        same = await _same(text, [*groups], scorer)
+        groups[same] = groups.get(same, 0) + number
+    counts = tuple(sorted(groups.values(), reverse=True))
+    return Votes(num_right, counts, len(rows) - num_right - len(wrong))
 
 
-def _wrong(rows: Sequence[EvalRow]) -> list[EvalRow]:
-    """The rows with a wrong answer."""
-    return [row for row in rows if not row.success and row.prediction.strip()]
-
-
-async def _compare(rows: Sequence[EvalRow], scorer: Scorer) -> None:
-    """Set `same_as` of each row."""
-    by_text: dict[str, list[EvalRow]] = {}
-    for row in rows:
-        by_text.setdefault(_form(row.prediction), []).append(row)
-    clusters: list[tuple[str, list[EvalRow]]] = []
-    for text, own in sorted(by_text.items(), key=lambda item: -len(item[1])):
-        place = await _place(text, [known for known, _ in clusters], scorer)
-        if place is None:
-            clusters.append((text, list(own)))
-        else:
-            clusters[place][1].extend(own)
-    for _, members in clusters:
-        lowest = min(row.sample for row in members)
-        for row in members:
-            row.same_as = lowest
-
-
-async def _place(text: str, known: Sequence[str], scorer: Scorer) -> int | None:
-    """The index of the known answer that equals `text`; None if there is none."""
+async def _same(text: str, known: Sequence[str], scorer: Scorer) -> str:
+    """The known answer that equals `text`; if there is none, `text`."""
     undecided = []
-    for place, other in enumerate(known):
+    for other in known:
         same, _ = compare(text, other)
         if same:
-            return place
+            return other
         if same is None:
-            undecided.append(place)
+            undecided.append(other)
         await asyncio.sleep(0)  # a comparison takes up to a millisecond: yield to other tasks
-    for place in undecided[:MAX_EXPRESSIONS]:
-        if await scorer.equal(text, [known[place]]):
-            return place
-    return None
+    for other in undecided[:MAX_EXPRESSIONS]:
+        if await scorer.equal(text, [other]):
+            return other
+    return text
 
 
 def _form(text: str) -> str:

@@ -225,25 +225,20 @@ def _without(tree: Tree, keys: Iterable[str]) -> Tree:
     return {key: value for key, value in tree.items() if key not in keys}
 
 
-# Scores and votes, stored by the first report so that no answer is scored twice.
+# Scores, stored by the first report so that no answer is scored twice.
 
 
-def num_filled(rows: Sequence[EvalRow]) -> int:
-    """Number of rows with scores, plus number of rows compared with other samples."""
-    return sum(("em" in row.scores) + (row.same_as is not None) for row in rows)
-
-
-def keep_filled(folder: Path, rows: Sequence[EvalRow]) -> None:
-    """Store the scores and comparisons of these rows, except rows that another command has changed
-    since. If the directory is locked or not writable, nothing is stored, and the next report
-    computes them again."""
+def keep_scores(folder: Path, rows: Sequence[EvalRow]) -> None:
+    """Store the scores of these rows, except rows that another command has changed since. If the
+    directory is locked or not writable, nothing is stored, and the next report computes them
+    again."""
     known = {row.key: row for row in rows}
     with suppress(ConfigError), closing(lock(folder)):
         now = read_rows(folder)
         for row in now:
             one = known.get(row.key)
             if one is not None and _graded(one) == _graded(row):
-                row.scores, row.same_as = one.scores, one.same_as
+                row.scores = one.scores
         replace_rows(folder, now)
 
 

@@ -26,9 +26,11 @@ def main(argv: Sequence[str]) -> int:
         from agentenv.learners.ranks.offline_export import export
 
         view.wait_for(f"reading {checkpoint}", "writing")
-        export(checkpoint, arguments.out, dtype=arguments.dtype)
+        dtype, alone = arguments.dtype, arguments.text_only
+        export(checkpoint, arguments.out, dtype=dtype, text_only=alone)
         view.end()
-        view.log(f"exported {checkpoint} to {arguments.out} as {arguments.dtype}")
+        part = "the text model of " if alone else ""
+        view.log(f"exported {part}{checkpoint} to {arguments.out} as {dtype}")
         path = shlex.quote(str(arguments.out))
         view.suggest(
             {
@@ -48,4 +50,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--text-only", action="store_true", help="leave out towers, such as vision, and MTP heads"
+    )
     return parser.parse_args(argv)

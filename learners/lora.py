@@ -18,7 +18,6 @@ from msgspec import Meta, Struct
 from agentenv.base.config import ESSENTIAL
 from agentenv.base.errors import ConfigError, MissingError
 from agentenv.base.installation import install_hint
-from agentenv.base.model_files import load_config
 
 if TYPE_CHECKING:
     import torch
@@ -137,12 +136,11 @@ def _unmergeable(model: Any, name: str, module: Any, shared: dict[int, list[str]
     return ""
 
 
-def empty_model(directory: Path) -> Any:
-    """The model of a directory without memory for its weights. Raises ConfigError."""
+def empty_model(config: Any) -> Any:
+    """The model of a configuration of transformers, without memory for its weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    config = load_config(directory)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 

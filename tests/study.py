@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.snippets import ran
+
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ("--seeds", "7", "--updates", "2", "--questions", "8")
 
@@ -23,26 +25,18 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(clone: Path, script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    return subprocess.run(
-        [sys.executable, f"benchmarks/experiments/{script}.py", *map(str, arguments)],
-        cwd=clone,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    script = f"benchmarks/experiments/{script}.py"
+    return ran(sys.executable, script, *arguments, cwd=clone, env=env, timeout=None)
 
 
 @pytest.fixture(scope="module")
 def study(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One seed of ARPO, then one of GRPO with groups of 4, published."""
     out = tmp_path_factory.mktemp("study")
-    alone = command(clone, "algorithms", "--out", out, *SMALL, "--arms", "arpo")
-    assert alone.returncode == 0, alone.stdout + alone.stderr
+    command(clone, "algorithms", "--out", out, *SMALL, "--arms", "arpo")
     first = (out / "seed-7" / "arpo" / "metrics.jsonl").stat()
-    both = command(clone, "algorithms", "--out", out, *SMALL, "--arms", "arpo", "grpo-4")
-    assert both.returncode == 0, both.stdout + both.stderr
+    command(clone, "algorithms", "--out", out, *SMALL, "--arms", "arpo", "grpo-4")
     assert (out / "seed-7" / "arpo" / "metrics.jsonl").stat() == first  # finished runs are kept
     return out
 
@@ -59,8 +53,7 @@ def test_curves_have_a_point_for_each_update(study: Path) -> None:
 
 
 def test_the_study_is_published(clone: Path, study: Path) -> None:
-    done = command(clone, "algorithms", "--out", study, "--report-only", "--publish")
-    assert done.returncode == 0, done.stdout + done.stderr
+    command(clone, "algorithms", "--out", study, "--report-only", "--publish")
     status = subprocess.check_output(["git", "status", "--porcelain"], cwd=clone, text=True)
     assert sorted(line[3:] for line in status.splitlines()) == [
         *("docs/experiments.md", "docs/img/algorithms.png")
@@ -70,8 +63,7 @@ def test_the_study_is_published(clone: Path, study: Path) -> None:
 def test_fork_points_are_measured(clone: Path, study: Path) -> None:
     rows, run = study / "forks.json", study / "seed-7" / "arpo"
     small = ("--steps", "0", "--questions", "12", "--siblings", "2")
-    grown = command(clone, "forks", "--out", rows, run, *small)
-    assert grown.returncode == 0, grown.stdout + grown.stderr
+    command(clone, "forks", "--out", rows, run, *small)
     shown = command(clone, "forks", "--out", rows)
     assert "0 updates, 1" in shown.stdout, shown.stdout + shown.stderr
     assert "\n  learned " in shown.stdout
@@ -81,15 +73,13 @@ def test_gradients_are_measured(clone: Path, tmp_path: Path) -> None:
     small = ("--tasks", "mend", "--seeds", "7", "--steps", "0", "--trees", "40", "--groups", "40")
     arms = ("--arms", "grpo-8", "uniform-turnwise-4")
     done = command(clone, "gradients", "--out", tmp_path, *small, *arms)
-    assert done.returncode == 0, done.stdout + done.stderr
     assert "mend-7-0, 40 groups" in done.stdout
     assert "\nuniform-turnwise-4 | " in done.stdout
 
 
 def test_the_longer_task_runs(clone: Path, tmp_path: Path) -> None:
     task = ("--task", "chain", "--arms", "grpo-4")
-    done = command(clone, "algorithms", "--out", tmp_path, *SMALL, *task)
-    assert done.returncode == 0, done.stdout + done.stderr
+    command(clone, "algorithms", "--out", tmp_path, *SMALL, *task)
 
 
 SMALL_PLAN = """
@@ -120,7 +110,6 @@ def test_all_stages_of_the_study(clone: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text(SMALL_PLAN)
     done = command(clone, "study", "--out", tmp_path / "out", "--plan", plan)
-    assert done.returncode == 0, done.stdout + done.stderr
     assert "mend; baseline grpo-4" in done.stdout
     lines = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]

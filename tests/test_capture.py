@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from agentenv.assembly.reports.records import noted, trajectory_rows
+from agentenv.assembly.reports.records import noted, readable, trajectory_rows
 from agentenv.base.errors import EnvError
 from agentenv.base.model_files import load_tokenizer
 from agentenv.base.tree import Node, TrajectoryTree
@@ -911,9 +911,13 @@ def test_a_schema_that_no_renderer_could_read_is_refused() -> None:
     assert leaf.end == "terminated"
     kind = "refused/invalid_value/tools[].function.parameters".replace("[]", "")
     assert leaf.info["endpoint"][kind] == len(ODD_TOOLS)
-    (leaf,) = captured(program, said, max_failures=0).leaves()
+    (leaf,) = (tree := captured(program, said, max_failures=0)).leaves()
     assert (leaf.error or "").startswith("CallRefusedError: ")
     assert noted(leaf)[kind] == 1
+    (row,) = trajectory_rows(tree, lambda ids: "")
+    assert (row["end"], row["error"], row["endpoint"]) == ("failed", leaf.error, noted(leaf))
+    assert "tools[0].function.parameters" in row["error"]
+    assert f"; {leaf.error}\n" in readable({**row, "segments": [{}, {"env": "x"}]})
 
 
 def test_a_body_that_cannot_be_read_and_an_unknown_route_are_refused_calls() -> None:

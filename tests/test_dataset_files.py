@@ -115,29 +115,6 @@ def test_a_folder_of_several_splits_is_not_mixed_by_accident(tmp_path: Path) -> 
     assert questions(f"{tmp_path}/test*") == ["test-00000-of-00001"]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("x.txt", "?", r"x.txt: unknown file type; expected a file that ends in \.jsonl"),
-        ("x.json", "{", "x.json: not valid JSON"),
-        ("x.json", '{"query": "result"}', "x.json: expected a list of rows, or SQuAD's object"),
-        ("x.json", '{"data": [{"paragraphs": [{"qas": [{}]}]}]}', "SQuAD's data, .* 'context'"),
-        ("x.json", "[1]", "x.json, row 1: expected a JSON object, got int"),
-        ("x.csv", "", "x.csv: the dataset is empty"),
-        ("x.csv", "a,a\n1,2\n", "x.csv: expected a first line that names each column once"),
-        ("x.csv", "question,answer\nq,a\nq\n", "x.csv, row 2: expected 2 fields as in the first"),
-        ("x.csv", "question,answer\nq,a,b\n", "x.csv, row 1: expected 2 fields as in the first"),
-        ("x.csv", 'question,answer\n"q"x,a\n', "x.csv, row 1: not valid CSV"),
-        ("x.parquet", "no parquet", "x.parquet: cannot be read as parquet"),
-        ("x.arrow", "no arrow at all", "x.arrow: cannot be read as arrow"),
-    ],
-)
-def test_a_file_that_cannot_be_read(tmp_path: Path, name: str, text: str, message: str) -> None:
-    (tmp_path / name).write_text(text)
-    with pytest.raises(DataError, match=message):
-        questions(tmp_path / name)
-
-
 def test_a_path_without_a_dataset_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="dataset file matches"):
         questions(tmp_path / "*.jsonl")

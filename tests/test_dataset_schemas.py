@@ -291,38 +291,6 @@ def test_columns_map_other_names(tmp_path: Path) -> None:
     assert task.metadata == {"system_prompt": "S", "meta": {"gold": "g", "level": 3}}
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"q": "q"},
-         r"row 1: key 'question' must be a .*string.* is missing, .*\['q'\]: set the column by "
-         r"data.columns.question"),
-        ({"question": "q", "reward_model": {"ground_truth": ""}},
-         "row 1: key 'reward_model.ground_truth' must be .*, got an empty string"),
-        ({"question": 3, "answer": "a"}, r"key 'question' must be a .*string.* got 3 \(int\)"),
-        ({"question": "q", "answer": float("nan")}, r"row 1: key 'answer' .* got nan \(float\)"),
-        ({"question": "q", "answer": [""]}, "row 1: key 'answer'"),
-        ({"question": "q", "answer": [None, float("nan")]}, "row 1: key 'answer'"),
-        ({"question": "q", "answer": []}, "row 1: key 'answer'"),
-        ({"question": "q", "output": [{"provenance": []}]}, "row 1: key 'output'"),
-        ({"question": "q", "answer": {"a": "b"}}, "row 1: key 'answer'"),
-        ({"question": "q", "answer": "a", "kind": ["k"]},
-         "row 1: key 'kind': expected a string or a number, got list"),
-        ({"prompt": [{"role": "assistant", "content": "x"}], "answer": "a"},
-         "row 1: key 'prompt': expected a system and a user message, got one of 'assistant'"),
-        ({"prompt": [{"role": "user", "content": "x"}] * 2, "answer": "a"},
-         "row 1: key 'prompt': expected at most one system message and one user .* got 0 and 2"),
-        ({"prompt": ["x"], "answer": "a"}, "row 1: key 'prompt': .* got one of 'x'"),
-    ],
-)  # fmt: skip
-def test_a_bad_row_is_refused_with_the_expected_form(
-    tmp_path: Path, row: Row, message: str
-) -> None:
-    with pytest.raises(DataError, match=message) as raised:
-        load(tmp_path, row)
-    assert str(tmp_path / "rows.jsonl") in str(raised.value)
-
-
 def test_a_mapped_column_must_be_in_every_row(tmp_path: Path) -> None:
     rows = [{"q": "q", "answer": "a"}, {"question": "q", "answer": "a"}]
     with pytest.raises(DataError, match=r"2.*'q'.*columns\.question"):

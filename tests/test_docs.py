@@ -13,7 +13,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ from agentenv.assembly.keys.supervised import DPORunConfig, SFTRunConfig
 from agentenv.assembly.run import exits
 from agentenv.base.config import build_config, load_config
 from agentenv.base.errors import ConfigError
+from tests.support.snippets import ran
 from tests.support.warehouse import ROOT
 
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
@@ -118,15 +118,9 @@ def test_a_block_of_python_runs(
     (tmp_path / "questions.jsonl").write_text(
         '{"question": "What is 6 * 7?", "answer": "42"}\n', encoding="utf-8"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", "\n".join([*before, block.text])],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
+    code = "\n".join([*before, block.text])
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran(sys.executable, "-W", "error", "-c", code, cwd=tmp_path, env=env)
 
 
 def is_earlier(one: Block, other: Block) -> bool:
@@ -264,17 +258,10 @@ def test_keys_that_pages_name_exist() -> None:
 
 
 def test_the_site_builds_without_a_warning_and_uses_no_other_host(tmp_path: Path) -> None:
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHON": sys.executable}
-    subprocess.run(["sh", ".ci/tree"], cwd=ROOT, env=environment, check=True)
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHON": sys.executable}
+    ran("sh", ".ci/tree", env=env)
+    build = ("mkdocs", "build", "--strict", "--site-dir", tmp_path)
+    done = ran(sys.executable, "-m", *build, env=env)
     assert "WARNING" not in done.stderr
     asked = re.compile(
         r"""<(?:script|link|img|iframe)[^>]+(?:src|href)=["']?(?:https?:)?//[^"'> ]+"""

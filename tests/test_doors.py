@@ -34,6 +34,7 @@ from agentenv.lab.viewing.page import FolderServer
 from agentenv.launchers.retriever import Retriever, RetrieverConfig
 from tests.commands.test_viewer_page import CHROMIUM, FLAGS
 from tests.envs.bridges.test_openenv import TASKS, CounterEnv
+from tests.support.snippets import run_python
 from tests.support.sockets import sockets_of
 from tests.support.sources import ROOT, sources
 from tests.support.viewed_run import make_run
@@ -60,7 +61,7 @@ def named(source: str) -> Iterator[str]:
             yield node.value
 
 
-@pytest.mark.parametrize("kind", ["server", "client"])
+@pytest.mark.parametrize("kind", ["server", "client", "model"])
 def test_each_kind_is_opened_in_its_place(kind: str) -> None:
     places = dict(TABLE[kind])
     names = re.compile(places.pop("names").strip())
@@ -216,6 +217,5 @@ print("on", *{address for address, _ in sockets_of()})"""
 
 def test_the_ray_of_a_run_listens_on_loopback() -> None:
     pytest.importorskip("ray")
-    command = [sys.executable, "-c", RAY]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert {*shown.splitlines()[-1].split()} == {"on", "127.0.0.1", "::ffff:127.0.0.1"}
+    *_, last = run_python(RAY).stdout.splitlines()
+    assert {*last.split()} == {"on", "127.0.0.1", "::ffff:127.0.0.1"}

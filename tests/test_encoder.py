@@ -127,7 +127,7 @@ async def test_a_hanging_process_is_restarted_and_texts_are_encoded_locally_mean
     """Texts that were lost together are one loss."""
     monkeypatch.setattr(encoder, "FIRST_PAUSE_S", 0.4)
     assert async_renderer.encoder is not None
-    async_renderer.encoder = Encoder(async_renderer.tokenizer, async_renderer.special_ids)
+    async_renderer.encoder = Encoder(async_renderer.tokenizer)
     assert await prepared(async_renderer, TEXTS[0])
     await hang(async_renderer, 0.3)
     several = [prepared(async_renderer, TEXTS[0] + "!" * count) for count in range(1, 5)]
@@ -148,7 +148,7 @@ async def test_a_process_that_fails_three_times_in_a_row_is_not_restarted(
 ) -> None:
     """Failures with a success in between do not count."""
     monkeypatch.setattr(encoder, "FIRST_PAUSE_S", 0.0)
-    async_renderer.encoder = Encoder(async_renderer.tokenizer, async_renderer.special_ids)
+    async_renderer.encoder = Encoder(async_renderer.tokenizer)
     for text in ("one", "two", "three", "four"):
         assert await prepared(async_renderer, TEXTS[0] + text)
         await hang(async_renderer, 0.2)

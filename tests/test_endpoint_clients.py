@@ -47,7 +47,15 @@ BODIES = {
         beta_create_params.MessageCreateParamsBase,
     ],
 }
-FREE = ("metadata", "client_metadata", "parameters", "input_schema", "schema", "headers")
+FREE = (
+    "definition",
+    "metadata",
+    "client_metadata",
+    "parameters",
+    "input_schema",
+    "schema",
+    "headers",
+)
 
 
 def check_object(kind: Any, name: str, place: str, seen: set[Any]) -> None:
@@ -415,6 +423,46 @@ def test_allowed_tools_are_those_that_the_policy_sees() -> None:
             await client.ask(PATHS["chat"], asked("chat", [TOOL, other], tool_choice=allowed))
         assert '"search"' in seen.prompts[0]
         assert '"other"' not in seen.prompts[0]
+
+    asyncio.run(work())
+
+
+def test_a_conversation_adds_and_removes_tools() -> None:
+    seen = Seen()
+    tools = [named("anthropic", "search"), {**named("anthropic", "late"), "defer_loading": True}]
+    late = {"type": "tool_reference", "name": "late"}
+    new = {"type": "tool_definition", "definition": named("anthropic", "new")}
+    gone = {"type": "tool_reference", "name": "search"}
+    changes = [("addition", late), ("addition", new), ("removal", gone)]
+    parts = [{"type": f"tool_{kind}", "tool": tool} for kind, tool in changes]
+    added = {"type": "additional_tools", "role": "developer", "tools": [named("responses", "new")]}
+
+    def offered() -> list[str]:
+        return [
+            name for name in ("search", "late", "new") if f'"name": "{name}"' in seen.prompts[-1]
+        ]
+
+    async def work() -> None:
+        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
+            for number, names in enumerate(
+                ("search", "search late", "search late new", "late new")
+            ):
+                content = [{"type": "text", "text": "Go on."}, *parts[:number]]
+                messages = [{"role": "user", "content": content}]
+                body = asked("anthropic", tools, messages=messages)
+                await client.ask(PATHS["anthropic"], body)
+                assert offered() == names.split()
+            thread = {"type": "continue", "previous_message_id": "msg_1"}
+            changed = [{"role": "user", "content": parts[1:2]}]
+            body |= {"tools": None, "thread": thread, "messages": changed}
+            status, data = await client.post(PATHS["anthropic"], body)
+            assert (status, b"needs all of them" in data) == (400, True), data
+            more: Json = {"input": [{"role": "user", "content": "Go on."}, added]}
+            for _ in range(2):
+                body = asked("responses", [named("responses", "search")], **more)
+                reply = await client.ask(PATHS["responses"], body)
+                assert offered() == ["search", "new"]
+                more = {"input": "And now?", "previous_response_id": reply["id"]}
 
     asyncio.run(work())
 

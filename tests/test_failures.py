@@ -87,7 +87,6 @@ def test_kinds_are_counted_together_and_the_most_frequent_named() -> None:
     with pytest.raises(TooManyFailuresError, match=r"21.*41.*18") as one:
         failures.add(failure_of(GraderError("c"), TASK))
     assert "2 x EngineError" in str(one.value)
-    assert not one.value.is_of_engine
 
 
 def test_outages_and_manual_cancellations_do_not_count() -> None:

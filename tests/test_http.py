@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -23,7 +21,7 @@ from agentenv.contract.env import close_shared
 from agentenv.contract.function_tool import FunctionTool
 from agentenv.contract.http import MAX_FORBIDDEN, MAX_LOGINS, HttpClient, meaning, status_error
 from agentenv.envs.grading.reward import ExactMatch
-from tests.support.warehouse import ROOT
+from tests.support.snippets import ran
 
 TASK = Task("t", "e", "q", ("7",))
 Handler = Callable[[web.Request], Awaitable[web.Response]]
@@ -302,17 +300,10 @@ asyncio.run(own())
 asyncio.run(own())
 print("done")
 """
-    ran = subprocess.run(
-        [sys.executable, "-X", "dev", "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert ran.stdout.strip() == "done", ran.stderr
-    assert "Unclosed" not in ran.stderr
-    assert "never" not in ran.stderr
-    assert "Traceback" not in ran.stderr
+    done = ran(sys.executable, "-X", "dev", "-c", code)
+    assert done.stdout.strip() == "done", done.stderr
+    for word in ("Unclosed", "never", "Traceback"):
+        assert word not in done.stderr
 
 
 class Counted(FunctionTool):

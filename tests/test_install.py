@@ -24,10 +24,11 @@ import yaml
 from packaging.requirements import Requirement
 
 from agentenv.base.installation import DISTRIBUTION
-from agentenv.base.ports import hold_port, port_of
 from agentenv.launchers.__main__ import COMMANDS
 from agentenv.processes.supervisor import ADDRESS_VARIABLE
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
+from tests.support.ports import free_port
+from tests.support.snippets import ran
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "deepspeed", "transformers", "vllm", "sglang", "matplotlib", "pandas")
@@ -75,13 +76,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not (ROOT / ".git").exists():
         pytest.skip("no checkout of git")
     folder = tmp_path_factory.mktemp("wheel")
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    )
-    for name in filter(None, listed.stdout.decode().split("\0")):
+    listed = ran("git", "ls-files", "--cached", "--others", "--exclude-standard", "-z").stdout
+    for name in filter(None, listed.split("\0")):
         source, target = ROOT / name, folder / "source" / name
         if source.is_symlink() or source.is_file():
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -154,15 +150,8 @@ def full(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
 
 def run(bin: Path, folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """A command of the environment, run in a folder."""
-    return subprocess.run(
-        [str(bin / words[0]), *words[1:]],
-        cwd=folder,
-        env=variables_of(bin, **variables),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    env = variables_of(bin, **variables)
+    return ran(bin / words[0], *words[1:], cwd=folder, env=env, expected=None)
 
 
 def variables_of(bin: Path, **more: str) -> dict[str, str]:
@@ -181,10 +170,7 @@ def done(bin: Path, folder: Path, *words: str, **variables: str) -> str:
 
 
 def test_the_wheel_has_exactly_the_files_of_the_packages(wheel: Path) -> None:
-    listed = subprocess.run(
-        ["git", "ls-files", "agentenv", *PACKAGES], cwd=ROOT, capture_output=True, check=True
-    )
-    files = [Path(name) for name in listed.stdout.decode().splitlines()]
+    files = [*map(Path, ran("git", "ls-files", "agentenv", *PACKAGES).stdout.splitlines())]
     there = {
         str(path if path.parts[0] == "agentenv" else "agentenv" / path)
         for path in files
@@ -336,8 +322,7 @@ def test_the_quick_start_trains_with_the_extra_of_the_readme(full: Path, tmp_pat
 
 def test_a_job_of_slurm_trains_from_an_empty_directory(full: Path, tmp_path: Path) -> None:
     done(full, tmp_path, "agentenv", "new", "shop")
-    with hold_port("127.0.0.1", 0) as held:
-        port = port_of(held)
+    port = free_port()
     slurm = ["cluster.kind=slurm", "cluster.workers=1", f"cluster.port={port}"]
     words = [*SMALL, *slurm, "cluster.script=job.sh", "--dry-run"]
     done(full, tmp_path, "agentenv", "train", "shop/train.toml", *words)
@@ -346,24 +331,15 @@ def test_a_job_of_slurm_trains_from_an_empty_directory(full: Path, tmp_path: Pat
     for name, text in (("srun", SRUN), ("hostname", "#!/bin/sh\necho 127.0.0.1\n")):
         (tools / name).write_text(text, encoding="utf-8")
         (tools / name).chmod(0o755)
-    started = subprocess.run(
-        ["bash", "job.sh"],
-        cwd=tmp_path,
-        env={**variables_of(tools), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert started.returncode == 0, started.stdout + started.stderr
+    env = {**variables_of(tools), "PYTHONDONTWRITEBYTECODE": "1"}
+    ran("bash", "job.sh", cwd=tmp_path, env=env)
     assert (tmp_path / "runs" / "shop" / "summary.json").is_file()
 
 
 def test_the_containers_of_a_manifest_train(full: Path, tmp_path: Path) -> None:
     """Their commands, with their variables, the Python of the wheel, and one machine for both."""
     done(full, tmp_path, "agentenv", "new", "shop")
-    with hold_port("127.0.0.1", 0) as held:
-        port = port_of(held)
+    port = free_port()
     keys = ["cluster.kind=kubernetes", "cluster.image=i", "cluster.claim=c", "cluster.workers=1"]
     keys += [f"cluster.mount={tmp_path}", f"run.dir={tmp_path}/runs", f"cluster.port={port}"]
     words = [*SMALL, *keys, "cluster.script=job.yaml", "--dry-run"]

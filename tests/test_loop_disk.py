@@ -70,7 +70,6 @@ ALLOWED = {
     "envs/sandbox/sandbox.py find_escape: tempfile.NamedTemporaryFile": OWN,
     "evaluation/run.py run_evaluation: saved_of": BEFORE,
     "evaluation/scores.py score: benchmark_of": "the tables of benchmarks, read once",
-    "evaluation/subject.py contexts: self.config.engine.max_context": BEFORE,
     "agentenv/rollout/recovery.py reopen: conversation.open": NO_DISK,
     "agentenv/rollout/recovery.py reopen: self.open": NO_DISK,
     "agentenv/rollout/rollout.py _open_root: self._recovery.open": NO_DISK,

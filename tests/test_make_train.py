@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
-from tests.support.sources import ROOT
+from tests.support.snippets import ran
 
 INTERRUPTED = """#!/bin/sh
 case "$1" in -m) kill -INT $PPID; exit 130;; -V) echo Python 3.12.0;; esac
@@ -17,8 +16,7 @@ def test_a_missing_configuration_is_named_before_anything_is_installed() -> None
     command = ["make", "train", "CONFIG=mine.toml", "PYTHON=no-python"]
     alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     alone.pop("MFLAGS", None)  # these of the command that runs the tests
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=alone)
-    assert result.returncode == 2
+    result = ran(*command, env=alone, expected=2)
     assert result.stderr.splitlines()[0] == (
         "error: CONFIG=mine.toml: no such file; expected a configuration such as "
         "configs/quickstart.toml"
@@ -30,15 +28,9 @@ def test_an_interrupted_installation_reports_how_to_continue(tmp_path: Path) -> 
     python = tmp_path / "python"
     python.write_text(INTERRUPTED)
     python.chmod(0o755)
-    given = {"PYTHON": str(python), "VENV": str(tmp_path / "venv"), "EXTRA": "train"}
-    result = subprocess.run(
-        ["sh", ".ci/environment"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={"PATH": "/usr/bin:/bin", **given},
-    )
-    assert result.returncode == 130
+    env = {"PYTHON": str(python), "VENV": str(tmp_path / "venv"), "EXTRA": "train"}
+    env["PATH"] = "/usr/bin:/bin"
+    result = ran("sh", ".ci/environment", env=env, expected=130)
     assert result.stderr == (
         "interrupted; the same command begins again, with the packages downloaded so far\n"
     )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,10 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoTokenizer
 
-from agentenv.base.errors import DataError
+from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.model_files import (
     KNOWN_CLASSES,
+    check_known,
     load_tokenizer,
     num_experts,
     num_positions,
@@ -25,6 +24,7 @@ from agentenv.base.model_files import (
     tokenizer_class,
     vocab_size,
 )
+from tests.support.snippets import run_python
 from tests.support.sources import sources
 
 SIZES = {
@@ -104,8 +104,7 @@ def test_a_known_tokenizer_class_is_loaded_without_torch(tmp_path: Path) -> None
         "from agentenv.base.model_files import load_tokenizer; "
         f"print(len(load_tokenizer(Path({str(model)!r}), False)), 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["258", "False"]
+    assert run_python(code).stdout.split() == ["258", "False"]
 
 
 def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
@@ -130,3 +129,15 @@ def test_every_reader_of_sizes_reads_those_of_the_text_model() -> None:
                 one in text for one in ("text_table(", "read_model_config(", "text_config(")
             ), path
     assert len(found) > 5
+
+
+@pytest.mark.parametrize("value", ["someone/kernel", "flash_attention_2", {"": "a/b"}])
+@pytest.mark.parametrize("below", ["", "text_config"])
+def test_a_kernel_of_the_hub_is_refused_by_its_key(tmp_path: Path, value: Any, below: str) -> None:
+    for key in ("attn_implementation", "_attn_implementation_internal", "_experts_implementation"):
+        inner = {key: value, "_attn_implementation": "sdpa"}
+        model = model_directory(tmp_path / key, "qwen3")
+        table = {"model_type": "qwen3", **({below: inner} if below else inner)}
+        (model / "config.json").write_text(json.dumps(table))
+        with pytest.raises(ConfigError, match=f"has {key} = .*never run"):
+            check_known(model)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentenv.base.errors import ConfigError, EnvError
 from agentenv.base.model_files import read_eos_ids
 from agentenv.base.types import Completion, Message, ToolCall
-from agentenv.engines.chat import ChatRenderer, Pieces
+from agentenv.contract.env import forget_shared, shared_stats
+from agentenv.engines.chat import ChatPiece, ChatRenderer, Pieces
+from agentenv.engines.openai import unmeasured
 from agentenv.text.native import NativeRenderer
-from agentenv.text.prompt import PromptConfig, _report_tags, preset
+from agentenv.text.prompt import PromptConfig, preset
 from agentenv.text.renderer import TagRenderer
 from tests.support import chat_models
 
@@ -123,7 +126,7 @@ def test_template_arguments_reach_the_template() -> None:
 def test_a_prompt_of_tags_is_replaced_or_reported_for_native_calls(
     kind: str, text: str, replaced: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _report_tags.cache_clear()
+    forget_shared()
     messages = [Message("system", text), Message("user", "1 + 1?")]
     if kind == "policy":
         chosen = renderer("Qwen3")
@@ -133,6 +136,30 @@ def test_a_prompt_of_tags_is_replaced_or_reported_for_native_calls(
         written = pieces.read(ChatRenderer(pieces, native=True).prompt(messages, TOOLS))[0].text
     assert (replaced or text) in written
     assert len(caplog.records) == int("<search>" in text)
+    name = "native/num_prompts_" + ("replaced" if replaced else "with_tags")
+    assert shared_stats() == ({name: 1.0} if "<search>" in text else {})
+
+
+TURNS = {
+    "<think>x</think> <search>Lima</search>": 1,
+    "<think><search>Lima</search></think> Lima": 0,
+    "The tag <search> is not closed": 0,
+    "<other>Lima</other>": 0,
+}
+
+
+@pytest.mark.parametrize("said", TURNS)
+@pytest.mark.parametrize("kind", ["policy", "endpoint"])
+def test_a_turn_with_the_tags_of_a_tool_is_counted_for_native_calls(kind: str, said: str) -> None:
+    forget_shared()
+    chosen: Any = renderer("Qwen3") if kind == "policy" else ChatRenderer(Pieces(), native=True)
+    if kind == "policy":
+        found = turn(chosen, said)
+    else:
+        found = unmeasured(chosen.pieces.add(ChatPiece(text=said, is_turn=True), 1), "stop", None)
+    for _ in range(2):
+        assert chosen.parse(found, TOOLS).tool_calls == ()
+    assert shared_stats().get("native/num_turns_with_tags", 0) == 2 * TURNS[said]
 
 
 def test_an_env_may_speak_as_the_user() -> None:

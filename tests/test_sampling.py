@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from agentenv.assembly.keys.rl import Sampling
-from agentenv.base.errors import ConfigError
 from agentenv.base.types import Completion, SamplingParams
 from agentenv.contract.plan import Independent
 from tests.test_actor import make_actor, rollout
@@ -32,9 +29,3 @@ def test_stop_strings_of_the_user_are_added_to_those_of_the_renderer() -> None:
     first = actor.renderer.decode(tree.nodes[1].action_ids)  # type: ignore[attr-defined]
     assert first.endswith("</think>")
     assert first.count("</think>") == 1
-
-
-@pytest.mark.parametrize("keys", [{"top_k": 0}, {"stop": [""]}])
-def test_values_without_a_meaning_are_refused(keys: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="sampling: "):
-        Sampling(**keys)

@@ -220,29 +220,6 @@ async def test_without_keys_an_environment_has_the_defaults_of_its_class() -> No
     await env.close()
 
 
-@pytest.mark.parametrize(
-    ("entry", "says"),
-    [
-        ({"name": "bing"}, "has no tool 'bing'; it has ['echo', 'shout']"),
-        ({"name": "echo", "kwargs": {"a": 1}}, "only 'module:name' takes keyword arguments"),
-        ({"name": "nowhere:tool"}, "env.tools[0].name: 'nowhere:tool' cannot be loaded"),
-        ({"name": "tests.test_tool_limits:Slow", "kwargs": {"speed": 1}}, "cannot be made with"),
-        (
-            {"name": "tests.test_tool_limits:Anything"},
-            "does not create a tool: it lacks name, schema",
-        ),
-        (
-            {"name": "tests.test_tool_limits:echo", "kwargs": {"x": 1}},
-            "which has no keyword arguments",
-        ),
-    ],
-)
-def test_an_unavailable_tool_is_refused(entry: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        maker({"tools": [entry]}, Limits(), PromptConfig())
-    assert says in str(caught.value)
-
-
 def test_an_optional_tool_that_is_unavailable_is_omitted(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert load_tools([ToolConfig(name="nowhere:tool", required=False)]) == []

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.support.snippets import ran
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "viewer"
@@ -34,13 +35,9 @@ def test_the_page_is_built_from_its_source(tmp_path: Path) -> None:
     copy = tmp_path / "viewer"
     shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("node_modules"))
 
-    def run(*command: str) -> None:
-        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=500)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    run("npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts")
-    run("npx", "--no-install", "tsc", "--noEmit")
-    run("node", "build.mjs", str(tmp_path / "out"))
+    ran("npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts", cwd=copy)
+    ran("npx", "--no-install", "tsc", "--noEmit", cwd=copy)
+    ran("node", "build.mjs", tmp_path / "out", cwd=copy)
     found = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert found == {path.name: path.read_bytes() for path in BUILT.iterdir()}, (
         "lab/viewing/static is not what viewer/ builds; run: make viewer"

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
@@ -324,6 +324,8 @@ def _known_env(env: EnvInMemory | None, grader: Grader | None, stack: ExitStack)
 
 
 def _maker_of(tools: Sequence[Tool], grader: Grader | None) -> Callable[[Task], Env]:
+    if not isinstance(tools, Iterable):
+        raise ConfigError(f"env: expected a class, an id or a list of tools, got {tools!r:.100}")
     for one in tools:
         if not (hasattr(one, "schema") and hasattr(one, "call")):
             raise ConfigError(f"env: {one!r} is not a tool; put @tool before a function")
@@ -335,6 +337,8 @@ def _read(config: msgspec.Struct | Mapping[str, Any] | str | Path) -> tuple[Tree
     """A copy of the configuration as plain data, its name in messages, and a name for its run."""
     if isinstance(config, str | Path):
         return read_toml(Path(config)), str(config), Path(config).stem
+    if not isinstance(config, msgspec.Struct | Mapping):
+        raise ConfigError(f"config: expected a file or its content, got {config!r:.100}")
     given = config if isinstance(config, msgspec.Struct) else dict(config)
     plain: Tree = msgspec.to_builtins(given, enc_hook=str)
     return plain, "the configuration", time.strftime("run-%Y%m%d-%H%M%S")
@@ -362,8 +366,8 @@ def _replace_keys(
     """Replace the keys of given arguments; returns the rows to store, by file name."""
     kept: dict[str, list[Any]] = {}
 
-    def path_of(rows: Rows, name: str) -> Any:
-        found, is_rows = _files_or_rows(rows, name)
+    def path_of(rows: Rows, parameter: str, name: str) -> Any:
+        found, is_rows = _files_or_rows(rows, parameter)
         if not is_rows:
             return found
         kept[f"{name}.jsonl"] = found
@@ -376,11 +380,11 @@ def _replace_keys(
         raw["env"] = {**of_env(raw, env_id, view.log).get("env", {}), "id": env_id}
     if data is not None:
         others = {k: v for k, v in raw.get("data", {}).items() if k not in ("train", "mix")}
-        raw["data"] = {**others, "train": path_of(data, "train")}
+        raw["data"] = {**others, "train": path_of(data, "data", "train")}
     if held_out is not None:
         before = raw.get("eval", {})
         sets = dict(before.get("sets", {}))
-        own = {**sets.pop("heldout", {}), "path": path_of(held_out, "heldout")}
+        own = {**sets.pop("heldout", {}), "path": path_of(held_out, "held_out", "heldout")}
         raw["eval"] = {**before, "sets": {"heldout": own, **sets}}  # the first is reported
     return kept
 
@@ -389,7 +393,7 @@ def _files_or_rows(given: Rows, name: str) -> tuple[Any, bool]:
     """A path, or a list of paths or of rows; and whether it is rows. Raises ConfigError."""
     if isinstance(given, str | os.PathLike):
         return str(given), False
-    found = list(given)
+    found = list(given) if isinstance(given, Iterable) else []
     if found and all(isinstance(one, str | os.PathLike) for one in found):
         return [str(one) for one in found], False
     if not found or not all(isinstance(one, Mapping) for one in found):
@@ -421,13 +425,16 @@ def _keep(folder: Path, rows: Mapping[str, Sequence[Any]], model: Any, tokenizer
 _one_at_a_time = threading.Lock()
 
 
-OPTION = re.compile(r"--(resume|model|tokenizer|env|data|sets?|checkpoint|max-tasks|out)\b")
+OPTION = re.compile(
+    r"--(resume|model|tokenizer|env|data|sets?|checkpoint|n|out|help-keys)\b|on the command line"
+)
+OTHERS = {"set": "`sets`", "n": "`max_tasks`", "on the command line": "in `overrides`"}
+OTHERS |= {"help-keys": "agentenv train --help-keys"}
 
 
 def _parameter(option: re.Match[str]) -> str:
     """The parameter of `train` or `evaluate` for an option of their commands."""
-    name = option[1].replace("-", "_")
-    return f"`{'sets' if name == 'set' else name}`"
+    return OTHERS.get(option[0].removeprefix("--"), f"`{option[1]}`")
 
 
 @contextmanager

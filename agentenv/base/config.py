@@ -242,11 +242,9 @@ def _chosen(raw: Tree, kind: mi.Type, path: str, source: str) -> mi.StructType |
     tag_field = str(structs[0].tag_field)
     tags = {str(struct.tag): struct for struct in structs}
     name = raw.get(tag_field)
-    if name not in tags and not source:
-        return None
-    if name not in tags:
+    if name not in tags and source:
         raise ConfigError(f"{source}: {joined(path, tag_field)}: {not_one_of(name, sorted(tags))}")
-    return tags[name]
+    return tags.get(name or "")
 
 
 def registry_at(config_type: type[msgspec.Struct], key: str) -> Registry[Any] | None:

@@ -62,9 +62,7 @@ class WorkClock:
         self.deferral: Callable[[], float] | None = None  # see `deferring`
 
     def __call__(self) -> float:
-        if self._count <= 0:
-            return self._elapsed_s
-        return self._elapsed_s + self._now() - self._since
+        return self.at(self._now()) if self._count > 0 else self._elapsed_s
 
     def _now(self) -> float:
         """The loop's time. The loop is looked up only once, since each lookup makes a system call

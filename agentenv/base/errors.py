@@ -104,10 +104,7 @@ class CrashError(EnvError):
 
 
 class TooManyFailuresError(AgentEnvError):
-    """Too large a share of the rollouts failed; the run ends with the most frequent reasons.
-    `is_of_engine`: all of them are those of an engine."""
-
-    is_of_engine = False
+    """Too large a share of the rollouts failed; the run ends with the most frequent reasons."""
 
 
 class EngineError(AgentEnvError):

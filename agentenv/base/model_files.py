@@ -16,11 +16,12 @@ import hashlib
 import importlib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from agentenv.base.errors import ConfigError, DataError, ForeignError
+from agentenv.base.errors import ConfigError, DataError, ForeignError, MissingError
 from agentenv.base.untrusted import decode
 
 GENERATION = "generation_config.json"
@@ -216,14 +217,31 @@ def check_model_directory(model: Path, with_weights: bool = True) -> None:
         raise DataError(f"{model} is not a model directory: it has no *.safetensors file")
 
 
+IMPLEMENTATION = re.compile(r"\w+_implementation(_internal)?")
+IMPLEMENTATIONS = (None, "eager", "sdpa", "grouped_mm", "batched_mm")
+
+
 def check_known(model: Path) -> None:
-    """Raises ConfigError for a model_type that transformers does not know. Loads no torch."""
+    """Raises ConfigError for a model_type that transformers does not know, for quantized weights,
+    and for a kernel that it would load from the hub. Loads no torch."""
     from transformers import __version__
     from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
 
     table = read_object(model / "config.json", "model configuration")
-    kind = table.get("model_type")
+    parts = [table, *(one for one in table.values() if isinstance(one, dict))]
+    for key, value in chain.from_iterable(part.items() for part in parts):
+        if IMPLEMENTATION.fullmatch(key) and value not in IMPLEMENTATIONS:
+            shown = f"{model}: config.json has {key} = {value!r}"
+            raise ConfigError(f"{shown}; remove it: code of other kernels is never run")
+    kind, inner = table.get("model_type"), text_table(table)
     if isinstance(kind, str) and kind in CONFIG_MAPPING_NAMES:
+        if found := inner.get("quantization_config") or inner.get("compression_config"):
+            method = found.get("quant_method") if isinstance(found, dict) else found
+            raise ConfigError(
+                f"{model}: config.json has quantized weights (quant_method {method!r}), which are "
+                "not trained: choose the unquantized model, with learner.lora if memory is short, "
+                "or write one (dequantize() and save_pretrained() of transformers)"
+            )
         return
     code = " and code of its own (auto_map), which is never run" if "auto_map" in table else ""
     raise ConfigError(
@@ -272,6 +290,10 @@ def load_pretrained(kind: str, model: Path | str, **keys: Any) -> Any:
         return getattr(transformers, kind).from_pretrained(model, **keys)
     except (RuntimeError, MemoryError):  # of the machine, as a lack of memory
         raise
+    except ImportError as error:
+        raise MissingError(
+            f"{model}: {kind} of transformers needs a package: {' '.join(str(error).split())}"
+        ) from error
     except Exception as error:  # damaged files raise arbitrary errors
         cause = _reason(error)
         if "trust_remote_code" in str(error):
@@ -357,12 +379,10 @@ def find_on_hub(text: str, kind: HubKind) -> Path | None:
     """The complete model or dataset of an id in the cache; None if the text is not an id, or the
     cache does not have it."""
     if kind == "model" and text.endswith(".gguf") and Path(text).is_file():
-        _places[text] = read_gguf(Path(text))
-        return _places[text]
-    found = hub_id(text)
-    if found is None:
-        return None
-    place = _cached(found, kind)
+        place: Path | None = read_gguf(Path(text))
+    else:
+        found = hub_id(text)
+        place = None if found is None else _cached(found, kind)
     if place is not None:
         _places[text] = place
     return place

@@ -21,6 +21,7 @@ BACKLOG = 4096  # concurrent connects; a client that the kernel drops retries af
 
 
 @lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches this address or name."""
     try:

@@ -60,8 +60,8 @@ def loaded(path: str) -> Any:
         absent = missing and f"{module}.".startswith(f"{missing}.")
         if missing == module.partition(".")[0]:
             where = "; it must be installed, or be in the directory in which the command runs"
-        if missing:
-            where += _near_module(module, missing)
+        if absent:
+            where += _near_module(missing)
         why = f"{error}{place_of(error)}{where}"
         # A wrong name has no cause; a missing package that the module requires is one.
         raise ConfigError(why) from (None if absent else error)
@@ -69,11 +69,9 @@ def loaded(path: str) -> Any:
         raise ConfigError(f"{type(error).__name__}: {error}{place_of(error)}") from error
 
 
-def _near_module(module: str, missing: str) -> str:
+def _near_module(missing: str) -> str:
     """A suggestion with a similar name next to the missing module, unless another module imports
     the missing one."""
-    if not f"{module}.".startswith(f"{missing}."):
-        return ""
     parent, _, last = missing.rpartition(".")
     places = getattr(sys.modules.get(parent), "__path__", ()) if parent else sys.path
     known = [one.name for one in pkgutil.iter_modules(places)]
@@ -181,18 +179,8 @@ class Registry(Generic[T]):
         config = part.__struct_config__
         if config.tag == name and config.tag_field == TAG:
             return cast(type[T], part)
-        named = msgspec.defstruct(
-            part.__name__,
-            [],
-            bases=(part,),
-            tag=name,
-            tag_field=TAG,
-            frozen=True,
-            kw_only=True,
-            forbid_unknown_fields=True,
-            module=part.__module__,
-        )
-        return cast(type[T], named)
+        own = {"tag": name, "tag_field": TAG, "module": part.__module__}
+        return cast(type[T], msgspec.defstruct(part.__name__, [], bases=(part,), **own))
 
     @cache  # noqa: B019 - registries live as long as the process
     def _installed(self) -> dict[str, str]:

@@ -13,6 +13,7 @@ import logging
 import sqlite3
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
@@ -242,11 +243,6 @@ def _is_damage(error: Exception) -> bool:
 
 def _write(path: Path, rows: Mapping[str, bytes]) -> None:
     """Write in one transaction; runs in a thread, on its own connection."""
-    connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
-    try:
+    with closing(sqlite3.connect(path, timeout=BUSY_TIMEOUT_S)) as connection, connection:
         connection.execute("PRAGMA synchronous = NORMAL")
-        connection.execute("BEGIN IMMEDIATE")
         connection.executemany(_PUT, rows.items())
-        connection.execute("COMMIT")
-    finally:
-        connection.close()

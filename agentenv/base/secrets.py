@@ -23,7 +23,6 @@ from functools import reduce
 from typing import Any, TypeVar, cast
 from urllib.parse import quote, quote_plus, unquote_plus
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 T = TypeVar("T")
@@ -46,10 +45,8 @@ _QUERY = re.compile(
     r"(?i)[?&;](?:[\w-]*(?:key|token|secret|password|passwd|signature)|sig)=([^&;\s\"'<>#]+)"
 )
 # where a text, also a secret, may be broken; backslashes escape quotes and each other
-_JOINTS = (
-    *("\\u0000", "\\n", "\\r", "\\t", "\\", "=\r\n", "=\n"),
-    *(" ", "\n", "\r", "\t", "\0", "\u200b"),
-)
+_BLANKS = " ", "\n", "\r", "\t", "\0", "\u200b"
+_JOINTS = "\\u0000", "\\n", "\\r", "\\t", "\\", "=\r\n", "=\n", *_BLANKS
 _GAP = f"(?:{'|'.join(map(re.escape, _JOINTS))})*"
 # a character as JSON, Python, URLs and HTML may escape it
 _CODE = re.compile(
@@ -57,7 +54,11 @@ _CODE = re.compile(
     r"&#[xX]0{0,9}(?!20)([2-7][\da-fA-F]);|&#0{0,9}(3[3-9]|[4-9]\d|1[01]\d|12[0-6]);"
 )
 _DECIMAL = 5  # the group of it whose number is not hexadecimal
-_PARTS = ("k-", "_", "glpat-", "xox", "tvly-", "AKIA", "AIza", "eyJ")  # of these, found faster
+_PARTS = {  # of these, by a character that is found fastest
+    "-": ("k-", "glpat-", "xox", "tvly-"),
+    "_": ("hf_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "wandb_v1_"),
+    "A": ("AKIA", "AIza"), "J": ("eyJ",),
+}  # fmt: skip
 _KEYS = re.compile(
     r"\b(?:[sp]k-(?=[\w-]*\d|[a-zA-Z]{16})[\w-]{16,}|hf_[a-zA-Z0-9]{16,}|"
     r"eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]+)?|(?:gh[pousr]_|github_pat_|glpat-|xox[abeprs]-|tvly-|AKIA|AIza|wandb_v1_)[\w-]{12,})"
@@ -73,7 +74,8 @@ _LIKELY = (  # group 1 is the secret
         r"[\"']?\s*[:=]\s*[\"']?(?!\[redacted)([^\s\"',;<>&]{8,})"
     ),
 )
-_NESTED: Any = dict, list, tuple, Struct
+_NESTED = (dict, list, tuple)
+_PLAIN = frozenset({type(None), bool, int, float})  # without texts
 _REST = rf"(?:{_CODE.pattern}|[\w+/=%-])*"  # of a secret that was cut
 Spans = list[tuple[int, int]]
 
@@ -141,7 +143,8 @@ class Redactor:
             if isinstance(one, str):
                 is_whole = one and not only_known and _SECRET_KEY.fullmatch(str(key))
                 return REDACTED if is_whole else clean(one)
-            if not (isinstance(one, _NESTED) and one):
+            kind = type(one)
+            if not (one if isinstance(one, _NESTED) else hasattr(kind, "__struct_fields__")):
                 return one
             if id(one) in above or len(above) > MAX_DEPTH:  # an env's own info may hold itself
                 return "..."
@@ -149,12 +152,15 @@ class Redactor:
             if isinstance(one, dict):
                 pairs = one.items()
                 return {changed(name, above): changed(inner, above, name) for name, inner in pairs}
-            if type(one) in (list, tuple):
-                return type(one)([changed(inner, above) for inner in one])
-            if not isinstance(one, Struct):
+            if kind in (list, tuple):
+                return kind([changed(inner, above) for inner in one])
+            if isinstance(one, _NESTED):
                 return one
-            fields = ((name, getattr(one, name)) for name in one.__struct_fields__)
-            new = {n: clear for n, inner in fields if (clear := changed(inner, above)) is not inner}
+            new = {}
+            for name in one.__struct_fields__:
+                inner = getattr(one, name)
+                if type(inner) not in _PLAIN and (clear := changed(inner, above)) is not inner:
+                    new[name] = clear
             return replace(one, **new) if new else one
 
         return cast(T, changed(value))
@@ -164,8 +170,10 @@ class Redactor:
         spans: Spans = []
         if len(text) < MIN_CHARS:
             return spans
-        if any(part in text for part in _PARTS):
-            spans += [found.span() for found in _KEYS.finditer(text)]
+        for char, parts in _PARTS.items():
+            if char in text and any(map(text.__contains__, parts)):
+                spans += [found.span() for found in _KEYS.finditer(text)]
+                break
         bare = _bare(text) if self._forms else ""
         for head, whole in self._forms:
             if head in bare:
@@ -178,7 +186,8 @@ def _bare(text: str) -> str:
     """The text without escapes and joints."""
     if "\\" in text or "%" in text or "&#" in text:
         text = _CODE.sub(_decoded, text)
-    return reduce(lambda left, joint: left.replace(joint, ""), _JOINTS, text)
+    joints = _JOINTS if "\\" in text or "=" in text else _BLANKS
+    return reduce(lambda left, joint: left.replace(joint, ""), joints, text)
 
 
 def _decoded(code: re.Match[str]) -> str:

@@ -288,10 +288,10 @@ class TrajectoryTree(Struct):
         before = [self.root] if origin is self.root else self._taken(origin.branch)
         return [node for node in before if node.index <= origin.index] + own
 
-    def trajectories(self) -> Iterator[Trajectory]:
-        """One trajectory per leaf that did not fail."""
+    def trajectories(self, *, failed: bool = False) -> Iterator[Trajectory]:
+        """One trajectory per leaf that did not fail; with `failed`, also of those that did."""
         for leaf in self.leaves():
-            if leaf.end != "failed":
+            if failed or leaf.end != "failed":
                 yield Trajectory(self.history(leaf) if self.is_captured else self.path(leaf))
 
     def failures(self) -> list[Node]:

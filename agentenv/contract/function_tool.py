@@ -109,11 +109,8 @@ def _arguments_struct(function: Callable[..., Any]) -> type[msgspec.Struct]:
                 f"@tool {function.__name__}: parameter {parameter.name!r} must be an ordinary "
                 "parameter with a type annotation"
             )
-        hint = hints[parameter.name]
-        if parameter.default is parameter.empty:
-            fields.append((parameter.name, hint))
-        else:
-            fields.append((parameter.name, hint, parameter.default))
+        default = () if parameter.default is parameter.empty else (parameter.default,)
+        fields.append((parameter.name, hints[parameter.name], *default))
     return msgspec.defstruct(
         f"{function.__name__}_arguments", fields, forbid_unknown_fields=True, kw_only=True
     )

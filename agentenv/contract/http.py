@@ -186,7 +186,10 @@ class JsonSocket:
                 await self._ws.send_str(text)
                 answer = await self._ws.receive()
             if answer.type is not aiohttp.WSMsgType.TEXT:
-                raise ForeignError(f"the server closed it ({answer.data or answer.type.name})")
+                is_large = getattr(answer.data, "code", 0) == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
+                remedy = "; let the server send less at once" if is_large else ""
+                problem = answer.data or answer.type.name
+                raise ForeignError(f"the connection is closed: {problem}{remedy}")
             found = decode(answer.data, kind)
         except TimeoutError as error:
             self._problem = f"no answer within {self.timeout_s:g} s to {SECRETS.known(text):.200}"

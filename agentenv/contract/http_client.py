@@ -30,7 +30,7 @@ from yarl import URL
 from agentenv.base.errors import SHOWN, ConfigError, DataError, EngineError, ForeignError
 from agentenv.base.offload import in_new_thread, result_of
 from agentenv.base.secrets import SECRETS
-from agentenv.base.untrusted import decode
+from agentenv.base.untrusted import convert, decode
 from agentenv.base.urls import checked_url
 from agentenv.contract.http import is_temporary, reason_of, retry_after_s
 from agentenv.contract.http_session import (
@@ -183,13 +183,9 @@ class ServerClient:
     ) -> T:
         """As `call`, decoded as `kind`. Raises MalformedReplyError for other content."""
         body = await self.call(method, path, json, **options) or b"null"
-        try:
-            return decode(body, kind)
-        except ForeignError as error:
-            raise MalformedReplyError(
-                f"{self.name}{path} returned an answer that no known engine gives ({error}): "
-                f"{beginning(body)!r}"
-            ) from error
+        return read_as(
+            kind, body, f"{self.name}{path} returned an answer that no known engine gives"
+        )
 
     async def read(
         self,
@@ -396,6 +392,16 @@ def _lacks_descriptors() -> bool:
     except OSError as error:
         return error.errno in NO_DESCRIPTOR
     return False
+
+
+def read_as(kind: type[T], reply: Any, what: str) -> T:
+    """A reply, bytes or plain values, as `kind`. Raises MalformedReplyError that begins with
+    `what`."""
+    try:
+        return decode(reply, kind) if isinstance(reply, bytes) else convert(reply, kind)
+    except ForeignError as error:
+        text = beginning(reply if isinstance(reply, bytes) else msgspec.json.encode(reply))
+        raise MalformedReplyError(f"{what} ({error}): {text!r:.200}") from error
 
 
 def beginning(text: bytes | str) -> str:

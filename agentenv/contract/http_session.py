@@ -75,7 +75,11 @@ class HttpSession:
         closed. `options` are those of aiohttp's `ClientSession.request`; a redirect is returned,
         unless they allow redirects, which must stay at the same host. Raises aiohttp's errors."""
         options = {"allow_redirects": False, "max_redirects": MAX_REDIRECTS, **options}
-        return await self._opened.request(method, url, proxy=self._proxy(URL(url)), **options)
+        try:
+            return await self._opened.request(method, url, proxy=self._proxy(URL(url)), **options)
+        except aiohttp.TooManyRedirects as error:
+            problem = f"redirects more than {options['max_redirects']} times"
+            raise aiohttp.InvalidUrlRedirectClientError(url, problem) from error
 
     async def connect(self, url: str) -> aiohttp.ClientWebSocketResponse:
         """A WebSocket, whose messages are bounded. Raises aiohttp's errors."""

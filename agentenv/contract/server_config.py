@@ -51,6 +51,13 @@ ListenPort = Annotated[int, Meta(ge=0, le=65535, description="0: any free port")
 ClientKeyEnv = Annotated[
     str, Meta(description="environment variable with the clients' key; empty: none, or new (serve)")
 ]
+# of servers that we ask
+ServerKeyEnv = Annotated[
+    str, Meta(description="environment variable with the server's key; empty: none; never logged")
+]
+ExtraBody = Annotated[
+    dict[str, Any], Meta(description="extra keys of each request, e.g. chat_template_kwargs")
+]
 
 MAX_SHARE = 0.9  # of a GPU's memory, for servers, besides the CUDA contexts of others
 
@@ -196,9 +203,7 @@ class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     max_model_len: Annotated[
         int, Meta(ge=0, description="tokens of prompt and answer; 0: the model's")
     ] = 0
-    api_key_env: Annotated[
-        str, Meta(description="environment variable with its clients' key; needed beyond loopback")
-    ] = ""
+    api_key_env: ClientKeyEnv = ""
 
     def __post_init__(self) -> None:
         check_key(self.host, has_key=bool(self.api_key_env))
@@ -290,9 +295,7 @@ class ChatModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str, Meta(description='base URL, e.g. "http://HOST:8000/v1" or "{role:summarizer}/v1"')
     ]
     model: Annotated[str, Meta(description="name of the model at that server")]
-    api_key_env: Annotated[
-        str, Meta(description="environment variable with the key; empty: no key; never logged")
-    ] = ""
+    api_key_env: ServerKeyEnv = ""
     max_tokens: Annotated[
         int, Meta(ge=1, description="maximum length of a reply, reasoning included")
     ] = 4096
@@ -301,6 +304,4 @@ class ChatModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         int, Meta(ge=0, description="retries after 429, 5xx, lost connections, malformed replies")
     ] = 5
     max_concurrency: Annotated[int, Meta(ge=1, description="requests in flight")] = 64
-    extra_body: Annotated[
-        dict[str, Any], Meta(description="extra keys of each request, e.g. chat_template_kwargs")
-    ] = field(default_factory=dict)
+    extra_body: ExtraBody = field(default_factory=dict)

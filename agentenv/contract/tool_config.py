@@ -96,5 +96,4 @@ def _load(path: str, kwargs: dict[str, Any], key: str) -> Tool | ToolSource:
         raise ConfigError(
             f"{key}.name: {path} does not create a tool: it lacks {', '.join(missing)}"
         )
-    tool: Tool | ToolSource = made
-    return tool
+    return cast(Tool | ToolSource, made)

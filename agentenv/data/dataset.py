@@ -143,7 +143,7 @@ class TaskStream:
         epoch, place = divmod(self._drawn[number], len(part))
         self._drawn[number] += 1
         key = f"{self.seed}/part/{number}" if number else str(self.seed)
-        return part[_order(f"{key}/epoch/{epoch}", len(part))[place]]
+        return part[shuffled(f"{key}/epoch/{epoch}", len(part))[place]]
 
 
 def parts_of(tasks: Sequence[Task]) -> Sequence[Sequence[Task]]:
@@ -152,8 +152,8 @@ def parts_of(tasks: Sequence[Task]) -> Sequence[Sequence[Task]]:
 
 
 @lru_cache(64)
-def _order(key: str, size: int) -> list[int]:
-    """The order of an epoch of a part."""
+def shuffled(key: str, size: int) -> list[int]:
+    """The numbers below `size` in the order of an epoch, which `key` names."""
     order = list(range(size))
     Random(key).shuffle(order)
     return order

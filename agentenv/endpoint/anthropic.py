@@ -37,6 +37,7 @@ from agentenv.endpoint.structured import schema_of
 SIGNATURE = "agentenv"  # of thoughts; clients return it with them
 RESULT_PARTS = ("text", TOOL_REFERENCE)
 TOOL_SEARCH = "tool_search_tool"  # begins the types of the searches that a server runs
+CHANGES = ("tool_addition", "tool_removal")
 
 
 class Anthropic:
@@ -59,7 +60,7 @@ class Anthropic:
             id = get(thread, "previous_message_id", str, "", "thread.")
             turn = earlier(id, "msg_", handed, "thread.previous_message_id")
             messages += turn.context
-            if body.get("tools") is None:
+            if plain.get("tools") is None:
                 own = ("tools", "custom", "namespaces")
                 shared |= {key: getattr(turn.request, key) for key in own}
         system = text_of(body.get("system"), "system", ("text",))
@@ -177,30 +178,51 @@ def _usage(answer: ServedTurn) -> Json:
 
 
 def _plain(body: Json) -> Json:
-    """The request without edits of the context that keep all of it, and without deferred tools that
-    the program has not offered yet; a server that searches them would offer all of them."""
+    """The request without edits of the context that keep all of it, and with the tools that the
+    policy may call after its messages."""
     edits = get(get(body, "context_management", dict, {}), "edits", list, [])
-    tools = objects(body.get("tools") or [], "tools", MAX_TOOLS)
     kept = [one for one in edits if not (isinstance(one, dict) and one.get("keep") == "all")]
     if len(kept) < len(edits):
         body = {**body, "context_management": {**body["context_management"], "edits": kept}}
-    if any(tool.get("defer_loading") for tool in tools) and not any(
-        str(tool.get("type")).startswith(TOOL_SEARCH) for tool in tools
-    ):
-        names = {*_offered(body.get("messages"))}
-        found = [one for one in tools if not one.get("defer_loading") or one.get("name") in names]
-        body = {**body, "tools": found}
-    return body
+    tools = objects(body.get("tools") or [], "tools", MAX_TOOLS)
+    found = _offered(tools, body.get("messages"))
+    if found != tools and body.get("tools") is None and body.get("thread"):
+        raise ApiError("unsupported", "a change of tools in a thread needs all of them", "tools")
+    return body if found == tools else {**body, "tools": found}
 
 
-def _offered(content: Any) -> Iterator[Any]:
-    """The names of the deferred tools that a content offers."""
+def _offered(tools: Sequence[Json], messages: Any) -> list[Json]:
+    """The tools after the changes in the messages, without deferred ones that the program has not
+    offered yet; a server that searches them would offer all of them."""
+    known = [*tools]
+    is_searched = any(str(tool.get("type")).startswith(TOOL_SEARCH) for tool in tools)
+    found = [tool for tool in tools if is_searched or not tool.get("defer_loading")]
+    for kind, change in _changes(messages):
+        new = get(change, "definition", dict, {}, f"messages.{kind}.tool.")
+        known += [new] if new else []
+        name = (new or change).get("name")
+        same = [tool for tool in known if tool.get("name") == name][-1:]
+        if kind in CHANGES and not same:
+            what = f"no tool has the name {name!r:.60}"
+            raise ApiError("invalid", what, f"messages.{kind}.tool")
+        if kind == "tool_removal" or new:
+            found = [tool for tool in found if tool.get("name") != name]
+        if kind != "tool_removal" and not any(tool in found for tool in same):
+            found += same
+    return found
+
+
+def _changes(content: Any) -> Iterator[tuple[str, Json]]:
+    """The parts of a content that offer tools or withdraw them: type and tool of each."""
     if isinstance(content, dict):
-        if content.get("type") == TOOL_REFERENCE:
-            yield str(content.get("tool_name"))
+        kind = content.get("type")
+        if kind == TOOL_REFERENCE:
+            yield kind, {"name": content.get("tool_name")}
+        elif kind in CHANGES:
+            yield kind, get(content, "tool", dict, {}, f"messages.{kind}.")
         content = content.get("content")
     for one in content if isinstance(content, list) else ():
-        yield from _offered(one)
+        yield from _changes(one)
 
 
 def _messages(raw: Json, where: str) -> Iterator[Given]:
@@ -231,7 +253,7 @@ def _messages(raw: Json, where: str) -> Iterator[Given]:
             calls.append(read_call(block.get("id"), block.get("name"), block.get("input"), spot))
         elif kind == "thinking" and role == "assistant":
             thoughts.append(get(block, "thinking", str, "", spot + "."))
-        elif kind != "redacted_thinking" or role != "assistant":
+        elif kind not in CHANGES and (kind != "redacted_thinking" or role != "assistant"):
             what = f"blocks of type {kind!r:.60} are not supported in a message of role {role}"
             raise ApiError("unsupported", what, spot)
     if role == "assistant":

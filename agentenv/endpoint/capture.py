@@ -118,7 +118,7 @@ class _Pending:
         """Its answer. A call for which no connection waits any more is not answered."""
         self.num_waiting += 1
         try:
-            return await asyncio.shield(self.answer)
+            return await (asyncio.shield(self.answer) if self.request.repeats else self.answer)
         finally:
             self.num_waiting -= 1
             if not (self.num_waiting or self.request.repeats or self.answer.done()):
@@ -259,7 +259,8 @@ class CaptureSession:
         if self.thoughts == "text" and thoughts:
             thoughts, text = "", with_thoughts(thoughts, text)
         message = served(thoughts, text, action.tool_calls, str(number), call.request)
-        self.counts.update(f"calls_in_text/{why}" for why in turn.kept)
+        if turn.kept:
+            self.counts.update(f"calls_in_text/{why}" for why in turn.kept)
         schema = call.request.schema
         if schema is not None and not message.calls and not fits(message.text, schema):
             self.counts["invalid_output"] += 1
@@ -375,6 +376,8 @@ class CaptureSession:
     def _note_ignored(self, request: Request) -> None:
         """Count the keys of a call that have no effect."""
         found = request.ignored | request.own_sampling
+        if not found:
+            return
         self.counts.update(f"ignored/{key}" for key in found)
         new = sorted(key for key in found if self._is_new(f"ignored/{key}"))
         if new:

@@ -10,7 +10,6 @@ from agentenv.base.untrusted import decode
 from agentenv.endpoint.messages import (
     ERRORS,
     INPUT,
-    KEYS,
     MAX_CALLS,
     MAX_CHOICES,
     MAX_MESSAGES,
@@ -131,6 +130,11 @@ class ChatWriter:
 
 
 Api = Literal["chat", "responses", "messages"]
+BOUNDS: dict[str, tuple[type, float, float]] = {  # of sampling, in all APIs
+    "temperature": (float, 0, 100), "top_p": (float, 1e-9, 1), "top_k": (int, -1, 1 << 24),
+    "min_p": (float, 0, 1), "repetition_penalty": (float, 1e-3, 100),
+    "seed": (int, -(2**63), 2**64 - 1),
+}  # fmt: skip
 
 
 def request_of(messages: Sequence[Given], schema: Json | None, **keys: Any) -> Request:
@@ -142,16 +146,11 @@ def common(body: Json, api: Api) -> Json:
     """The fields that the APIs share. Raises ApiError for a key that is not supported."""
     ignored: set[str] = set()
     check_keys(body, api, ignored)
-    sampling = {key for key in KEYS[api].sampling if body.get(key) is not None}
+    sampling = {key for key in BOUNDS if body.get(key) is not None}
     return {
         "model": get(body, "model", str, ""),
         "stream": get(body, "stream", bool, False),
-        "temperature": number(body, "temperature", float, 0, 100),
-        "top_p": number(body, "top_p", float, 1e-9, 1),
-        "top_k": number(body, "top_k", int, -1, 1 << 24),
-        "min_p": number(body, "min_p", float, 0, 1),
-        "repetition_penalty": number(body, "repetition_penalty", float, 1e-3, 100),
-        "seed": number(body, "seed", int, -(2**63), 2**64 - 1),
+        **{key: number(body, key, *BOUNDS[key]) for key in sampling},
         "session": get(body, "prompt_cache_key", str, ""),
         "raw": get(body, "raw", bool, False),
         "own_sampling": sampling,

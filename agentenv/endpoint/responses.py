@@ -11,6 +11,7 @@ from agentenv.endpoint.chat import common, openai_error, read_role, request_of, 
 from agentenv.endpoint.messages import (
     INPUT,
     MAX_MESSAGES,
+    MAX_TOOLS,
     ApiError,
     Event,
     Given,
@@ -33,6 +34,7 @@ from agentenv.endpoint.structured import schema_of
 
 LOGPROBS = "message.output_text.logprobs"
 PARTS = ("input_text", "output_text", "text", "refusal")
+ADDED = "additional_tools"  # the type of an item
 
 
 class Responses:
@@ -43,17 +45,21 @@ class Responses:
 
     def read(self, body: Json, handed: Handed) -> Request:
         """Raises ApiError."""
+        previous = get(body, "previous_response_id", str, "")
+        turn = earlier(previous, "resp_", handed, "previous_response_id") if previous else None
+        added = [*(turn.request.added if turn else ()), *_added(body.get("input"))]
+        if added:
+            tools = objects(body.get("tools") or [], "tools", MAX_TOOLS)
+            body = {**body, "tools": [*tools, *added]}
         shared = common(body, "responses")
         form = get(get(body, "text", dict, {}), "format", dict, {}, "text.")
         schema = schema_of(form, "text.format")
         names = {own: name for name, own in shared["namespaces"].items()}
         messages = _messages(body.get("input"), handed, names)
-        previous = get(body, "previous_response_id", str, "")
-        if previous:
-            turn = earlier(previous, "resp_", handed, "previous_response_id")
+        if turn is not None:
             messages = [*turn.context, *messages]
         text = get(body, "instructions", str, "")
-        messages = instructed(messages, text, again=bool(previous))
+        messages = instructed(messages, text, again=turn is not None)
         include = get(body, "include", list, [])
         shared["ignored"] |= {f"include.{one}"[:60] for one in include if one != LOGPROBS}
         return request_of(
@@ -62,6 +68,7 @@ class Responses:
             max_tokens=number(body, "max_output_tokens", int, 1, 1 << 24) or 0,
             stop=stops(body, "stop"),
             logprobs=LOGPROBS in include,
+            added=tuple(added),
             **shared,
         )
 
@@ -232,6 +239,8 @@ def _messages(value: Any, handed: Handed, names: Names) -> list[Given]:
     messages: list[Given] = []
     for place, item in enumerate(objects(value or [], "input", MAX_MESSAGES)):
         where = f"input[{place}]"
+        if item.get("type") == ADDED:
+            continue
         found = _message(item, where, handed, names)
         last = messages[-1] if messages else None
         if last is not None and last.role == found.role == "assistant":
@@ -243,6 +252,13 @@ def _messages(value: Any, handed: Handed, names: Names) -> list[Given]:
         else:
             messages.append(found)
     return messages
+
+
+def _added(value: Any) -> Iterator[Json]:
+    """The tools that the items add."""
+    for place, item in enumerate(value if isinstance(value, list) else ()):
+        if isinstance(item, dict) and item.get("type") == ADDED:
+            yield from objects(item.get("tools"), f"input[{place}].tools", MAX_TOOLS)
 
 
 def _message(item: Json, where: str, handed: Handed, names: Names) -> Given:

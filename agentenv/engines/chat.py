@@ -23,7 +23,7 @@ from agentenv.engines.openai import EndpointEngine, OpenAIConfig, unmeasured
 from agentenv.text.chat_model import CHAT_PATH, ChatChoice, ChatReply, ChatUsage, read_chat
 from agentenv.text.control_tokens import KNOWN
 from agentenv.text.endpoint import Json
-from agentenv.text.prompt import for_native_calls
+from agentenv.text.prompt import count_tagged_call, for_native_calls
 from agentenv.text.renderer import (
     CUT_MARKER,
     MAX_CHARS_A_TOKEN,
@@ -127,7 +127,8 @@ class ChatRenderer:
         if completion.finish_reason != "stop":
             return Message("assistant", piece.text)
         if self.native:
-            return Message("assistant", piece.text, tuple(map(native_call, piece.calls)))
+            calls = tuple(map(native_call, piece.calls))
+            return count_tagged_call(Message("assistant", piece.text, calls), tools)
         calls = tag_calls(piece.text, tools, completion.stop or "")
         return Message("assistant", piece.text, calls)
 

@@ -11,24 +11,21 @@ from math import nan
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import msgspec
 from msgspec import Meta, Struct, field
 
-from agentenv.base.errors import ConfigError, EngineDeadError, EngineError, ForeignError
+from agentenv.base.errors import ConfigError, EngineDeadError, EngineError
 from agentenv.base.types import Chunk, Completion, SamplingParams, VersionSpan
-from agentenv.base.untrusted import convert
 from agentenv.base.urls import checked_url
 from agentenv.contract.engine import Engine, EngineCapabilities, EngineConfig
 from agentenv.contract.http_client import (
     FailedError,
-    MalformedReplyError,
     RefusedError,
     SilentServerError,
     TokenId,
-    beginning,
+    read_as,
 )
 from agentenv.contract.request import ServerLostError
-from agentenv.contract.server_config import ChatModelConfig
+from agentenv.contract.server_config import ChatModelConfig, ExtraBody, ServerKeyEnv
 from agentenv.text.endpoint import ModelEndpoint
 
 
@@ -46,9 +43,7 @@ class OpenAIConfig(EngineConfig, frozen=True, kw_only=True, tag="openai", tag_fi
             "in training (vLLM, SGLang); empty: chat messages, for any endpoint"
         ),
     ] = ""
-    api_key_env: Annotated[
-        str, Meta(description="environment variable that holds the API key; empty: none")
-    ] = ""
+    api_key_env: ServerKeyEnv = ""
     continuation: Annotated[
         Literal["auto", "continue", "prefix", "turns"],
         Meta(
@@ -80,9 +75,7 @@ class OpenAIConfig(EngineConfig, frozen=True, kw_only=True, tag="openai", tag_fi
     timeout_s: Annotated[float, Meta(gt=0, description="deadline of one request")] = 300.0
     num_retries: Annotated[int, Meta(ge=0, description="after 429, 5xx, lost connections")] = 6
     max_concurrency: Annotated[int, Meta(ge=1, description="requests in flight")] = 64
-    extra_body: Annotated[
-        dict[str, Any], Meta(description="extra keys of each request, e.g. chat_template_kwargs")
-    ] = field(default_factory=dict)
+    extra_body: ExtraBody = field(default_factory=dict)
 
     capabilities: ClassVar = EngineCapabilities(has_weights=False)
 
@@ -255,7 +248,7 @@ def _sglang_body(
 class _Choice(Struct):
     """Of /completions."""
 
-    token_ids: list[TokenId] | None = None
+    token_ids: list[TokenId]
     finish_reason: str | None = None
     stop_reason: Any = None
 
@@ -281,28 +274,15 @@ class _Generated(Struct):
 
 
 def _read(reply: Any) -> Completion:
-    try:
-        choice = convert(reply, _Reply).choices[0]
-    except ForeignError as error:
-        raise MalformedReplyError(f"not a completion ({error}): {_shown(reply)}") from error
-    if choice.token_ids is None:
-        raise MalformedReplyError(
-            f"a completion without token_ids: {_shown(reply)}; token_ids require vLLM 0.11 or newer"
-        )
+    what = "not a completion with token_ids, which require vLLM 0.11 or newer"
+    choice = read_as(_Reply, reply, what).choices[0]
     return _completion(choice.token_ids, choice.finish_reason, choice.stop_reason)
 
 
 def _read_sglang(reply: Any) -> Completion:
-    try:
-        found = convert(reply, _Generated)
-    except ForeignError as error:
-        raise MalformedReplyError(f"output_ids are missing ({error}): {_shown(reply)}") from error
+    found = read_as(_Generated, reply, "not a generated turn")
     why = found.meta_info.finish_reason
     return _completion(found.output_ids, why.type, why.matched)
-
-
-def _shown(reply: Any) -> str:
-    return repr(beginning(msgspec.json.encode(reply))[:200])
 
 
 def _completion(ids: list[int], reason: str | None, stop: Any) -> Completion:

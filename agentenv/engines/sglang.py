@@ -35,7 +35,6 @@ from agentenv.engines.remote.probes import (
     ServerArgs,
     SGLangFacts,
     TokenLogprob,
-    check_logprobs,
     probe_sglang,
     read_metrics,
 )
@@ -179,9 +178,8 @@ class SGLangAnswer(AnswerParser):
         vocab_size: int,
     ) -> None:
         self._truncated = is_truncated(request.sampling)
-        kind: Literal["exact", "top_k"] = "exact"
-        if entropy_top_k != -1 and not self._truncated:
-            kind = "top_k"
+        exact = entropy_top_k == -1 or self._truncated
+        kind: Literal["exact", "top_k"] = "exact" if exact else "top_k"
         entropies = request.with_entropies
         super().__init__(server, kind, name_span, vocab_size, with_entropies=entropies)
         self._max_tokens = request.sampling.max_tokens
@@ -321,9 +319,6 @@ class SGLangServer(WeightSync[SGLangFacts]):
 
     async def _unpause(self) -> None:
         await self._resume()
-
-    async def _try_out(self) -> None:
-        await check_logprobs(self._http, self._connected().vocab_size)
 
     async def generate(self, request: ServerRequest, on_chunk: Callable[[Chunk], None]) -> PartEnd:
         """See RemoteServer.generate."""

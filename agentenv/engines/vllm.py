@@ -41,7 +41,6 @@ from agentenv.engines.remote.probes import (
     VLLM_TRANSFER,
     VLLM_TRIED,
     WIRES,
-    Models,
     VLLMFacts,
     check_trial,
     probe_vllm,
@@ -49,6 +48,7 @@ from agentenv.engines.remote.probes import (
 )
 from agentenv.engines.remote.vllm_answer import NoPluginError, VLLMAnswer, request_body
 from agentenv.engines.remote.weight_sync import WeightSync
+from agentenv.text.endpoint import Models
 
 METRICS: dict[str, Callable[[list[float]], float]] = {
     "vllm:num_requests_running": sum,

@@ -9,6 +9,7 @@ columns_of(kept, leaf)          its tokens as arrays: ids, log-probs, credit, ve
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -92,11 +93,9 @@ class Step(NamedTuple):
         with self.path.open("rb") as file:
             file.seek(entry.place)
             data = read_frame(file)
-        try:
+        with suppress(msgspec.DecodeError):
             if data is not None:
                 return _read_tree(data)
-        except msgspec.DecodeError:
-            pass
         raise DataError(
             f"{self.path}: tree {entry.tree}, at byte {entry.place}, is damaged; the other trees "
             "of the file are readable"
@@ -120,10 +119,9 @@ def read_step(path: Path) -> Step:
 
 def _read_step(path: Path, file: BinaryIO) -> Step:
     first = read_frame(file)
-    try:
+    header: StepHeader | None = None
+    with suppress(msgspec.DecodeError):
         header = None if first is None else _read_header(first)
-    except msgspec.DecodeError:
-        header = None
     if header is None or header.format != FORMAT:
         raise DataError(f"{path}: not a tree file that this version can read")
     entries = []

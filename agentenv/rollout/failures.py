@@ -118,11 +118,9 @@ class Failures:
     def _too_many(self, what: str, of: str) -> TooManyFailuresError:
         causes = Counter(one for one in self._recent if one is not None)
         named = "; ".join(self.log.named(*pair) for pair in causes.most_common(NUM_NAMED))
-        error = TooManyFailuresError(
+        return TooManyFailuresError(
             f"{causes.total()} of the last {len(self._recent)} rollouts failed, {what} "
             f"(limits.max_failed_share = {self._max_share:g}{of}): {named}; a repeated failure is "
             "a bug: fix it and continue (--resume; for an evaluation, the same command), or raise "
             "the limit"
         )
-        error.is_of_engine = all(one.startswith("Engine") for one in causes)
-        return error

@@ -98,7 +98,7 @@ class Journal:
             self._number = int(paths[-1].stem) if paths else 0
             self._begin_file()
         except OSError as error:
-            raise self._error(error) from error
+            raise self._failure(error) from error
 
     async def recall(self, index: int, task: Task) -> Recorded | None:
         """The state of a tree of an earlier process, if it can be resumed; see `EarlierTrees`."""
@@ -283,9 +283,6 @@ class Journal:
 
     def _failure(self, error: OSError) -> ConfigError:
         self._is_reported = True
-        return self._error(error)
-
-    def _error(self, error: OSError) -> ConfigError:
         return ConfigError(
             f"{self.folder} cannot be written: {error.strerror or error}; free some space there or "
             "choose another location with run.dir=DIR, then continue with --resume"

@@ -28,6 +28,10 @@ from agentenv.base.types import Completion, Info
 
 Metrics = dict[str, float]
 MAX_KIND_CHARS = 60
+PADDED = (
+    "sampled tokens have ids beyond the tokenizer's: the model's vocabulary is padded, and "
+    "training has not yet made these ids unlikely; they have no text"
+)
 
 
 def rollout_metrics(
@@ -63,7 +67,7 @@ def rollout_metrics(
     if num := len(paths) + failures.total():
         metrics["failed/share"] = failures.total() / num
     counted = (path.leaf.info.get("endpoint", ()) for path, _ in paths)
-    if padded := sum(token >= num_words for node in nodes for token in node.action_ids):
+    if padded := num_padded(nodes, num_words):
         metrics["rollout/padded_tokens"] = padded
     if refused := sum(any(name.startswith("refused/") for name in one) for one in counted):
         metrics["rollout/refused"] = refused
@@ -76,6 +80,11 @@ def rollout_metrics(
                 metrics[f"by_kind/{kind}/success"] = fmean(path.success for path in done)
         metrics |= _tool_metrics(calls)
     return metrics
+
+
+def num_padded(nodes: Iterable[Node], num_words: float) -> int:
+    """The number of sampled ids from `num_words` on, the first one beyond the tokenizer's."""
+    return sum(token >= num_words for node in nodes for token in node.action_ids)
 
 
 def changed_share(guided: Sequence[Node]) -> float:
@@ -115,7 +124,10 @@ def _trajectory_metrics(paths: Sequence[tuple[Trajectory, str]], failed_share: f
         "rollout/turns": fmean(len(path.turns) for path in done),
         "rollout/calls_per_trajectory": fmean(path.num_tool_calls for path in done),
         "rollout/truncated": fmean(path.leaf.end == "truncated" for path in done),
-        "rollout/empty": fmean(1 in [len(one.action_ids) for one in path.turns] for path in done),
+        "rollout/empty": fmean(  # an end token alone
+            any(len(one.action_ids) == 1 and one.end != "truncated" for one in path.turns)
+            for path in done
+        ),
     }
     parts: dict[str, list[float]] = {}
     for path in done:
@@ -274,7 +286,8 @@ class PrefixHits:
         """Add the sums of an actor in another process."""
         for kind, sums in others.items():
             mine = self._sums.setdefault(kind, [0, 0])
-            mine[:] = [a + b for a, b in zip(mine, sums, strict=True)]
+            mine[0] += sums[0]
+            mine[1] += sums[1]
 
 
 class ProbeWaits(list[float]):

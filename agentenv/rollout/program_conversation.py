@@ -48,10 +48,9 @@ class ProgramConversation(Conversation):
             return list(context_ids(self._writer, self.prompt, self.tools, self._most))
 
     def limited(self, sampling: SamplingParams, prefix: Prefix, room: int) -> SamplingParams:
-        sampling = super().limited(sampling, prefix, room)
         then = self._next
         most = min(sampling.max_tokens, then.max_tokens or sampling.max_tokens, room)
-        stop = (*sampling.stop, *self._stops)
+        stop = (*self._writer.stop(self.tools), *sampling.stop, *self._stops)
         guide = guide_of(then, self._writer, self.tools, prefix)
         self._is_guided = bool(guide)
         return replace(sampling, max_tokens=most, stop=stop, guide=guide)
@@ -65,10 +64,9 @@ class ProgramConversation(Conversation):
         """With the facts of the sampling, which the environment passes to the program."""
         action = super().read(completion, prefix)
         stop = completion.stop if completion.stop in self._next.stop else None
-        reason: Literal["stop", "length"] = "stop"
-        if completion.finish_reason == "length":
-            reason = "length"
-        self._is_cut = reason == "length" or completion.stop in self._stops
+        is_long = completion.finish_reason == "length"
+        reason: Literal["stop", "length"] = "length" if is_long else "stop"
+        self._is_cut = is_long or completion.stop in self._stops
         single = self._next.single
         own = spoken(action, self._writer.style, self.tools, stop, single=single)
         sizes = len(prefix), len(completion.token_ids)

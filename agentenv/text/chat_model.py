@@ -7,13 +7,10 @@ from __future__ import annotations
 import hashlib
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct
 
-from agentenv.base.errors import ForeignError
 from agentenv.base.secrets import SECRETS
-from agentenv.base.untrusted import convert, decode
-from agentenv.contract.http_client import Count, MalformedReplyError, beginning
+from agentenv.contract.http_client import Count, read_as
 from agentenv.contract.server_config import ChatModelConfig
 from agentenv.text.call_syntax import without_thoughts
 from agentenv.text.control_tokens import KNOWN, broken
@@ -85,12 +82,7 @@ class ModelReply(Struct, frozen=True):
 
 def read_chat(reply: Any) -> ChatReply:
     """Decode a reply from bytes or plain values. Raises MalformedReplyError."""
-    try:
-        return decode(reply, ChatReply) if isinstance(reply, bytes) else convert(reply, ChatReply)
-    except ForeignError as error:
-        shown = reply if isinstance(reply, bytes) else msgspec.json.encode(reply)
-        text = beginning(shown)
-        raise MalformedReplyError(f"not a chat completion ({error}): {text:.200}") from error
+    return read_as(ChatReply, reply, "not a chat completion")
 
 
 def read_reply(reply: Any) -> ModelReply:

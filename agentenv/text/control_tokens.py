@@ -20,6 +20,7 @@ from agentenv.text.call_syntax import CALL_TEXTS
 _TABLE = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 FAMILIES: dict[str, str] = tomllib.loads(_TABLE)  # regular expressions
 NUM_SHOWN_CHARS = 40
+BROKEN = "control_tokens/num_broken"  # a count of texts
 SIGN = re.compile(r"[^\w\s]|_")  # neither of a word nor blank
 
 
@@ -30,9 +31,9 @@ def broken(pattern: re.Pattern[str] | None, text: str, *, counted: bool = False)
     if pattern is None or found is None:
         return text
     if counted:
-        problem = "a space breaks a control token in the text of a tool or user"
         shown = text[found.start() :][:NUM_SHOWN_CHARS]
-        tally("control_tokens/num_broken").add(1, f"{problem}: {shown!r}")
+        problem = "a space breaks a control token in the text of a tool or user"
+        tally(BROKEN).add(1, f"{problem}: {shown!r}")
     return pattern.sub(r"\1 ", text)
 
 

@@ -16,7 +16,7 @@ import codecs
 import logging
 import os
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from contextvars import Context
 from math import inf
@@ -111,7 +111,7 @@ def encode_in_process(renderer: Any, stack: AsyncExitStack) -> None:
     """Let a renderer encode long texts in a worker process, if its tokenizer supports it. The
     worker starts with the first long text; `stack` stops it."""
     if fast_tokenizer(getattr(renderer, "tokenizer", None)) is not None:
-        renderer.encoder = Encoder(renderer.tokenizer, renderer.special_ids)
+        renderer.encoder = Encoder(renderer.tokenizer)
         stack.push_async_callback(renderer.encoder.close)
 
 
@@ -120,26 +120,24 @@ class EncoderLostError(EnvError):
 
 
 class EncodeTexts:
-    """In the worker: texts to the ids of each, int32, without the ids `left_out`."""
+    """In the worker: texts to the ids of each, int32."""
 
-    def __init__(self, tokenizer: str, left_out: list[int]) -> None:
+    def __init__(self, tokenizer: str) -> None:
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_str(tokenizer)
-        self._left_out = frozenset(left_out)
 
     def __call__(self, texts: list[str]) -> list[bytes]:
         found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        kept = ([token for token in one.ids if token not in self._left_out] for one in found)
-        return [array("i", ids).tobytes() for ids in kept]
+        return [array("i", one.ids).tobytes() for one in found]
 
 
 class Encoder:
-    """Texts to ids, as `tokenizer.encode(text, add_special_tokens=False)` without those in
-    `left_out`. `close` stops the worker, if any."""
+    """Texts to ids, as `tokenizer.encode(text, add_special_tokens=False)`. `close` stops the
+    worker, if any."""
 
-    def __init__(self, tokenizer: Any, left_out: Collection[int] = ()) -> None:
-        self._tokenizer, self._left_out = tokenizer, left_out
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
         self._pool: WorkerPool | None = None  # created with the first text
         self._texts: list[str] = []
         self._waiting: list[asyncio.Future[array[int]]] = []
@@ -152,8 +150,6 @@ class Encoder:
     @property
     def rests(self) -> bool:
         """Whether the worker currently accepts no texts, after a failure."""
-        if self._rests_until == -inf:
-            return self._closed
         return self._closed or asyncio.get_running_loop().time() < self._rests_until
 
     async def encode(self, text: str) -> array[int]:
@@ -201,14 +197,10 @@ class Encoder:
 
     def _worker(self) -> WorkerPool:
         if self._pool is None:
-            arguments = {
-                "tokenizer": fast_tokenizer(self._tokenizer).to_str(),
-                "left_out": list(self._left_out),
-            }
             self._pool = WorkerPool(
                 "agentenv.text.encoder:EncodeTexts",
                 name="encoder",
-                arguments=arguments,
+                arguments={"tokenizer": fast_tokenizer(self._tokenizer).to_str()},
                 max_jobs=1,
                 max_asleep_s=ANSWER_S,
                 environment={**os.environ, "TOKENIZERS_PARALLELISM": "false"},

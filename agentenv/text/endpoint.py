@@ -57,7 +57,7 @@ class ModelEndpoint:
     async def start(self) -> None:
         """Raises ConfigError if the endpoint is unreachable or does not have the model."""
         try:
-            found = await self.api.call_as(_Models, "GET", "/models", timeout_s=30.0)
+            found = await self.api.call_as(Models, "GET", "/models", timeout_s=30.0)
             models = {one.id: one for one in found.data}
         except RefusedError as error:
             if error.status in (401, 403) or not self.model:
@@ -80,7 +80,7 @@ class ModelEndpoint:
                 f"{self._table}.model: {self.api.name} has no {self.model!r}; it has "
                 f"{sorted(models)[:20]}"
             )
-        own = models.get(self.model, _Model(self.model))
+        own = models.get(self.model, Model(self.model))
         self.owner, self.served_from = own.owned_by or "", own.root or ""
         self.max_model_len = own.max_model_len or 0
 
@@ -128,12 +128,16 @@ class ModelEndpoint:
         await self.root.close()
 
 
-class _Model(Struct):
+class Model(Struct):
+    """`max_model_len` is missing for an adapter."""
+
     id: str
     owned_by: str | None = None
     root: str | None = None
     max_model_len: int | None = None
 
 
-class _Models(Struct):
-    data: list[_Model]
+class Models(Struct):
+    """Of GET /models."""
+
+    data: list[Model]

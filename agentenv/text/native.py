@@ -15,6 +15,7 @@ import json
 import re
 from array import array
 from collections.abc import Collection, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from msgspec import Struct
@@ -24,7 +25,7 @@ from agentenv.base.types import UNKNOWN_TOOL, Completion, Message, Role, ToolCal
 from agentenv.contract.env import check_observation
 from agentenv.text.call_syntax import PARSERS, THOUGHT_CLOSE, THOUGHTS, Parser
 from agentenv.text.contexts import num_common
-from agentenv.text.prompt import PromptConfig, for_native_calls
+from agentenv.text.prompt import PromptConfig, count_tagged_call, for_native_calls
 from agentenv.text.renderer import TextCodec, ToolSchemas, template_errors
 
 Senders = tuple[tuple[str, str | None], ...]  # (role, tool) of each message of an observation
@@ -104,9 +105,10 @@ class NativeRenderer(TextCodec):
             )
         if getattr(tokenizer, "chat_template", None) is None:
             raise ConfigError("renderer.name = 'native': the tokenizer has no chat template")
-        self._check_tools_shown()
+        if self._try([_QUESTION]) == self._try([_QUESTION], tools=()):
+            raise self._refusal("ignores the list of tools")
         self._form = self._find_form()
-        self._frames: dict[Senders, tuple[list[str], bool]] = {}
+        self._frames_of = cache(self._find_frames)
         self._check_appends()
         self._frames_of((("tool", "sample_tool"),))
 
@@ -141,7 +143,7 @@ class NativeRenderer(TextCodec):
         """The action as a message; a truncated turn has no calls."""
         text = self.written(completion, prefix_ids)
         calls = self._form.parse(text, tools) if completion.finish_reason == "stop" else ()
-        return Message("assistant", text, calls)
+        return count_tagged_call(Message("assistant", text, calls), tools)
 
     def observation(
         self,
@@ -152,14 +154,13 @@ class NativeRenderer(TextCodec):
     ) -> array[int]:
         """The token ids from the end of the turn to the beginning of the next one; a longer text
         keeps its head and tail within max_tokens."""
-        check_observation(messages, ANSWERS)
+        texts = self.texts(messages, tools)
         frames, _ = self._frames_around(messages, tools)
         is_open = turn_ids and not self.is_ended(turn_ids)
         ids = array("i", [self.end_id] if is_open else [])
         ids.extend(self.encode(frames[0]))
-        texts = self.texts(messages, tools)
         for message, text, frame in zip(messages, texts, frames[1:], strict=True):
-            ids += self.encode_foreign(text, tools, max_tokens, message.name or "")
+            ids += self.encode_foreign(text, tools, max_tokens, message.name)
             ids.extend(self.encode(frame))
         return ids
 
@@ -214,11 +215,6 @@ class NativeRenderer(TextCodec):
         except template_errors() as error:
             roles = [turn["role"] for turn in chat]
             raise self._refusal(f"refuses {roles}: {error}") from error
-
-    def _check_tools_shown(self) -> None:
-        """Raises ConfigError if the template does not render tools."""
-        if self._try([_QUESTION]) == self._try([_QUESTION], tools=()):
-            raise self._refusal("ignores the list of tools")
 
     def _find_form(self) -> _CallForm:
         """The format whose parser returns a call that the template wrote."""
@@ -308,13 +304,6 @@ class NativeRenderer(TextCodec):
             f"cannot append: with {what} added it writes {longer[place : place + 40]!r} where "
             f"{shorter[place : place + 40]!r} stood"
         )
-
-    def _frames_of(self, senders: Senders) -> tuple[list[str], bool]:
-        """The texts around the messages of an observation, and whether the messages are quoted as
-        JSON."""
-        if senders not in self._frames:
-            self._frames[senders] = self._find_frames(senders)
-        return self._frames[senders]
 
     def _find_frames(self, senders: Senders) -> tuple[list[str], bool]:
         """The template's texts between these messages, and whether it quotes the messages as

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import resources
@@ -12,17 +11,17 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct, field
 
 from agentenv.base.config import ESSENTIAL
-from agentenv.base.errors import SHOWN, ConfigError, DataError
+from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.registry import meant
 from agentenv.base.types import Message
+from agentenv.contract.env import tally
 from agentenv.contract.instruction import Instruction
 from agentenv.data.data_files import SUFFIXES
 from agentenv.data.system_prompts import shared_system_prompt
+from agentenv.text.call_syntax import without_thoughts
 
 WITHOUT_TOOLS = ("no_tools", "direct")  # presets that request an answer without calls
 WITH_TAGS = ("search+python", "search", "python")  # presets that teach the tags of tools
-
-logger = logging.getLogger(__name__)
 
 
 class PromptConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,20 +119,31 @@ def for_native_calls(
     """The messages of a prompt for calls in the form of the chat template: the preset `native`
     replaces a preset that teaches the tags of tools. Another prompt that does is reported once."""
     text = "\n".join(message.content for message in messages)
-    names = [tool["name"] for tool in tools]
-    taught = [name for name in names if f"<{name}>" in text and f"</{name}>" in text]
+    taught = tagged_tool(text, tools)
     if not taught:
         return messages
     tagged = {preset(name) for name in WITH_TAGS}
     found = [
         Message(one.role, preset("native")) if one.content in tagged else one for one in messages
     ]
-    _report_tags(taught[0], is_replaced=found != [*messages])
+    is_replaced = found != [*messages]
+    end = "the preset 'native' replaces it" if is_replaced else "set prompt.template = 'native'"
+    problem = f"renderer.name = 'native', but the prompt teaches calls such as {taught}: {end}"
+    tally(f"native/num_prompts_{'replaced' if is_replaced else 'with_tags'}").add(1, problem)
     return found
 
 
-@cache
-def _report_tags(name: str, *, is_replaced: bool) -> None:
-    end = "the preset 'native' replaces it" if is_replaced else "set prompt.template = 'native'"
-    text = "renderer.name = 'native', but the prompt teaches calls such as <%s>..</%s>: %s"
-    logger.warning(text, name, name, end, extra=SHOWN)
+def count_tagged_call(message: Message, tools: Sequence[Mapping[str, Any]]) -> Message:
+    """The turn itself; one without a call in the form of the chat template is counted if it has the
+    tags of a tool."""
+    tagged = not message.tool_calls and tagged_tool(without_thoughts(message.content), tools)
+    if tagged:
+        problem = f"a turn has {tagged}, which is no call under renderer.name = 'native'"
+        tally("native/num_turns_with_tags").add(1, problem)
+    return message
+
+
+def tagged_tool(text: str, tools: Sequence[Mapping[str, Any]]) -> str:
+    """The tags of the first tool whose tags the text has; empty without one."""
+    pairs = [(f"<{tool['name']}>", f"</{tool['name']}>") for tool in tools]
+    return next((f"{a}..{b}" for a, b in pairs if a in text and b in text), "")

@@ -171,7 +171,9 @@ class PromptFitter:
         fits, low, high = None, 0, len(task.question) - 1
         while low <= high:
             middle = (low + high) // 2
-            candidate = _shortened(task, middle)
+            metadata = {**task.metadata, CUT_KEY: len(task.question) - middle}
+            question = shortened(task.question, middle, CUT_MARKER)
+            candidate = replace(task, question=question, metadata=metadata)
             prompt = await self._prompt(candidate)
             (length,) = await in_thread(self._lengths, [prompt])
             if length <= self.limits.max_prompt_tokens:
@@ -184,10 +186,3 @@ class PromptFitter:
                 f"{self.limits.max_prompt_tokens} even without the question; raise the limit"
             )
         return fits
-
-
-def _shortened(task: Task, num_chars: int) -> Task:
-    """The task with `num_chars` characters of its question, half of them from the end."""
-    question = shortened(task.question, num_chars, CUT_MARKER)
-    metadata = {**task.metadata, CUT_KEY: len(task.question) - num_chars}
-    return replace(task, question=question, metadata=metadata)

@@ -14,12 +14,13 @@ cannot forge tags or special tokens. `agentenv/text/native.py` is the renderer o
 
 from __future__ import annotations
 
+import math
 import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 from msgspec import Meta, Struct
@@ -30,7 +31,7 @@ from agentenv.base.types import Completion, Message, Role, ToolCall
 from agentenv.base.untrusted import shortened
 from agentenv.contract.env import check_observation, tally
 from agentenv.text.call_syntax import THOUGHT_OPEN
-from agentenv.text.control_tokens import broken, control_tokens, pattern_of
+from agentenv.text.control_tokens import BROKEN, broken, control_tokens, pattern_of
 from agentenv.text.encoder import Encoder, EncoderLostError, decoder, fast_tokenizer
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.tags import TAGS, Shown, check_tags, tag_calls, with_tools, written_arguments
@@ -76,7 +77,7 @@ class Renderer(Protocol):
     """Turns messages into token ids and sampled tokens into a message."""
 
     tokenizer: Any
-    cuts: dict[str, list[int]]  # by tool, results: those truncated, and all
+    cuts: dict[str, list[int]]  # by tool, different results: those truncated, and all
 
     def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]: ...
     def stop(self, tools: ToolSchemas) -> tuple[str, ...]: ...
@@ -151,13 +152,16 @@ class TextCodec:
         is_bare = fast is not None and fast.truncation is None and fast.padding is None
         self._fast = fast if is_bare else None
         self.encoder: Encoder | None = None  # encodes long texts off the event loop
-        self.cuts: dict[str, list[int]] = {}
+        self.cuts: dict[str, list[int]] = {}  # equal texts count once while cached
         self._is_written = lru_cache(NUM_KNOWN_ROLES)(self._writes)
-        self._known: OrderedDict[Known, tuple[array[int], bool]] = (
-            OrderedDict()
-        )  # least recently used first
+        self._known: OrderedDict[Known, array[int]] = OrderedDict()  # least recently used first
         self._num_known_chars = 0
         self._opens = lru_cache(NUM_KNOWN_TAILS)(self._opens_thought)
+
+    @cached_property
+    def num_words(self) -> float:
+        """The first id beyond the tokenizer's; a model with a padded vocabulary has more."""
+        return 1 + max(getattr(self.tokenizer, "get_vocab", dict)().values(), default=math.inf)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of trusted text, special tokens included."""
@@ -168,23 +172,18 @@ class TextCodec:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def encode_foreign(
-        self, text: str, tools: ToolSchemas, max_tokens: int, source: str = ""
+        self, text: str, tools: ToolSchemas, max_tokens: int, source: str | None = None
     ) -> array[int]:
         """Token ids of untrusted text, int32: neutralised, without control tokens, and at most
         max_tokens, with head and tail kept; `source` is the tool. The array is shared: do not
         modify it."""
         key = _key(text, tools, max_tokens)
-        if key in self._known:
+        known = self._known.get(key)
+        if known is not None:
             self._known.move_to_end(key)
-        else:
-            ids = self.encode(self.neutralise(key[0], tools))
-            if not self.special_ids.isdisjoint(ids):
-                ids = [token for token in ids if token not in self.special_ids]
-            self._fit(key, array("i", ids))
-        found, is_cut = self._known[key]
-        counts = self.cuts.setdefault(source, [0, 0])
-        counts[:] = counts[0] + is_cut, counts[1] + 1
-        return found
+            return known
+        ids = array("i", self.encode(self.neutralise(key[0], tools)))
+        return self._fitted(key, ids, source)
 
     async def prepare(
         self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
@@ -192,12 +191,13 @@ class TextCodec:
         """Encode the texts of an observation in the process of `encoder`, if there is one."""
         if self.encoder is None:
             return
-        for text in self.texts(messages, tools):
+        for message, text in zip(messages, self.texts(messages, tools), strict=True):
             key = _key(text, tools, max_tokens)
             if len(text) < FEW_CHARS or key in self._known or self.encoder.rests:
                 continue
             with suppress(EncoderLostError):  # then the loop encodes it
-                self._fit(key, await self.encoder.encode(self.neutralise(key[0], tools)))
+                ids = await self.encoder.encode(self.neutralise(key[0], tools))
+                self._fitted(key, ids, message.name)
 
     def is_ended(self, turn_ids: Sequence[int]) -> bool:
         """Whether a turn has its end-of-sequence token."""
@@ -207,18 +207,26 @@ class TextCodec:
         """The texts that `observation` passes to `encode_foreign`."""
         return [message.content for message in messages]
 
-    def _fit(self, key: Known, ids: array[int]) -> None:
-        """Keep the truncated ids of a text."""
+    def _fitted(self, key: Known, ids: array[int], source: str | None) -> array[int]:
+        """The truncated ids of a text without control tokens, which are cached."""
         text, max_tokens = key[0], key[2]
-        is_cut = len(ids) > max_tokens or len(text) > max_tokens * MAX_CHARS_A_TOKEN
+        if forged := self.special_ids.intersection(ids):  # the tokenizer normalizes look-alikes
+            problem = "a look-alike is left out of the text of a tool or user"
+            shown = f"{problem}: of {self.decode([*forged])!r}"
+            tally(BROKEN).add(int(not self.is_probe), shown)
+            ids = array("i", [token for token in ids if token not in forged])
+        counts = self.cuts.setdefault(source or "", [0, 0])
+        counts[0] += len(ids) > max_tokens or len(text) > max_tokens * MAX_CHARS_A_TOKEN
+        counts[1] += 1
         if len(ids) > max_tokens:
             marker = array("i", self.encode(CUT_MARKER))
             room = max(0, max_tokens - len(marker))
             ids = ids[: room - room // 2] + marker + ids[len(ids) - room // 2 :]
-        self._known[key] = ids, is_cut
+        self._known[key] = ids
         self._num_known_chars += len(text)
         while self._num_known_chars > MAX_KNOWN_CHARS and len(self._known) > 1:
             self._num_known_chars -= len(self._known.popitem(last=False)[0][0])
+        return ids
 
     def neutralise(self, text: str, tools: ToolSchemas) -> str:
         """Insert a space into the strings of tags and of control tokens."""
@@ -276,7 +284,7 @@ class TextCodec:
         """A system message becomes a marked one of the user, and messages of one role in turn are
         joined, if the chat template rejects or omits them where they stand. Tool results come
         first."""
-        if after_turn:
+        if after_turn and len(messages) > 1:
             messages = sorted(messages, key=lambda message: message.role != "tool")
         if self._is_written(tuple([message.role for message in messages]), after_turn):
             return messages
@@ -365,7 +373,7 @@ class TagRenderer(TextCodec):
         self.prompt_config = prompt or PromptConfig()
         self.tools_in_prompt = tools_in_prompt
         self._frame: tuple[array[int], array[int]] | None = None  # around results, encoded once
-        self._frames: dict[tuple[Role, ...], list[list[int]]] = {}
+        self._frames_of = cache(self._find_frames)
         if (
             self.prompt_config.apply_chat_template
             and getattr(tokenizer, "chat_template", "") is None
@@ -429,29 +437,26 @@ class TagRenderer(TextCodec):
         results = [message for message in messages if message.role == "tool"]
         for message in results:
             ids += self._frame[0]
-            ids += self.encode_foreign(message.content, tools, max_tokens, message.name or "")
+            ids += self.encode_foreign(message.content, tools, max_tokens, message.name)
             ids += self._frame[1]
         users = messages[len(results) :]
         if users:
             if results or (turn_ids and not self.is_ended(turn_ids)):
                 ids.append(self.end_id)
-            first, *frames = self._frames_of([message.role for message in users])
+            first, *frames = self._frames_of(tuple([message.role for message in users]))
             ids.extend(first)
             for message, frame in zip(users, frames, strict=True):
                 ids += self.encode_foreign(message.content, tools, max_tokens)
                 ids.extend(frame)
         return ids
 
-    def _frames_of(self, roles: Sequence[Role]) -> list[list[int]]:
-        """Token ids of the template's texts around messages of these roles, from the end of the
-        turn that they answer to the beginning of the next one. Raises ConfigError."""
-        key = tuple(roles)
-        if key not in self._frames:
-            self._frames[key] = [self.encode(text) for text in self._texts_around(key)]
-        return self._frames[key]
+    def _find_frames(self, roles: tuple[Role, ...]) -> list[list[int]]:
+        """The token ids around messages of these roles: before the first, between them and after
+        the last."""
+        return [self.encode(text) for text in self._texts_around(roles)]
 
     def _around(self, roles: Sequence[Role]) -> object:
-        return self._frames_of([role for role in roles if role != "tool"])
+        return self._frames_of(tuple([role for role in roles if role != "tool"]))
 
     def _texts_around(self, roles: Sequence[Role]) -> list[str]:
         if not self.prompt_config.apply_chat_template:

@@ -184,9 +184,7 @@ def _object_call(name: str, written: str, tool: ToolSchema) -> ToolCall:
 
 
 def _line(tool: ToolSchema) -> str:
-    lines = [f"{form(tool)}: {tool.get('description') or 'a tool.'}"]
-    lines += _notes(tool)
-    return "\n".join(lines)
+    return "\n".join([f"{form(tool)}: {tool.get('description') or 'a tool.'}", *_notes(tool)])
 
 
 def _notes(tool: ToolSchema) -> Iterator[str]:

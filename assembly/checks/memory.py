@@ -401,30 +401,19 @@ def find_passage(
 
     Raises ConfigError if the place has too little space.
     """
-    if chosen is not None:
-        if problem := lack(chosen, needed):
-            raise ConfigError(
-                f"{WEIGHTS_KEY} = {chosen}: {problem}; choose another folder, or omit it for "
-                f"{memory} or the run's folder"
-            )
-        return WeightPassage(chosen)
-    message = ""
-    if not is_wide:
-        found = lack(memory, needed)
-        if not found:
-            return WeightPassage(memory)
-        message = (
-            f"new weights are transferred through {run}, since {memory} {found}; to use memory, "
-            f"make it larger{_docker(needed)}, or choose another folder with {WEIGHTS_KEY}=DIR"
-        )
-    if problem := lack(run, needed):
-        also = f", and {memory} {found}" if message else ""
-        larger = f", or make {memory} larger{_docker(needed)}" if message else ""
-        raise ConfigError(
-            f"no space for new weights: {run} {problem}{also}; choose another folder with "
-            f"{DIR_KEY}=DIR or {WEIGHTS_KEY}=DIR{larger}"
-        )
-    return WeightPassage(run, message)
+    places = [run] if is_wide else [memory, run]
+    places, problems = places if chosen is None else [chosen], list[str]()
+    hint = f"choose another folder with {DIR_KEY}=DIR or {WEIGHTS_KEY}=DIR"
+    if memory in places:
+        much = f" (docker run --shm-size={math.ceil(1.1 * needed / GIB)}g)" if needed else ""
+        hint += f", or make {memory} larger{much}"
+    for place in places:
+        problem = lack(place, needed)
+        if not problem:
+            message = f"new weights are transferred through {place}, since "
+            return WeightPassage(place, f"{message}{problems[0]}; {hint}" if problems else "")
+        problems.append(f"{place} {problem}")
+    raise ConfigError(f"no space for new weights: {', and '.join(problems)}; {hint}")
 
 
 def lack(place: Path, needed: float) -> str:
@@ -449,7 +438,3 @@ def size(number: float) -> str:
         if number >= factor:
             return f"{number / factor:.1f} {unit}"
     return f"{number / 2**10:.0f} KiB"
-
-
-def _docker(needed: float) -> str:
-    return f" (docker run --shm-size={math.ceil(1.1 * needed / 2**30)}g)" if needed else ""

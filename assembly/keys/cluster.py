@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -102,10 +102,6 @@ class WideCluster(SpreadCluster, frozen=True, kw_only=True, tag="-wide"):
         """Whether there may be workers on other machines."""
         return True
 
-    def lines(self, config: Any) -> Iterator[str]:
-        """Lines about the placement of processes; `config`: that of the run."""
-        raise NotImplementedError
-
     def processes(self) -> WorkerSpec:
         found = super().processes()
         return found._replace(min_num=self.least, max_outage_s=self.max_outage_s, port=self.port)
@@ -166,22 +162,6 @@ class RayCluster(WideCluster, frozen=True, kw_only=True, tag="ray"):
         found = super().processes()
         return found._replace(env=self.env, resources=self.of_worker(), python=self.python)
 
-    def lines(self, config: Any) -> Iterator[str]:
-        yield f"Ray cluster {self.address or 'of this machine, started for the run'}:"
-        launched: LaunchConfig | None = config.engine.launched
-        if self.learner:
-            yield _bundles("rank", config.learner.num_ranks, self.of_rank())
-        if self.engines and launched is not None:
-            yield _bundles("engine", launched.count, self.of_engine(launched))
-        some = f"; the run starts with {self.least}" if self.least < self.workers else ""
-        yield _bundles("worker", self.workers, self.of_worker()) + some
-
-
-def _bundles(name: str, num: int, each: dict[str, float]) -> str:
-    names = f"{name}-0" if num == 1 else f"{name}-0 to {name}-{num - 1}"
-    much = ", ".join(f"{count:g} {what}" for what, count in each.items() if count)
-    return f"  {names}: one placement group each with {much}, on the node with the fewest of ours"
-
 
 class ExternalCluster(WideCluster, frozen=True, kw_only=True, tag="external"):
     """Rollout workers are started externally, on any machine that reaches the controller
@@ -201,13 +181,6 @@ class ExternalCluster(WideCluster, frozen=True, kw_only=True, tag="external"):
                 "process and for the workers"
             )
         return found
-
-    def lines(self, config: Any) -> Iterator[str]:
-        some = f"{self.least} to " if self.least < self.workers else ""
-        yield (
-            f"{some}{self.workers} rollout workers, started externally, connect to port "
-            f"{self.port or '(any free one, which the run prints)'} of the controller"
-        )
 
 
 MIN_TOKEN = 16

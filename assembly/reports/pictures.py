@@ -10,9 +10,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from io import BytesIO
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ def panels(num_columns: int, size: tuple[float, float], title: str = "") -> tupl
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
-    found = list(figure.subplots(1, num_columns, squeeze=False).flat)
+    found = [part.subplots() for part in figure.subfigures(1, num_columns, squeeze=False).flat]
     for axes in found:
         axes.grid(alpha=0.3)
         axes.set_axisbelow(True)
@@ -36,26 +35,13 @@ def panels(num_columns: int, size: tuple[float, float], title: str = "") -> tupl
     return figure, found
 
 
-CHARS_PER_INCH = 19.0  # of a small font
-
-
 def png(figure: Any, dpi: int = 110) -> bytes:
-    """The figure as a PNG file. Axes with labels but no legend get a legend below them, where it
-    covers neither curves nor labels."""
-    from matplotlib.transforms import ScaledTranslation
-
-    inches = figure.dpi_scale_trans
+    """The figure as a PNG file, with a legend below axes that have labels."""
     for axes in figure.axes:
-        _, labels = axes.get_legend_handles_labels()
-        if labels and axes.get_legend() is None:
-            width = figure.get_size_inches()[0] * axes.get_position().width
-            fitting = int(CHARS_PER_INCH * width / (max(map(len, labels)) + 6))  # 6: the line
-            ncols = max(1, min(fitting, len(labels)))
-            below = ScaledTranslation(0, -0.45 if axes.get_xlabel() else -0.25, inches)
-            axes.legend(
-                fontsize="small", loc="upper center", ncols=ncols, frameon=False,
-                bbox_to_anchor=(0.5, 0), bbox_transform=axes.transAxes + below,
-            )  # fmt: skip
+        lines, labels = axes.get_legend_handles_labels()
+        if labels:
+            where = {"loc": "outside lower center", "ncols": 2, "frameon": False}
+            axes.figure.legend(lines, labels, fontsize="small", **where)
     file = BytesIO()
     figure.savefig(file, format="png", dpi=dpi)
     return file.getvalue()
@@ -147,62 +133,41 @@ def learning_curve(rows: Sequence[Row], name: str) -> Any:
     return figure
 
 
-APART = 0.015  # of the x-axis, between markers of one update; less between close updates
 BEFORE = 0.1  # of the x-axis, between the evaluations before and after a cold start
 
 
 def _evaluations(axes: Any, rows: Sequence[Row]) -> None:
-    """Plot the success of sets with intervals, with markers next to each other instead of
-    overlapping; if trajectories failed, also their share and the success with failures counted as
-    wrong."""
+    """Plot the success of sets with intervals; if trajectories failed, also their share and the
+    success with failures counted as wrong."""
     ends = ("/success", "/failed_share")  # without the first, all trajectories failed
     keys = {key for row in rows for key in row if key.startswith("eval/") and key.endswith(ends)}
-    names = sorted({key.split("/")[1] for key in keys})
-    steps = [row["step"] for row in rows if keys & row.keys()]
-    span = max([1, *steps]) - min([0, *steps])
+    last = max([1, *(row["step"] for row in rows if keys & row.keys())])
     is_cold = any(row.get("phase") == "after_sft" for row in rows)
-    between = min((b - a for a, b in pairwise(sorted(set(steps)))), default=span)
-    apart = min(APART * span, 0.6 * between / max(1, len(names)))
-    for place, name in enumerate(names):
-        shift = (place - (len(names) - 1) / 2) * apart
 
-        def at(row: Row, shift: float = shift) -> float:
-            is_before = is_cold and row.get("phase") == "before_sft"
-            return float(row["step"]) + shift - (BEFORE * span if is_before else 0.0)
+    def at(row: Row) -> float:
+        is_before = is_cold and row.get("phase") == "before_sft"
+        return float(row["step"]) - (BEFORE * last if is_before else 0.0)
 
-        _evaluation(axes, rows, name, at)
-    if is_cold and steps:
-        axes.axvline(-BEFORE / 2 * span, color="grey", linestyle=":", linewidth=1)
-        axes.annotate(
-            "cold start", (-BEFORE / 2 * span, 0.5), xycoords=("data", "axes fraction"),
-            rotation=90, ha="right", va="center", fontsize="small", color="grey",
-        )  # fmt: skip
-
-
-def _evaluation(axes: Any, rows: Sequence[Row], name: str, at: Callable[[Row], float]) -> None:
-    key = f"eval/{name}/success"
-    measured = list({at(row): row for row in rows if key in row}.values())
-    latest = {row["step"]: row for row in measured}  # without the one before a cold start
-    joined = list(latest.values()) if len(latest) > 2 else []  # no line between only two points
-    ends = [f"{row[key]:.2f}" for row in measured]
-    label = f"{name}: {' to '.join([*ends[:1], *ends[1:][-1:]])}" if measured else name
-    (drawn,) = axes.plot(
-        [at(row) for row in measured], [row[key] for row in measured], "o", label=label,
-        markersize=5,
-    )  # fmt: skip
-    color = drawn.get_color()
-    axes.plot([at(row) for row in joined], [row[key] for row in joined], "-", color=color)
-    known = [row for row in measured if f"{key}_high" in row]
-    if known:
-        bounds = [[max(0.0, row[key] - row[f"{key}_low"]) for row in known],
-                  [max(0.0, row[f"{key}_high"] - row[key]) for row in known]]  # fmt: skip
-        places, values = [at(row) for row in known], [row[key] for row in known]
-        axes.errorbar(places, values, bounds, fmt="none", ecolor=color, capsize=3)
-    failed = [row for row in rows if row.get(f"eval/{name}/failed_share")]
-    for part, what, sign in (
-        ("failed_share", "share of failed trajectories", "x"),
-        ("success_if_failed_wrong", "success, failed as wrong", "v"),
-    ):
-        if failed:
-            points = [(at(row), row[f"eval/{name}/{part}"]) for row in failed]
-            axes.plot(*zip(*points, strict=True), sign, color=color, label=f"{name}: {what}")
+    for number, name in enumerate(sorted({key.split("/")[1] for key in keys})):
+        key, color = f"eval/{name}/success", f"C{number % 10}"
+        if measured := {at(row): row for row in rows if key in row}:
+            values = [row[key] for row in measured.values()]
+            bounds = [
+                [max(0.0, row[key] - row.get(f"{key}_low", row[key])) for row in measured.values()],
+                [
+                    max(0.0, row.get(f"{key}_high", row[key]) - row[key])
+                    for row in measured.values()
+                ],
+            ]
+            label = f"{name}: {' to '.join(f'{one:.2f}' for one in (values[0], *values[1:][-1:]))}"
+            axes.errorbar(
+                [*measured], values, bounds, fmt="o-", color=color, label=label, capsize=3
+            )
+        failed = [row for row in rows if row.get(f"eval/{name}/failed_share")]
+        for part, what, sign in (
+            ("failed_share", "share of failed trajectories", "x"),
+            ("success_if_failed_wrong", "success, failed as wrong", "v"),
+        ):
+            if failed:
+                points = [(at(row), row[f"eval/{name}/{part}"]) for row in failed]
+                axes.plot(*zip(*points, strict=True), sign, color=color, label=f"{name}: {what}")

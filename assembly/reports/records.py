@@ -54,8 +54,7 @@ class EvalRow(Struct, kw_only=True):
     A failed trajectory (end "failed") has an `error` and no scores: it counts by kind of failure,
     never as wrong. `scores` contains the computed metrics, each in [0, 1]: em, f1, contains, math,
     judge. `success`, `reward` and `reason` (an explanation) come from the environment's grader.
-    `same_as` is the lowest sample number of the question with the same wrong answer. The first
-    report computes scores and `same_as`.
+    The first report computes scores.
     """
 
     dataset: str
@@ -74,6 +73,7 @@ class EvalRow(Struct, kw_only=True):
     num_retries: int = 0  # after failures; with the same seeds
     prompt_tokens: int = 0
     action_tokens: int = 0  # sampled by the policy
+    padded_tokens: int = 0  # of these, ids beyond the tokenizer's
     tool_tokens: int = 0  # of tool results
     seconds: float = 0.0  # wall time of the trajectory
     end: str = ""  # terminated, truncated, failed
@@ -84,7 +84,6 @@ class EvalRow(Struct, kw_only=True):
     reason: str = ""
     parts: dict[str, float] = field(default_factory=dict)  # of the reward
     scores: dict[str, float] = field(default_factory=dict)
-    same_as: int | None = None
     assist: dict[str, float] = field(default_factory=dict)  # uses, successes, tokens of helpers
     abandoned: list[str] = field(default_factory=list)  # turns that the backtracer discarded
     endpoint: dict[str, int] = field(default_factory=dict)  # counts of a program's calls (`noted`)
@@ -197,10 +196,10 @@ def write_rows(
 
 
 def trajectory_rows(tree: TrajectoryTree, decode: Decode) -> Iterator[Row]:
-    """The trajectories of a tree, each as readable JSON: text by segment with its author, calls,
-    reward parts. Shared nodes are decoded once."""
+    """The trajectories of a tree, also failed ones, each as readable JSON: text by segment with its
+    author, calls, reward parts. Shared nodes are decoded once."""
     texts: dict[int, list[Row]] = {}  # by node
-    for trajectory in tree.trajectories():
+    for trajectory in tree.trajectories(failed=True):
         for node in trajectory.path:
             if node.index not in texts:
                 action = [{"policy": decode(node.action_ids)}] if node.action_ids else []
@@ -231,6 +230,7 @@ def _row(tree: TrajectoryTree, trajectory: Trajectory, segments: list[Row]) -> R
         "success": trajectory.success,
         "end": leaf.end,
         "limit": leaf.limit,
+        "error": leaf.error,
         "endpoint": noted(leaf),
         "policy_versions": sorted(
             {span.version for node in trajectory.path for span in node.version_spans}
@@ -253,10 +253,10 @@ def readable(row: Row) -> str:
     """A row of training or of an evaluation as text: the question, the result, and each text with
     its author; without the prompt."""
     ended = f"{row['end']} by {row['limit']}" if row["limit"] is not None else row["end"]
+    graded = f"{'correct' if row['success'] else 'wrong'}, reward {row['reward']:g}, {ended}"
     lines = [
         f"--- {row['kind']}: {row['question']}",
-        f"    expected {' or '.join(row['answers'])}; {'correct' if row['success'] else 'wrong'}, "
-        f"reward {row['reward']:g}, {ended}",
+        f"    expected {' or '.join(row['answers'])}; {row['error'] or graded}",
     ]
     for segment in row["segments"][1:]:
         if "policy" in segment:

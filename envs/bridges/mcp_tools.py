@@ -12,6 +12,7 @@ shared. So its tools cannot fork unless `fork_mode` declares that they are state
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import importlib.util
 import json
@@ -42,10 +43,13 @@ GRACE_S = 1.0  # for a server to end; the package kills it after 2
 MAX_PAGES = 1000  # of a server's list of tools
 MAX_LOG_CHARS = 2000  # of a server's standard error, shown if it does not start
 MAX_VALUES = 100_000  # objects and lists of a reply
+EDGE_BYTES = 200  # of a line, in which its id is
 INVALID_REQUEST_CODES = (-32600, -32602)  # JSON-RPC: the call is invalid
 WRITERS = ("httpx2", "mcp.client.streamable_http")  # loggers of addresses
 TOO_LARGE = "the result is too large"
 _LARGE = re.compile(rf"{TOO_LARGE}|byte limit")  # the package's text for an event
+# of a reply, before its result or after it
+_ID = re.compile(rb'\A[\s{]*(?:"jsonrpc"[^,{}]*,\s*)?"id":\s*(\d+)|"id":\s*(\d+)[^{}]*\}\s*\Z')
 _EVENT_END = re.compile(rb"\n\n|\r\r|\r\n\r\n")
 # data in base64, such as an image, of which no policy reads the letters
 _BASE64 = re.compile(
@@ -274,8 +278,9 @@ class Connection:
                 )
             else:
                 program, *arguments = guarded(self._command, GRACE_S, stdin=True)
+                extra = self._extra or None
                 server = StdioServerParameters(
-                    command=program, args=arguments, env=self._extra or None
+                    command=program, args=arguments, env=extra, encoding=_BOUNDED
                 )
                 streams = await stack.enter_async_context(stdio_client(server, errlog=log))
             session = await stack.enter_async_context(_Session(streams[0], streams[1]))
@@ -315,6 +320,47 @@ async def _bound(response: Any) -> None:
     if response.headers.get("Content-Encoding", "identity") != "identity":
         raise InfraError("a compressed reply, which was not requested")
     response.stream = _Bounded()
+
+
+class _Lines(codecs.IncrementalDecoder):
+    """Decodes whole lines of a server's standard output. A line that is too large becomes an error
+    of its call, or no message: its middle is not kept."""
+
+    def __init__(self, errors: str = "strict") -> None:
+        super().__init__(errors)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a line."""
+        self._line, self._num_bytes, self._num_values = bytearray(), 0, 0
+
+    def decode(self, data: Any, final: bool = False) -> str:
+        """The lines that end in `data`."""
+        return "".join(map(self._added, bytes(data).splitlines(keepends=True)))
+
+    def _added(self, part: bytes) -> str:
+        from agentenv.contract.http_session import MAX_REPLY_BYTES
+
+        self._line += part
+        self._num_bytes += len(part)
+        self._num_values += part.count(b"{") + part.count(b"[")
+        is_large = self._num_bytes > MAX_REPLY_BYTES or self._num_values > MAX_VALUES
+        if is_large:
+            del self._line[EDGE_BYTES:-EDGE_BYTES]
+        if not part.endswith(b"\n"):
+            return ""
+        line = self._line
+        self.reset()
+        if not is_large:
+            return line.decode(errors=self.errors)
+        error, found = {"code": -32000, "message": TOO_LARGE}, _ID.search(line)
+        reply = {"jsonrpc": "2.0", "id": int(found[1] or found[2]), "error": error} if found else ""
+        return f"{json.dumps(reply)}\n"
+
+
+_BOUNDED = "agentenv_bounded_lines"  # a name for the package, which calls `codecs.lookup`
+_CODEC = codecs.CodecInfo(codecs.utf_8_encode, codecs.utf_8_decode, incrementaldecoder=_Lines)
+codecs.register({_BOUNDED: _CODEC}.get)
 
 
 async def _all_tools(session: Any) -> list[Any]:

@@ -82,17 +82,12 @@ def final_answer(text: str) -> str:
     """The answer of a message outside of its thoughts, tagged or plain; several different answers
     are joined."""
     text = without_thoughts(text)
-    tagged = _tagged(text)
+    tagged = _TAGGED.findall(text) if "<answer>" in text else ()  # the search alone is quadratic
     if tagged:
         answer = one_of([(before, _boxed_or_all(body)) for before, body in tagged])
         _, closed, after = text.rpartition("</answer>")
         return _with_beside(answer, after) if closed else answer
     return _boxed_or_all(text)
-
-
-def _tagged(text: str) -> list[tuple[str, str]]:
-    """The contents of answer tags, each with the text before it."""
-    return _TAGGED.findall(text) if "<answer>" in text else []  # the search alone is quadratic
 
 
 def _boxed_or_all(body: str) -> str:

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 MAX_ERROR_CHARS = 2000
 SMALLEST_NEED_BYTES = 4 << 20
+OUT_OF_TIME = "TimeoutError: the calls have used all their CPU time (python.limits.cpu_s)"
 FLOOD_FACTOR = 500  # a cell that writes this many times the output limit is stopped
 
 
@@ -33,13 +34,14 @@ def serve(
     """Answer requests until the host closes its end: run a cell, fork, or return the digest of the
     variables and of the files below `home`."""
     num_cells, requests = 0, os.fdopen(fd, "rb", closefd=False)
+    signal.signal(signal.SIGXCPU, _out_of_time)
     while (request := receive(requests)) is not None:
         if "code" in request:
             num_cells += 1
             output, problem = run_cell(request["code"], scope, num_cells, max_chars)
             for timer in TIMERS:  # timers of one cell must not interrupt another
                 signal.setitimer(timer, 0)
-            lost = problem == "MemoryError" and not _memory_left()
+            lost = problem == OUT_OF_TIME or (problem == "MemoryError" and not _memory_left())
             answer = {"output": _printable(output), "problem": _printable(problem), "lost": lost}
         elif "fork" in request:
             pid = fork()
@@ -49,6 +51,14 @@ def serve(
         else:
             answer = {"digest": digest(scope, home)}
         send(fd, {**answer, "number": request["number"]})
+
+
+class OutOfTime(BaseException):
+    """The CPU time of all calls is used up."""
+
+
+def _out_of_time(*_: object) -> None:
+    raise OutOfTime
 
 
 def _memory_left() -> bool:
@@ -113,6 +123,8 @@ def run_cell(code: str, scope: dict[str, Any], number: int, max_chars: int) -> t
                 output.write(f"{value!r}\n")
     except MemoryError:
         problem = "MemoryError"  # there may be no memory for more text
+    except OutOfTime:
+        problem = OUT_OF_TIME
     except SystemExit as error:
         problem = f"SystemExit: {error.code}" if error.code else ""
     except BaseException as error:  # the boundary: any exception of a cell is its result

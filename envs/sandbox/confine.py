@@ -16,6 +16,7 @@ from typing import Any
 
 FILES = ("confine.py", "system_calls.toml")  # of this module
 SESSION_ID = 1000  # uid and gid inside a session
+ULIMIT = {"AS": "v", "CPU": "t", "NPROC": "u", "NOFILE": "n", "FSIZE": "f"}  # options of a shell
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_PARENT = 0x10000000, 0x20000000, 0x8000
@@ -146,7 +147,22 @@ def limit(values: dict[str, int]) -> None:
     for name in ("AS", "CPU", "NPROC", "NOFILE", "FSIZE", "CORE", "MEMLOCK", "MSGQUEUE"):
         value = values.get(name, 0)
         if value >= 0:
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+            set_limit(name, value)
+
+
+def set_limit(name: str, value: int) -> None:
+    """Set a soft and hard limit of this process. Raises ValueError, with the remedy, if a lower one
+    was set before."""
+    kind = getattr(resource, f"RLIMIT_{name}")
+    try:
+        # a warning a second before the end: SIGXCPU
+        resource.setrlimit(kind, (value, value + (name == "CPU")))
+    except ValueError as error:
+        hard = resource.getrlimit(kind)[1]
+        raise ValueError(
+            f"its limit RLIMIT_{name} of {value} exceeds the hard limit {hard} of this process: "
+            f"raise it (ulimit -H{ULIMIT[name]}), or lower that of its own (limits)"
+        ) from error
 
 
 def drop_privileges(seen: bool) -> None:

@@ -123,6 +123,10 @@ LANDLOCK_ADVICE = (
 HERE = Path(__file__).resolve().parent
 _INSIDE = ("zygote.py", "fork_broker.py", "process_table.py", "cells.py", *confine.FILES)
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+NO_NAMESPACES_ADVICE = (
+    "The kernel allows no further namespace: raise sysctl user.max_user_namespaces, "
+    "user.max_pid_namespaces, user.max_mnt_namespaces and user.max_net_namespaces"
+)
 NAMESPACES_ADVICE = (
     "Unprivileged user namespaces must be allowed: sysctl kernel.unprivileged_userns_clone=1 "
     "(Debian), sysctl kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu 24.04 and later), "
@@ -132,8 +136,9 @@ NAMESPACES_ADVICE = (
 
 
 LIMITS = {
-    errno.ENOSPC: "The kernel allows no further namespace: raise sysctl user.max_user_namespaces, "
-    "user.max_pid_namespaces, user.max_mnt_namespaces and user.max_net_namespaces",
+    errno.ENOSPC: "The disk of the temporary folder is full: free some space, or set TMPDIR",
+    errno.EDQUOT: "The quota of the temporary folder is used up: free some space, or set TMPDIR",
+    errno.EFBIG: "The process may not write files of this size: raise ulimit -f",
     errno.EAGAIN: "The kernel starts no further process: raise ulimit -u, the container's limit of "
     "processes (docker --pids-limit, podPidsLimit), sysctl kernel.threads-max or kernel.pid_max",
     errno.ENOMEM: "There is no memory for a further process: raise the container's memory, use "
@@ -198,6 +203,8 @@ def advised(reason: str) -> str:
         for code, advice in LIMITS.items()
         if os.strerror(code) in reason or f"({errno.errorcode[code]})" in reason
     ]
+    if "namespace" in reason and LIMITS[errno.ENOSPC] in found:
+        found = [NO_NAMESPACES_ADVICE]
     if not found and ("namespace" in reason or "ermi" in reason):
         found = [NAMESPACES_ADVICE]
     return ". ".join([reason, *found])

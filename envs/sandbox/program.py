@@ -37,6 +37,7 @@ from agentenv.envs.sandbox.launch import (
 from agentenv.envs.sandbox.program_launch import (
     FOLDER,
     INSIDE,
+    ProgramLimits,
     ProgramSpec,
     bubblewrap,
     fill_folder,
@@ -45,6 +46,7 @@ from agentenv.envs.sandbox.program_launch import (
 
 MAX_REPORT_BYTES = 1 << 18
 PREFIX = "agentenv-programs-"
+KEYS = {key.removeprefix("max_").split("_")[0]: key for key in ProgramLimits.__struct_fields__}
 
 _uids = count()  # of programs if the host is root: each has its own user
 
@@ -62,7 +64,8 @@ class Ended(Struct, frozen=True):
     def text(self) -> str:
         """In words."""
         if self.limit:
-            return f"reached its limit of {self.limit}"
+            key = f" (program.limits.{KEYS[self.limit]})" if self.limit in KEYS else ""
+            return f"reached its limit of {self.limit}{key}"
         if self.signal is not None:
             return f"was ended by signal {self.signal}"
         return f"ended with exit code {self.exit}"

@@ -17,7 +17,6 @@ import ctypes
 import json
 import os
 import platform
-import resource
 import select
 import signal
 import socket
@@ -111,7 +110,7 @@ def _become(settings: dict[str, Any], output: int) -> None:
         for fd, place in ((null, 0), (output, 1), (output, 2)):
             os.dup2(fd, place)
         for name, value in settings["rlimits"].items():
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+            confine.set_limit(name, value)
         confine.become(settings["uid"])
         os.chdir(settings["folder"])
         if settings["confined"]:

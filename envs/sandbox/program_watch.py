@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ class Watch:
             return {}
         self.look()
         code = os.waitstatus_to_exitcode(state)
+        if code == -signal.SIGXCPU:
+            return {"limit": "cpu"}
         return {"exit": code} if code >= 0 else {"signal": -code}
 
     def limit(self) -> dict[str, Any]:

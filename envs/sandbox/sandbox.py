@@ -32,6 +32,10 @@ DIGEST_TIMEOUT_S = 30.0
 FORK_TIMEOUT_S = 10.0
 REPLAY_PATIENCE = 4  # factor of the limit of a replayed cell, for a busy machine
 VARIABLES_LOST = "(The interpreter was restarted: earlier variables are lost.)"
+DIED = (
+    "a Python interpreter died (env/sandbox/num_deaths): its code exited or crashed, or all took "
+    "half of the machine's memory: lower memory_bytes or max_sessions of python.limits"
+)
 CODE_TOO_LONG = f"The code is longer than {MAX_CODE_CHARS} characters."
 
 
@@ -76,6 +80,8 @@ class SandboxSession:
             counters = self._sandbox.counters
             counters.num_calls += 1
             counters.num_timeouts += result.end == "timed_out"
+            if result.end == "died" and not counters.num_deaths:
+                logger.warning(DIED, extra=SHOWN)
             counters.num_deaths += result.end == "died"
             self._lost = result.end in ("timed_out", "died") or self._live is None
             if self._lost:
@@ -374,7 +380,8 @@ class Sandbox:
             try:
                 if not isinstance(error, InfraError) or self.rung is not None:
                     raise  # a sandbox that has worked on this machine: a passing trouble
-                advice = NAMESPACES_ADVICE if rung == "namespaces" else ""
+                is_limit = "raise" in str(error)  # and has its remedy
+                advice = NAMESPACES_ADVICE if rung == "namespaces" and not is_limit else ""
                 raise ConfigError(f"{error}. {advice}".rstrip(". ")) from error
             finally:
                 await zygote.stop()

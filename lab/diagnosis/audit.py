@@ -1,11 +1,10 @@
 """The audit of a run's rewards: `agentenv doctor audit RUN`.
 
     regraded           the configured grader gives archived trajectories the same rewards
-    failures           few trajectories failed, so that rewards are not those of a selection
-    jumps of reward    steps whose rewards differ much from those before, with samples
+    jumps of reward    steps whose rewards differ much from those before
 
 A jump of the reward means that the policy has learned the task, or exploits a flaw of its grader;
-the samples show which.
+the trees of the step show which (`agentenv view`).
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import argparse
 import logging
 import math
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, variance
-from typing import Any, NamedTuple, NoReturn
+from typing import NoReturn
 
 import msgspec
 
@@ -25,7 +24,7 @@ from agentenv.assembly.checks.checks import Check, CheckResult, CheckRunner, Ski
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.parts.assembly import TRAINED
 from agentenv.assembly.parts.environments import EnvMaker
-from agentenv.assembly.reports.records import FAILED, EvalRow, readable, trajectory_rows
+from agentenv.assembly.reports.records import FAILED, EvalRow
 from agentenv.assembly.run.exits import exit_code_of, run_until_done
 from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.run.terminal import View
@@ -48,17 +47,8 @@ NUM_BEFORE = 4  # maximum number of previous steps to compare a step with
 LEAST_BEFORE = 2
 FAR = 5.0  # standard errors; a larger difference is a jump
 LEAST_SHARE = 0.15  # of the range of rewards: minimum size of a jump
-NUM_SHOWN = 2  # samples of a jump, and examples of a problem
-MAX_TEXT = 1500
+NUM_SHOWN = 2  # examples of a problem
 TOLERANCE = 1e-6
-
-
-class Jump(NamedTuple):
-    """A step whose mean reward differs from the mean of previous steps."""
-
-    step: Step
-    before: float
-    mean: float
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,22 +70,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _run(arguments: argparse.Namespace, view: View) -> int:
-    results, samples = await audit(arguments.run, arguments.max_trees)
+    results = await audit(arguments.run, arguments.max_trees)
     if arguments.json:
-        found = {"verdicts": results, "samples": samples}
+        found = {"verdicts": results}
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
     else:
         for result in results:
             show(result, view)
-        for text in samples:
-            view.console.print("")
-            view.console.print(text, markup=False, soft_wrap=True)
     return EXIT_FAILED if any(one.state == "failed" for one in results) else 0
 
 
-async def audit(run: Path, max_trees: int) -> tuple[list[CheckResult], list[str]]:
-    """The results, and sample trajectories of jumps as text. Raises DataError for a folder without
-    a run or trees."""
+async def audit(run: Path, max_trees: int) -> list[CheckResult]:
+    """The results. Raises DataError for a folder without a run or trees."""
     config = build_config(TrainConfig, load_run_config(run), str(run))
     steps = readable_steps(run / ARCHIVE, logger.warning)
     if not any(step.entries for step in steps):
@@ -118,17 +104,11 @@ async def audit(run: Path, max_trees: int) -> tuple[list[CheckResult], list[str]
                 again.append((place, row, await regraded(row, graders)))
     finally:
         await close_shared()
-    checks: dict[str, tuple[Callable[[Any], Awaitable[str]], Sequence[Any]]] = {
-        "regraded": (equal_rewards, again),
-        "failures": (few_failures, steps),
-        "jumps of reward": (no_jumps, steps),
-    }
     runner = CheckRunner()
-    results = [
-        await runner.run(Check(name, "measured", (), function), subject)
-        for name, (function, subject) in checks.items()
+    return [
+        await runner.run(Check("regraded", "measured", (), equal_rewards), again),
+        await runner.run(Check("jumps of reward", "measured", (), no_jumps), steps),
     ]
-    return results, [text for jump in find_jumps(steps) for text in samples_of(jump, codec)]
 
 
 def fail(problem: str, remedy: str) -> NoReturn:
@@ -167,21 +147,8 @@ async def equal_rewards(again: Sequence[Again]) -> str:
 
 # Steps.
 
-MAX_FAILED = 0.2  # share of the trajectories
 
-
-async def few_failures(steps: Sequence[Step]) -> str:
-    """Failed trajectories have no reward: with many of them, rewards describe a selection."""
-    entries = [entry for step in steps for entry in step.entries]
-    failed = sum(entry.num_failed for entry in entries)
-    ended = sum(entry.num_leaves for entry in entries)
-    found = f"{failed} of {ended} trajectories failed"
-    if failed > MAX_FAILED * ended:
-        fail(found, "fix the causes that run.log names; rewards and success are of the others only")
-    return found
-
-
-def find_jumps(steps: Sequence[Step]) -> Iterator[Jump]:
+def find_jumps(steps: Sequence[Step]) -> Iterator[str]:
     """Steps whose mean reward differs from that of previous steps by more than FAR standard errors,
     estimated from the variance of trees within a step."""
     means = [[fmean(one.rewards) for one in step.entries if one.rewards] for step in steps]
@@ -197,34 +164,18 @@ def find_jumps(steps: Sequence[Step]) -> Iterator[Jump]:
         error = deviation * math.sqrt(1 / len(now) + 1 / len(before))
         error = max(error, 0.02 * span, 1e-9)
         if abs(apart) > FAR * error and abs(apart) > LEAST_SHARE * span:
-            yield Jump(steps[place], fmean(before), fmean(now))
+            step = steps[place].header.step
+            yield f"step {step}: {fmean(before):.3g} -> {fmean(now):.3g}"
 
 
 async def no_jumps(steps: Sequence[Step]) -> str:
     """No step has a jump of its reward."""
     if len(steps) <= LEAST_BEFORE:
         raise Skip(f"{len(steps)} steps are too few")
-    jumps = [
-        f"step {one.step.header.step}: {one.before:.3g} -> {one.mean:.3g}"
-        for one in find_jumps(steps)
-    ]
-    if jumps:
+    if jumps := ", ".join(find_jumps(steps)):
         fail(
-            ", ".join(jumps),
-            "read the samples below: did the policy learn the task, or exploit its grader? The "
-            "rest is in trajectories/",
+            jumps,
+            "read trees of these steps with agentenv view: did the policy learn the task, or "
+            "exploit its grader?",
         )
     return f"{len(steps)} steps, none with a jump"
-
-
-def samples_of(jump: Jump, codec: TextCodec) -> Iterator[str]:
-    """Trajectories of a jump as text: the best of a jump upward, the worst of one downward."""
-    number, up = jump.step.header.step, jump.mean > jump.before
-    entries = [one for one in jump.step.entries if one.rewards]
-    entries.sort(key=lambda one: fmean(one.rewards), reverse=up)
-    for entry in entries[:NUM_SHOWN]:
-        rows = list(trajectory_rows(jump.step.tree(entry).tree, codec.decode))
-        row = (max if up else min)(rows, key=lambda one: one["reward"])
-        parts = ", ".join(f"{name} {value:g}" for name, value in row["parts"].items())
-        head = f"=== step {number}, tree {entry.tree}: reward {row['reward']:g} ({parts})"
-        yield f"{head}\n{readable(row)[:MAX_TEXT]}"

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from functools import partial
-from itertools import permutations, product
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from itertools import permutations
+from typing import Any
 
 from msgspec.structs import replace
 
-from agentenv.assembly.checks.checks import EPISODES, MODEL, RUNS, TRAIN, Check, Skip
+from agentenv.assembly.checks.checks import EPISODES, MACHINE, MODEL, RUNS, TRAIN, Check, Skip
 from agentenv.assembly.parts.assembly import TRAINED, Assembly
 from agentenv.assembly.parts.environments import EnvMaker, grader_of
 from agentenv.base.deadline import within
@@ -107,6 +106,15 @@ async def learner_settings(assembly: Assembly[Any]) -> None:
     await in_thread(check_settings, model, config.learner, algorithm)
 
 
+async def kernels(assembly: Assembly[Any]) -> None:
+    """This machine runs the learner's kernels, unless its ranks are elsewhere."""
+    from agentenv.learners.trees.liger import check_device  # loads torch
+
+    learner = assembly.config.learner
+    if learner.fused == "liger" and learner.launch == "local":
+        check_device()
+
+
 async def parity(assembly: TrainingAssembly) -> str:
     """Engine and learner compute the same log-probs."""
     config = assembly.config
@@ -138,6 +146,7 @@ async def parity(assembly: TrainingAssembly) -> str:
 
 NUM_GRADED = 8  # rows whose golds are graded
 NUM_GUESSED = 3  # rows whose golds get a second candidate
+JOINTS = (". ", " or ", "\n", ", also known as ", "; ", " - ")  # of two candidates
 SERVICE_S = 60.0
 
 
@@ -160,7 +169,8 @@ async def check_grader_sanity(make_env: EnvMaker, tasks: Sequence[Task]) -> str:
         if grader is None:
             raise Skip(f"{rows[0].env_id} has no grader")
         await start_grader(grader)
-        for task, other in zip(rows, rows[1:] + rows[:1], strict=True):
+        pairs = list(zip(rows, rows[1:] + rows[:1], strict=True))
+        for task, other in pairs:
             gold = task.answers[0]
             if not await is_right(grader, task, gold):
                 raise ConfigError(
@@ -174,7 +184,8 @@ async def check_grader_sanity(make_env: EnvMaker, tasks: Sequence[Task]) -> str:
                     f"row {other.id}, as correct instead of {gold!r}; any answer earns a reward: "
                     "choose a stricter grader"
                 )
-        await refuse_two_guesses(grader, rows)
+        for task, other in pairs[:NUM_GUESSED]:
+            await refuse_two_guesses(grader, task, other.answers[0])
         for task in rows:
             gold = task.answers[0]
             for spelled in respelled(gold):
@@ -190,21 +201,32 @@ async def check_grader_sanity(make_env: EnvMaker, tasks: Sequence[Task]) -> str:
     )
 
 
-async def refuse_two_guesses(grader: Grader, rows: Sequence[Task]) -> None:
-    """Raises ConfigError for a grader that accepts an answer with two candidates."""
-    golds = [one.answers[0] for one in rows]
-    for task in rows[:NUM_GUESSED]:
-        guesses = await guess_twice(
-            partial(is_right, grader, task), task.answers[0], task.answers, golds
+async def refuse_two_guesses(grader: Grader, task: Task, other: str) -> None:
+    """Raises ConfigError for a grader that accepts an answer with two candidates: the gold one and
+    `other`, which is wrong by itself, unless it is of another kind or shares a word with a gold
+    answer, of which it may be another form."""
+    gold, texts = task.answers[0], list[str]()
+    words = _words(" ".join(task.answers))
+    if _kind(gold) == _kind(other) and words.isdisjoint(_words(other)):
+        texts = [joint.join(both) for joint in JOINTS for both in permutations((gold, other))]
+    paid = [text for text in texts if await is_right(grader, task, text)]
+    if paid:
+        shown = " and ".join(map(repr, paid[:2])).replace("; ", ";")  # "; " begins a remedy
+        raise ConfigError(
+            f"row {task.id}: {len(paid)} of {len(texts)} answers that name a second candidate "
+            f"besides the gold answer are graded as correct, such as {shown}; it rewards guessing "
+            'twice, which a policy learns: reject such answers, as kind = "layered" does'
         )
-        paid = [one.text for one in guesses if one.is_paid]
-        if paid:
-            shown = " and ".join(map(repr, paid[:2])).replace("; ", ";")  # "; " begins a remedy
-            raise ConfigError(
-                f"row {task.id}: {len(paid)} of {len(guesses)} answers that name a second "
-                f"candidate besides the gold answer are graded as correct, such as {shown}; "
-                f"{remedy(guesses)}"
-            )
+
+
+def _words(text: str) -> set[str]:
+    return {*re.findall(r"\w+", text.lower())}
+
+
+def _kind(text: str) -> str:
+    if text.strip().lower() in ("yes", "no", "true", "false"):
+        return "yes or no"
+    return "number" if any(letter.isdigit() for letter in text) else "words"
 
 
 def _more_lenient(grader: Grader) -> str:
@@ -267,69 +289,9 @@ async def services(assembly: TrainingAssembly) -> str:
     return f"a search returned {len(hits)} results"
 
 
-# Whether a grader rewards guessing: answers that name another candidate next to the correct one.
-# The other candidate is wrong by itself, is of the same kind (a number, words, yes or no) and
-# shares no word with the correct answer, so it is neither an alias nor a more exact form.
-
-IsRight = Callable[[str], Awaitable[bool]]
-
-JOINTS = (". ", " or ", "\n", ", also known as ", "; ", " - ")
-MAX_TRIED = 8  # candidates; the first one that is wrong by itself is used
-OPPOSITES = {"yes": "no", "no": "yes", "true": "false", "false": "true"}
-_WORDS = re.compile(r"\w+")
-
-
-class Guess(NamedTuple):
-    """An answer with two candidates; `is_paid`: it was graded as correct."""
-
-    text: str
-    right_first: bool
-    is_paid: bool
-
-
-async def guess_twice(
-    is_right: IsRight, answer: str, golds: Sequence[str], candidates: Iterable[str]
-) -> list[Guess]:
-    """The correct answer joined with another candidate, in both orders, graded; empty if no
-    candidate is suitable."""
-    words = _words(" ".join((answer, *golds)))
-    opposite = OPPOSITES.get(answer.strip().lower())
-    fitting = [
-        one
-        for one in ([opposite] if opposite else dict.fromkeys(candidates))
-        if _kind(one) == _kind(answer) and words.isdisjoint(_words(one))
-    ]
-    for other in fitting[:MAX_TRIED]:
-        if not await is_right(other):
-            pairs = product(JOINTS, permutations((answer, other)))
-            texts = [(joint.join(both), both[0] == answer) for joint, both in pairs]
-            return [Guess(text, first, await is_right(text)) for text, first in texts]
-    return []
-
-
-def _words(text: str) -> set[str]:
-    return {*_WORDS.findall(text.lower())}
-
-
-def _kind(text: str) -> str:
-    if text.strip().lower() in OPPOSITES:
-        return "yes or no"
-    return "number" if any(letter.isdigit() for letter in text) else "words"
-
-
-def remedy(guesses: Sequence[Guess]) -> str:
-    """The remedy for a grader that rewards some of these guesses."""
-    orders = {one.right_first for one in guesses if one.is_paid}
-    if len(orders) == 2:
-        found = "it rewards guessing twice, which a policy learns"
-    else:
-        place = "first" if orders == {True} else "last"
-        found = f"of two candidates it reads only the {place}, so that an answer may list several"
-    return f'{found}: reject answers with two candidates, as kind = "layered" does'
-
-
 OF_MODEL = (
     Check("packed model", "contract", RUNS, packed_model, MODEL),
+    Check("learner's kernels", "contract", RUNS, kernels, MACHINE),
     Check("learner's settings", "contract", RUNS, learner_settings, MODEL),
 )
 CONTRACT = (

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from importlib import resources
 from importlib.util import find_spec
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from agentenv.assembly.checks.start_checks import (
     paths_of,
 )
 from agentenv.assembly.keys.benchmarks import benchmark
-from agentenv.assembly.keys.cluster import KubernetesCluster, ServeConfig, SlurmCluster, WideCluster
+from agentenv.assembly.keys.cluster import KubernetesCluster, ServeConfig, SlurmCluster
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.help import values_of
 from agentenv.assembly.keys.rl import TrainConfig
@@ -178,20 +177,12 @@ def show_plan(plan: Plan, view: View) -> None:
     for gpu, needed in plan.gpu_bytes.items():
         alike.setdefault(needed, []).append(gpu)
     for needed, gpus in alike.items():
-        view.log(f"GPU {span(gpus)}: {needed / GIB:.1f} of {plan.machine.gpu_bytes / GIB:.1f} GiB")
-    for line in (*plan.made, *plan.advice):
+        view.log(
+            f"GPU {', '.join(gpus)}: {needed / GIB:.1f} of {plan.machine.gpu_bytes / GIB:.1f} GiB"
+        )
+    for line in plan.made:
         view.log(line)
     show_lines("missing", plan.missing, view)
-
-
-def span(gpus: Sequence[str]) -> str:
-    """The GPUs as ranges, such as "0-3, 6"."""
-    numbers = sorted(map(int, gpus))
-    parts = []
-    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        members = [number for _, number in run]
-        parts.append(f"{members[0]}-{members[-1]}" if len(members) > 1 else f"{members[0]}")
-    return ", ".join(parts)
 
 
 def _row(process: Process) -> list[str]:
@@ -199,7 +190,7 @@ def _row(process: Process) -> list[str]:
     return [
         process.name,
         str(process.count or "already running"),
-        span(process.gpus),
+        ", ".join(process.gpus),
         f"{on_gpu / GIB:.1f}" if process.gpus else "",
         f"{main / GIB:.1f}" if main else "",
     ]
@@ -285,11 +276,7 @@ def _is_missing(error: BaseException | None) -> bool:
 
 
 def show_cluster(config: TrainConfig, arguments: argparse.Namespace, view: View, run: Path) -> None:
-    """Print the placement of processes on a cluster, and print or write the job script."""
-    if not isinstance(config.cluster, WideCluster):
-        return
-    for line in config.cluster.lines(config):
-        view.log(line)
+    """Print or write the job script of a cluster."""
     script = getattr(config.cluster, "script", "")
     job = job_of(config, arguments.config, arguments.overrides, run)
     if script:

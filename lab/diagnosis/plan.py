@@ -21,11 +21,10 @@ from agentenv.assembly.checks.memory import (
     passing_bytes,
     server_memory,
 )
-from agentenv.assembly.checks.start_checks import rate_advice
 from agentenv.assembly.keys.cluster import ResourcesConfig, ServeConfig, WideCluster
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import MAX_TRAJECTORY_BYTES, TrainConfig
-from agentenv.assembly.keys.supervised import SFTConfig, SupervisedRunConfig
+from agentenv.assembly.keys.supervised import SupervisedRunConfig
 from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.serving.gpus import GIB, GpuPlan, PlannedMachine, learner_gpus
 from agentenv.assembly.serving.server_command import CPU_CACHE_GIB, SERVER_BYTES
@@ -57,14 +56,13 @@ class Process(Struct, frozen=True):
 
 class Plan(Struct):
     """The processes of a run. `problems`: reasons why they cannot run; `missing`: missing inputs;
-    `made`: facts about output of the run; `advice`: improvements. All are lines of text."""
+    `made`: facts about output of the run. All are lines of text."""
 
     machine: PlannedMachine
     processes: list[Process] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     made: list[str] = field(default_factory=list)
-    advice: list[str] = field(default_factory=list)
     checkpoint_bytes: float = 0.0  # of one; 0: unknown
     serving: dict[str, float] = field(default_factory=dict)  # bytes by GPU, while rollouts run
     training: dict[str, float] = field(default_factory=dict)  # and while the learner trains
@@ -257,10 +255,6 @@ class _Planner:
                     f"{self.machine.num_gpus}"
                 )
             ranks = [str(number) for number in range(learner.num_ranks)]
-        sft = getattr(config, "sft", None)
-        if self.shape is not None and isinstance(sft, SFTConfig) and learner.lora is None:
-            advice = rate_advice(sft.optimizer, self.shape.num_params)
-            self.plan.advice += [advice] if advice else []
         note = f"ZeRO {learner.zero_stage}, {learner.dtype}, {tokens} tokens at once"
         if learner.context_parallel > 1:
             note += f", paths over {learner.context_parallel} ranks"

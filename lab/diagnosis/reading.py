@@ -60,7 +60,7 @@ from agentenv.training.supervised.run import SupervisedAssembly
 MARK = "trial step"  # one in each turn with a call
 NUM_CALLS = 2
 DROPPED = "context/altered/thoughts_dropped"
-SHOWN = (*NOTED, "diverged/")
+SHOWN = (*NOTED, "context/", "diverged/", "system_as_user")
 
 
 @dataclass(frozen=True)
@@ -143,12 +143,9 @@ def _findings(tree: TrajectoryTree) -> Iterator[str]:
     for leaf in leaves:
         counts.update(leaf.info.get("endpoint", {}))
     counts["system_as_user"] = stats.get("program/system_as_user", 0)
-    shown = [f"{name} {number}" for name, number in sorted(counts.items()) if _is_shown(name)]
-    if shown := [one for one in shown if not one.endswith(" 0")]:
+    found = {name: count for name, count in sorted(counts.items()) if name.startswith(SHOWN)}
+    if shown := [f"{name} {count}" for name, count in found.items() if count]:
         yield f"trial, counted: {', '.join(shown)}"
-    contexts = [f"{name} {counts[name]}" for name in sorted(counts) if name.startswith("context/")]
-    if contexts:
-        yield f"trial, contexts: {', '.join(contexts)}"
     if counts[DROPPED]:
         yield (
             "trial: the program drops thoughts; for a policy that writes them, set "
@@ -157,10 +154,6 @@ def _findings(tree: TrajectoryTree) -> Iterator[str]:
     if not num_points:
         yield "trial: without a fork point an algorithm that forks has roots alone"
     yield from dict.fromkeys(f"trial, failed: {leaf.error}" for leaf in leaves if leaf.error)
-
-
-def _is_shown(name: str) -> bool:
-    return name.startswith(SHOWN) or name == "system_as_user"
 
 
 ENDS = 1000  # number of rows to read from each end of a file

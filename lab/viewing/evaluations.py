@@ -128,15 +128,8 @@ class Evaluation:
     def questions(self) -> list[QuestionRows]:
         """The rows by question, without their text."""
         from agentenv.evaluation.figures import questions_of
-        from agentenv.evaluation.scores import known_votes
 
-        questions = questions_of(row for row, _, _ in self._read())
-        several = [question for question in questions if len(question.done) > 1]
-        votes = [known_votes(question.done) for question in several]
-        if None not in votes:  # votes of only some questions would be a biased sample
-            for question, one in zip(several, votes, strict=True):
-                question.votes = one
-        return questions
+        return questions_of(row for row, _, _ in self._read())
 
     def _read(self) -> list[tuple[EvalRow, int, int]]:
         """(row, position in the file, size) of each row, sorted by key."""

@@ -111,7 +111,8 @@ class DeepSpeedLearner:
             raise
         if names := replies[0].untrained:
             parts = sorted({".".join(name.split(".")[:2]) for name in names})
-            text = "%d tensors of the model are not trained; checkpoints and exports keep them: %s"
+            text = "%d tensors of the model are not trained; checkpoints and exports (unless "
+            text += "--text-only) keep them: %s"
             logger.warning(text, len(names), ", ".join(parts), extra=SHOWN)
         return learner
 

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from agentenv.base.errors import ConfigError
+from agentenv.base.errors import ConfigError, MissingError
 from agentenv.base.model_files import load_config, load_pretrained
 from agentenv.learners.ranks.export import entries, write_weights
 from agentenv.learners.trees.encoded_tree import LAYOUTS, EncodedTree, from_arrays
@@ -58,6 +58,8 @@ ORDERED = (  # sizes that keep their order: names, the least one, and the step t
     (("vocab_size_per_layer_input", "vocab_size"), VOCABULARY, 8),
 )  # fmt: skip
 FIRST_LAYERS, LAST_LAYERS = ("first_k_dense_replace", "num_dense_layers"), ("num_kv_shared_layers",)
+COUNTS = ("layers", "depth", "blocks")  # ends of names of numbers of layers
+WIDTHS = ("hidden", "intermediate", "dim", "width", "d_model", "channel")
 SPREAD = 0.15  # of random weights, so that log-probs depend on token and context
 
 
@@ -67,13 +69,6 @@ def check_model(directory: Path, context_parallel: int = 1) -> None:
     ranks cannot share."""
     config = load_config(directory)
     family = f"{directory}: the family {config.model_type}"
-    recurrent = recurrent_kinds(config)
-    if context_parallel > 1 and recurrent:
-        raise ConfigError(
-            f"learner.context_parallel = {context_parallel}: {family} has layers of type "
-            f"{', '.join(recurrent)}, which carry state from token to token and cannot be computed "
-            "in parts; set learner.context_parallel = 1"
-        )
     problem = "no small model could be made"
     try:
         model = random_model(small(config))
@@ -85,14 +80,30 @@ def check_model(directory: Path, context_parallel: int = 1) -> None:
             )
         problem = "its export could not be written and read"
         check_export(model)
+    except (MissingError, ImportError) as error:
+        raise MissingError(f"{family}: {' '.join(str(error).split())}") from error
     except ConfigError as error:
         raise ConfigError(f"{family} is not supported: {error}") from error
     except Exception as error:  # any error of a model family's code
         cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if isinstance(error, OSError) or lacks_memory(error):
+            raise ConfigError(f"{family} cannot be tried on this machine: {cause}") from error
         raise ConfigError(
             f"{family} is not supported: {problem} ({cause}); docs/learner.md lists the supported "
             "families"
         ) from error
+    if context_parallel > 1 and (recurrent := recurrent_kinds(config)):
+        raise ConfigError(
+            f"learner.context_parallel = {context_parallel}: {family} has layers of type "
+            f"{', '.join(recurrent)}, which carry state from token to token and cannot be computed "
+            "in parts; set learner.context_parallel = 1"
+        )
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether the machine or its GPU has run out of memory."""
+    is_cpu_allocator = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return is_cpu_allocator or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def random_model(config: Any) -> Any:
@@ -111,6 +122,7 @@ def random_model(config: Any) -> Any:
 def distance(model: Any) -> float:
     """The largest difference of both computations in any layout: of log-probs, nats, and of
     gradients, as a part of their norm. The model becomes that of a policy."""
+    Policy(copy.deepcopy(model))  # refuses before passes that may be slow
     trees = list(examples())
     expected = torch.cat([_alone(model, tree) for tree in trees])
     weights = torch.linspace(-1.0, 1.0, len(expected))
@@ -131,8 +143,9 @@ def _gradient(model: Any, value: Tensor) -> Tensor:
     """The gradient of a value, one row; 0 for unused weights."""
     model.zero_grad()
     value.backward()  # type: ignore[no-untyped-call]
-    grads = (torch.zeros_like(one) if one.grad is None else one.grad for one in model.parameters())
-    return torch.cat([grad.flatten() for grad in grads])
+    own = text_part(model)
+    grads = [(one, one.grad) for one in model.parameters() if id(one) in own]
+    return torch.cat([(torch.zeros_like(one) if g is None else g).flatten() for one, g in grads])
 
 
 def check_export(model: Any) -> None:
@@ -188,6 +201,9 @@ def small(config: Any) -> Any:
     unchanged."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
+    for tower in (getattr(config, name, None) for name in config.sub_configs):
+        if isinstance(tower, PreTrainedConfig) and tower is not text:
+            _narrow_tower(tower)
     tables = text.to_dict().get("per_layer_config") or {}  # sizes of single layers
     own = {int(layer): table for layer, table in tables.items()}
     if own:
@@ -215,6 +231,20 @@ def small(config: Any) -> Any:
             for place, layer in enumerate(kept)
         }
     return config
+
+
+def _narrow_tower(tower: Any) -> None:
+    """Keep one layer, and one head with its share of the widths. Towers do not run here."""
+    sizes = {name: one for name, one in vars(tower).items() if type(one) is int and one > 1}
+    counts = {one for name, one in sizes.items() if name.endswith(COUNTS)}
+    heads = math.gcd(*(one for name, one in sizes.items() if name.endswith("heads")))
+    for name, value in vars(tower).items():
+        if name in sizes and name.endswith((*COUNTS, "heads")):
+            setattr(tower, name, 1)
+        elif name in sizes and any(part in name for part in WIDTHS) and heads:
+            setattr(tower, name, 4 * -(-value // (4 * heads)))
+        elif isinstance(value, list | tuple) and len(value) in counts:
+            setattr(tower, name, value[:1])
 
 
 def _of(size: int | dict[int | None, int], now: int | None) -> int | None:
@@ -308,6 +338,9 @@ def _shorten_positions(text: Any) -> None:
         for name in ("short_factor", "long_factor"):
             if rope.get(name):
                 rope[name] = rope[name][:width]
+        if sections := rope.get("mrope_section"):
+            parts = [part * width // sum(sections) for part in sections[:-1]]
+            rope["mrope_section"] = [*parts, width - sum(parts)]
         if rope.get("rope_type") in ("dynamic", "longrope"):
             text.max_position_embeddings = POSITIONS
     if getattr(text, "original_max_position_embeddings", None):

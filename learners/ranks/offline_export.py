@@ -6,6 +6,7 @@ CHECKPOINT/trainer/    float32 weights, one file per rank
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentenv.base.errors import DataError
-from agentenv.base.model_files import check_known, load_pretrained
+from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.model_files import check_known, load_config, load_pretrained
 from agentenv.learners.lora import (
     ADAPTER,
     ADAPTER_FOLDER,
     disk_shapes,
+    empty_model,
     is_adapter,
     merged,
     write_adapter,
@@ -39,12 +41,18 @@ TRAINER = "trainer"
 
 
 def export(
-    checkpoint: Path, out: Path, *, dtype: str = "bfloat16", max_shard_bytes: int = MAX_SHARD_BYTES
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: str = "bfloat16",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    text_only: bool = False,
 ) -> None:
     """Write `out` from a checkpoint's directory, from its float32 weights if they exist.
 
-    With adapters `out` has the merged model, and `out`/adapter the adapter. Raises DataError if the
-    checkpoint is incomplete.
+    With adapters `out` has the merged model, and `out`/adapter the adapter. With `text_only`, it
+    has the text model of a larger one alone, without towers. Raises DataError if the checkpoint is
+    incomplete.
     """
     if out.exists() and any(out.iterdir()):
         raise DataError(f"{out} is not empty; choose another folder")
@@ -52,6 +60,7 @@ def export(
         raise DataError(f"{checkpoint} is not a checkpoint: config.json is missing")
     saved = Checkpoint(checkpoint / TRAINER) if (checkpoint / TRAINER).is_dir() else None
     check_known(checkpoint)
+    text = text_model(checkpoint) if text_only else None
     copy_files(checkpoint, out, dtype)
     weights = WeightFiles(_base_of(checkpoint, saved))
     wanted = getattr(torch, dtype)
@@ -78,15 +87,49 @@ def export(
         before = weights.dtype(name)
         return wanted if before.is_floating_point and name in names else before
 
+    own = {name: name for name in weights.names()}
+    if text is not None:
+        own = dict(zip(disk_names(model), disk_names(text), strict=True))
     entries = [
-        WeightEntry(name, written(name), weights.shape(name), partial(tensor, name))
+        WeightEntry(own[name], written(name), weights.shape(name), partial(tensor, name))
         for name in weights.names()
+        if name in own
     ]
+    if text is not None:
+        ends = (model.get_output_embeddings(), model.get_input_embeddings())
+        text.config.tie_word_embeddings = ends[0].weight is ends[1].weight
+        text.config.architectures, text.config.dtype = [type(text).__name__], dtype
+        text.config.save_pretrained(out)
     write_weights(entries, entries, out, max_shard_bytes=max_shard_bytes, durable=True)
     if saved is not None and saved.meta.lora is not None:
         adapter = {name: whole(saved, name) for name in saved.shapes if is_adapter(name)}
         write_adapter(out / ADAPTER_FOLDER, saved.meta.lora, adapter, saved.meta.base_model)
     check_written(out)
+
+
+def text_model(directory: Path) -> Any:
+    """The text model inside that of a directory, without memory for weights. Raises ConfigError for
+    a family that has no class for it."""
+    config = load_config(directory)
+    inner = config.get_text_config()
+    if end := getattr(config, "eos_token_id", None):
+        inner.eos_token_id = end
+    try:
+        return empty_model(inner)
+    except ValueError as error:
+        raise ConfigError(
+            f"{directory}: transformers has no class for {inner.model_type}, the text model of "
+            f"{config.model_type}, alone; omit --text-only"
+        ) from error
+
+
+def disk_names(model: Any) -> Iterator[str]:
+    """The names on disk of the tensors of the text model inside a model, in its own order."""
+    places = {id(part): place for place, part in model.named_modules()}
+    for part in (model.get_decoder(), model.get_output_embeddings()):
+        for name, tensor in part.state_dict().items():
+            name = f"{places[id(part)]}.{name}".lstrip(".")
+            yield from disk_shapes(model, name, tuple(tensor.shape), tensor.dtype)
 
 
 def _fused(saved: Checkpoint, model: Any) -> dict[str, ParamParts]:

@@ -15,7 +15,7 @@ import torch
 from msgspec.structs import replace
 
 from agentenv.base.errors import ConfigError, LearnerError
-from agentenv.base.model_files import load_pretrained
+from agentenv.base.model_files import load_config, load_pretrained
 from agentenv.learners.keys import LearnerConfig, SavedLearner
 from agentenv.learners.lora import add_adapters, empty_model
 from agentenv.learners.ranks import checkpoint
@@ -32,7 +32,7 @@ from agentenv.learners.ranks.offloaded_memory import HostMemory, OffloadedMemory
 from agentenv.learners.ranks.saved_checkpoint import Checkpoint, restore
 from agentenv.learners.ranks.shared import SharedCopy
 from agentenv.learners.ranks.trainer import Trainer
-from agentenv.learners.trees.liger import use_liger
+from agentenv.learners.trees.liger import check_liger, use_liger
 from agentenv.learners.trees.policy import Policy
 
 WHILE_ASLEEP = (wire.Sleep, wire.ReleaseShared, wire.WriteShared)
@@ -204,26 +204,28 @@ def make_backend(init: wire.Init) -> RankBackend:
     config = init.config
     check_model(Path(init.model_dir), config.context_parallel)
     # In the dtype of the files, weights are mapped, so that ranks of a machine share the pages.
-    model, report = load_pretrained(
-        "AutoModelForCausalLM",
-        init.model_dir,
-        dtype=checkpoint.stored_dtype(Path(init.model_dir)) or getattr(torch, config.dtype),
-        attn_implementation="sdpa",
-        output_loading_info=True,
-    )
-    model.eval()
-    lacking = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
-    if lacking:
-        raise ConfigError(
-            f"{init.model_dir}: {len(lacking)} tensors of {type(model).__name__} are missing or "
-            f"have another shape, such as {min(lacking)}, and would be random; download or copy "
-            "the model again"
-        )
+    dtype = checkpoint.stored_dtype(Path(init.model_dir)) or getattr(torch, config.dtype)
+    model = whole_model(init.model_dir, dtype=dtype, attn_implementation="sdpa").eval()
     if config.fused == "liger":
         use_liger(model)
     policy, dropouts = policy_of(model, config)
     kind = DeepSpeedBackend if config.zero_stage else RankBackend
     return kind(policy, config, dropouts)
+
+
+def whole_model(directory: Path | str, **keys: Any) -> Any:
+    """The model of a directory. Raises ConfigError for one that lacks tensors, which transformers
+    would make without an error."""
+    keys |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, report = load_pretrained("AutoModelForCausalLM", directory, **keys)
+    lacking = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
+    if lacking:
+        raise ConfigError(
+            f"{directory}: {len(lacking)} tensors of {type(model).__name__} are missing or "
+            f"have another shape, such as {min(lacking)}, and would be random; download or copy "
+            "the model again"
+        )
+    return model
 
 
 def policy_of(model: Any, config: LearnerConfig) -> tuple[Policy, list[Any]]:
@@ -240,4 +242,10 @@ def check_settings(directory: Path, config: LearnerConfig, algorithm: Any = None
     """Raises the ConfigErrors of a learner's start, except those about its machine, for a model
     directory, whose weights are not loaded."""
     check_start(config, algorithm, directory)
-    build_optimizer(policy_of(empty_model(directory), config)[0].model, config)
+    if any(directory.glob("*.safetensors")):
+        model = whole_model(directory, device_map="meta")
+    else:
+        model = empty_model(load_config(directory))
+    if config.fused == "liger":
+        check_liger(model.config.model_type)
+    build_optimizer(policy_of(model, config)[0].model, config)

@@ -40,6 +40,7 @@ from agentenv.base.secrets import seal_output
 from agentenv.base.untrusted import packed
 from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks.broadcast import open_store
+from agentenv.learners.ranks.model_check import lacks_memory
 from agentenv.learners.ranks.rank import Rank
 from agentenv.learners.trees.encoded_tree import EncodedTree
 from agentenv.processes.link import frame_of, receive_frame
@@ -179,8 +180,7 @@ def failure(error: Exception, text: str) -> wire.RankFailed:
     while cause is not None:
         if isinstance(cause, AgentEnvError):
             return wire.RankFailed(str(cause), "")
-        is_cpu_allocator = isinstance(cause, RuntimeError) and "DefaultCPUAllocator" in str(cause)
-        if isinstance(cause, MemoryError | torch.OutOfMemoryError) or is_cpu_allocator:
+        if lacks_memory(cause):
             reason = (str(cause) or "out of memory").splitlines()[0]
             return wire.RankFailed(OUT_OF_MEMORY.format(reason), "")
         if isinstance(cause, OSError) and cause.strerror:
@@ -254,10 +254,9 @@ def main() -> None:
 def connect(host: str, port: int) -> socket.socket:
     """Connect to the controller, which may start later: retry for some minutes."""
     for _ in range(600):
-        try:
+        with suppress(OSError):
             return socket.create_connection((host, port))
-        except OSError:
-            time.sleep(0.5)
+        time.sleep(0.5)
     return socket.create_connection((host, port))
 
 

@@ -57,16 +57,21 @@ def write_questions(path: Path) -> Path:
     return path
 
 
+def arguments_of(warehouse: Path, out: Path, questions: Path) -> list[str]:
+    """Of the command, for a synthesis with the scripted engine."""
+    return [
+        *(str(warehouse.parent / "model"), "--env", "me/Warehouse-v0", "env.module=my_env"),
+        *("--out", str(out), f"data={questions}", "engine.name=scripted"),
+        *(f"engine.script={__name__}:policy", "limits.max_prompt_tokens=640"),
+        *("limits.max_response_tokens=320", "filter.require_box=false", "num_samples=2"),
+    ]
+
+
 def runner(warehouse: Path, tmp_path: Path, questions: Path) -> Run:
-    """Synthesizes with the scripted engine into tmp_path/NAME."""
+    """Synthesizes into tmp_path/NAME."""
 
     def synthesized(name: str, *more: str) -> int:
-        arguments = [str(warehouse.parent / "model"), "--env", "me/Warehouse-v0"]
-        arguments += ["env.module=my_env", "--out", str(tmp_path / name), f"data={questions}"]
-        arguments += ["engine.name=scripted", f"engine.script={__name__}:policy"]
-        arguments += ["limits.max_prompt_tokens=640", "limits.max_response_tokens=320"]
-        arguments += ["filter.require_box=false", "num_samples=2"]
-        return synthesize.main([*arguments, *more])
+        return synthesize.main([*arguments_of(warehouse, tmp_path / name, questions), *more])
 
     return synthesized
 

@@ -187,7 +187,10 @@ def test_mistakes_are_errors_with_the_text_of_the_command(
             train(warehouse, arguments, is_quiet=True)
         capsys.readouterr()
         assert command.main([str(warehouse), *arguments]) == 2
-        assert " ".join(capsys.readouterr().err.split()) == f"error: {caught.value}"
+        shown = " ".join(capsys.readouterr().err.split())
+        shown = shown.replace("on the command line", "in `overrides`")
+        shown = shown.replace(" --help-keys", " agentenv train --help-keys")
+        assert shown == f"error: {caught.value}"
     assert state() == before
     assert not list(tmp_path.iterdir())
     with pytest.raises(ConfigError, match="such configuration file"):
@@ -198,6 +201,13 @@ def test_mistakes_are_errors_with_the_text_of_the_command(
         train(warehouse, env=[print and ROWS[0]])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="tokenizer"):
         evaluate(warehouse.parent / "model", tokenizer=object(), env=Warehouse, data=ROWS)
+    with pytest.raises(ConfigError, match="`max_tasks` -1"):
+        evaluate(warehouse.parent / "model", ASKED, env=Warehouse, data=ROWS, max_tasks=-1)
+    with pytest.raises(ConfigError, match="config: expected"):
+        train(12)  # type: ignore[arg-type]
+    for name, given in {"data": 3, "held_out": [], "env": 3}.items():
+        with pytest.raises(ConfigError, match=f"^{name}: expected"):
+            train(warehouse, **{name: given})  # type: ignore[arg-type]
 
 
 def test_an_existing_run_is_refused_unless_resumed(warehouse: Path, finished: Path) -> None:

@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from agentenv.assembly.checks.checks import Check, CheckResult, CheckRunner
 from agentenv.base.types import Message, Task
 from agentenv.contract.env import Grade
-from agentenv.envs.grading.layers import Layered
 from agentenv.lab.diagnosis import audit as audits
-from agentenv.lab.diagnosis.audit import audit, few_failures, find_jumps, no_jumps
-from agentenv.lab.diagnosis.contract import JOINTS, guess_twice, remedy
+from agentenv.lab.diagnosis.audit import audit, find_jumps, no_jumps
 from agentenv.launchers import doctor
 from agentenv.rollout.archive import Entry, StepHeader
 from agentenv.rollout.archive_reader import Step
@@ -48,31 +45,16 @@ def steady(number: int, shift: float = 0.0) -> Step:
     ],
 )
 async def test_a_step_far_from_earlier_steps_is_a_jump(steps: list[Step], jumps: list[int]) -> None:
-    assert [one.step.header.step for one in find_jumps(steps)] == jumps
+    assert [one.partition(":")[0] for one in find_jumps(steps)] == [f"step {one}" for one in jumps]
     check = Check("jumps", "measured", (), no_jumps)
     verdict = await CheckRunner().run(check, steps)
     expected = "failed" if jumps else "passed" if len(steps) > 2 else "skipped"
     assert verdict.state == expected
-    assert ("samples" in verdict.remedy) is bool(jumps)
-
-
-@pytest.mark.parametrize(("num_failed", "state"), [(0, "passed"), (2, "passed"), (3, "failed")])
-async def test_rewards_of_a_selection_of_the_trajectories_are_reported(
-    num_failed: int, state: str
-) -> None:
-    """Failed trajectories have no reward: a policy that learns to fail would seem to learn."""
-    few = step(1, [1.0] * 5, [1.0] * 5)
-    few.entries[0] = replace(few.entries[0], num_failed=num_failed)
-    check = Check("failures", "measured", (), few_failures)
-    verdict = await CheckRunner().run(check, [few])
-    assert verdict.state == state
-    assert f"{num_failed} of 10" in verdict.message
-    assert ("run.log" in verdict.remedy) is (state == "failed")
+    assert ("agentenv view" in verdict.remedy) is bool(jumps)
 
 
 def audited(run: Path) -> dict[str, CheckResult]:
-    verdicts, _ = asyncio.run(audit(run, 100))
-    return {one.name: one for one in verdicts}
+    return {one.name: one for one in asyncio.run(audit(run, 100))}
 
 
 class Other:
@@ -108,51 +90,16 @@ def test_a_grader_that_changed_is_found(
     assert found["regraded"].message
 
 
-@pytest.mark.parametrize(
-    ("answer", "candidates", "other"),
-    [
-        ("Lima", ["the city of Lima", "Quito"], "Quito"),
-        ("1912", ["May 1912", "Paris", "1913"], "1913"),
-        ("yes", ["Lima"], "no"),
-        ("Paris", ["1945"], ""),
-        ("Paris", ["City of light"], ""),  # right by itself
-        ("Paris", [], ""),
-    ],
-)
-async def test_a_second_candidate_is_wrong_and_of_the_same_kind(
-    answer: str, candidates: list[str], other: str
-) -> None:
-    layered = Layered(math=False)
-    golds = [answer, "City of Light"] if answer == "Paris" else [answer]
-
-    async def is_right(text: str) -> bool:
-        return (await layered.verdict("", text, golds)).right
-
-    guesses = await guess_twice(is_right, answer, [answer], candidates)
-    assert len(guesses) == (2 * len(JOINTS) if other else 0)
-    assert not [one for one in guesses if one.is_paid]
-    assert all(other in one.text for one in guesses)
-
-
-async def test_the_remedy_names_the_guess_that_a_grader_reads() -> None:
-    async def first(text: str) -> bool:
-        return text.startswith("Lima")
-
-    guesses = await guess_twice(first, "Lima", ["Lima"], ["Quito"])
-    assert "reads only the" in remedy(guesses)
-
-
-def test_a_jump_is_reported_with_its_trajectories(
+def test_a_jump_is_reported_with_its_step(
     finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(audits, "FAR", -1.0)
     monkeypatch.setattr(audits, "LEAST_SHARE", -1.0)
     assert doctor.main(["audit", str(finished)]) == 1
-    said = capsys.readouterr().out
-    assert "=== step" in said
-    assert "policy | " in said
+    assert "step 3: " in capsys.readouterr().out
     assert doctor.main(["audit", str(finished), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["samples"]
+    found = {one["name"]: one["state"] for one in json.loads(capsys.readouterr().out)["verdicts"]}
+    assert found["jumps of reward"] == "failed"
 
 
 def test_a_folder_without_a_run_is_reported(

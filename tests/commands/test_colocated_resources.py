@@ -22,7 +22,6 @@ from agentenv.base.errors import ConfigError
 from agentenv.contract.engine import EngineConfig, Served
 from agentenv.contract.server_config import ServersConfig
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
-from agentenv.engines.scripted import ScriptedConfig
 from agentenv.engines.sglang import SGLangConfig
 from agentenv.engines.vllm import VLLMConfig
 from agentenv.envs.quickstart.setup import build_model
@@ -98,22 +97,6 @@ async def test_servers_that_share_a_gpu_get_separate_caches(
         await factory.start(Served("sglang", tmp_path, "policy"), config, "engine.servers")
 
 
-@pytest.mark.parametrize(
-    ("engine", "text"),
-    [
-        (ScriptedConfig(), "has no GPU memory to release"),
-        (VLLMConfig(weights="broadcast"), 'weights = "broadcast" needs servers that are awake'),
-        (VLLMConfig(servers=ServersConfig(gpu_memory_share=0.95)), "at most 0.9 is available"),
-        (VLLMConfig(urls=["http://127.0.0.1:1"], weights="ipc"), "servers that the run starts"),
-    ],
-)
-def test_layouts_that_cannot_be_colocated_are_refused(
-    engine: VLLMConfig | ScriptedConfig, text: str
-) -> None:
-    with pytest.raises(ConfigError, match=text):
-        learner_gpus(COLOCATED, engine, TWO, GpuPlan(["a", "b"]))
-
-
 def test_weights_through_the_learners_memory_need_its_gpus() -> None:
     engine = VLLMConfig(servers=ServersConfig(num_servers=2), weights="ipc")
     for how in (True, "at_once"):
@@ -128,12 +111,6 @@ def test_weights_through_the_learners_memory_need_its_gpus() -> None:
         SGLangConfig(weights="ipc")
     with pytest.raises(ConfigError, match="through a directory"):
         VLLMConfig(weights="ipc", lora="adapter")
-
-
-def test_the_error_of_a_split_layout_names_the_key_that_allows_it() -> None:
-    resources = ResourcesConfig(learner_gpus=[1, 2])
-    with pytest.raises(ConfigError, match=r"resources\.colocated"):
-        learner_gpus(resources, on(0, 1), TWO, GpuPlan(["a", "b", "c"]))
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from agentenv.assembly.keys.supervised import ChatColumns, ChatDataConfig
-from agentenv.base.errors import DataError
 from agentenv.base.types import Message, ToolCall
+from agentenv.launchers import sft
 from agentenv.training.supervised.dialogues import (
     ChatTags,
     RowFormat,
@@ -19,6 +19,8 @@ from agentenv.training.supervised.dialogues import (
     read_conversation,
     read_preference,
 )
+from tests.commands.supervised import make_supervised
+from tests.support.golden import Golden
 
 USER, ANSWER = Message("user", "Who?"), Message("assistant", "<answer>me</answer>")
 SHAREGPT = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "<answer>me</answer>"}]
@@ -98,34 +100,6 @@ def test_names_of_columns_and_roles_are_configurable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"text": "x"}, "no dialogue found: expected conversations or messages"),
-        ({"conversations": []}, "key 'conversations': expected a list of messages"),
-        ({"conversations": [*SHAREGPT, {"from": "bot", "value": "x"}]},
-         "key 'conversations[2].from': expected one of ['function_call', 'gpt', 'human'"),
-        ({"conversations": [SHAREGPT[0], {"from": "gpt", "value": 3}]},
-         "key 'conversations[1].value': expected a text, got 3"),
-        ({"conversations": SHAREGPT[:1]}, "no message is the policy's"),
-        ({"conversations": SHAREGPT[1:]}, "cannot follow 'the beginning'; expected system or user"),
-        ({"conversations": [*SHAREGPT, SHAREGPT[1]]}, "cannot follow 'assistant'"),
-        ({"conversations": [SHAREGPT[0], {"from": "function_call", "value": "{"}]},
-         "key 'conversations[1].value': expected a call"),
-        ({"conversations": SHAREGPT, "tools": "[{}]"}, "key 'tools': expected a list of tools"),
-        ({"conversations": SHAREGPT, "system": 3}, "key 'system': expected a text, got 3"),
-        ({"instruction": "a", "output": None}, "key 'output': expected a text"),
-        ({"question": "a", "turns": [{"result": "x"}]}, "field `action` - at `$.turns[0]`"),
-    ],
-)  # fmt: skip
-def test_the_error_of_a_bad_row_names_the_key_and_the_expected_value(
-    row: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(DataError) as caught:
-        read_conversation(row, RowFormat())
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
     "row",
     [
         {"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1],
@@ -144,20 +118,6 @@ def test_every_form_of_a_preference(row: dict[str, Any]) -> None:
     assert found.prompt.messages == (USER,)
     assert found.chosen == (ANSWER,)
     assert found.rejected == (Message("assistant", "no"),)
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "Who?", "chosen": "me"}, "key 'rejected' is missing"),
-        ({"chosen": "me", "rejected": "no"}, "no prompt"),
-        ({"prompt": "Who?", "chosen": MESSAGES[:1], "rejected": "no"},
-         "key 'chosen': expected an answer that starts with the policy's turn"),
-    ],
-)  # fmt: skip
-def test_a_bad_preference(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        read_preference(row, RowFormat())
 
 
 def registry(folder: Path, entry: dict[str, Any]) -> ChatDataConfig:
@@ -187,23 +147,41 @@ def test_a_name_in_dataset_info_refers_to_its_file(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ({"hf_hub_url": "a/b"}, "downloads are not supported; get the file and set file_name"),
-        ({"file_name": "d.json", "formatting": "xml"}, "cold_start: Invalid enum value 'xml'"),
-        ({"file_name": "e.json"}, "cold_start.file_name: no such file"),
-        ({"file_name": "d.json", "ranking": True}, "ranking: expected false or absent"),
-        ({"file_name": "d.json", "columns": {"images": "i"}}, "`images`"),
-        ({"file_name": "d.json", "colums": {}}, "cold_start: Object contains unknown field"),
-    ],
-)
-def test_a_bad_entry_of_dataset_info(tmp_path: Path, entry: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError) as caught:
-        find_sources(registry(tmp_path, entry), ["cold_start"])
-    assert message in str(caught.value)
+BAD_ROWS: list[dict[str, Any]] = [
+    {"text": "x"},
+    {"conversations": []},
+    {"conversations": [*SHAREGPT, {"from": "bot", "value": "x"}]},
+    {"conversations": [SHAREGPT[0], {"from": "gpt", "value": 3}]},
+    {"conversations": SHAREGPT[:1]},
+    {"conversations": SHAREGPT[1:]},
+    {"conversations": [*SHAREGPT, SHAREGPT[1]]},
+    {"conversations": [SHAREGPT[0], {"from": "function_call", "value": "{"}]},
+    {"conversations": SHAREGPT, "tools": "[{}]"},
+    {"conversations": SHAREGPT, "system": 3},
+    {"instruction": "a", "output": None},
+    {"question": "a", "turns": [{"result": "x"}]},
+]
+BAD_ENTRIES: list[dict[str, Any]] = [
+    {"hf_hub_url": "a/b"},
+    {"file_name": "d.json", "formatting": "xml"},
+    {"file_name": "e.json"},
+    {"file_name": "d.json", "ranking": True},
+    {"file_name": "d.json", "columns": {"images": "i"}},
+    {"file_name": "d.json", "colums": {}},
+]
 
 
-def test_an_unknown_dataset_has_a_hint(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="'cold_strat'"):
-        find_sources(registry(tmp_path, {"file_name": "d.json"}), ["cold_strat"])
+@pytest.mark.golden("sft-rows")
+def test_the_error_of_a_bad_row_or_entry_names_the_key(tmp_path: Path, golden: Golden) -> None:
+    """And one of a dataset that has no entry its nearest name."""
+    config = make_supervised(tmp_path, "[data]\n") / "small.toml"
+    for number, row in enumerate(BAD_ROWS):
+        path = tmp_path / f"bad-{number}.jsonl"
+        path.write_text(json.dumps(row) + "\n")
+        golden.run(sft, config, f"data.train={path}", status=2)
+    for number, entry in enumerate(BAD_ENTRIES):
+        folder = tmp_path / f"entry-{number}"
+        folder.mkdir()
+        registry(folder, entry)
+        golden.run(sft, config, "data.train=cold_start", f"data.dataset_info={folder}", status=2)
+    golden.run(sft, config, "data.train=cold_strat", f"data.dataset_info={folder}", status=2)

@@ -11,7 +11,7 @@ import pytest
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.parts.assembly import load_set
 from agentenv.base.config import build_config, load_config, to_plain
-from agentenv.base.errors import AgentEnvError, ConfigError
+from agentenv.base.errors import AgentEnvError
 from agentenv.base.types import Task
 from agentenv.data.dataset import TaskMix
 from agentenv.data.rows import ColumnsConfig
@@ -67,28 +67,6 @@ async def test_a_mix_replaces_data_train(warehouse: Path, tmp_path: Path) -> Non
     assert [task.env_id for task in mix] == ["env", "other"]
     assert sorted(mix.pattern) == [0, 0, 0, 1]
     assert build_config(TrainConfig, to_plain(config), "saved") == config  # as a run saves it
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (('data.train=""',), "set exactly one of data.train and"),
-        (('data.mix=[{path = "x"}]',), "set exactly one of data.train and"),
-        (('data.train=""', 'data.mix=[{path = "x"}]', "data.max_samples=3"),
-         "data.max_samples: applies to data.train"),
-        (('data.mix=[{path = "x", wieght = 2}]',), "data.mix[0].wieght: unknown key; did you mean "
-         "data.mix[0].weight?"),
-        (("data.columns.qestion=q",), "did you mean data.columns.question?"),
-        (("data.overlong_prompt=drop",), "data.overlong_prompt: expected one of"),
-        (("eval.sets.a={path = 'x', compat = 'old'}",), "compat"),
-    ],
-)  # fmt: skip
-def test_an_invalid_key_is_refused(
-    warehouse: Path, overrides: tuple[str, ...], message: str
-) -> None:
-    with pytest.raises(ConfigError) as raised:
-        configured(warehouse, *overrides)
-    assert message in str(raised.value)
 
 
 def test_prompts_that_are_all_too_long_cannot_be_skipped(

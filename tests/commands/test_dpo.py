@@ -20,6 +20,7 @@ from agentenv.base.types import Task
 from agentenv.launchers import dpo, train
 from agentenv.training.supervised.data import pairs_of, read_pair_row
 from tests.commands.supervised import make_supervised, run_small
+from tests.support.golden import Golden
 from tests.support.runs import rows_of
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -83,26 +84,24 @@ def test_contradictory_settings_are_refused() -> None:
         build_config(DPORunConfig, raw | wrong, "t")
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "answer are equal"),
-        ({"prompt": "a", "chosen": "b"}, "key 'rejected' is missing"),
-        ({"prompt_ids": [1], "chosen_ids": [2], "chosen_mask": [], "rejected_ids": [3],
-          "rejected_mask": [1]}, "key 'chosen_mask': expected as many entries"),
-        ({"prompt_ids": "x"}, "Expected `array`, got `str`"),
-    ],
-)  # fmt: skip
-def test_a_bad_pair_is_refused_with_file_and_row(
-    workspace: Path, capsys: pytest.CaptureFixture[str], row: dict[str, Any], message: str
-) -> None:
-    path = workspace / "bad.jsonl"
-    path.write_text(json.dumps(row) + "\n")
-    keys = ["run.name=bad", f"data.train={path}", "data.dataset_info=", "data.eval="]
-    assert dpo.main([str(workspace / "small.toml"), *keys]) == 2
-    told = capsys.readouterr().err.replace("\n", " ")
-    assert f"{path}, row 1: " in told
-    assert message in told
+BAD_PAIRS: list[dict[str, Any]] = [
+    {"prompt": "a", "chosen": "b", "rejected": "b"},
+    {"prompt": "a", "chosen": "b"},
+    {key: [1] for key in ("prompt_ids", "chosen_ids", "rejected_ids", "rejected_mask")}
+    | {"chosen_mask": []},
+    {"prompt_ids": "x"},
+    {"chosen": "me", "rejected": "no"},
+    {"prompt": "Who?", "chosen": [{"role": "user", "content": "Who?"}], "rejected": "no"},
+]
+
+
+@pytest.mark.golden("dpo")
+def test_bad_pairs_are_refused_with_file_and_row(tmp_path: Path, golden: Golden) -> None:
+    config = make_supervised(tmp_path, TABLES) / "small.toml"
+    for number, row in enumerate(BAD_PAIRS):
+        path = tmp_path / f"bad-{number}.jsonl"
+        path.write_text(json.dumps(row) + "\n")
+        golden.run(dpo, config, f"data.train={path}", "data.dataset_info=", "data.eval=", status=2)
 
 
 def tree() -> TrajectoryTree:

@@ -27,41 +27,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, main: Any = tra
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("overrides", "reason"),
-    [
-        (("--gpu-memory", "40"), r"GPU 0 needs \S+ of 40 GiB \(learner rank\); lower learner.max"),
-        (("learner.zero_stage=1",), r"GPU 0 needs \S+ of 80 GiB"),
-        (("learner.activation_checkpointing=false",), r"GPU 0 needs \S+ of 80 GiB"),
-        (("engine.servers.gpu_memory_share=0.15",), r"engine.servers: 0.15 of a GPU with 80 GiB"),
-        (
-            ("learner.num_ranks=5",),
-            r"servers.gpus: 4 GPUs are needed, 3 of 8 .*resources.colocated",
-        ),
-        (("resources.learner_gpus=[0,1,2,9]",), r"no GPU 9"),
-        (("learner.context_parallel=3",), r"context_parallel = 3 does not divide .*num_ranks = 4"),
-        (
-            ("learner.num_ranks=3", "learner.context_parallel=3"),
-            r"context_parallel = 3 does not divide the model's 28 attention heads",
-        ),
-        (("grader.judge={url='{role:judge}', model='judge'}",), r"\[roles.judge\] is missing"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(
-    capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...], reason: str
-) -> None:
-    assert re.search(reason, refused(capsys, str(REASONING), "--gpus", "8", *overrides))
-
-
-def test_a_script_that_cannot_be_written_names_its_key(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    quickstart = str(ROOT / "configs" / "quickstart.toml")
-    for script, why in ((tmp_path / "none" / "job.sh", "No such file"), (tmp_path, "Is a direc")):
-        told = refused(capsys, quickstart, "cluster.kind=slurm", f"cluster.script={script}")
-        assert f"cluster.script = {script}: {why}" in " ".join(told.split())
-
-
 def test_rollout_workers_are_placed(capsys: pytest.CaptureFixture[str]) -> None:
     train.main([str(REASONING), "--dry-run", "--gpus", "8", *WORKERS])
     told = capsys.readouterr().out
@@ -77,8 +42,7 @@ def test_without_gpus_main_memory_is_the_limit(capsys: pytest.CaptureFixture[str
 def test_colocated_engine_and_learner_alternate_on_the_gpus(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As the released scripts have it: eight of both on eight GPUs, which cannot be awake at once;
-    a learner that is too large alone is refused all the same."""
+    """As the released scripts have it: eight of both on eight GPUs."""
     overrides = (
         "resources.colocated=true",
         "learner.num_ranks=8",
@@ -87,13 +51,8 @@ def test_colocated_engine_and_learner_alternate_on_the_gpus(
     )
     assert train.main([str(REASONING), "--dry-run", "--gpus", "8", *overrides]) == EXIT_MISSING
     text = capsys.readouterr().out
-    assert "GPU 0-7: 59.0" in text, "0.7 of it and the context of a rank asleep"
+    assert "GPU 0, 1, 2, 3, 4, 5, 6, 7: 59.0" in text, "0.7 of it and the context of a rank asleep"
     assert "sleeping part" in text
-    beside = (*overrides[1:], "--gpus", "8")
-    assert "0 of 8" in refused(capsys, str(REASONING), *beside)
-    large = ("learner.zero_stage=1", "learner.activation_checkpointing=false")
-    told = refused(capsys, str(REASONING), "--gpus", "8", *overrides, *large)
-    assert "policy server); lower" in told
 
 
 def test_one_gpu_for_learner_and_embedded_engine(tmp_path: Path) -> None:

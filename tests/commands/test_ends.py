@@ -40,6 +40,7 @@ from agentenv.training.reports.recorder import RunRecorder
 from agentenv.training.supervised import cold_start
 from agentenv.training.supervised.assembly import TrainingAssembly
 from benchmarks.parts.chaos import Reader
+from tests.support.polling import until
 from tests.support.runs import trees_of
 from tests.support.toy_rank import COUNT, ToyRank, toy_ranks
 
@@ -638,12 +639,6 @@ def test_a_late_evaluation_is_a_gap_in_the_curve(
 
 
 # Slow parts start in parallel to the checks before them.
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not holds():  # noqa: ASYNC110 - no event reports it
-            await asyncio.sleep(0.01)
 
 
 def test_learner_and_engine_start_during_the_checks(

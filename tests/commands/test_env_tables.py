@@ -112,37 +112,6 @@ async def test_rows_choose_tools_and_grader_by_a_variant() -> None:
     assert rewards["agentenv/DeepSearch-v0", "tools"] == ["search", "python"]
 
 
-@pytest.mark.parametrize(
-    ("env", "tables", "says"),
-    [
-        ({"id": "agentenv/QAGrader-v0", "kwargs": {"grader": {}}}, {"grader": {}},
-         "env.kwargs.grader and the table 'grader'"),
-        ({"id": "agentenv/QAGrader-v0", "kwargs": {"search": {}}}, {},
-         "env.kwargs.search: unknown to agentenv/QAGrader-v0; expected one of"),
-        ({"id": "agentenv/QAGrader-v0",
-          "variants": {"a": {"id": "agentenv/QAGrader-v0", "search": {}}}}, {},
-         "env.variants.a.search: not used by agentenv/QAGrader-v0"),
-        ({"id": "agentenv/QAGrader-v0", "variants": {"a": {"id": "agentenv/QAGrader-v0"}}}, {},
-         "env.variants.a: no row selects it"),
-        ({"id": "agentenv/QAGrader-v0", "variants": {"a": {"id": "agentenv/QAGradr-v0"}}}, {},
-         "did you mean agentenv/QAGrader-v0"),
-        ({"id": "agentenv/QAGrader-v0"}, {"grader": {"kind": "exact", "path": "x.py"}},
-         "grader.path is only used by kind custom"),
-        ({"id": "agentenv/QAGrader-v0"}, {"grader": {"pth": "x.py"}}, "did you mean grader.path"),
-    ],
-)  # fmt: skip
-def test_an_unused_table_is_refused(env: dict[str, Any], tables: dict[str, Any], says: str) -> None:
-    def start() -> None:
-        rows = [task("agentenv/QAGrader-v0")]
-        make = maker(env, **tables)
-        make.check_read(rows, all_rows=True)
-        make(rows[0])
-
-    with pytest.raises(ConfigError) as raised:
-        start()
-    assert says in str(raised.value)
-
-
 ITSELF = __name__
 NUMBER = 3
 
@@ -166,23 +135,6 @@ def test_keys_of_an_environment_without_rows_are_refused() -> None:
     make = maker({"id": "agentenv/QAGrader-v0", "kwargs": {"prompt": "Be brief."}})
     with pytest.raises(ConfigError, match=r"env\.kwargs.*env\.tools"):
         make.check_read([task("agentenv/DeepSearch-v0")], all_rows=True)
-
-
-BROKEN = {
-    "raises": "def score(task, written, calls):\n    return 1 / 0\n",
-    "gives a text": "def score(task, written, calls):\n    return 'right'\n",
-    "takes other arguments": "def score(a, b):\n    return 1.0\n",
-    "does not import": "import no_such_module\n",
-}
-
-
-@pytest.mark.parametrize("kind", BROKEN)
-async def test_a_broken_grader_is_refused_on_the_first_rows(kind: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(BROKEN[kind])
-    grader = {"path": str(tmp_path / "mine.py"), "name": "score"}
-    make = maker({"id": "agentenv/QAGrader-v0"}, grader=grader)
-    with pytest.raises(ConfigError, match=r"mine\.py"):
-        await check_graders(make, [task("agentenv/QAGrader-v0", n) for n in range(5)])
 
 
 async def test_three_rows_of_each_environment_are_graded(tmp_path: Path) -> None:

@@ -48,14 +48,6 @@ def test_a_rejected_token_ends_the_evaluation_and_stores_no_row(
     assert len(texts(tmp_path / "out")) == 6
 
 
-def test_a_missing_checkpoint_is_refused_with_the_existing_ones(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert evaluate.main([str(finished / "checkpoints" / "step-000099")]) == 2
-    said = refused(capsys)
-    assert "has step-000003, step-000004" in said
-
-
 def test_a_row_holds_the_whole_trajectory(run: Run, tmp_path: Path) -> None:
     assert run("out", "--n", "3") == 0
     rows = read_rows(tmp_path / "out")
@@ -125,31 +117,6 @@ env = {{ id = "%s" }}
     config.write_text(text % "agentenv/QAGrader-v0")
     assert run("other", "--config", str(config), data=False) == 2
     assert "[python]: not used" in refused(capsys)
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        (
-            "[sets.a]\npath = 'x.jsonl'\nlimits = { max_turn = 1 }",
-            "sets.a.limits.max_turn: unknown",
-        ),
-        ("[sets.a]\nbenchmark = 'gsm9k'", "did you mean 'gsm8k'"),
-        ("[sets.a]\nnum_samples = 2", "sets.a.path: no question file"),
-        ("data = 'x'\n[sets.a]\npath = 'x'", "set only one of them"),
-        ("data = 'x.jsonl'\n[sets.x]\npath = 'y'", "such as sets.x.columns.answer"),
-        ("temperature = 0.5", "temperature: unknown key; did you mean sampling.temperature?"),
-        ("num_samples = 1", "no questions"),
-    ],
-)
-def test_a_bad_file_is_refused(
-    run: Run, tmp_path: Path, text: str, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tmp_path / "eval.toml"
-    config.write_text(text)
-    assert run("out", "--config", str(config), data=False) == 2
-    assert says in refused(capsys)
-    assert not (tmp_path / "out").exists()
 
 
 def test_an_error_of_a_column_names_the_key_that_sets_it(

@@ -121,29 +121,20 @@ def test_an_evaluation_in_which_everything_fails_stops(
     assert MAX_FAILED <= len(read_rows(tmp_path / "out")) < 60
 
 
-@pytest.mark.parametrize(
-    ("keys", "named"),
-    [
-        (["sampling.temperature=0.5"], "sampling.temperature: 1.0 -> 0.5"),
-        (["prompt.template=direct"], "prompt.template: '' -> 'direct'"),
-        (["engine.script=tests.support.warehouse:warehouse_turn"], "engine.script"),
-    ],
-)
-def test_another_configuration_is_refused(
-    run: Run, tmp_path: Path, keys: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("out", "--n", "2") == 0
-    assert run("out", "--n", "2", *keys) == 2
-    text = refused(capsys)
-    assert named in text
-    assert "choose another --out" in text
-    assert len(read_rows(tmp_path / "out")) == 2
-
-
-def test_other_weights_and_other_questions_are_refused(
+def test_another_configuration_and_other_weights_and_questions_are_refused(
     run: Run, tmp_path: Path, warehouse: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("out", "--n", "2") == 0
+    for key, named in (
+        ("sampling.temperature=0.5", "sampling.temperature: 1.0 -> 0.5"),
+        ("prompt.template=direct", "prompt.template: '' -> 'direct'"),
+        ("engine.script=tests.support.warehouse:warehouse_turn", "engine.script"),
+    ):
+        assert run("out", "--n", "2", key) == 2
+        text = refused(capsys)
+        assert named in text
+        assert "choose another --out" in text
+    assert len(read_rows(tmp_path / "out")) == 2
     saved = load_saved(tmp_path / "out")
     path = tmp_path / "out" / "config.json"
     path.write_text(path.read_text().replace(saved.subject["weights"], "f" * 16))

@@ -234,7 +234,7 @@ def test_a_refusal_of_the_model_is_an_answer(run: Evaluate, rows: Any) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("empty", [None, " "])
+@pytest.mark.parametrize("empty", [None, " ", "<think>why</think>\n"])
 def test_empty_replies_are_counted(
     run: Evaluate, tmp_path: Path, empty: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ tokens and by chat, and answering through plain transformers."""
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 
 from agentenv.assembly.reports.records import EvalRow, Key
+from agentenv.envs.quickstart.setup import build_model
 from agentenv.envs.web_search import SearchTool
 from agentenv.evaluation.store import read_rows
 from agentenv.launchers import evaluate, export, train
 from agentenv.text.renderer import RESULT_CLOSE, RESULT_OPEN
 from tests.engines.vllm_server import VLLMProcess, require_vllm
+from tests.support.released import write_rows
 from tests.support.warehouse import ROOT
 
 pytestmark = pytest.mark.timeout(1200)
@@ -83,6 +86,32 @@ def test_a_running_vllm_server_is_evaluated_by_tokens_and_by_chat(
         assert outcome(sampled) == outcome(again)
     finally:
         server.stop()
+
+
+def test_ids_of_a_padded_vocabulary_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In evaluations of the command and of a run, in one line each."""
+    from transformers import AutoModelForCausalLM
+
+    model, data = tmp_path / "model", tmp_path / "q.jsonl"
+    build_model(model, seed=0)
+    padded = AutoModelForCausalLM.from_pretrained(model)
+    padded.resize_token_embeddings(1024)
+    padded.save_pretrained(model)
+    write_rows(data, [{"question": "What is 2 + 3?", "answer": "5"}] * 4)
+    room, grader = "limits.max_response_tokens=24", "env={id='agentenv/QAGrader-v0'}"
+    keys = ["--env", "agentenv/QAGrader-v0", f"data={data}", "limits.max_prompt_tokens=64"]
+    evaluated(str(model), tmp_path / "out", *keys, room, num=4)
+    count = json.loads((tmp_path / "out" / "summary.json").read_text())["overall"]["num_padded"]
+    said = f"{count} sampled tokens have ids beyond the tokenizer's"
+    assert 0 < count < 96
+    assert "".join(capsys.readouterr()).count(said) == 1
+    keys = ["run.setup=", "sft=none", "train.num_steps=0", "limits.max_turn_tokens=24", grader]
+    keys += [f"model.path={model}", f"data.train={data}", f"eval.sets.heldout.path={data}"]
+    config = str(ROOT / "tests" / "support" / "small_quickstart.toml")
+    assert train.main([config, f"run.dir={tmp_path}", "run.name=run", room, *keys]) == 0
+    assert (tmp_path / "run" / "run.log").read_text().count("have ids beyond") == 1
 
 
 def by_hand(calls: list[dict[str, Any]]) -> bool:

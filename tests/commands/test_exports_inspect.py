@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from agentenv.envs.quickstart.setup import build_tokenizer
 from agentenv.rollout.archive import Archive, StepHeader
 from agentenv.rollout.frames import ArchiveConfig
 from tests.support.example_tree import SECRET, example_tree
+from tests.support.snippets import ran
 from tests.support.stored_evaluation import failed, row, write_evaluation
 
 pytestmark = pytest.mark.inspect
@@ -67,16 +67,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_command(*command: object) -> str:
     """The output of a command of .venv-inspect."""
     assert (BIN.parent / ".complete").is_file(), "make it first: sh .ci/inspect"
-    done = subprocess.run(
-        list(map(str, command)),
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return ran(*command, env={**os.environ, "PYTHONPATH": str(ROOT)}).stdout
 
 
 def exported(run: Path, out: Path) -> Path:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from agentenv.launchers import doctor, new, train
+from tests.support.snippets import ran
 
 # as it is, but for sizes: a few steps of each phase
 SMALL = [
@@ -68,10 +68,8 @@ def test_the_next_commands_are_printed(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_the_generated_test_passes(tmp_path: Path) -> None:
     new.make_folder("dice_tested", tmp_path)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "dice_tested"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 passed" in done.stdout
+    words = ("pytest", "-q", "-p", "no:cacheprovider", "dice_tested")
+    assert "2 passed" in ran(sys.executable, "-m", *words, cwd=tmp_path).stdout
 
 
 def test_the_doctor_finds_no_fault_in_a_generated_environment(

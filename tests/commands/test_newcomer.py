@@ -34,8 +34,28 @@ def test_the_configuration_of_the_readme_is_enough(
     assert "data: read 24" in capsys.readouterr().out
 
 
+FILES = [
+    "[sets.a]\npath = 'x.jsonl'\nlimits = { max_turn = 1 }",
+    "[sets.a]\nbenchmark = 'gsm9k'",
+    "[sets.a]\nnum_samples = 2",
+    "data = 'x'\n[sets.a]\npath = 'x'",
+    "data = 'x.jsonl'\n[sets.x]\npath = 'y'",
+    "temperature = 0.5",
+    "num_samples = 1",
+]
+ASSIST = [
+    "assist.debugger={url='http://127.0.0.1:9',tool='stock'}",
+    "assist.refiner={url='http://127.0.0.1:9',min_response_tokens=600}",
+    "assist.refiner={url='{role:refiner}/v1',min_response_tokens=100}",
+    "roles.refiner.url=http://h",
+    "assist.browser.url=x",
+]
+
+
 @pytest.mark.golden("evaluate")
-def test_mistakes_in_an_evaluation(finished: Path, tmp_path: Path, golden: Golden) -> None:
+def test_mistakes_in_an_evaluation(
+    warehouse: Path, finished: Path, tmp_path: Path, golden: Golden
+) -> None:
     """Of a folder or model that is none, of a run without a checkpoint, of a number."""
     golden.run(evaluate, tmp_path / "nothing", status=2)
     a_model = ["--env", "agentenv/QAGrader-v0", "data=q.jsonl"]
@@ -49,7 +69,20 @@ def test_mistakes_in_an_evaluation(finished: Path, tmp_path: Path, golden: Golde
         assert "--checkpoint start" in golden.run(evaluate, named, status=2)
     for command in ("report", "regrade"):
         golden.run(evaluate, command, run, status=2)
+    golden.run(evaluate, finished / "checkpoints" / "step-000099", status=2)
+    base = [warehouse.parent / "model", "--env", "me/Warehouse-v0", "env.module=my_env"]
     out = str(tmp_path / "out")
+    for number, text in enumerate(FILES):
+        file = tmp_path / f"eval-{number}.toml"
+        file.write_text(text)
+        golden.run(evaluate, *base, "--out", out, "--config", file, status=2)
+    keys = ["limits.max_prompt_tokens=300", "limits.max_response_tokens=600"]
+    for key in ASSIST:
+        given = [*keys, f"data={warehouse.parent}/a.jsonl", key]
+        golden.run(evaluate, *base, "--out", out, *given, status=2)
+    for key in ("set.a.path=x", "sets={}"):  # a misspelled key is reported before no questions
+        golden.run(evaluate, *base, "--out", out, key, status=2)
+    assert not Path(out).exists()
     assert evaluate.main([str(run), "--checkpoint", "start", "--n", "2", "--out", out]) == 0
 
 
@@ -113,13 +146,3 @@ def test_only_a_share_of_unreadable_verdicts_above_the_bound_is_a_warning(
     is_above = num_unreadable / len(parts) > MAX_UNREADABLE_SHARE
     assert ("unreadable: these scores" in text) is is_above
     assert ("judge.max\\_tokens" in text) is is_above
-
-
-def test_a_misspelled_key_is_reported_before_missing_questions(
-    warehouse: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = str(warehouse.parent / "model")
-    assert evaluate.main([model, "--env", "agentenv/QAGrader-v0", "set.a.path=x"]) == 2
-    assert "set: unknown key" in capsys.readouterr().err
-    assert evaluate.main([model, "--env", "agentenv/QAGrader-v0"]) == 2
-    assert "questions; give data=FILE" in capsys.readouterr().err

@@ -26,7 +26,8 @@ from agentenv.training.workers.ray_placement import (
     left_over,
 )
 from benchmarks.parts.chaos import CONFIG, MAX_STALENESS, SHORT, make_model, write_workspace
-from tests.commands.test_rollout_workers import SLOW, end, log_of, run, taken, trees, until
+from tests.commands.test_rollout_workers import SLOW, end, log_of, run, taken, trees
+from tests.support.polling import until
 from tests.support.runs import rows_of
 from tests.support.toy_rank import toy_ranks
 from tests.support.warehouse import ROOT

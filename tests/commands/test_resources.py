@@ -44,24 +44,6 @@ def test_without_gpus_or_servers_nothing_is_divided() -> None:
     assert learner_gpus(ResourcesConfig(), running, TWO, GpuPlan(["a"])) == []
 
 
-@pytest.mark.parametrize(
-    ("named", "engine", "visible", "text"),
-    [
-        ([0, 1], servers(), 0, "no GPU is visible"),
-        ([1, 2], servers(0, 1), 4, "learner's"),
-        ([0], servers(), 4, "2 GPUs are needed, 1 are given"),
-        ([-1, 0], servers(), 4, "resources.learner_gpus: no GPU -1"),
-        ([], servers(0, 1, 2), 4, "1 of 4 are left .*resources.colocated"),
-    ],
-)
-def test_impossible_divisions_are_refused(
-    named: list[int], engine: VLLMConfig, visible: int, text: str
-) -> None:
-    plan = GpuPlan([str(number) for number in range(visible)])
-    with pytest.raises(ConfigError, match=text):
-        learner_gpus(ResourcesConfig(learner_gpus=named), engine, TWO, plan)
-
-
 def test_external_ranks_get_no_gpus() -> None:
     elsewhere = LearnerConfig(num_ranks=2, launch="external", address="0.0.0.0:29400")
     with pytest.raises(ConfigError, match="are started externally"):

@@ -46,6 +46,7 @@ from benchmarks.parts.chaos import (
 )
 from benchmarks.parts.mock_server import TOKEN_S, MockServer, Replayed
 from tests.support import forks
+from tests.support.polling import until
 from tests.support.ports import held_ports
 from tests.support.runs import rows_of
 from tests.support.toy_rank import toy_ranks
@@ -148,11 +149,6 @@ def trees(run: Path, bound: int = 1) -> dict[int, Any]:
             assert step.header.policy_version - oldest <= bound, "too stale"
             found[tree.index] = (tree.task.id, grown(tree))
     return found
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - other processes set no event
-        await asyncio.sleep(0.02)
 
 
 def end() -> None:

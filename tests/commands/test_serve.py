@@ -13,6 +13,7 @@ import pytest
 
 from agentenv.envs.quickstart.setup import build_model
 from agentenv.launchers import serve
+from tests.support.golden import Golden
 from tests.support.small_server import SERVER
 
 
@@ -44,23 +45,17 @@ def test_models_are_served_until_interrupted(tmp_path: Path) -> None:
         urllib.request.urlopen(url, timeout=600)
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("[roles.critic]\nmodel = 'x'", "roles.critic: unknown role; known: summarizer, judge"),
-        ("[roles.judge]\nurl = 'http://127.0.0.1:1'", "roles.judge.url: this server already runs"),
-        ("roles = {}", "roles: nothing to start"),
-        ("[roles.judge]\nmodel = 'nowhere'\ndevice = 'cpu'", "nowhere is not a model directory"),
-    ],
-)
-def test_models_that_cannot_be_served_are_refused(
-    text: str,
-    reason: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "servers.toml").write_text(text)
-    assert serve.main(["servers.toml"]) == 2
-    assert reason in capsys.readouterr().err
+MISTAKES = [
+    "[roles.critic]\nmodel = 'x'",
+    "[roles.judge]\nurl = 'http://127.0.0.1:1'",
+    "roles = {}",
+    "[roles.judge]\nmodel = 'nowhere'\ndevice = 'cpu'",
+]
+
+
+@pytest.mark.golden("serve")
+def test_models_that_cannot_be_served_are_refused(tmp_path: Path, golden: Golden) -> None:
+    for number, text in enumerate(MISTAKES):
+        path = tmp_path / f"servers-{number}.toml"
+        path.write_text(text)
+        golden.run(serve, path, status=2)

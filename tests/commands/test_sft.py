@@ -19,6 +19,7 @@ from agentenv.launchers import sft
 from agentenv.training.supervised.data import split
 from agentenv.training.supervised.run import rows_of_step, smoothed
 from tests.commands.supervised import make_supervised, run_small
+from tests.support.golden import Golden
 from tests.support.runs import rows_of
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -126,22 +127,18 @@ def test_bad_rows_can_be_skipped_and_a_split_is_evaluated(
     assert summary["after"]["loss"] > 0
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("learner.groups_per_minibatch=4", "only used by reinforcement learning"),
-        ("data.eval_split=0.1", "data.eval and data.eval_split: set only one of them"),
-        ("sft.num_epochs=1.0", "num_steps and num_epochs: set only one of them"),
-        ("sft.bath_size=1", "sft.bath_size: unknown key; did you mean sft.batch_size?"),
-        ("data.train=/nowhere.jsonl", "/nowhere.jsonl: no such file or folder"),
-        ("data.max_length=2", "no training rows"),
-    ],
-)
-def test_a_mistake_in_the_configuration(
-    workspace: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
-) -> None:
-    assert sft.main([str(workspace / "small.toml"), "run.name=wrong", override]) == 2
-    assert message in capsys.readouterr().err.replace("\n", " ")
+@pytest.mark.golden("sft")
+def test_mistakes_in_the_configuration(tmp_path: Path, golden: Golden) -> None:
+    config = make_supervised(tmp_path, TABLES) / "small.toml"
+    for override in (
+        "learner.groups_per_minibatch=4",
+        "data.eval_split=0.1",
+        "sft.num_epochs=1.0",
+        "sft.bath_size=1",
+        "data.train=/nowhere.jsonl",
+        "data.max_length=2",
+    ):
+        golden.run(sft, config, "run.name=wrong", override, status=2)
 
 
 def test_sequences_longer_than_the_model_are_refused(

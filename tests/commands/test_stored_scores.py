@@ -1,4 +1,4 @@
-"""Scores and votes of stored rows are computed once, by the first command that wants them."""
+"""Scores of stored rows are computed once, by the first command that wants them."""
 
 from __future__ import annotations
 

@@ -18,12 +18,23 @@ from agentenv.data.dataset import load_tasks
 from agentenv.data.rows import RowsConfig
 from agentenv.evaluation.store import read_rows
 from agentenv.lab.recipes.sampling import HintHooks
+from agentenv.launchers import synthesize
 from agentenv.rollout.actor import Actor
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.renderer import TagsConfig
 from agentenv.training.supervised.dialogues import RowFormat, find_sources, read_conversation
 from agentenv.training.supervised.encoding import ChatEncoder
-from tests.commands.synthesizing import HINT, HINTS, KINDS, Run, refused, rows_of, runner
+from tests.commands.synthesizing import (
+    HINT,
+    HINTS,
+    KINDS,
+    Run,
+    arguments_of,
+    refused,
+    rows_of,
+    runner,
+)
+from tests.support.golden import Golden
 
 
 @pytest.fixture
@@ -165,23 +176,21 @@ def test_a_chain_without_room_gets_no_hint(run: Run, tmp_path: Path) -> None:
     assert {row.dataset for row in rows} == {"ask.direct", "ask.tools"}
 
 
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [
-        (["hints.plase=either"], "hints.plase: unknown key; did you mean hints.place"),
-        (["filter.max_tool_calls=0"], "filter.max_tool_calls"),
-        (["assist.refiner.url=http://x"], "assist"),
-        (["renderer.name=native"], "renderer.name = 'native'"),
-        (["exclude=['no.jsonl']"], "no.jsonl"),
-        (["data=nowhere.jsonl"], "nowhere.jsonl"),
-        (["limits.max_prompt_tokens=900"], "exceed the engine's context"),
-    ],
-)
+@pytest.mark.golden("synthesize")
 def test_bad_input_is_refused_before_anything_is_written(
-    run: Run, tmp_path: Path, keys: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    warehouse: Path, questions: Path, tmp_path: Path, golden: Golden
 ) -> None:
-    assert run("out", *keys) == 2
-    assert says in refused(capsys)
+    for key in (
+        "hints.plase=either",
+        "filter.max_tool_calls=0",
+        "assist.refiner.url=http://x",
+        "renderer.name=native",
+        "exclude=['no.jsonl']",
+        "data=nowhere.jsonl",
+        "limits.max_prompt_tokens=900",
+    ):
+        arguments = arguments_of(warehouse, tmp_path / "out", questions)
+        golden.run(synthesize, *arguments, key, status=2)
     assert not (tmp_path / "out").exists()
 
 

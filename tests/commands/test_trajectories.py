@@ -46,8 +46,9 @@ def test_rows_mark_policy_text_and_trained_tokens(tokenizer: Any, tmp_path: Path
     (tree, *_) = trees()
     write_rows([tree], decoder(tokenizer), tmp_path / "rows.jsonl", 0)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert len(rows) == len(list(tree.trajectories()))
-    for row, trajectory in zip(rows, tree.trajectories(), strict=True):
+    every = [*tree.trajectories(failed=True)]
+    assert len(rows) == len(every)
+    for row, trajectory in zip(rows, every, strict=True):
         texts = [text for part in row["segments"] for text in part.values()]
         assert "".join(texts) == "".join(
             tokenizer.decode(list(ids))

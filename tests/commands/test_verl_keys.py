@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from agentenv.assembly.keys.help import describe, find, refuse_verl_keys, verl_keys
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.supervised import DPORunConfig, SFTRunConfig
-from agentenv.base.errors import ConfigError
-from agentenv.launchers import train
 from tests.support.warehouse import ROOT
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
@@ -107,51 +104,3 @@ def test_keys_that_the_document_maps_from_llama_factory_exist() -> None:
     known = {key.name for config in (SFTRunConfig, DPORunConfig) for key in describe(config)}
     assert len(named) > 15
     assert set(named) <= known
-
-
-def test_overrides_of_verl_are_refused_all_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = [
-        "algorithm.adv_estimator=grpo",
-        "data.train_batch_size=128",
-        "actor_rollout_ref.rollout.n=16",
-        "++actor_rollout_ref.rollout.tools.tool_instances.search.params.cache_file=x.json",
-        "critic.optim.lr=1e-5",
-        "ENABLE_DYNAMIC_ROLLOUTS=True",
-        "actor_rollout_ref.actor.optim.lrr=1",
-    ]
-    assert train.main([QUICKSTART, *overrides]) == 2
-    told = capsys.readouterr().err
-    for line in (
-        "algorithm.adv_estimator: use algorithm.name",
-        "data.train_batch_size: use queue.groups_per_step (prompts)",
-        "actor_rollout_ref.rollout.n: use algorithm.group_size",
-        "search.params.cache_file: use search.arpo_cache, search.cache",
-        "critic.optim.lr: no such key; no critic",
-        "ENABLE_DYNAMIC_ROLLOUTS: use algorithm.budget_split",
-        "actor.optim.lrr: no key with a counterpart here",
-        "docs/from-verl.md",
-    ):
-        assert line in told
-
-
-def test_a_file_of_verl_in_toml_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "verl.toml"
-    path.write_text(
-        "[data]\ntrain_files = 'a.parquet'\n[algorithm]\nadv_estimator = 'gae'\ngamma = 1.0\n"
-        "[actor_rollout_ref.actor.optim]\nlr = 1e-6\n[trainer]\nnnodes = 1\n"
-    )
-    assert train.main([str(path)]) == 2
-    told = capsys.readouterr().err
-    for key in ("data.train_files", "algorithm.gamma", "actor.optim.lr", "trainer.nnodes"):
-        assert key in told
-
-
-def test_a_mistake_in_our_key_is_not_taken_for_a_verl_key(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert train.main([QUICKSTART, "algorithm.group_sice=3"]) == 2
-    assert "you mean algorithm.group_size?" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"data\.custom_cls\.path"):
-        refuse_verl_keys({"data": {"custom_cls": {"path": "x"}}}, "test")

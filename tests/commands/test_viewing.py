@@ -7,8 +7,6 @@ import base64
 import gzip
 import json
 import re
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,8 @@ from agentenv.launchers import view
 from agentenv.rollout.archive import steps_of
 from agentenv.rollout.archive_reader import columns_of, read_step
 from agentenv.text.encoder import token_texts
+from tests.support.golden import Golden
+from tests.support.snippets import run_python
 from tests.support.viewed_run import HOSTILE, ViewedRun, make_run, row_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -346,21 +346,14 @@ def test_a_single_evaluation_and_others_to_compare(run: ViewedRun, tmp_path: Pat
 # the command, and exports
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["nowhere"], "nowhere: no such folder"),
-        (["{folder}"], r"neither a run .*run contains one"),
-        (["{folder}/run", "{folder}"], "contains no evaluation"),
-        (["{folder}/run", "--export", "{folder}/run"], "is a folder; --export takes"),
-    ],
-)
-def test_mistakes_are_one_line(
-    run: ViewedRun, tmp_path: Path, arguments: list[str], says: str, capsys: Any
-) -> None:
-    assert view.main([one.format(folder=tmp_path) for one in arguments]) == 2
-    error = capsys.readouterr().err.replace("\n", " ")
-    assert re.search(says, error)
+@pytest.mark.golden("view")
+def test_mistakes_are_one_line(run: ViewedRun, tmp_path: Path, golden: Golden) -> None:
+    for arguments in (["nowhere"], [tmp_path], [run.folder, tmp_path]):
+        golden.run(view, *arguments, status=2)
+    golden.run(view, run.folder, "--export", run.folder, status=2)
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "sweep.json").write_text("{}")
+    golden.run(view, tmp_path / "sweep", status=2)
 
 
 def embedded(page: str) -> dict[str, Any]:
@@ -401,19 +394,6 @@ def test_the_help_of_the_command_loads_no_heavy_module() -> None:
     code = "import sys, agentenv.launchers.view as v\n"
     code += "try: v.main(['--help'])\nexcept SystemExit: pass\n"
     code += "print(sorted({'torch', 'aiohttp', 'numpy', 'rich'} & set(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    done = run_python(code)
     assert "--export" in done.stdout
     assert done.stdout.rstrip().endswith("[]")
-
-
-# a set of runs
-
-
-def test_a_sweep_is_not_viewed_as_one_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "sweep.json").write_text("{}")
-    assert view.main([str(tmp_path)]) == 2
-    assert "ARM/seed-N" in capsys.readouterr().err.replace("\n", " ")

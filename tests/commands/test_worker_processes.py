@@ -31,6 +31,7 @@ from agentenv.processes.worker_group import (
     WorkerSpec,
     own_code,
 )
+from tests.support.polling import until
 
 
 class Setup(Struct, array_like=True):
@@ -113,11 +114,6 @@ def first_is(kind: str) -> Callable[[str], Struct]:
         return Ready()
 
     return first
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    while not is_so():  # noqa: ASYNC110 (many things change it)
-        await asyncio.sleep(0.02)
 
 
 async def test_a_worker_that_fails_to_start_is_restarted_next_to_the_others(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,6 +26,7 @@ from agentenv.learners.trees.encoded_tree import encode_sequence
 from tests.engines.reference import EOS, VOCAB, check_sampled
 from tests.engines.world import prompt
 from tests.learners.ranks import ALGORITHM
+from tests.support.polling import until
 
 TIMEOUT_S = 5.0
 TWO_RANKS = LearnerConfig(
@@ -228,10 +229,3 @@ async def check_failure(b: Bench, kind: type[LearnerSender], *, max_s: float) ->
     version = await b.update(b.sender())
     assert not (b.root / "published" / f"v{version}").exists()
     await b.check_greedy()
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Poll until it is true, for a minute at most."""
-    async with asyncio.timeout(60):
-        while not holds():  # noqa: ASYNC110  (there is no event to wait for)
-            await asyncio.sleep(0.1)

@@ -1,4 +1,5 @@
-"""min_p and the repetition penalty of the embedded engine against a computation token by token."""
+"""min_p and the repetition penalty of the embedded engine against a computation token by token; and
+cuDNN, which is off on a GPU."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from agentenv.base.types import SamplingParams
+from agentenv.engines.embedded.model import avoid_cudnn
 from agentenv.engines.embedded.sampler import TokenSampler
 from tests.engines.small_models import VOCAB, prompt, serving
 
@@ -39,3 +41,15 @@ def test_a_penalty_counts_a_token_from_the_next_step() -> None:
     sampler = TokenSampler(params, torch.device("cpu"), VOCAB, lambda row: [1])
     half = torch.full((1,), 0.5, dtype=torch.float64)
     assert [int(sampler.sample(logits, half)[0]) for _ in range(3)] == [7, 8, 7]
+
+
+def test_cudnn_attention_is_disabled_on_a_gpu() -> None:
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        avoid_cudnn(torch.device("cpu"))
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        avoid_cudnn(torch.device("cuda"))
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)

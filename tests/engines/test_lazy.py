@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.snippets import run_python
 
 HTTP = ("aiohttp", "agentenv.contract.http_client")
 
@@ -27,7 +26,4 @@ HTTP = ("aiohttp", "agentenv.contract.http_client")
 )
 def test_an_engine_imports_no_module_of_another(module: str, absent: tuple[str, ...]) -> None:
     code = f"import sys, {module}; print([name for name in {absent} if name in sys.modules])"
-    run = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=100
-    )
-    assert run.stdout.strip() == "[]"
+    assert run_python(code).stdout.strip() == "[]"

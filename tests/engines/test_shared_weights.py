@@ -22,10 +22,11 @@ from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks.senders import MemorySender
 from agentenv.learners.trees.encoded_tree import encode_sequence
 from agentenv.training.loop.publishers import MemoryPublisher
-from tests.engines.broadcast_checks import TWO_RANKS, Bench, begin_many, bench, clients, cut, until
+from tests.engines.broadcast_checks import TWO_RANKS, Bench, begin_many, bench, clients, cut
 from tests.engines.reference import MAX_LENGTH, check_sampled
 from tests.engines.vllm_server import EXTENSION, LOGPROBS, SCALE_OUT, VLLMProcess, require_vllm
 from tests.engines.world import World, prompt
+from tests.support.polling import until
 
 pytestmark = [pytest.mark.engine_vllm, pytest.mark.usefixtures("forked_ranks")]
 

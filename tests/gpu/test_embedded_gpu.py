@@ -98,21 +98,13 @@ SMALL = SMOLLM2 | {"vocab_size": 97, "hidden_size": 36, "intermediate_size": 48}
 
 
 class Mode(Struct, frozen=True):
-    """The optimizations that are on; with both, the engine as on a GPU."""
+    """Whether cuDNN attention is off, as the engine has it, and the dtype."""
 
     avoid_cudnn: bool = True
-    finite_shapes: bool = True
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
 
-MODES = {
-    "default": Mode(),
-    "exact-shapes": Mode(finite_shapes=False),
-    "cudnn": Mode(avoid_cudnn=False),
-    "cudnn-exact-shapes": Mode(avoid_cudnn=False, finite_shapes=False),
-    "float32": Mode(dtype="float32"),
-    "float32-exact-shapes": Mode(finite_shapes=False, dtype="float32"),
-}
+MODES = {"default": Mode(), "cudnn": Mode(avoid_cudnn=False), "float32": Mode(dtype="float32")}
 WARM_UP_S, MEASURED_S = (6.0, 10.0) if HAS_GPU else (0.5, 1.0)
 
 
@@ -136,7 +128,6 @@ async def test_speed_of_ragged_turns(name: str, number: int, smollm2: Path) -> N
     config = EmbeddedConfig(device=DEVICE, dtype=mode.dtype, max_num_seqs=number)
     engine = EmbeddedEngine(config, smollm2)
     torch.backends.cuda.enable_cudnn_sdp(not mode.avoid_cudnn)
-    engine._scheduler.finite_shapes = mode.finite_shapes
     used: list[float] = []
     try:
         async with ragged_load(engine, number, SMOLLM2["vocab_size"] if HAS_GPU else 97):

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from array import array
 from math import nan
 from random import Random
@@ -23,6 +21,7 @@ from agentenv.learners.algorithms.baselines import GRPO
 from agentenv.learners.trees.encoded_tree import EncodedTree, encode, encode_sequence
 from agentenv.learners.trees.partition import pack
 from tests.learners.trees import flat_loss, random_tree, tiny_model, tree_loss
+from tests.support.snippets import run_python
 
 ALGORITHMS: dict[str, Algorithm] = {
     "grpo": GRPO(group_size=6),
@@ -112,7 +111,4 @@ def test_configuration_and_encoding_load_no_torch() -> None:
         "import agentenv.learners.ranks.learner;"
         "print(json.dumps([m for m in ('torch', 'deepspeed') if m in sys.modules]))"
     )
-    output = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, check=True, text=True
-    ).stdout
-    assert json.loads(output) == []
+    assert json.loads(run_python(code).stdout) == []

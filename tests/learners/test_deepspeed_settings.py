@@ -10,7 +10,6 @@ from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.supervised import DPORunConfig, SFTConfig, SFTRunConfig
 from agentenv.base.config import load_config
 from agentenv.base.errors import ConfigError
-from agentenv.launchers import train
 from agentenv.learners.deepspeed_settings import deepspeed_settings
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
@@ -94,25 +93,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         deepspeed_settings(config)
 
 
-@pytest.mark.parametrize(
-    ("keys", "text"),
-    [
-        ({"optimizer": "muon_adamw", "zero_stage": 1}, "muon_adamw requires whole matrices"),
-        ({"offload": "optimizer", "zero_stage": 0}, "needs learner.zero_stage >= 1"),
-        ({"offload": "params", "optimizer": "adamw", "zero_stage": 2}, "zero_stage = 3"),
-        ({"deepspeed_config": "ds.json", "zero_stage": 0}, "needs learner.zero_stage >= 1"),
-        ({"dtype": "bfloat16", "zero_stage": 0}, "needs learner.zero_stage >= 1"),
-        ({"launch": "external"}, "set the host:port"),
-        ({"address": "0.0.0.0:1"}, "set the host:port"),
-        ({"warmup_steps": 1, "warmup_ratio": 0.1}, "one of warmup_steps and warmup_ratio"),
-        ({"min_lr_ratio": 0.1}, "schedule = linear or cosine"),
-    ],
-)
-def test_contradictory_keys_are_refused(keys: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        LearnerConfig(**keys)
-
-
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
 
@@ -153,25 +133,3 @@ def test_dtype_and_stage_follow_the_device_unless_given(
 def test_the_quick_start_trains_with_adamw_on_request() -> None:
     config = load_config(TrainConfig, QUICKSTART, ["learner.optimizer=adamw"])
     assert config.learner.zero_stage == 0, "whole matrices for the Muon of its cold start"
-
-
-CRITIC = 'self_critic={every=2, optimizer={optimizer="muon_adamw"}}'
-
-
-@pytest.mark.parametrize(
-    ("overrides", "text"),
-    [
-        (["learner.zero_stage=2"], "sft.optimizer.optimizer = muon_adamw requires whole matrices, "
-         "which learner.zero_stage = 2 splits"),
-        (["learner.lora={r=4}"], "sft.optimizer.optimizer = muon_adamw would make the matrices"),
-        (["learner.zero_stage=1", "sft.optimizer.optimizer=adamw", CRITIC],
-         "self_critic.optimizer.optimizer = muon_adamw requires whole matrices"),
-    ],
-)  # fmt: skip
-def test_optimizers_of_other_parts_of_a_run_are_refused_before_it_starts(
-    overrides: list[str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    keys = [f"run.dir={tmp_path}/runs", "learner.optimizer=adamw", *overrides]
-    assert train.main([str(QUICKSTART), *keys]) == 2
-    assert text in capsys.readouterr().err.replace("\n", " ")
-    assert not (tmp_path / "runs").exists()

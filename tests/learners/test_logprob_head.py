@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from agentenv.learners.trees import policy as logprob_head
 from agentenv.learners.trees.policy import PLAIN, LogitShape, LogprobHead, chunk_tokens
 from tests.learners.trees import tiny_model
+from tests.support.snippets import run_python
 
 TOKENS, WIDTH, VOCABULARY = 11, 6, 19
 
@@ -167,10 +167,7 @@ measure(torch.bfloat16)
 def test_a_large_vocabulary_needs_little_memory() -> None:
     """512 tokens are five chunks already (measured: 0.30 GB in float32). Their whole logits, with
     gradients, need 0.97 GB."""
-    output = subprocess.run(
-        [sys.executable, "-c", MEASURE], capture_output=True, check=True, text=True
-    ).stdout
-    of_float32, of_bfloat16 = map(float, output.split())
+    of_float32, of_bfloat16 = map(float, run_python(MEASURE).stdout.split())
     assert 0.1 < of_float32 <= 0.5
     assert 0.1 < of_bfloat16 <= 0.5
 

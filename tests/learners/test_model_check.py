@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, Qwen3ForCausalLM
 
-from agentenv.base.errors import ConfigError
+from agentenv.base.errors import ConfigError, MissingError
 from agentenv.learners.ranks.model_check import (
     ORDERED,
     RATIOS,
@@ -117,6 +117,38 @@ def test_sizes_that_differ_differ_in_the_small_model(family: str, changes: dict[
                 assert (left < right, left == right) == (first < second, first == second)
     shares = [getattr(one, "num_kv_shared_layers", 0) > 0 for one in (real, made)]
     assert shares[0] == shares[1]
+
+
+@pytest.mark.parametrize("family", ["phi4_multimodal", "got_ocr2", "qwen2_5_vl", "gemma3"])
+def test_towers_are_narrow(family: str) -> None:
+    """Those of the source stay."""
+    config = CONFIG_MAPPING[family]()
+    before = config.to_dict()
+    assert sum(param.numel() for param in random_model(small(config)).parameters()) < 2e6
+    assert config.to_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "says"),
+    [
+        (ImportError("X requires timm"), MissingError, "qwen3: X requires timm"),
+        (MemoryError(), ConfigError, "qwen3 cannot be tried on this machine: MemoryError"),
+        (RuntimeError("DefaultCPUAllocator: no"), ConfigError, "tried on this machine: Runtime"),
+        (OSError(28, "No space left"), ConfigError, "this machine: OSError.* No space left"),
+        (KeyError("x"), ConfigError, "qwen3 is not supported: no small model could be made"),
+    ],
+    ids=str,
+)
+def test_a_failure_keeps_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type, says: str
+) -> None:
+    def fails(self: Any, *_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "__init__", fails)
+    CONFIG_MAPPING["qwen3"]().save_pretrained(tmp_path)
+    with pytest.raises(kind, match=says):
+        check_model(tmp_path)
 
 
 def test_a_model_that_cannot_be_made_small_has_another_message(tmp_path: Path) -> None:

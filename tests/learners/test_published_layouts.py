@@ -32,15 +32,23 @@ VISION = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64,
           "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
 QWEN = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 16,
         "out_hidden_size": 64, "num_position_embeddings": 64}  # fmt: skip
-APART = ("vision", "visual", "multi_modal", "mtp")  # what is not trained
+MROPE = {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
+APART = ("vision", "visual", "multi_modal", "mm_projector", "mtp")  # what is not trained
 NESTED = [
     ("gemma3", {"vision_config": VISION}),
     ("mistral3", {"text_config": {"model_type": "ministral3"},
                   "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 16}}),
     ("qwen3_5", {"vision_config": QWEN}),
     ("qwen3_5_moe", {"vision_config": QWEN}),
+    ("qwen2_5_vl", {"text_config": MROPE, "vision_config": QWEN}),
+    ("gemma4", {"vision_config": VISION}),
+    ("kimi_k25", {}),
+    ("internvl", {}),
     ("qwen3_vl", {"vision_config": {**QWEN, "deepstack_visual_indexes": [0]}}),
 ]  # fmt: skip
+
+NAMED_APART = ("qwen3_vl", "qwen2_5_vl")  # transformers has no class for their text model
+load_text = AutoModelForCausalLM.from_pretrained
 
 
 def publish(folder: Path, family: str, changes: dict[str, Any], num_words: int = 64) -> Path:
@@ -134,6 +142,15 @@ def test_a_family_keeps_its_published_layout(
     own = [name for name in found if not any(part in name for part in others)]
     assert not all(torch.equal(coarse[name], found[name]) for name in own)
     assert all(torch.equal(masters[name], found[name]) for name in own)
+    if family in NAMED_APART:
+        with pytest.raises(ConfigError, match=f"no class for {family}_text"):
+            export(checkpoint, tmp_path / "text", text_only=True)
+        return
+    export(checkpoint, tmp_path / "text", dtype="float32", text_only=True)
+    ids = torch.arange(1, 9)[None]
+    text, report = load_text(tmp_path / "text", output_loading_info=True)
+    assert not any(report.values())
+    torch.testing.assert_close(text(ids).logits, load_text(tmp_path / "masters")(ids).logits)
 
 
 @pytest.mark.filterwarnings("ignore")

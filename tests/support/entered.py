@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import ast
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
 from types import FrameType
 
 from tests.structure import code_lines
+from tests.support.snippets import ran
 from tests.support.sources import ROOT
 
 Function = tuple[str, int, str]  # file below the repository, first line, name
@@ -24,10 +24,7 @@ def entered(command: list[str], folder: Path) -> set[Function]:
     (folder / "sitecustomize.py").write_text("import tests.support.entered as it; it.note()\n")
     paths = os.pathsep.join((str(folder), str(ROOT)))
     env = {**os.environ, "NOTES": str(folder), "PYTHONPATH": paths}
-    result = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
+    ran(sys.executable, *command, cwd=folder, env=env)
     found = set()
     for path in folder.glob("*.entered"):
         for line in path.read_text(encoding="utf-8").splitlines():

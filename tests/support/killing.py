@@ -30,8 +30,8 @@ import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,12 @@ class Killer:
         else:
             self.kill()
 
+    @contextmanager
+    def passing(self, point: str, other: Callable[[], int] | None = None) -> Iterator[None]:
+        self.at(point, "before", other)
+        yield
+        self.at(point, "after", other)
+
     def wants_within(self, point: str) -> bool:
         """Whether the next write is to be cut."""
         plan = self.plan
@@ -150,21 +156,15 @@ def install(killer: Killer) -> None:
         if asyncio.iscoroutinefunction(inner):
 
             async def waited(*args: Any, **keys: Any) -> Any:
-                point = label(*args)
-                killer.at(point, "before")
-                found = await inner(*args, **keys)
-                killer.at(point, "after")
-                return found
+                with killer.passing(label(*args)):
+                    return await inner(*args, **keys)
 
             setattr(owner, name, functools.wraps(inner)(waited))
             return
 
         def called(*args: Any, **keys: Any) -> Any:
-            point = label(*args)
-            killer.at(point, "before")
-            found = inner(*args, **keys)
-            killer.at(point, "after")
-            return found
+            with killer.passing(label(*args)):
+                return inner(*args, **keys)
 
         setattr(owner, name, functools.wraps(inner)(called))
 
@@ -213,15 +213,12 @@ def install_servers(killer: Killer) -> None:
             killer.at("turn", "within", pid)
             on_chunk(chunk)
 
-        killer.at("turn", "before", pid)
-        found = await sample(self, name, request, size, count_chunk)
-        killer.at("turn", "after", pid)
-        return found
+        with killer.passing("turn", pid):
+            return await sample(self, name, request, size, count_chunk)
 
     async def replacing(self: VLLMServer, *arguments: Any) -> None:
-        killer.at("update", "before", functools.partial(pid_of, self))
-        await replace(self, *arguments)
-        killer.at("update", "after", functools.partial(pid_of, self))
+        with killer.passing("update", functools.partial(pid_of, self)):
+            await replace(self, *arguments)
 
     async def reloading(self: VLLMServer, directory: Path) -> None:
         killer.at("update", "within", functools.partial(pid_of, self))
@@ -240,16 +237,14 @@ def install_sandbox(killer: Killer) -> None:
 
         async def called(self: Any, *arguments: Any) -> Any:
             pid = functools.partial(pid_of_zygote, zygote_of(self))
-            killer.at(point, "before", pid)
-            pending = asyncio.ensure_future(inner(self, *arguments))
-            try:
-                await asyncio.sleep(0)  # until the request is sent
-                killer.at(point, "within", pid)
-                found = await pending
-            finally:
-                pending.cancel()
-            killer.at(point, "after", pid)
-            return found
+            with killer.passing(point, pid):
+                pending = asyncio.ensure_future(inner(self, *arguments))
+                try:
+                    await asyncio.sleep(0)  # until the request is sent
+                    killer.at(point, "within", pid)
+                    return await pending
+                finally:
+                    pending.cancel()
 
         setattr(owner, name, called)
 
@@ -268,11 +263,8 @@ def install_in_rank(killer: Killer) -> None:
     run = rank.Rank.run
 
     def running(self: Any, command: Any) -> Any:
-        point = f"command {command_name(command)}"
-        killer.at(point, "before")
-        found = run(self, command)
-        killer.at(point, "after")
-        return found
+        with killer.passing(f"command {command_name(command)}"):
+            return run(self, command)
 
     rank.Rank.run = running  # type: ignore[method-assign]
 

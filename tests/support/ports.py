@@ -1,4 +1,4 @@
-"""Free ports of this machine, reserved for a block."""
+"""Free ports of this machine, and ports that are reserved for a block."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from agentenv.base.ports import hold_port, port_of
+
+
+def free_port() -> int:
+    with hold_port("127.0.0.1", 0) as held:
+        return port_of(held)
 
 
 @contextmanager

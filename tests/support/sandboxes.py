@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
 from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
 from tests.support import forkserver
+from tests.support.polling import until
 
 # on the rung "namespaces": bubblewrap, the zygote, the initializer of forks, and its child that
 # waits for a fork
@@ -41,12 +40,6 @@ def process_of(session: SandboxSession) -> psutil.Process:
     assert session._live is not None
     info = Path(f"/proc/self/fdinfo/{session._live.pidfd}").read_text()
     return psutil.Process(int(info.partition("\nPid:")[2].split()[0]))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - processes set no event
-            await asyncio.sleep(0.02)
 
 
 async def until_processes(count: int) -> None:

@@ -1,4 +1,4 @@
-"""Processes that run a piece of Python."""
+"""Programs, and processes that run a piece of Python."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from tests.support.sources import ROOT
 LIMIT_S = 600  # of a process that hangs
 
 
-def run_python(
-    code: str, *arguments: object, expected: int = 0, **options: Any
+def ran(
+    *command: object, expected: int | None = 0, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """The ended process, with both outputs as text, and the `expected` exit code."""
+    """The ended program, with both outputs as text, and the `expected` exit code, None for any."""
     done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": ROOT, **options},
+        [*map(str, command)],
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": ROOT, "timeout": LIMIT_S}
+        | options,
         text=True,
-        timeout=LIMIT_S,
         check=False,
     )
-    assert done.returncode == expected, done.stderr
+    assert expected in (None, done.returncode), f"{done.stdout}{done.stderr}"
     return done
+
+
+def run_python(code: str, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    return ran(sys.executable, "-c", code, *arguments, **options)
 
 
 @contextmanager

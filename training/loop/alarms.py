@@ -13,7 +13,7 @@ from agentenv.base.tree import GUIDED, TrajectoryTree
 from agentenv.base.types import Info, Limit
 from agentenv.learners.keys import Metrics
 from agentenv.rollout.failures import faults_of
-from agentenv.rollout.metrics import changed_share
+from agentenv.rollout.metrics import PADDED, changed_share
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,7 @@ FAR_KL = 0.5  # nats per token; normal updates move the policy by a hundredth of
 MAX_LATE = 0.01  # share of trajectories cut by seconds above which there is a warning
 FEW_STEPS, FEW_TREES = 3, 24  # window of the check for signals: steps, and least trees in them
 MAX_CHANGED = 0.5  # share of the tokens under a grammar that it changed
+MAX_EMPTY = 0.05  # share of trajectories with an empty turn above which there is a warning
 MAX_EQUAL = 0.7  # share of trees with equal returns above which there is a warning
 NUM_WORDS = 2  # of any vocabulary: the plan is only asked whether it forks
 FEW_TRAJECTORIES = 32  # of several turns; after so many without a fork point there is a warning
@@ -181,14 +182,16 @@ class Alarms:
         self._warn("cut", bool(text), text)
 
     def check_tokens(self, metrics: Metrics) -> None:
-        """Warn when ids are sampled that the tokenizer does not have."""
+        """Warn when ids are sampled that the tokenizer does not have, and when turns are empty."""
         number = metrics.get("rollout/padded_tokens", 0.0)
+        self._warn("padded", number > 0, f"rollout/padded_tokens: {number:.0f} {PADDED}")
+
+        share = metrics.get("rollout/empty", 0.0)
         self._warn(
-            "padded",
-            number > 0,
-            f"{number:.0f} sampled tokens of the step have ids beyond the tokenizer's "
-            "(rollout/padded_tokens): the model's vocabulary is padded, and training has not yet "
-            "made these ids unlikely; they have no text",
+            "empty",
+            share > MAX_EMPTY,
+            f"{share:.0%} of the trajectories have an empty turn (rollout/empty), which is graded "
+            "as it is: does the prompt end as the policy expects (prompt.chat_template_kwargs)?",
         )
 
     def _warn(self, condition: str, holds: bool, text: str) -> None:

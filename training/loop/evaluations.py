@@ -34,6 +34,7 @@ from agentenv.evaluation import statistics
 from agentenv.evaluation.run import broken, named_causes, sample_into
 from agentenv.evaluation.store import Saved, Store, identity, load_saved, read_rows
 from agentenv.evaluation.subject import evaluation_of
+from agentenv.rollout.metrics import PADDED
 from agentenv.training.loop.brief_reports import EVALUATIONS, PHASES, BriefFigures, BriefReport
 from agentenv.training.loop.clocks import PhaseClock
 from agentenv.training.loop.parts import Parts
@@ -58,7 +59,7 @@ class RunEvaluator:
 
     def __post_init__(self) -> None:
         self.config, self.state = self.recorder.config, self.recorder.state
-        self._run = self.recorder.run.path
+        self._run, self._padded = self.recorder.run.path, set[str]()
         self._folder = self._run / EVALUATIONS
 
     def due(self, step: int) -> list[str]:
@@ -213,7 +214,11 @@ class RunEvaluator:
         finally:
             if shows:
                 view.end()
-        return [store.rows[one.key] for one in wanted]
+        rows = [store.rows[one.key] for one in wanted]
+        if (padded := sum(row.padded_tokens for row in rows)) and name not in self._padded:
+            self._padded.add(name)
+            logger.warning("%s: %d %s", title, padded, PADDED, extra=SHOWN)
+        return rows
 
     def _configuration(self, names: Sequence[str]) -> EvaluateConfig:
         """That of the run, as `agentenv evaluate RUN` has it."""

@@ -99,8 +99,7 @@ class StepReport:
         self.parts, self.queue = self.feeder.parts, self.feeder.queue
         self.state, self.alarms = self.feeder.state, self.feeder.batches.alarms
         self._throughput = Throughput()
-        vocabulary: dict[str, int] = getattr(self.parts.tokenizer, "get_vocab", dict)()
-        self._num_words = 1 + max(vocabulary.values(), default=math.inf)
+        self._num_words = getattr(self.parts.actor.renderer, "num_words", math.inf)
         self.row: dict[str, float] = {}  # of the last step
         self._scored_s = self._began_s = 0.0
 

@@ -29,7 +29,7 @@ from agentenv.data.rows import repaired
 from agentenv.learners.trees.encoded_tree import EncodedTree, encode_sequence
 from agentenv.text.call_syntax import CALL_TEXTS, THOUGHT_OPEN
 from agentenv.text.native import NativeRenderer
-from agentenv.text.renderer import NUM_TAIL_IDS, Renderer, TagRenderer
+from agentenv.text.renderer import Renderer, TagRenderer
 from agentenv.text.tags import tag_calls
 from agentenv.training.supervised.dialogues import Dialogue
 
@@ -85,7 +85,7 @@ class ChatEncoder:
         self.instruction = instruction or Instruction()
         self.compat = compat
         self.is_native = isinstance(renderer, NativeRenderer)
-        self._opens_thought: bool | None = None
+        self._opens_thought = False
         self.end_id = self._end_of_turn()
 
     def encode(self, conversation: Dialogue, first_trained: int = 0) -> Example:
@@ -97,9 +97,7 @@ class ChatEncoder:
         prompt, turns = self._split(conversation)
         tools = conversation.tools
         ids = self.renderer.prompt(prompt, tools)
-        if self._opens_thought is None:  # a property of the template, equal for every prompt
-            tail = self.renderer.decode(ids[-NUM_TAIL_IDS:])
-            self._opens_thought = tail.rstrip().endswith(THOUGHT_OPEN)
+        self._opens_thought = self.renderer.opens_thought(ids)
         parts: list[Part] = [(ids, False)]
         number = sum(message.role != "system" for message in prompt)
         groups = [list(group) for _, group in groupby(turns, lambda turn: turn.role == "assistant")]

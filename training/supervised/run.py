@@ -11,10 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from random import Random
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,6 +29,7 @@ from agentenv.assembly.run.terminal import View
 from agentenv.base.deadline import uncancelled
 from agentenv.base.disk import write_whole
 from agentenv.base.offload import in_thread
+from agentenv.data.dataset import shuffled
 from agentenv.learners.algorithms.baselines import GRPO
 from agentenv.learners.keys import Metrics, Score
 from agentenv.learners.optimizer import lr_factor
@@ -126,18 +125,10 @@ class SupervisedState(Struct):
     wall_s: float = 0.0
 
 
-@lru_cache(maxsize=1)
-def order_of_epoch(num_rows: int, seed: int, epoch: int) -> list[int]:
-    """The rows in the order of an epoch."""
-    order = list(range(num_rows))
-    Random(f"{seed}/order/{epoch}").shuffle(order)
-    return order
-
-
 def rows_of_step(num_rows: int, rows_per_step: int, seed: int, step: int) -> list[int]:
     """Rows of step `step`, counted from 0; the last step of an epoch may have fewer."""
     epoch, place = divmod(step, -(-num_rows // rows_per_step))
-    return order_of_epoch(num_rows, seed, epoch)[place * rows_per_step :][:rows_per_step]
+    return shuffled(f"{seed}/order/{epoch}", num_rows)[place * rows_per_step :][:rows_per_step]
 
 
 async def train_supervised(

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
+from packaging.version import Version
+
 from agentenv.base.errors import ConfigError, MissingError, WorkerError
 from agentenv.base.installation import install_hint
 from agentenv.base.offload import in_thread
@@ -138,7 +140,7 @@ class Ray:
             raise MissingError(
                 f"cluster.kind = ray requires the package ray: {install_hint('ray')}"
             ) from error
-        if _numbers(ray.__version__) < _numbers(OLDEST):
+        if Version(ray.__version__) < Version(OLDEST):
             raise ConfigError(
                 f"cluster.kind = ray requires Ray {OLDEST} or later, and {ray.__version__} is "
                 f"installed: {install_hint('ray')} --upgrade"
@@ -231,12 +233,6 @@ class Ray:
 def _in_one_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines()]
     return "; ".join(filter(None, lines)).replace(":; ", ": ")
-
-
-def _numbers(version: str) -> tuple[int, int]:
-    """Major and minor version, which are integers in every version of Ray."""
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
 
 
 class _Held:

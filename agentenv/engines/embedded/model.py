@@ -17,10 +17,6 @@ All tokens of a step are packed in one list [T], so that matrix products have no
     | rows of width 256 | of width 512 | ... | new tokens of prompt A | of prompt B | ...
 
 Attention runs once per block over a view of its running rows, and once per new prompt.
-
-On a GPU, cuDNN and CUDA graphs need recurring shapes. There rows, new tokens and columns are
-rounded up (`finite`): groups and prompts have padding tokens at their ends in the packed list,
-without stored keys and values and without logits.
 """
 
 from __future__ import annotations
@@ -253,18 +249,6 @@ class SlotCache:
 COLUMN_STEP = 16  # decode attention reads a multiple of this many columns
 
 
-def rounded_rows(number: int) -> int:
-    """Round up to 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, ...: at most to the next power of two, and so
-    within the memory of a block."""
-    power = 1 << (number - 1).bit_length()
-    return power * 3 // 4 if power >= 32 and number <= power * 3 // 4 else power
-
-
-def rounded_length(number: int) -> int:
-    """Round up to a power of two, at least 16."""
-    return max(16, 1 << (number - 1).bit_length())
-
-
 def avoid_cudnn(device: torch.device) -> None:
     """Disable cuDNN attention on a GPU, in the whole process: torch prefers it, but it takes about
     a tenth of a second to plan each new shape."""
@@ -273,34 +257,25 @@ def avoid_cudnn(device: torch.device) -> None:
 
 
 class DecodeGroup:
-    """Rows 0..n-1 of one block, one new token each: packed tokens [start, stop), and padding up to
-    `end`."""
+    """Rows 0..n-1 of one block, one new token each: packed tokens [start, stop)."""
 
     def __init__(
-        self,
-        block: SlotBlock,
-        start: int,
-        positions: Sequence[int],
-        device: torch.device,
-        finite: bool = False,
-    ):
+        self, block: SlotBlock, start: int, positions: Sequence[int], device: torch.device
+    ) -> None:
         num_rows, kv_heads, width = len(positions), block.kv.shape[3], block.width
         self.block, self.start, self.stop = block, start, start + num_rows
-        self.end = start + (rounded_rows(num_rows) if finite else num_rows)
         self.longest = max(positions)
-        self._finite = finite
-        spare = [0] * (self.end - self.stop)
-        self._positions = torch.tensor([*positions, *spare], device=device).unsqueeze(1)
+        self._positions = torch.tensor(positions, device=device).unsqueeze(1)
         self._columns = torch.arange(width, device=device)
         heads = torch.arange(num_rows * kv_heads, device=device)
         # Position of each new key in the block viewed as [rows * num_kv_heads * width, head_dim].
-        self.places = heads * width + self._positions[:num_rows].repeat_interleave(kv_heads)
+        self.places = heads * width + self._positions.repeat_interleave(kv_heads)
         self.prepare()
 
     def prepare(self) -> None:
-        """Set the additive mask [end - start, 1, 1, columns] for the current positions."""
+        """Set the additive mask [stop - start, 1, 1, columns] for the current positions."""
         wanted = (self.longest // COLUMN_STEP + 1) * COLUMN_STEP
-        self.num_columns = self.block.width if self._finite else min(wanted, self.block.width)
+        self.num_columns = min(wanted, self.block.width)
         hidden = self._columns[: self.num_columns] > self._positions
         mask = torch.zeros(hidden.shape, dtype=self.block.kv.dtype, device=hidden.device)
         self.mask = mask.masked_fill_(hidden, -torch.inf)[:, None, None]
@@ -314,29 +289,17 @@ class DecodeGroup:
 
 
 class Prefill:
-    """Tokens [past, past + n) of a prompt, for row `row`: packed tokens [start, stop), and padding
-    up to `end`."""
+    """Tokens [past, past + n) of a prompt, for row `row`: packed tokens [start, stop)."""
 
     def __init__(
-        self,
-        block: SlotBlock,
-        row: int,
-        past: int,
-        start: int,
-        num_new: int,
-        device: torch.device,
-        finite: bool = False,
+        self, block: SlotBlock, row: int, past: int, start: int, num_new: int, device: torch.device
     ) -> None:
         self.block, self.row, self.past, self.start = block, row, past, start
-        self.stop = start + num_new
-        size, self.num_columns = num_new, past + num_new
-        if finite:
-            size, self.num_columns = rounded_length(size), rounded_length(self.num_columns)
-        self.end = start + size
-        self.causal = past == 0 and size > 1
+        self.stop, self.num_columns = start + num_new, past + num_new
+        self.causal = past == 0 and num_new > 1
         self.mask: Tensor | None = None
-        if past and size > 1:
-            seen = torch.ones(size, self.num_columns, dtype=torch.bool, device=device)
+        if past and num_new > 1:
+            seen = torch.ones(num_new, self.num_columns, dtype=torch.bool, device=device)
             self.mask = seen.tril_(past)
 
 
@@ -358,10 +321,7 @@ class ModelBatch:
 
     def advance(self, token_ids: Tensor) -> None:
         """Continue with the tokens just sampled; only for a batch without prefills."""
-        if self.sampled is None:
-            self.token_ids = token_ids
-        else:
-            self.token_ids[self.sampled] = token_ids
+        self.token_ids = token_ids
         self.positions += 1
         for group in self.decodes:
             group.advance()
@@ -436,13 +396,13 @@ class DecoderModel:
 def decode_attention(
     index: int, group: DecodeGroup, queries: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
-    """Store one column per row, attend over the row: [end - start, num_heads * head_dim]."""
+    """Store one column per row, attend over the row: [stop - start, num_heads * head_dim]."""
     block, rows, d = group.block, slice(group.start, group.stop), queries.shape[-1]
-    size, columns = group.end - group.start, group.num_columns
+    size, columns = group.stop - group.start, group.num_columns
     block.flat_keys[index].index_copy_(0, group.places, keys[rows].reshape(-1, d))
     block.flat_values[index].index_copy_(0, group.places, values[rows].reshape(-1, d))
     out = F.scaled_dot_product_attention(
-        queries[group.start : group.end],
+        queries[rows],
         block.keys[index][:size, :, :columns],
         block.values[index][:size, :, :columns],
         attn_mask=group.mask,
@@ -453,7 +413,7 @@ def decode_attention(
 def prefill_attention(
     index: int, new: Prefill, queries: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
-    """Store n columns of one row, attend over past and new ones: [end - start, num_heads *
+    """Store n columns of one row, attend over past and new ones: [stop - start, num_heads *
     head_dim]."""
     span = slice(new.start, new.stop)
     columns = slice(new.past, new.past + new.stop - new.start)
@@ -461,8 +421,8 @@ def prefill_attention(
     row_values = new.block.values[index][new.row]
     row_keys[:, columns] = keys[span].transpose(0, 1)
     row_values[:, columns] = values[span].transpose(0, 1)
-    # [num_kv_heads, group, end - start, head_dim]
-    query = queries[new.start : new.end].permute(1, 2, 0, 3)
+    # [num_kv_heads, group, stop - start, head_dim]
+    query = queries[span].permute(1, 2, 0, 3)
     shape = (-1, query.shape[1], -1, -1)
     out = F.scaled_dot_product_attention(
         query,
@@ -471,4 +431,4 @@ def prefill_attention(
         attn_mask=new.mask,
         is_causal=new.causal,
     )
-    return out.permute(2, 0, 1, 3).reshape(new.end - new.start, -1)
+    return out.permute(2, 0, 1, 3).reshape(new.stop - new.start, -1)

@@ -129,7 +129,6 @@ class BatchStep:
         fresh: Sequence[EmbeddedRequest],
         vocab_size: int,
         device: torch.device,
-        finite_shapes: bool,
     ) -> None:
         decodes: list[DecodeGroup] = []
         slots: list[int] = []
@@ -137,18 +136,13 @@ class BatchStep:
         token_ids: list[int] = []
         positions: list[int] = []
         new = {request.slot for request in fresh}
-
-        def pack(tokens: Sequence[int], places: Sequence[int], end: int) -> None:
-            token_ids.extend([*tokens, *[0] * (end - len(token_ids) - len(tokens))])
-            positions.extend([*places, *[0] * (end - len(positions) - len(places))])
-
         for block in cache.blocks.values():
             rows = [slot for slot in block.slots if slot not in new]  # the new ones come last
             if rows:
                 lengths = cache.lengths[rows].tolist()
-                group = DecodeGroup(block, len(token_ids), lengths, device, finite_shapes)
-                pack([running[slot].token_ids[-1] for slot in rows], lengths, group.end)
-                decodes.append(group)
+                decodes.append(DecodeGroup(block, len(token_ids), lengths, device))
+                token_ids += [running[slot].token_ids[-1] for slot in rows]
+                positions += lengths
                 spare.append(block.width - max(lengths))
                 slots += rows
         self.slots = np.array(slots, dtype=np.int64)
@@ -159,9 +153,9 @@ class BatchStep:
             block, row = cache.location(request.slot)
             past, start = request.num_cached, len(token_ids)
             ids = request.context[past:].tolist()
-            prefill = Prefill(block, row, past, start, len(ids), device, finite_shapes)
-            pack(ids, range(past, len(request.context)), prefill.end)
-            prefills.append(prefill)
+            prefills.append(Prefill(block, row, past, start, len(ids), device))
+            token_ids += ids
+            positions += range(past, len(request.context))
             spare.append(block.width - len(request.context) + 1)
         self.requests += fresh
         self.num_steps = min(spare)
@@ -203,7 +197,6 @@ class Scheduler:
         self._stop_strings = stop_strings
         self._max_num_seqs = max_num_seqs
         self._device = weights.embed.device
-        self.finite_shapes = self._device.type != "cpu"
         self._step: BatchStep | None = None  # the last one, if the next may have the same rows
         self._steps_to_grow = 0
 
@@ -279,14 +272,7 @@ class Scheduler:
             return
         step = self._step
         if step is None:
-            step = BatchStep(
-                self._cache,
-                self.running,
-                fresh,
-                self._arch.vocab_size,
-                self._device,
-                self.finite_shapes,
-            )
+            step = BatchStep(self._cache, self.running, fresh, self._arch.vocab_size, self._device)
             self._step, self._steps_to_grow = step, step.num_steps
         self._cache.append(step.slots, step.inputs)
         uniforms = [request.rng.random() for request in step.requests]

@@ -432,9 +432,8 @@ class RemoteServer(ABC, Generic[F]):
     async def _unpause(self) -> None:
         """Resume a server that an earlier run left paused."""
 
-    @abstractmethod
     async def _try_out(self) -> None:
-        """Sample for a test, since a probe does not show everything. Raises ConfigError as
+        """Sample for a test, if a probe does not show everything. Raises ConfigError as
         `_probe`."""
 
     @abstractmethod

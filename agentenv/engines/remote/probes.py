@@ -6,26 +6,20 @@ import logging
 from collections.abc import Mapping, Sequence
 from math import isfinite, nan
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from agentenv.base.errors import ConfigError, EngineError
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Chunk, SamplingParams, VersionSpan
-from agentenv.contract.http_client import (
-    Count,
-    Logprob,
-    MalformedReplyError,
-    RefusedError,
-    ServerClient,
-    beginning,
-)
+from agentenv.contract.http_client import Logprob, MalformedReplyError, ServerClient, beginning
 from agentenv.contract.request import PartEnd, ServerInfo, ServerRequest
 from agentenv.contract.server_config import VLLM_IPC
 from agentenv.contract.weights import Layout, Wire, find_layout
 from agentenv.engines.remote.base import Facts
 from agentenv.engines.remote.weight_sync import TransferRoutes
+from agentenv.text.endpoint import Models
 
 TRIAL = ServerRequest("", [0], SamplingParams(max_tokens=1, top_k=1))
 VLLM_TRIED = "0.32"  # tested version of vLLM
@@ -85,16 +79,6 @@ class VLLMFacts(Facts, frozen=True):
     plugin: bool = False
 
 
-class _ServedModel(Struct):
-    id: str
-    max_model_len: Count | None = None  # None: of an adapter
-    root: str | None = None
-
-
-class Models(Struct):
-    data: Annotated[list[_ServedModel], Meta(min_length=1)]
-
-
 class _ModelSettings(Struct):
     logprobs_mode: str = ""
     max_logprobs: int = 20
@@ -124,13 +108,13 @@ async def probe_vllm(http: ServerClient, vocab_size: int, entropy_top_k: int) ->
             raise ConfigError(f"{http.name} has no route {route}: {cure}")
     try:
         version = await http.read(str, "GET", "/version", "version")
-        model = (await http.call_as(Models, "GET", "/v1/models")).data[0]
+        model, *_ = (await http.call_as(Models, "GET", "/v1/models")).data
         # The first answer takes seconds: vLLM lists the packages of its whole environment.
         params = {"config_format": "json"}
         settings = await http.call_as(
             _ServerInfo, "GET", "/server_info", params=params, timeout_s=120
         )
-    except MalformedReplyError as error:
+    except (MalformedReplyError, ValueError) as error:  # ValueError: it lists no model
         raise ConfigError(f"{error}; {NEWER}") from error
     info = settings.vllm_config
     cpu = "cpu" in str(info.device_config.get("device", ""))
@@ -250,10 +234,6 @@ MEMORY_SAVER = ("POST /release_memory_occupation", "POST /resume_memory_occupati
 FIELDS = ("rid", "cache_salt", "return_sampling_mask", "sampling_logprobs_mode")
 SAMPLING_FIELDS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop"}
 MODEL_SLACK = 4  # tokens by which prompt and turn together may exceed the longest prompt
-PROBE_TEMPERATURE = 2.0
-PROBE_TOP_K = 4
-MAX_RATIO = 0.75  # of the distances; 0.5 is correct, 1 is wrong
-LEAST_GAP = 0.02  # nats; rounding hides smaller differences
 
 
 class SGLangFacts(Facts, frozen=True):
@@ -376,61 +356,6 @@ def _check_args(name: str, args: ServerArgs, model: ModelInfo) -> None:
         )
     if not args.enable_deterministic_inference:
         logger.info("%s ignores seeds; --enable-deterministic-inference makes it honor them", name)
-
-
-async def check_logprobs(http: ServerClient, vocab_size: int) -> None:
-    """Raises ConfigError unless log-probs are those after temperature.
-
-    Temperature 2 halves the distance between two of them, compared to greedy sampling, which
-    reports the distribution at temperature 1.
-    """
-    plain = await _top_logprobs(http, 0.0, vocab_size)
-    scaled = await _top_logprobs(http, PROBE_TEMPERATURE, vocab_size)
-    both = plain.keys() & scaled.keys()
-    if not both:
-        raise ConfigError(
-            f"{http.name}/generate returned different tokens when only the temperature of the "
-            "log-probs changed"
-        )
-    top, low = max(both, key=plain.__getitem__), min(both, key=plain.__getitem__)
-    gap = plain[top] - plain[low]
-    if gap < LEAST_GAP:
-        logger.warning(
-            "%s: all log-probs of the probe are equal, so that it is unknown whether they are "
-            "computed after temperature",
-            http.name,
-        )
-    elif (scaled[top] - scaled[low]) / gap > MAX_RATIO:
-        raise ConfigError(
-            f"{http.name} reports log-probs before temperature; start it without "
-            "SGLANG_RETURN_ORIGINAL_LOGPROB"
-        )
-
-
-class _TopLogprobs(Struct, frozen=True):
-    output_top_logprobs: list[list[TokenLogprob] | None] | None = None
-
-
-class _Probed(Struct, frozen=True):
-    meta_info: _TopLogprobs
-
-
-async def _top_logprobs(
-    http: ServerClient, temperature: float, vocab_size: int
-) -> dict[int, float]:
-    """The largest log-probs after a fixed prompt, by token id."""
-    body = {
-        "input_ids": [index % vocab_size for index in range(8)],
-        "sampling_params": {"max_new_tokens": 1, "temperature": temperature, "ignore_eos": True},
-        "return_logprob": True,
-        "top_logprobs_num": PROBE_TOP_K,
-    }
-    try:
-        answer = await http.call_as(_Probed, "POST", "/generate", body)
-        top = (answer.meta_info.output_top_logprobs or [])[0] or []
-    except (RefusedError, MalformedReplyError, IndexError) as error:
-        raise ConfigError(f"{http.name}/generate returns no log-probs: {error}") from error
-    return {token: logprob for logprob, token, _ in top if logprob is not None}
 
 
 # Checks of probes.

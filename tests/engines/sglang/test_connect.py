@@ -65,15 +65,6 @@ async def test_a_server_without_a_required_feature_is_refused(
         await refused(before.url, message)
 
 
-async def test_a_server_with_log_probs_before_temperature_is_refused(
-    processes: dict[str, SGLangProcess],
-) -> None:
-    """SGLANG_RETURN_ORIGINAL_LOGPROB makes them those at temperature 1, at any temperature."""
-    unscaled = changed("sampling_params", "temperature", to=1.0)
-    async with proxy([processes["untied"].url], requests={"/generate": unscaled}) as before:
-        await refused(before.url, "start it without SGLANG_RETURN_ORIGINAL_LOGPROB")
-
-
 async def refused(url: str, message: str) -> None:
     client = SGLangServer(url, vocab_size=VOCAB)
     with pytest.raises(ConfigError, match=message):

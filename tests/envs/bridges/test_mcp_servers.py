@@ -13,7 +13,8 @@ from agentenv.base.types import Task
 from agentenv.contract.env import close_shared
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.envs.bridges.mcp_tools import MCPTools
-from tests.envs.bridges.test_mcp_tools import Anything, call, free_port, listening
+from tests.envs.bridges.test_mcp_tools import Anything, call, listening
+from tests.support.ports import free_port
 from tests.support.warehouse import ROOT
 
 pytest.importorskip("mcp")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import logging
 import os
@@ -24,10 +25,12 @@ from agentenv.contract.env import Grade, close_shared
 from agentenv.contract.tool_config import ToolConfig, load_tools
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import ToolLimits
-from agentenv.envs.bridges.mcp_tools import MCPTools
+from agentenv.envs.bridges.mcp_tools import _BOUNDED, MCPTools
 from tests.support.begun import begun
+from tests.support.ports import free_port
 from tests.support.small_server import until
 from tests.support.warehouse import ROOT
+from tests.test_clients import MAX_BYTES, forget_peak, memory
 
 pytest.importorskip("mcp")
 pytestmark = pytest.mark.usefixtures("services")
@@ -68,11 +71,6 @@ async def listening(*command: str, port: int, **variables: str) -> AsyncIterator
 def _answers(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def serving(form: str = "events") -> AbstractAsyncContextManager[str]:
@@ -142,6 +140,35 @@ async def test_a_large_result_is_an_error_of_its_call_only(form: str) -> None:
         assert (await tools["add"].call({"a": 1, "b": 2}, None)).text == "3"
         assert source.connection._owner is owner
         await close_shared()
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b'{"jsonrpc": "2.0", "id": 424242, "result": {"content": [%s]}}',
+        b'{"result": {"content": [%s]}, "jsonrpc": "2.0", "id": 424242}',
+        b'{"id":424242,"result":{"content":[%s],"x":"\xc3\xa9"},"jsonrpc":"2.0"}',
+    ],
+)
+@pytest.mark.parametrize("part", [b"{}," * 200_000 + b"{}", b'"' + b"x" * 2_000_000 + b'"'])
+async def test_a_large_line_is_an_error_of_its_call_only(reply: bytes, part: bytes) -> None:
+    source = MCPTools([sys.executable, str(SERVER.with_name("mcp_hostile.py"))])
+    (say,) = await source.load()
+    owner = source.connection._owner
+    with pytest.raises(ToolError, match="too large"):
+        await say.call({"said": (reply % part).hex()}, None)
+    assert (await say.call({"said": (reply % b"").hex()}, None)).text == ""
+    assert source.connection._owner is owner
+
+
+async def test_an_endless_line_takes_little_memory() -> None:
+    lines = codecs.getincrementaldecoder(_BOUNDED)()
+    forget_peak()
+    before = memory("VmRSS")
+    for _ in range(3000):
+        assert not lines.decode(b"{x" * 32_768)
+    assert lines.decode(b"\n[1]\n[").splitlines() == ['""', "[1]"]
+    assert memory("VmHWM") - before < MAX_BYTES
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from agentenv import Grade, Message, Task
 from agentenv.base.config import build_config
-from agentenv.base.errors import ConfigError, CrashError
+from agentenv.base.errors import CrashError
 from agentenv.contract.env import close_shared, graded
 from agentenv.envs.grading.keys import GraderConfig, GraderPart
 from agentenv.envs.grading.reward import Combined, ExactMatch, Weighted, make_grader
@@ -95,23 +95,6 @@ async def test_a_configuration_combines_named_graders(tmp_path: Path) -> None:
     assert (found.parts["answer"], found.parts["answer.format"], found.parts["mine"]) == (1, 0, 1)
     assert (await grade(grader, "no format")).reward == pytest.approx(-1.0 + 0.2 + 1.0)
     await close_shared()
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"kind": "combined"}, "needs [grader.combined.NAME]"),
-        ({"kind": "exact", "combined": {"a": {}}}, "grader.combined is only used by kind combined"),
-        ({"combined": {"a": {"kind": "own"}}}, 'grader.combined.a.kind = "own" needs'),
-        ({"combined": {"a": {"kind": "combined"}}}, "grader.combined.a.kind"),
-        ({"combined": {"a": {"wieght": 1}}}, "wieght"),
-        ({"combined": {"a": {}}, "reward": "tools"}, "grader.reward is only used by kind"),
-    ],
-)
-def test_contradictory_keys_are_refused(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        make_grader(keys)
-    assert message in str(caught.value)
 
 
 async def test_a_crash_names_the_grader_with_the_bug() -> None:

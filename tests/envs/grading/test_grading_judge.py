@@ -15,7 +15,7 @@ from agentenv.contract.request import ServerLostError
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.envs.grading.judge import Judge
 from agentenv.envs.grading.keys import JudgeConfig
-from agentenv.envs.grading.reward import AnswerReward, check_grader, make_grader
+from agentenv.envs.grading.reward import AnswerReward, check_grader
 from tests.support.judge_server import Cut, JudgeServer, grader_of, judge_of
 from tests.test_actor import make_actor, rollout
 
@@ -208,17 +208,6 @@ async def test_the_prompt_of_the_judge_states_that_the_order_counts(server: Judg
         assert grade.success is success
     (request,) = server.requests
     assert "of the reference" in request["messages"][1]["content"]
-
-
-@pytest.mark.parametrize("value", ["yes", 1, None, [True]])
-def test_a_value_of_ordered_that_is_no_boolean_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match="ordered: Expected `bool`"):
-        make_grader({"kind": "layered", "ordered": value})
-
-
-def test_ordered_is_refused_for_graders_that_read_no_lists() -> None:
-    with pytest.raises(ConfigError, match=r"grader\.ordered"):
-        make_grader({"kind": "exact", "ordered": True})
 
 
 @pytest.mark.parametrize(("status", "is_down"), [(404, False), (503, True)])

@@ -21,6 +21,7 @@ from agentenv.base.errors import ConfigError, InfraError
 from agentenv.contract.env import close_shared
 from agentenv.envs.sandbox.program import Ended, Program
 from agentenv.envs.sandbox.program_launch import ProgramLimits, ProgramSpec
+from tests.support.polling import until
 
 SOCKETS: dict[int, Path] = {}  # by the port of a server
 MARK = f"agentenvtestmark{os.getpid()}"  # in the command lines of the processes of a program
@@ -80,15 +81,6 @@ def left() -> list[str]:
     return found
 
 
-async def until(number: int) -> None:
-    """Wait for this number of them."""
-    for _ in range(1000):
-        if len(left()) >= number:
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(left())
-
-
 UNSAFE = pytest.mark.parametrize("unsafe", [False, True], ids=["sandbox", "unsafe"])
 
 
@@ -136,7 +128,7 @@ async def test_stopping_a_program_ends_all_its_processes(unsafe: bool) -> None:
     subprocess.run(inner, start_new_session=True)
     """
     program = await Program.start(ProgramSpec(command=python(code), allow_unsafe=unsafe))
-    await until(2)
+    await until(lambda: len(left()) >= 2)
     await program.stop()
     await program.stop()
     assert left() == []
@@ -179,6 +171,7 @@ async def test_a_named_limit_holds_for_all_processes_of_a_program_together(name:
     spec = ProgramSpec(command=python(code), limits=ProgramLimits(**limits))
     ended, _ = await run(spec)
     assert ended.limit == name.partition(" ")[0], ended
+    assert f"(program.limits.{next(iter(limits))})" in ended.text
     assert left() == []
 
 
@@ -264,7 +257,7 @@ async def test_a_machine_without_namespaces_is_refused_with_advice(
 async def test_a_killed_sandbox_is_an_infra_error() -> None:
     program = await Program.start(ProgramSpec(command=python("import time; time.sleep(600)")))
     waiting = asyncio.ensure_future(program.wait())
-    await until(1)
+    await until(lambda: len(left()) >= 1)
     os.killpg(program._process.process.pid, signal.SIGKILL)
     with pytest.raises(InfraError, match="died"):
         await waiting

@@ -16,6 +16,7 @@ from agentenv.lab.diagnosis.doctor import RUNGS
 from tests.check_sandbox import read_attacks
 from tests.support.escapes import FILES, MARK, attack_all, host_secrets, known_attacks
 from tests.support.sandboxes import children
+from tests.support.snippets import ran
 
 ROOT = Path(__file__).resolve().parents[3]
 ATTACKS = known_attacks()
@@ -54,13 +55,6 @@ def test_the_command_reports_attacks_that_succeed(tmp_path: Path) -> None:
     path = tmp_path / "attacks.json"
     for names, code in (({"holds"}, 0), ({"holds", "leaks"}, 1)):
         path.write_text(json.dumps({name: snippets[name] for name in sorted(names)}))
-        result = subprocess.run(
-            [sys.executable, "tests/check_sandbox.py", str(path)],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            check=False,
-        )
-        assert result.returncode == code, result.stdout + result.stderr
+        result = ran(sys.executable, "tests/check_sandbox.py", path, expected=code)
         assert "stopped (raised)" in result.stdout
         assert ("THROUGH: it printed" in result.stdout) == ("leaks" in names)

@@ -10,8 +10,9 @@ import pytest
 
 from agentenv.base.errors import InfraError
 from agentenv.envs.sandbox import launch
+from agentenv.envs.sandbox.cells import OUT_OF_TIME
 from agentenv.envs.sandbox.keys import PythonConfig, SandboxLimits
-from agentenv.envs.sandbox.sandbox import VARIABLES_LOST, Sandbox, SandboxSession
+from agentenv.envs.sandbox.sandbox import DIED, VARIABLES_LOST, Sandbox, SandboxSession
 from tests.support.sandboxes import (
     RESIDENTS,
     children,
@@ -152,3 +153,18 @@ async def test_closing_a_sandbox_ends_the_wait_for_a_free_session() -> None:
     await sandbox.close()
     with pytest.raises(InfraError, match="sandbox is closed"):
         await waiting
+
+
+async def test_the_end_of_the_cpu_time_is_named_and_another_death_is_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sandbox = Sandbox(PythonConfig(limits=SandboxLimits(cpu_s=1), preload=()))
+    session = sandbox.session(1)
+    code = "while True:\n    try: sum(range(999))\n    except Exception: pass"
+    assert await output_of(session, code) == OUT_OF_TIME
+    assert await output_of(session, "1") == f"{VARIABLES_LOST}\n1"
+    assert not caplog.records
+    for _ in range(2):
+        assert (await session.run("import os; os._exit(1)", 10)).end == "died"
+    assert [one.getMessage() for one in caplog.records] == [DIED]
+    await sandbox.close()

@@ -16,7 +16,8 @@ from agentenv.envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
 from agentenv.envs.sandbox.keys import PythonConfig
 from agentenv.envs.sandbox.launch import HUGE_PAGES, environment
 from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
-from tests.support.sandboxes import output_of, process_of, until, zygote_of
+from tests.support.polling import until
+from tests.support.sandboxes import output_of, process_of, zygote_of
 
 CLONE = {"x86_64": 56, "aarch64": 220}[platform.machine()]
 

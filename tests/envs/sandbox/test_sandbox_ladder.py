@@ -196,8 +196,27 @@ def test_a_limit_of_namespaces_has_its_remedy(namespace: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "remedy"), [("EAGAIN", "ulimit -u"), ("ENOMEM", "memory"), ("EMFILE", "ulimit -n")]
-)
+    ("code", "remedy"),
+    [("EAGAIN", "ulimit -u"), ("ENOMEM", "memory"), ("EMFILE", "ulimit -n"), ("ENOSPC", "The disk"),
+     ("EDQUOT", "The quota"), ("EFBIG", "ulimit -f")],
+)  # fmt: skip
 def test_each_limit_of_the_kernel_has_its_own_remedy(code: str, remedy: str) -> None:
     error = OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
     assert remedy in advised(f"a sandbox session did not start: {error}")
+
+
+START = """
+import asyncio
+from agentenv.envs.sandbox.sandbox import PythonConfig, Sandbox
+asyncio.run(Sandbox(PythonConfig(preload=())).start())
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "remedy"), [("-t 99", "ulimit -Ht"), ("-f 999", "ulimit -Hf"), ("-n 40", "-Hn")]
+)
+def test_a_hard_limit_below_that_of_a_session_has_its_remedy(limit: str, remedy: str) -> None:
+    command = ["sh", "-c", f'ulimit {limit}; exec "$@"', "sh", sys.executable, "-c", START]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert remedy in ended.stderr
+    assert "userns" not in ended.stderr

@@ -6,9 +6,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from agentenv.base.errors import ConfigError
 from agentenv.envs.search.keys import PRESETS, SearchConfig
 from agentenv.envs.search.service import REPEATED, Episode, SearchService, truncated_reasoning
 from agentenv.envs.web_search import search_config
@@ -107,19 +104,3 @@ def test_the_presets_have_the_published_sizes() -> None:
 def _sizes(name: Any) -> list[Any]:
     sizes = PRESETS[name]
     return [sizes.mode, sizes.max_page_chars, sizes.window_chars]
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"mode": "summaries"}, r"search\.summarizer: not set"),
-        ({"mode": "summary"}, r"mode: .*got 'summary'"),
-        ({"max_result": 3}, r"max_result.*max_results"),
-        ({"backend": {"name": "bm25", "url": "x"}}, r"backend\.url"),
-        ({"backend": {"name": "google"}}, r"backend"),
-        ({"max_results": 0}, r"max_results"),
-    ],
-)
-def test_wrong_keys_are_refused(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        search_config(keys)
