@@ -8,7 +8,7 @@ async def weather(city: str, days: int = 1) -> str:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -85,17 +85,11 @@ def inlined(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...]
 
 
 def _check_result(function: Callable[..., Any]) -> None:
-    """Raises ConfigError for an annotated result that is not a text, also of a generator."""
-    hint = get_type_hints(function).get("return", str)
-    if get_origin(hint) in (Awaitable, Coroutine):
-        hint = get_args(hint)[-1]
+    """Raises ConfigError for an annotated result that is not a text."""
+    hint = get_type_hints(function).get("return", Any)
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    kinds = [get_origin(one) or one for one in parts]
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        kinds = [Generator]
-    for kind in kinds:
-        is_open = not isinstance(kind, type) or kind is Any
-        if not (is_open or issubclass(kind, str | ToolResult)):
+    for kind in [get_origin(one) or one for one in parts if one is not Any]:
+        if isinstance(kind, type) and not issubclass(kind, str | ToolResult | Awaitable):
             name = f"@tool {function.__name__}{code_place(function)}"
             raise ConfigError(f"{name} returns {kind.__name__}; {A_TEXT}")
 

@@ -98,7 +98,6 @@ class ChatRenderer:
         break_control_tokens: bool = True,
     ) -> None:
         self.pieces = pieces
-        self.cuts: dict[str, list[int]] = {}  # of text by the endpoint: none known
         self.native = native
         self.tools_in_prompt: Shown = "none" if native else tools_in_prompt
         self._codec = TextCodec(_Unknown(), control=KNOWN if break_control_tokens else None)
@@ -242,7 +241,6 @@ class ChatEngine(EndpointEngine):
     def __init__(self, config: OpenAIConfig, pieces: Pieces, *, native: bool) -> None:
         super().__init__(config)
         self.pieces = pieces
-        self.cuts: dict[str, list[int]] = {}  # of text by the endpoint: none known
         self.native = native
 
     async def start(self) -> None:

@@ -77,7 +77,6 @@ class Renderer(Protocol):
     """Turns messages into token ids and sampled tokens into a message."""
 
     tokenizer: Any
-    cuts: dict[str, list[int]]  # by tool, different results: those truncated, and all
 
     def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]: ...
     def stop(self, tools: ToolSchemas) -> tuple[str, ...]: ...
@@ -152,7 +151,8 @@ class TextCodec:
         is_bare = fast is not None and fast.truncation is None and fast.padding is None
         self._fast = fast if is_bare else None
         self.encoder: Encoder | None = None  # encodes long texts off the event loop
-        self.cuts: dict[str, list[int]] = {}  # equal texts count once while cached
+        # by tool, results: those truncated, and all; equal ones count once while cached
+        self.cuts: dict[str, list[int]] = {}
         self._is_written = lru_cache(NUM_KNOWN_ROLES)(self._writes)
         self._known: OrderedDict[Known, array[int]] = OrderedDict()  # least recently used first
         self._num_known_chars = 0

@@ -8,59 +8,70 @@
     train = "gymnasium:FrozenLake-v1"    # a row per seed
     source = { size = 1000, question = "Walk from S to G; H are holes." }
 
-Observations are texts or discrete; those of another kind are left out if a method shows the state
-as text: render with `options.render_mode = "ansi"`, or the `view`. An action is a text, or the name
-of a discrete one: a call of the tool `step`, or a turn without a call. Rewards and ends are the
-environment's. Steps run in a thread. The environment is trusted code.
+Observations are texts or discrete; others are left out if a method shows the state as text, the
+`view` (with `options.render_mode = "ansi"`: "render"). An action is a text, or the name of a
+discrete one: a call of the tool `step`, or a turn without a call. Rewards and ends are the
+environment's. It is trusted code, and steps in a thread.
 
-Before the first episode, scripted ones are copied in the middle, and the copies compared: deep
-copies, else replays of the seeded actions. If both differ, there are no forks.
+Before the first episode, scripted ones are copied after each action, and the copies compared with
+an episode without copies: deep copies, else replays of the actions. If both differ, there are no
+forks.
 """
 
 from __future__ import annotations
 
-import enum
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
-from gymnasium import spaces
+from gymnasium.spaces import Discrete, Text
+from msgspec.structs import replace
 
-from agentenv.base.errors import ConfigError, DataError, ToolError
+from agentenv.base.errors import ConfigError, DataError, EnvError, ToolError
 from agentenv.base.offload import OwnThread
-from agentenv.base.types import Task
-from agentenv.contract.env import ForkMode, shared, tally
+from agentenv.base.types import Info, Message, Task, ToolCall, ToolResult
+from agentenv.contract.env import ForkMode, StepResult, shared, tally
+from agentenv.contract.tool_env import ToolEnv
+from agentenv.contract.tools import StatelessTool
 from agentenv.data.data_files import plain
-from agentenv.envs.bridges import sessions
-from agentenv.envs.bridges.sessions import (
-    Json,
-    SessionAnswer,
-    SessionCall,
-    SessionServer,
-    SessionTool,
-)
+from agentenv.text.call_syntax import without_thoughts
 
-ACTION = "action"  # the argument of the tool
-MAX_SCRIPTED = 32  # actions of a scripted episode
-# a text in a color of a terminal, by the numbers 30 to 37, and 40 to 47 behind the text
-COLORED = re.compile(r"\x1b\[(?:\d+;)*[34]([0-7])(?:;\d+)*m(.*?)\x1b\[0m", re.DOTALL)
-COLORS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
+KEY = "gymnasium"  # in Task.metadata: the arguments of the reset
+SIZE, HELD_OUT_SEED = 10_000, 1_000_000_000  # of rows
+NUM_SCRIPTED, MAX_SCRIPTED = 4, 16  # episodes, and their actions, that measure copies
+MODES: tuple[ForkMode, ...] = ("snapshot", "replay")
+
+Json = dict[str, Any]
 
 
-class GymnasiumEnv(sessions.SessionEnv):
+class Game:
+    """An episode. `record` has the arguments of the reset, then the actions, each with its
+    outcome: text, reward, terminated, truncated."""
+
+    env: Any = None
+
+    def __init__(self) -> None:
+        self.record: list[tuple[Any, str, float, bool, bool]] = []
+
+    @property
+    def has_ended(self) -> bool:
+        return any(self.record[-1][3:])
+
+    def reward(self, start: int = 0) -> float:
+        """The sum of rewards from this action on."""
+        return sum(reward for _, _, reward, *_ in self.record[start:])
+
+
+class GymnasiumEnv(ToolEnv):
     """One episode of the environment `id`, or "module:id", made with `options`.
 
-    `actions` are names of discrete actions, unless the environment has names, or examples of texts,
-    with which forks are measured. `view` is a method of the environment that returns a text. An
-    action may take `timeout_s` seconds. An episode with a sum of rewards of at least `success`
-    succeeded.
+    `actions` are names of discrete actions, or examples of texts, with which copies are measured.
+    `view` is a method of the environment that returns a text. An episode with a sum of rewards of
+    at least `success` succeeded.
     """
-
-    key = "gymnasium"
 
     def __init__(
         self,
@@ -70,209 +81,180 @@ class GymnasiumEnv(sessions.SessionEnv):
         actions: Sequence[str] = (),
         view: str = "",
         success: float = 1.0,
-        timeout_s: float = 60.0,
     ) -> None:
-        given = (id, dict(options or {}), list(actions), view)
-        games = shared(("gymnasium", repr(given)), lambda: Games(*given))
-        super().__init__(task, games, success, timeout_s)
+        given = (id, dict(options or {}), [*actions], view)
+        self.success, self.acting = success, shared((KEY, repr(given)), lambda: Acting(*given))
+        super().__init__(task, [self.acting], cast(Any, None), num_retries=0)
+
+    async def reset(
+        self, *, seed: int | None = None, options: Json | None = None
+    ) -> tuple[list[Message], Info]:
+        messages, info = await super().reset(seed=seed, options=options)
+        game, chosen = self._game("reset"), {"seed": seed} | self.task.metadata.get(KEY, {})
+        await self.acting.in_thread(self.acting.act, game, chosen)
+        text = f"{messages[-1].content}\n\n{game.record[0][1]}"
+        return [*messages[:-1], replace(messages[-1], content=text)], info
+
+    async def step(self, action: Message) -> StepResult:
+        """See ToolEnv.step; a turn without a call is an action, and the environment rewards and
+        ends."""
+        game, written = self._game("step"), without_thoughts(action.content).strip()
+        if game.has_ended:
+            raise EnvError(f"task {self.task.id}: step after the end of the episode")
+        start = len(game.record)
+        calls = action.tool_calls or (ToolCall(Acting.name, {"action": written}),)
+        messages, _, _, cut, info = await super().step(replace(action, tool_calls=calls))
+        if not action.tool_calls:
+            messages = [Message("user", one.content) for one in messages]
+        if game.has_ended or cut:
+            messages, info = [], info | (await self._grade(()))[1]
+            cut = cut or not game.record[-1][3]
+        return messages, game.reward(start), game.has_ended and not cut, cut, info
+
+    async def _grade(self, written: Sequence[Message]) -> tuple[float, Info]:
+        """Whether the episode succeeded; the steps had the rewards."""
+        is_won = self._game("finish").reward() >= self.success
+        return 0.0, {"success": is_won, "parts": {}, "reason": ""}
+
+    def _game(self, what: str) -> Game:
+        game = self._open_states(what).get(Acting.name)
+        if not isinstance(game, Game):
+            raise ConfigError('env.tools: Gymnasium-v0 needs its tool "step"; add it')
+        return game
 
 
-class Games(SessionServer):
-    """Makes, plays and copies episodes of an environment."""
+class Acting(StatelessTool):
+    """The tool for the actions of all episodes of an environment, which makes and copies them."""
 
-    text_key = ACTION
+    name, description = "step", ""
 
     def __init__(self, id: str, options: Json, actions: list[str], view: str) -> None:
-        super().__init__(id)
-        self.options, self.actions, self.view = options, actions, view
-        self.numbers: dict[str, int] = {}  # of discrete actions, by name
-        self.in_thread = OwnThread("gymnasium")  # a single one, for the global random generator
+        self.id, self.options, self.actions, self.view = id, options, actions, view
+        self.values: dict[str, int] = {}  # of discrete actions, by name
+        self.in_thread = OwnThread(KEY)  # a single one, for the global random generator
 
-    def session(self) -> Game:
-        return Game(self)
-
-    def close(self) -> None:
-        """Stop the thread; idempotent."""
-        self.in_thread.close()
-
-    async def describe(self) -> None:
-        """Check the environment and its copies."""
+    async def prepare(self) -> None:
+        """Check the environment and its copies. Raises ConfigError."""
         await self.in_thread(self._check)
-        kind = {"type": "string", **({"enum": [*self.numbers]} if self.numbers else {})}
-        schema = {"type": "object", "properties": {ACTION: kind}, "required": [ACTION]}
-        about = f"Takes an action: {self.expected}."
-        act = {"name": sessions.STEP, "description": about, "inputSchema": schema}
-        self.tools = [SessionTool(self), SessionCall(act)]
-        modes: tuple[ForkMode, ...] = ("snapshot", "replay")
-        for mode in modes if self.numbers or self.actions else ():
-            self.mode = mode
-            with suppress(Exception):  # of a copy of somebody's environment
-                if all([await self._forks_alike(seed) for seed in range(sessions.NUM_MEASURED)]):
-                    return
-        why = "neither deep copies nor replays act alike in scripted episodes"
-        if self.mode == "none":
-            why = "their check needs examples of texts: set env.kwargs.actions"
-        self.mode = "none"
-        tally("gymnasium/num_without_forks").add(1, f"{self.url}: no forks: {why}")
 
-    def make(self) -> Any:
-        """A new environment. Raises ConfigError."""
-        try:
-            made = gymnasium.make(self.url, disable_env_checker=True, **self.options)
-        except Exception as error:  # of Gymnasium, or of the environment
-            problem = f"cannot be made: {type(error).__name__}: {error}"
-            raise self._wrong("id", f"{problem} (of a package: MODULE:ID)") from error
-        if re.search("<Auto_?[Rr]eset", str(made)):  # the names of its wrappers
-            raise self._wrong("id", "resets itself, which hides the ends of episodes")
-        return made
+    def start(self, seed: int | None) -> Game:
+        return Game()
 
-    def play(self, env: Any, kind: str, data: Json) -> SessionAnswer:
-        """The answer to the reset or action."""
-        if kind == "reset":
-            observation, _ = env.reset(seed=data.get("seed"), options=data.get("options"))
-            return SessionAnswer({"text": self._text(env, observation)})
-        observation, reward, terminated, truncated, _ = env.step(self.value(data))
-        answer = SessionAnswer({"text": self._text(env, observation)}, float(reward))
-        answer.done, answer.cut = bool(terminated or truncated), bool(truncated and not terminated)
-        return answer
+    async def call(self, arguments: Json, state: Game) -> ToolResult:
+        """Raises ToolError for an action that the environment does not have."""
+        written = str(arguments.get("action"))
+        action = self.values.get(written.strip().lower(), written)
+        if state.has_ended or not self.space.contains(action):
+            problem = "The episode has ended." if state.has_ended else self.description
+            raise ToolError(f"{written!r:.80} cannot be done. {problem}")
+        await self.in_thread(self.act, state, action)
+        return ToolResult(state.record[-1][1])
 
-    def value(self, data: Json) -> Any:
-        """The action of the environment. Raises ToolError."""
-        action = data.get(ACTION)
-        if not self.numbers and isinstance(action, str) and self.space.contains(action):
-            return action
-        name = str(action).strip().lower()
-        if name not in self.numbers:
-            raise ToolError(f"{action!r:.80} is not an action. Expected: {self.expected}.")
-        return self.numbers[name]
+    async def fork(self, state: Game) -> Game:
+        """Raises EnvError for a replay that differs, after which there are no forks."""
+        other = await self.in_thread(self.copied, state, self.fork_mode)
+        if other.record != state.record:
+            self.fork_mode = "none"
+            raise EnvError(f"{self.id}: a replay of its actions had another outcome")
+        return other
+
+    async def close(self, state: Game | None = None) -> None:
+        """Close an episode, or the thread; idempotent."""
+        if state is None:
+            self.in_thread.close()
+        elif state.env is not None:
+            await self.in_thread(state.env.close)
+            state.env = None
+
+    def act(self, game: Game, action: Any) -> Game:
+        """Take an action of the environment; at first, reset it with these arguments."""
+        reward, ends = 0.0, [False, False]
+        if game.env is None:
+            game.env = gymnasium.make(self.id, disable_env_checker=True, **self.options)
+            observation, _ = game.env.reset(**action)
+        else:
+            observation, reward, *ends, _ = game.env.step(action)
+        view = str(game.env.get_wrapper_attr(self.view)()) if self.view else ""
+        text = "\n".join(filter(None, (described(plain(observation)), view)))
+        game.record.append((action, text, float(reward), bool(ends[0]), bool(ends[1])))
+        return game
+
+    def copied(self, game: Game, mode: ForkMode) -> Game:
+        """A game in the same state."""
+        if mode == "snapshot":
+            return deepcopy(game)
+        other = Game()
+        for action, *_ in game.record:
+            self.act(other, action)
+        return other
 
     def _check(self) -> None:
-        env = self.make()
-        try:
-            self._name_actions(env)
-            if env.render_mode == "ansi":
-                self.view = self.view or "render"
-            if self.view and not hasattr(env.unwrapped, self.view):
-                raise self._wrong("view", f"has no method {self.view!r}")
-            self.play(env, "reset", {"seed": 0})
-        finally:
-            env.close()
-
-    def _name_actions(self, env: Any) -> None:
-        """Read the action space. Raises ConfigError."""
-        space = self.space = env.action_space
-        if isinstance(space, spaces.Text):
-            self.expected = f"a text of {space.min_length} to {space.max_length} characters"
+        if self.description:
             return
-        if not isinstance(space, spaces.Discrete):
-            raise self._wrong(
-                "id", f"has actions of {space}; expected Discrete or Text: use an ActionWrapper"
-            )
-        own: Any = getattr(env.unwrapped, "actions", None)
-        is_enum = isinstance(own, enum.EnumType)
-        names = [one.name for one in own][: space.n] if is_enum else []
-        names = [name.lower() for name in self.actions or names]
-        if len({*names}) != space.n:
-            raise self._wrong(
-                "actions", f"has {space.n} actions; expected as many different names in their order"
-            )
-        self.numbers = {name: int(space.start) + place for place, name in enumerate(names)}
-        self.expected = ", ".join(names)
+        try:
+            game = self.act(Game(), {"seed": 0})
+        except Exception as error:  # of Gymnasium, or of the environment
+            problem = f"cannot be made, reset and viewed: {type(error).__name__}: {error}"
+            raise ConfigError(f"env.kwargs: the environment {self.id!r} {problem}") from error
+        self.space, number = game.env.action_space, len({*map(str.lower, self.actions)})
+        is_text, text = isinstance(self.space, Text), game.record[0][1]
+        is_named = isinstance(self.space, Discrete) and number == self.space.n
+        for is_right, problem in (
+            ("<Autoreset" not in str(game.env), "id: {!r} resets itself, which hides ends"),
+            (text, "view: {!r} has no text; expected a method that returns one"),
+            (is_text or is_named, "actions: {!r} has {}; expected Text, or Discrete and names"),
+        ):
+            if not is_right:
+                raise ConfigError("env.kwargs." + problem.format(self.id, self.space))
+        game.env.close()
+        kind: Json = {"type": "string"}
+        if is_named:
+            places = enumerate(self.actions, int(self.space.start))
+            self.values = {name.lower(): place for place, name in places}
+            kind["enum"] = self.actions
+        self.schema = {"type": "object", "properties": {"action": kind}, "required": ["action"]}
+        self.fork_mode = self._measured()
+        self.description = f"Takes an action: {', '.join(self.values) or 'a text'}."
 
-    async def _forks_alike(self, seed: int) -> bool:
-        """Whether a copy in the middle of a scripted episode acts as the original, although another
-        one has acted before."""
-        draw, choices = Random(seed), [{ACTION: name} for name in self.numbers or self.actions]
-        script, other = (draw.choices(choices, k=MAX_SCRIPTED) for _ in range(2))
-        whole, first = self.session(), self.session()
-        await whole.begin({"seed": seed})
-        half = await whole.act(script) // 2
-        await first.begin({"seed": seed})
-        await first.act(script[:half])
-        disturbing, second = await first.copy(), await first.copy()
-        await disturbing.act(other)
-        for action in script[half:]:
-            await first.act([action])
-            await second.act([action])
-        for game in (whole, first, disturbing, second):
-            await game.close()
-        return bool(first.record == second.record)
+    def _measured(self) -> ForkMode:
+        for mode in MODES:
+            with suppress(Exception):  # of a copy of somebody's environment
+                if all(self._acts_alike(mode, seed) for seed in range(NUM_SCRIPTED)):
+                    return mode
+        why = "neither deep copies nor replays act alike in episodes of env.kwargs.actions"
+        tally("gymnasium/num_without_forks").add(1, f"{self.id}: no forks: {why}")
+        return "none"
 
-    def _text(self, env: Any, observation: Any) -> str:
-        texts = [self._described(env.observation_space, observation)]
-        if self.view:
-            owner = env if self.view == "render" else env.unwrapped
-            texts.append(str(getattr(owner, self.view)()))
-        text = "\n".join(filter(None, texts))
-        return COLORED.sub(lambda found: f"[{COLORS[int(found[1])]} {found[2]}]", text)
-
-    def _described(self, space: Any, value: Any) -> str:
-        """The text of an observation, or of a part; empty for what only the view shows."""
-        if isinstance(space, spaces.Dict):
-            parts = {key: self._described(space[key], one) for key, one in value.items()}
-            return "\n".join(f"{key}: {text}" for key, text in parts.items() if text)
-        if isinstance(space, spaces.Tuple):
-            return ", ".join(map(self._described, space, value))
-        if isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary):
-            return str(plain(value))
-        if not (isinstance(value, str) or self.view):
-            raise self._wrong(
-                "view",
-                f"observes {space!r:.60}, neither a text nor discrete; expected the name of a "
-                'method that returns a text ("pprint_grid"), options = { render_mode = "ansi" }, '
-                "or an ObservationWrapper around it",
-            )
-        return value if isinstance(value, str) else ""
-
-    def _wrong(self, key: str, problem: str) -> ConfigError:
-        return ConfigError(f"env.kwargs.{key}: the Gymnasium environment {self.url!r} {problem}")
+    def _acts_alike(self, mode: ForkMode, seed: int) -> bool:
+        """Whether an episode that goes on in a copy before each action, while the original takes
+        another one, is like one without copies."""
+        draw, choices = Random(seed), [*self.values.values()] or self.actions
+        whole, copied = (self.act(Game(), {"seed": seed}) for _ in range(2))
+        while not whole.has_ended and len(whole.record) <= MAX_SCRIPTED:
+            action, other = draw.choices(choices, k=2)
+            original, copied = copied, self.copied(copied, mode)
+            for game, taken in ((original, other), (copied, action), (whole, action)):
+                self.act(game, taken)
+            original.env.close()
+        return copied.record == whole.record
 
 
-class Game(sessions.Session):
-    """An episode."""
-
-    def __init__(self, server: Games) -> None:
-        super().__init__(server)
-        self._env: Any = None
-
-    async def begin(self, chosen: Json, waits: bool = True) -> Json:
-        self._env = await self.server.in_thread(self.server.make)
-        return await self.take(chosen, "reset")
-
-    async def take(self, data: Json, kind: str = "step") -> Json:
-        if self._env is None or self.has_ended:
-            raise ToolError("The episode has ended.")
-        answer: SessionAnswer = await self.server.in_thread(self.server.play, self._env, kind, data)
-        self.record.append((kind, data, answer))
-        self.has_ended, self.was_cut = answer.done, answer.cut
-        return answer.observation
-
-    async def act(self, actions: Sequence[Json]) -> int:
-        """Take actions until the end; their number."""
-        for number, action in enumerate(actions):
-            if self.has_ended:
-                return number
-            await self.take(action)
-        return len(actions)
-
-    async def copy_to(self, other: Game) -> None:
-        if self.server.mode == "replay":
-            return await other.replay(self.record)
-        other._env = await self.server.in_thread(deepcopy, self._env)
-
-    async def close(self) -> None:
-        env, self._env = self._env, None
-        if env is not None:
-            await self.server.in_thread(env.close)
+def described(value: Any) -> str:
+    """The text of an observation, or of a part; empty if it is neither a text nor discrete."""
+    if isinstance(value, dict):
+        parts = {key: described(one) for key, one in value.items()}
+        return "\n".join(f"{key}: {text}" for key, text in parts.items() if text)
+    parts = value if isinstance(value, list) else [value]
+    return ", ".join(map(str, parts)) if all(isinstance(one, str | int) for one in parts) else ""
 
 
 def rows(id: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[Json]:
     """A row per seed. `options`: size, seed (the first), question. Raises DataError."""
-    keys: Json = {"size": sessions.SIZE, "question": f"Play {id}."}
-    keys["seed"] = sessions.HELD_OUT_SEED if held_out else 0
+    first = HELD_OUT_SEED if held_out else 0
+    keys: Json = {"size": SIZE, "seed": first, "question": f"Play {id}."}
     if unknown := sorted(options.keys() - keys.keys()):
         raise DataError(f"gymnasium:{id}: source has no {unknown}; known: {', '.join(keys)}")
     keys |= options
     for seed in range(keys["seed"], keys["seed"] + keys["size"]):
         row = {"id": f"{id}-{seed}", "question": keys["question"], "kind": id}
-        yield {**row, "answer": "one that the game rewards", GymnasiumEnv.key: {"seed": seed}}
+        yield {**row, "answer": "one that the game rewards", KEY: {"seed": seed}}

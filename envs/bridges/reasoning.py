@@ -83,18 +83,14 @@ class PackageScorer:
             )
         answer = final_answer(written[-1].content) if written else ""
         scorer, entry = _scorer(made["name"], repr(made["options"])), decode_python(made["entry"])
-        found, raised = 0.0, ""
+        found, reason = 0.0, ""
         try:
             if not _NAN.search(answer) or _NAN.search(str(entry["answer"])):
                 found = float(scorer(answer, entry))
         except Exception as error:  # of the package, on an answer of no form
-            raised = f"the scorer raised {type(error).__name__}: {error}"
-        return {
-            "score": found,
-            "correct": found >= 1.0,
-            "scorer_raised": float(bool(raised)),
-            "reason": raised,
-        }
+            reason = f"the scorer raised {type(error).__name__}: {error}"
+        parts = {"correct": found >= 1.0, "scorer_raised": float(bool(reason))}
+        return {"score": found, "reason": reason, **parts}
 
 
 class ReasoningGymGrader(CustomGrader):

@@ -202,14 +202,12 @@ class Alarms:
 
 def cut_results(cuts: Sequence[Mapping[str, list[int]]], max_tokens: int) -> str:
     """A warning of tools with many truncated results, by `TextCodec.cuts`; empty for none."""
-    sums: dict[str, list[int]] = {}
+    num_cut, number = Counter[str](), Counter[str]()
     for tool, counts in (item for one in cuts for item in one.items()):
-        sums[tool] = [a + b for a, b in zip(counts, sums.get(tool, (0, 0)), strict=True)]
-    many = ", ".join(
-        f"{cut} of {number} results of {tool or 'the environment'}"
-        for tool, (cut, number) in sums.items()
-        if cut > MANY_CUT * number
-    )
+        num_cut[tool] += counts[0]
+        number[tool] += counts[1]
+    often = [tool for tool in number if num_cut[tool] > MANY_CUT * number[tool]]
+    many = ", ".join(f"{num_cut[tool]} of {number[tool]} results of {tool}" for tool in often)
     return many and (
         f"{many} exceed limits.max_tool_result_tokens = {max_tokens} and lose their middle "
         "(env/num_results_cut): raise it, or return less"

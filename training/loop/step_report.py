@@ -176,7 +176,7 @@ class StepReport:
     def _env_figures(self) -> Metrics:
         """Counts of environments since the start, in this process and in workers."""
         total = Counter(shared_stats())
-        cuts = [self.parts.actor.renderer.cuts]
+        cuts = [getattr(self.parts.actor.renderer, "cuts", {})]
         workers = self.feeder.workers
         for figures in () if workers is None else workers.figures():
             total.update(figures.env)

@@ -34,9 +34,9 @@ class TrainingAssembly(LoopAssembly):
             await in_thread(load_demonstrations, self.resolve(path), renderer, tools, system, most)
             for path in (sft.data, sft.gate)
         ]
-        if text := cut_results([renderer.cuts], most):
+        if text := cut_results([cuts := getattr(renderer, "cuts", {})], most):
             self.report(f"sft: {text}; demonstrations are cut as well")
-        renderer.cuts.clear()
+        cuts.clear()
         check_stages(sft, trained)
         return trained, gate
 

@@ -27,6 +27,7 @@ from agentenv.training.loop.recorder import Recorder
 from agentenv.training.loop.state import Imitating
 
 REPORT_EVERY_S = 30.0  # between lines with the loss, unless the gate is measured meanwhile
+MAX_COURSE = 5  # measurements of a missed gate that are shown
 KIND_BOOST = 2.0  # a kind without any skill is drawn 1 + KIND_BOOST times as often
 
 logger = logging.getLogger(__name__)
@@ -66,21 +67,14 @@ def why_lower(stages: Sequence[SFTStage]) -> str:
 
 def missed(stage: str, num_steps: int, course: Sequence[dict[str, float]], sft: SFTConfig) -> str:
     """Describes a stage that missed its gate; `course` has its measurements in order."""
-    least = [min(exact.values()) for exact in course]
-    shown = ", ".join(f"{one:.2f}" for one in least[-1 :: -max(1, len(least) // 4)][::-1])
-    kinds = ", ".join(
-        f"{kind} {share:.2f}" for exact in course[-1:] for kind, share in exact.items()
-    )
-    advice = "raise its num_steps"
-    if not least or least[-1] <= max(least[: len(least) // 2], default=0.0):
-        advice = (
-            "the match no longer rises: make the skill easier (the answer next to its key, shorter "
-            "results), add demonstrations, use a larger model, or change "
-            f"sft.optimizer.learning_rate ({sft.optimizer.learning_rate:g})"
-        )
+    kinds = [f"{kind} {share:.2f}" for exact in course[-1:] for kind, share in exact.items()]
+    least = [f"{min(exact.values()):.2f}" for exact in course[-MAX_COURSE:]]
     return (
         f"{stage} of the cold start ended after {num_steps} steps below its gate of "
-        f"{sft.gate_threshold:g}: {kinds} (lowest so far: {shown}); {advice}"
+        f"{sft.gate_threshold:g}: {', '.join(kinds)} (lowest so far: {', '.join(least)}); while it "
+        "rises, raise num_steps; else make the skill easier (the answer next to its key, shorter "
+        "results), add demonstrations, use a larger model, or change "
+        f"sft.optimizer.learning_rate ({sft.optimizer.learning_rate:g})"
     )
 
 

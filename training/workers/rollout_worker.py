@@ -189,7 +189,7 @@ class RolloutWorker:
         found = WorkerFigures(
             num_trees=len(self._rollouts),
             num_open_envs=actor.envs.count,
-            cuts=actor.renderer.cuts,
+            cuts=getattr(actor.renderer, "cuts", {}),
             hits=actor.prefixes.drain(),
             probe_waits_s=actor.probes.drain(),
         )
