@@ -184,13 +184,11 @@ class Quit(Struct, array_like=True, frozen=True, tag=4):
 
 class WorkerFigures(Struct, array_like=True):
     """Statistics of a worker. `hits` and `probe_waits_s` are those of
-    `agentenv.rollout.metrics.PrefixHits` and `ProbeWaits` since the last message; `env` and
-    `cuts` (of the renderer) count since its start. `behind` names the longest wait of its rollouts;
-    empty: no rollouts."""
+    `agentenv.rollout.metrics.PrefixHits` and `ProbeWaits` since the last message; `env` counts
+    since its start. `behind` names the longest wait of its rollouts; empty: no rollouts."""
 
     num_trees: int = 0
     num_open_envs: int = 0
-    cuts: dict[str, list[int]] = {}
     hits: dict[str, list[int]] = {}
     probe_waits_s: list[float] = []
     env: dict[str, float] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from agentenv.assembly.keys.rl import TrainConfig
@@ -19,7 +19,6 @@ logger = logging.getLogger(__name__)
 
 EQUAL = "with equal returns"  # reason of a tree without a signal
 MANY_CALLS = 10  # of a tool in a step; with so many, one should succeed
-MANY_CUT = 0.05  # share of a tool's results that are cut above which there is a warning
 MAX_TEXT = 500  # characters of a warning
 FAR_KL = 0.5  # nats per token; normal updates move the policy by a hundredth of that
 MAX_LATE = 0.01  # share of trajectories cut by seconds above which there is a warning
@@ -176,11 +175,6 @@ class Alarms:
             f"above {FAR_KL:g}: learner.learning_rate is too high, or engine and learner disagree",
         )
 
-    def check_cuts(self, cuts: Sequence[Mapping[str, list[int]]]) -> None:
-        """Warn of tools whose results are cut often."""
-        text = cut_results(cuts, self.config.limits.max_tool_result_tokens)
-        self._warn("cut", bool(text), text)
-
     def check_tokens(self, metrics: Metrics) -> None:
         """Warn when ids are sampled that the tokenizer does not have, and when turns are empty."""
         number = metrics.get("rollout/padded_tokens", 0.0)
@@ -198,20 +192,6 @@ class Alarms:
         if holds and condition not in self._active:
             logger.warning("%s", text, extra=SHOWN)
         (self._active.add if holds else self._active.discard)(condition)
-
-
-def cut_results(cuts: Sequence[Mapping[str, list[int]]], max_tokens: int) -> str:
-    """A warning of tools with many truncated results, by `TextCodec.cuts`; empty for none."""
-    num_cut, number = Counter[str](), Counter[str]()
-    for tool, counts in (item for one in cuts for item in one.items()):
-        num_cut[tool] += counts[0]
-        number[tool] += counts[1]
-    often = [tool for tool in number if num_cut[tool] > MANY_CUT * number[tool]]
-    many = ", ".join(f"{num_cut[tool]} of {number[tool]} results of {tool}" for tool in often)
-    return many and (
-        f"{many} exceed limits.max_tool_result_tokens = {max_tokens} and lose their middle "
-        "(env/num_results_cut): raise it, or return less"
-    )
 
 
 def calls_of(trees: Sequence[TrajectoryTree]) -> Iterator[Info]:

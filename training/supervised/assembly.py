@@ -11,7 +11,6 @@ from agentenv.assembly.run.checkpoints import COLD_START
 from agentenv.assembly.serving.gpus import trains_on_gpu
 from agentenv.base.disk_errors import SHARED_MEMORY
 from agentenv.base.offload import in_thread
-from agentenv.training.loop.alarms import cut_results
 from agentenv.training.loop.parts import LoopAssembly
 from agentenv.training.supervised.data import Demonstrations, check_stages, load_demonstrations
 
@@ -34,9 +33,6 @@ class TrainingAssembly(LoopAssembly):
             await in_thread(load_demonstrations, self.resolve(path), renderer, tools, system, most)
             for path in (sft.data, sft.gate)
         ]
-        if text := cut_results([cuts := getattr(renderer, "cuts", {})], most):
-            self.report(f"sft: {text}; demonstrations are cut as well")
-        cuts.clear()
         check_stages(sft, trained)
         return trained, gate
 

@@ -189,7 +189,6 @@ class RolloutWorker:
         found = WorkerFigures(
             num_trees=len(self._rollouts),
             num_open_envs=actor.envs.count,
-            cuts=getattr(actor.renderer, "cuts", {}),
             hits=actor.prefixes.drain(),
             probe_waits_s=actor.probes.drain(),
         )
