@@ -130,26 +130,21 @@ def _batches(path: Path) -> Iterator[Any]:
 
 
 def _rows(batch: Any) -> list[Any]:
-    """Its rows, with the names of labels that `datasets` describes in the metadata (ClassLabel)."""
+    """Its rows, with the names of the labels of ClassLabel columns, from the metadata."""
     about = (batch.schema.metadata or {}).get(b"huggingface", b"{}")
     try:
         features = decode_loose(about)["info"]["features"]
     except (ForeignError, LookupError, TypeError):
         features = {}
-    return [_named(row, features) for row in batch.to_pylist()]
-
-
-def _named(value: Any, feature: Any) -> Any:
-    """The value, whose numbers of labels are replaced by their names; None for no label."""
-    if isinstance(value, dict) and isinstance(feature, dict):
-        inner = feature.get("feature", feature)  # a sequence of objects is an object of lists
-        return {key: _named(one, inner.get(key)) for key, one in value.items()}
-    if isinstance(value, list):
-        inner = feature[0] if isinstance(feature, list) else (feature or {}).get("feature", feature)
-        return [_named(one, inner) for one in value]
-    if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" and value is not None:
-        return dict(enumerate(feature["names"])).get(value)
-    return value
+    names = {
+        key: dict(enumerate(one["names"]))
+        for key, one in features.items()
+        if isinstance(one, dict) and one.get("_type") == "ClassLabel"
+    }
+    return [
+        row | {key: known.get(row[key]) for key, known in names.items()}
+        for row in batch.to_pylist()
+    ]
 
 
 def checked(path: Path, number: int, row: Any) -> RawRow:

@@ -25,6 +25,7 @@ import json
 import math
 import re
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from msgspec import Meta, Struct, field
@@ -140,7 +141,6 @@ class MixPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 QUESTIONS = ("question", "Question", "problem", "prompt", "input", "extra_info.question")
 ANSWERS = ("reward_model.ground_truth", "answer", "answers", "Answer", "Final answer",
            "golden_answers", "ground_truth", "output", "answerKey")  # fmt: skip
-LETTERS = "ABCDEFGHIJ"  # of choices
 KINDS = ("kind", "data_source", "ability")
 ENV_BY = ("data_source", "ability")
 HELD_IN = ("text", "answer", "target")
@@ -322,26 +322,22 @@ def with_choices(
     """The question with the row's choices, and the gold as "LETTER. TEXT", where it is the number
     (from 0) or label of one. Raises DataError for choices in another form."""
     found = row.get("choices", row.get("options"))
-    labels: Any = [*LETTERS]
-    texts: Any = found
+    texts, labels = found, [*ascii_uppercase]
     if isinstance(found, dict):  # ARC, or an object from label to text
-        labels, texts = found.get("label", [*found]), found.get("text", [*found.values()])
+        texts, labels = found.get("text", [*found.values()]), found.get("label", [*found])
     is_read = isinstance(texts, list) and all(isinstance(one, str) for one in texts)
     if "choices" in row and type(value) is int and not is_read:
         raise DataError(f"key 'choices': expected texts for answer {value}, got {found!r:.60}")
-    if not is_read or len(answers) > 1 or len(texts) > min(len(labels), len(LETTERS)):
+    if not is_read or len(answers) > 1 or (isinstance(value, str) and value in texts):
         return question, answers
-    gold, place = answers[0], len(texts)
-    if gold in labels:
-        place = labels.index(gold)
-    elif gold.isdigit() and (type(value) is int or gold not in texts):
-        place = int(gold)
-    if place >= len(texts):
+    shown = [f"{label}. {text}" for label, text in zip(ascii_uppercase, texts, strict=False)]
+    golds = {str(number): one for number, one in enumerate(shown)}
+    golds |= dict(zip(labels, shown, strict=False))
+    if answers[0] not in golds:
         return question, answers
-    shown = [f"{label}. {text}" for label, text in zip(LETTERS, texts, strict=False)]
     if not all(text in question for text in texts):
         question = "\n".join((question, *shown))
-    return question, (shown[place],)
+    return question, (golds[answers[0]],)
 
 
 def repaired(text: str) -> str:

@@ -134,7 +134,7 @@ class ContextRenderer(Renderer, Protocol):
 
 
 class CutResults:
-    """Shared numbers of truncated results and of all, by tool; equal ones count once while cached."""
+    """Numbers of truncated results and of all, by tool; equal ones count once while cached."""
 
     def __init__(self) -> None:
         self.num_cut, self.num, self.named = Counter[str](), Counter[str](), set[str]()

@@ -13,16 +13,14 @@ Observations are texts or discrete; others are left out if a method shows the st
 discrete one: a call of the tool `step`, or a turn without a call. Rewards and ends are the
 environment's. It is trusted code, and steps in a thread.
 
-Before the first episode, scripted ones are copied after each action, and the copies compared with
-an episode without copies: deep copies, else replays of the actions. If both differ, there are no
-forks.
+A fork is a replay of the seeded actions, whose outcomes are compared with the first ones. Before
+the first episode, scripted ones are replayed; if one differs, there are no forks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from random import Random
 from typing import Any, cast
 
@@ -41,8 +39,7 @@ from agentenv.text.call_syntax import without_thoughts
 
 KEY = "gymnasium"  # in Task.metadata: the arguments of the reset
 SIZE, HELD_OUT_SEED = 10_000, 1_000_000_000  # of rows
-NUM_SCRIPTED, MAX_SCRIPTED = 4, 16  # episodes, and their actions, that measure copies
-MODES: tuple[ForkMode, ...] = ("snapshot", "replay")
+NUM_SCRIPTED, MAX_SCRIPTED = 4, 16  # episodes, and their actions, that are replayed
 
 Json = dict[str, Any]
 
@@ -68,7 +65,7 @@ class Game:
 class GymnasiumEnv(ToolEnv):
     """One episode of the environment `id`, or "module:id", made with `options`.
 
-    `actions` are names of discrete actions, or examples of texts, with which copies are measured.
+    `actions` are names of discrete actions, or examples of texts, with which replays are measured.
     `view` is a method of the environment that returns a text. An episode with a sum of rewards of
     at least `success` succeeded.
     """
@@ -124,9 +121,10 @@ class GymnasiumEnv(ToolEnv):
 
 
 class Acting(StatelessTool):
-    """The tool for the actions of all episodes of an environment, which makes and copies them."""
+    """The tool for the actions of all episodes of an environment, which makes and replays them."""
 
     name, description = "step", ""
+    fork_mode: ForkMode = "none"
 
     def __init__(self, id: str, options: Json, actions: list[str], view: str) -> None:
         self.id, self.options, self.actions, self.view = id, options, actions, view
@@ -134,7 +132,7 @@ class Acting(StatelessTool):
         self.in_thread = OwnThread(KEY)  # a single one, for the global random generator
 
     async def prepare(self) -> None:
-        """Check the environment and its copies. Raises ConfigError."""
+        """Check the environment and its replays. Raises ConfigError."""
         await self.in_thread(self._check)
 
     def start(self, seed: int | None) -> Game:
@@ -152,7 +150,7 @@ class Acting(StatelessTool):
 
     async def fork(self, state: Game) -> Game:
         """Raises EnvError for a replay that differs, after which there are no forks."""
-        other = await self.in_thread(self.copied, state, self.fork_mode)
+        other = await self.in_thread(self.replayed, state)
         if other.record != state.record:
             self.fork_mode = "none"
             raise EnvError(f"{self.id}: a replay of its actions had another outcome")
@@ -179,10 +177,8 @@ class Acting(StatelessTool):
         game.record.append((action, text, float(reward), bool(ends[0]), bool(ends[1])))
         return game
 
-    def copied(self, game: Game, mode: ForkMode) -> Game:
-        """A game in the same state."""
-        if mode == "snapshot":
-            return deepcopy(game)
+    def replayed(self, game: Game) -> Game:
+        """A game with the same actions."""
         other = Game()
         for action, *_ in game.record:
             self.act(other, action)
@@ -213,34 +209,28 @@ class Acting(StatelessTool):
             self.values = {name.lower(): place for place, name in places}
             kind["enum"] = self.actions
         self.schema = {"type": "object", "properties": {"action": kind}, "required": ["action"]}
-        self.fork_mode = self._measured()
+        with suppress(Exception):  # of an environment that cannot be made twice
+            if all(map(self._replays, range(NUM_SCRIPTED))):
+                self.fork_mode = "replay"
+        problem = "replays differ in episodes of env.kwargs.actions"
+        number = int(self.fork_mode == "none")
+        tally("gymnasium/num_without_forks").add(number, f"{self.id}: no forks: {problem}")
         self.description = f"Takes an action: {', '.join(self.values) or 'a text'}."
 
-    def _measured(self) -> ForkMode:
-        for mode in MODES:
-            with suppress(Exception):  # of a copy of somebody's environment
-                if all(self._acts_alike(mode, seed) for seed in range(NUM_SCRIPTED)):
-                    return mode
-        why = "neither deep copies nor replays act alike in episodes of env.kwargs.actions"
-        tally("gymnasium/num_without_forks").add(1, f"{self.id}: no forks: {why}")
-        return "none"
-
-    def _acts_alike(self, mode: ForkMode, seed: int) -> bool:
-        """Whether an episode that goes on in a copy before each action, while the original takes
-        another one, is like one without copies."""
+    def _replays(self, seed: int) -> bool:
+        """Whether an episode equals its replay, although others acted meanwhile."""
         draw, choices = Random(seed), [*self.values.values()] or self.actions
-        whole, copied = (self.act(Game(), {"seed": seed}) for _ in range(2))
-        while not whole.has_ended and len(whole.record) <= MAX_SCRIPTED:
-            action, other = draw.choices(choices, k=2)
-            original, copied = copied, self.copied(copied, mode)
-            for game, taken in ((original, other), (copied, action), (whole, action)):
-                self.act(game, taken)
-            original.env.close()
-        return copied.record == whole.record
+        game = self.act(Game(), {"seed": seed})
+        while not game.has_ended and len(game.record) <= MAX_SCRIPTED:
+            other = self.replayed(game)
+            self.act(other, draw.choice(choices))
+            other.env.close()
+            self.act(game, draw.choice(choices))
+        return self.replayed(game).record == game.record
 
 
 def described(value: Any) -> str:
-    """The text of an observation, or of a part; empty if it is neither a text nor discrete."""
+    """The text of an observation, or of its parts that are texts or discrete; empty without any."""
     if isinstance(value, dict):
         parts = {key: described(one) for key, one in value.items()}
         return "\n".join(f"{key}: {text}" for key, text in parts.items() if text)

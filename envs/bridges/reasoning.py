@@ -113,15 +113,13 @@ def _dataset(name: str, keys: Mapping[str, Any]) -> Any:
         hint = meant(name, known, f"known: {', '.join(known)}")
         raise DataError(f"reasoning_gym:{name}: unknown task; {hint}")
     try:
-        own = dict(keys)
+        own, parts = dict(keys), [name]
         if name == "composite":
             spec = needed("reasoning_gym.composite", "reasoning-gym", "composite").DatasetSpec
-            own["datasets"] = [
-                spec(**{"weight": 1.0, "config": {}, **one}) for one in keys["datasets"]
-            ]
-        for part in (name, *(one.name for one in own.get("datasets", ()))):
-            if part in BROKEN:
-                raise ValueError(f"the scorer of {part} pays {BROKEN[part]}; choose another task")
+            made = [spec(**{"weight": 1.0, "config": {}, **one}) for one in keys["datasets"]]
+            own["datasets"], parts = made, [one.name for one in made]
+        for part in BROKEN.keys() & parts:
+            raise ValueError(f"the scorer of {part} pays {BROKEN[part]}; choose another task")
         return gym.create_dataset(name, **own)
     except Exception as error:  # of the package's checks, or of a value of the wrong kind
         fields = ", ".join(known[name][1].__dataclass_fields__)
