@@ -322,9 +322,6 @@ def test_the_number_or_label_of_a_choice(
 ) -> None:
     (task,) = load(tmp_path, {"question": CAPITAL, **row})
     assert (task.question, task.answers) == (question, (answer,))
-
-
-def test_choices_of_an_unknown_form_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"'choices'.*texts"):
         load(tmp_path, {"question": "q", "choices": [{"a": 1}], "answer": 0})
 
@@ -332,11 +329,9 @@ def test_choices_of_an_unknown_form_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 def test_labels_of_datasets_have_their_names(suffix: str, tmp_path: Path) -> None:
     label = {"names": ["no", "yes"], "_type": "ClassLabel"}
-    features = {"answer": label, "marks": {"feature": label, "_type": "List"}}
-    rows = [{"question": "q", "answer": n, "marks": [n, None], "n": n} for n in (0, 1)]
-    table = pyarrow.Table.from_pylist(rows)
-    about = json.dumps({"info": {"features": features}})
-    table = table.replace_schema_metadata({"huggingface": about})
+    about = json.dumps({"info": {"features": {"answer": label, "n": {"_type": "Value"}}}})
+    rows = [{"question": "q", "answer": n, "n": n} for n in (0, 1)]
+    table = pyarrow.Table.from_pylist(rows).replace_schema_metadata({"huggingface": about})
     path = tmp_path / f"rows.{suffix}"
     if suffix == "parquet":
         parquet.write_table(table, path)
@@ -344,5 +339,4 @@ def test_labels_of_datasets_have_their_names(suffix: str, tmp_path: Path) -> Non
         with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
             stream.write_table(table)
     assert [task.answers[0] for task in load_tasks(path, "e")] == ["no", "yes"]
-    assert load_tasks(path, "e")[1].metadata["marks"] == ["yes", None]
     assert load_tasks(path, "e", ends=1)[1].metadata["n"] == 1

@@ -14,7 +14,6 @@ cannot forge tags or special tokens. `agentenv/text/native.py` is the renderer o
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from array import array
@@ -26,11 +25,11 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 
 from msgspec import Meta, Struct
 
-from agentenv.base.errors import SHOWN, ConfigError, DataError
+from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.model_files import template_end
 from agentenv.base.types import Completion, Message, Role, ToolCall
 from agentenv.base.untrusted import shortened
-from agentenv.contract.env import check_observation, shared, tally
+from agentenv.contract.env import check_observation, tally
 from agentenv.text.call_syntax import THOUGHT_OPEN
 from agentenv.text.control_tokens import BROKEN, broken, control_tokens, pattern_of
 from agentenv.text.encoder import Encoder, EncoderLostError, decoder, fast_tokenizer
@@ -45,7 +44,6 @@ NUM_KNOWN_TAILS = 1024  # cached tails of prefixes: most turns begin after the s
 NUM_KNOWN_ROLES = 1024  # cached answers whether the chat template writes messages of these roles
 NUM_TAIL_IDS = 8  # of a prefix; enough for <think> and blanks in any vocabulary
 
-MANY_CUT, FEW_RESULTS = 0.05, 20  # share of a tool's results, and their number, to warn of cuts
 FEW_CHARS = 200  # a shorter text is encoded on the loop, which is faster than sending it
 MAX_KNOWN_CHARS = 4_000_000  # of cached texts, since branches of a tree read equal texts
 
@@ -55,8 +53,6 @@ SYSTEM_MOVED = (
     f"the user that begins with {SYSTEM_MARK}"
 )
 NO_USER = "the chat template cannot write a user's message after an"
-
-logger = logging.getLogger(__name__)
 
 ToolSchemas = Sequence[dict[str, Any]]
 Known = tuple[str, tuple[str, ...], int]  # a text, the names of tools, and the tokens it may have
@@ -133,30 +129,6 @@ class ContextRenderer(Renderer, Protocol):
         """The messages of a prompt, or of an answer to a turn, as the template can write them."""
 
 
-class CutResults:
-    """Numbers of truncated results and of all, by tool; equal ones count once while cached."""
-
-    def __init__(self) -> None:
-        self.num_cut, self.num, self.named = Counter[str](), Counter[str](), set[str]()
-
-    def add(self, tool: str, is_cut: bool, max_tokens: int) -> None:
-        """Count a result, and name a tool when many were cut."""
-        self.num[tool] += 1
-        self.num_cut[tool] += is_cut
-        number, num_cut = self.num[tool], self.num_cut[tool]
-        if tool not in self.named and num_cut > MANY_CUT * max(number, FEW_RESULTS):
-            self.named.add(tool)
-            text = (
-                "%d of %d results of %s exceed limits.max_tool_result_tokens = %d and lose their "
-                "middle (env/num_results_cut): raise it, or return less"
-            )
-            logger.warning(text, num_cut, number, tool, max_tokens, extra=SHOWN)
-
-    def stats(self) -> dict[str, float]:
-        """The number of truncated results."""
-        return {"num_results_cut": float(self.num_cut.total())}
-
-
 class TextCodec:
     """Text to ids and back, the base of the renderers. In untrusted text it breaks special tokens
     and the tags of tools, of the protocol, and of `own_tags`."""
@@ -179,6 +151,7 @@ class TextCodec:
         is_bare = fast is not None and fast.truncation is None and fast.padding is None
         self._fast = fast if is_bare else None
         self.encoder: Encoder | None = None  # encodes long texts off the event loop
+        self.num_results = Counter[str]()  # by tool; equal ones count once while cached
         self._is_written = lru_cache(NUM_KNOWN_ROLES)(self._writes)
         self._known: OrderedDict[Known, array[int]] = OrderedDict()  # least recently used first
         self._num_known_chars = 0
@@ -242,7 +215,11 @@ class TextCodec:
             tally(BROKEN).add(int(not self.is_probe), shown)
             ids = array("i", [token for token in ids if token not in forged])
         is_cut = len(ids) > max_tokens or len(text) > max_tokens * MAX_CHARS_A_TOKEN
-        shared(CutResults, CutResults).add(source or "the environment", is_cut, max_tokens)
+        tool = source or "the environment"
+        self.num_results[tool] += 1
+        limit = f"limits.max_tool_result_tokens = {max_tokens}"
+        shown = f"a result of {tool} exceeds {limit}: raise it, or return less"
+        tally(f"num_results_cut/{tool}").add(is_cut, shown)
         if len(ids) > max_tokens:
             marker = array("i", self.encode(CUT_MARKER))
             room = max(0, max_tokens - len(marker))

@@ -9,9 +9,9 @@
     source = { size = 1000, question = "Walk from S to G; H are holes." }
 
 Observations are texts or discrete; others are left out if a method shows the state as text, the
-`view` (with `options.render_mode = "ansi"`: "render"). An action is a text, or the name of a
-discrete one: a call of the tool `step`, or a turn without a call. Rewards and ends are the
-environment's. It is trusted code, and steps in a thread.
+`view` (with `options.render_mode = "ansi"`: "render"). A call of the tool `step` is an action: a
+text, or the name of a discrete one. Rewards and ends are the environment's; a turn without a call
+ends the episode, too. The environment is trusted code, and steps in a thread.
 
 A fork is a replay of the seeded actions, whose outcomes are compared with the first ones. Before
 the first episode, scripted ones are replayed; if one differs, there are no forks.
@@ -30,12 +30,11 @@ from msgspec.structs import replace
 
 from agentenv.base.errors import ConfigError, DataError, EnvError, ToolError
 from agentenv.base.offload import OwnThread
-from agentenv.base.types import Info, Message, Task, ToolCall, ToolResult
+from agentenv.base.types import Info, Message, Task, ToolResult
 from agentenv.contract.env import ForkMode, StepResult, shared, tally
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import StatelessTool
 from agentenv.data.data_files import plain
-from agentenv.text.call_syntax import without_thoughts
 
 KEY = "gymnasium"  # in Task.metadata: the arguments of the reset
 SIZE, HELD_OUT_SEED = 10_000, 1_000_000_000  # of rows
@@ -93,20 +92,16 @@ class GymnasiumEnv(ToolEnv):
         return [*messages[:-1], replace(messages[-1], content=text)], info
 
     async def step(self, action: Message) -> StepResult:
-        """See ToolEnv.step; a turn without a call is an action, and the environment rewards and
-        ends."""
-        game, written = self._game("step"), without_thoughts(action.content).strip()
+        """See ToolEnv.step; the environment gives the rewards, and may end the episode."""
+        game = self._game("step")
         if game.has_ended:
             raise EnvError(f"task {self.task.id}: step after the end of the episode")
         start = len(game.record)
-        calls = action.tool_calls or (ToolCall(Acting.name, {"action": written}),)
-        messages, _, _, cut, info = await super().step(replace(action, tool_calls=calls))
-        if not action.tool_calls:
-            messages = [Message("user", one.content) for one in messages]
-        if game.has_ended or cut:
-            messages, info = [], info | (await self._grade(()))[1]
-            cut = cut or not game.record[-1][3]
-        return messages, game.reward(start), game.has_ended and not cut, cut, info
+        messages, _, ended, cut, info = await super().step(action)
+        if game.has_ended:
+            messages, ended, info = [], game.record[-1][3], info | (await self._grade(()))[1]
+            cut = not ended
+        return messages, game.reward(start), ended, cut, info
 
     async def _grade(self, written: Sequence[Message]) -> tuple[float, Info]:
         """Whether the episode succeeded; the steps had the rewards."""
@@ -191,7 +186,7 @@ class Acting(StatelessTool):
             game = self.act(Game(), {"seed": 0})
         except Exception as error:  # of Gymnasium, or of the environment
             problem = f"cannot be made, reset and viewed: {type(error).__name__}: {error}"
-            raise ConfigError(f"env.kwargs: the environment {self.id!r} {problem}") from error
+            raise ConfigError(f"env.kwargs.id: {self.id!r} {problem}") from error
         self.space, number = game.env.action_space, len({*map(str.lower, self.actions)})
         is_text, text = isinstance(self.space, Text), game.record[0][1]
         is_named = isinstance(self.space, Discrete) and number == self.space.n

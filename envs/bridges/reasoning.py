@@ -64,40 +64,41 @@ def rows(name: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[R
         }
 
 
-class PackageScorer:
+def score(task: Task, written: Sequence[Message], calls: Mapping[str, int]) -> dict[str, Any]:
+    """The scorer's score of the answer, from 0 to 1; 1 is right. An answer on which it raises
+    scores 0, with the part scorer_raised. Raises DataError for a task of another source."""
+    made = task.metadata.get(KEY)
+    if not isinstance(made, dict):
+        raise DataError(
+            f"task {task.id} is not a question of reasoning-gym, whose scorer grader.own uses; "
+            'expected data.train = "reasoning_gym:NAME"'
+        )
+    answer = final_answer(written[-1].content) if written else ""
+    scorer, entry = _scorer(made["name"], repr(made["options"])), decode_python(made["entry"])
+    found, reason = 0.0, ""
+    try:
+        if not _NAN.search(answer) or _NAN.search(str(entry["answer"])):
+            found = float(scorer(answer, entry))
+    except Exception as error:  # of the package, on an answer of no form
+        reason = f"the scorer raised {type(error).__name__}: {error}"
+    parts = {"correct": found >= 1.0, "scorer_raised": float(bool(reason))}
+    return {"score": found, "reason": reason, **parts}
+
+
+class Scorer:
     """Made in the process that forks the workers, so that the package is imported once."""
+
+    grade = staticmethod(score)
 
     def __init__(self) -> None:
         needed("reasoning_gym.factory", "reasoning-gym", "grader.own")
-
-    def grade(
-        self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
-    ) -> dict[str, Any]:
-        """The scorer's score of the answer, from 0 to 1; 1 is right. An answer on which it raises
-        scores 0, with the part scorer_raised. Raises DataError for a task of another source."""
-        made = task.metadata.get(KEY)
-        if not isinstance(made, dict):
-            raise DataError(
-                f"task {task.id} is not a question of reasoning-gym, whose scorer grader.own uses; "
-                'expected data.train = "reasoning_gym:NAME"'
-            )
-        answer = final_answer(written[-1].content) if written else ""
-        scorer, entry = _scorer(made["name"], repr(made["options"])), decode_python(made["entry"])
-        found, reason = 0.0, ""
-        try:
-            if not _NAN.search(answer) or _NAN.search(str(entry["answer"])):
-                found = float(scorer(answer, entry))
-        except Exception as error:  # of the package, on an answer of no form
-            reason = f"the scorer raised {type(error).__name__}: {error}"
-        parts = {"correct": found >= 1.0, "scorer_raised": float(bool(reason))}
-        return {"score": found, "reason": reason, **parts}
 
 
 class ReasoningGymGrader(CustomGrader):
     """The scorers, in killable processes."""
 
     def __init__(self) -> None:
-        super().__init__(__file__, "PackageScorer")
+        super().__init__(__file__, "Scorer")
 
 
 @cache

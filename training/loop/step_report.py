@@ -179,5 +179,4 @@ class StepReport:
         workers = self.feeder.workers
         for figures in () if workers is None else workers.figures():
             total.update(figures.env)
-        counted = {f"env/{name}": value for name, value in total.items()}
-        return {"env/num_results_cut": 0.0, **counted}
+        return {f"env/{name}": value for name, value in total.items()}

@@ -11,6 +11,7 @@ from agentenv.assembly.run.checkpoints import COLD_START
 from agentenv.assembly.serving.gpus import trains_on_gpu
 from agentenv.base.disk_errors import SHARED_MEMORY
 from agentenv.base.offload import in_thread
+from agentenv.contract.env import tally
 from agentenv.training.loop.parts import LoopAssembly
 from agentenv.training.supervised.data import Demonstrations, check_stages, load_demonstrations
 
@@ -33,6 +34,9 @@ class TrainingAssembly(LoopAssembly):
             await in_thread(load_demonstrations, self.resolve(path), renderer, tools, system, most)
             for path in (sft.data, sft.gate)
         ]
+        for tool, number in getattr(renderer, "num_results", {}).items():
+            if num_cut := tally(f"num_results_cut/{tool}").number:
+                self.report(f"sft: {num_cut} of {number} results of {tool} are cut, as in rollouts")
         check_stages(sft, trained)
         return trained, gate
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from base64 import b64encode
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
@@ -21,7 +20,6 @@ from agentenv.contract.tools import StatelessTool
 from agentenv.data.data_files import generated_rows
 from agentenv.endpoint.openenv import EnvServer
 from agentenv.envs.bridges.openenv import OpenEnv
-from agentenv.envs.bridges.sessions import shown
 from tests.support.fork_law import check_fork_law
 from tests.support.listening import listening
 
@@ -318,13 +316,3 @@ async def test_forks_are_replays_after_enough_exact_replays_of_episodes(chance: 
 def without_times(info: Any) -> Any:
     calls = [{k: v for k, v in one.items() if k != "duration_s"} for one in info["tool_calls"]]
     return {**info, "tool_calls": calls}
-
-
-def test_binary_fields_of_a_server_are_one_line() -> None:
-    image = b64encode(bytes(range(256)) * 4).decode()
-    found = shown(
-        {"screen": image, "views": [f"data:image/png;base64,{image}"], "text": "A" * 2000}
-    )
-    assert found.count("1024 bytes") == 2
-    assert "image/png" in found
-    assert "A" * 2000 in found
