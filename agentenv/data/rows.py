@@ -321,7 +321,7 @@ def with_choices(
 ) -> tuple[str, tuple[str, ...]]:
     """The question with the row's choices, and the gold as "LETTER. TEXT", where it is the number
     (from 0) or label of one. Raises DataError for choices in another form."""
-    found = row.get("choices", row.get("options"))
+    found: Any = row.get("choices", row.get("options"))
     texts, labels = found, [*ascii_uppercase]
     if isinstance(found, dict):  # ARC, or an object from label to text
         texts, labels = found.get("text", [*found.values()]), found.get("label", [*found])

@@ -109,9 +109,10 @@ class GymnasiumEnv(ToolEnv):
         return 0.0, {"success": is_won, "parts": {}, "reason": ""}
 
     def _game(self, what: str) -> Game:
-        game = self._open_states(what).get(Acting.name)
-        if not isinstance(game, Game):
+        states = self._open_states(what)
+        if Acting.name not in states:
             raise ConfigError('env.tools: Gymnasium-v0 needs its tool "step"; add it')
+        game: Game = states[Acting.name]
         return game
 
 
@@ -227,8 +228,8 @@ class Acting(StatelessTool):
 def described(value: Any) -> str:
     """The text of an observation, or of its parts that are texts or discrete; empty without any."""
     if isinstance(value, dict):
-        parts = {key: described(one) for key, one in value.items()}
-        return "\n".join(f"{key}: {text}" for key, text in parts.items() if text)
+        texts = {key: described(one) for key, one in value.items()}
+        return "\n".join(f"{key}: {text}" for key, text in texts.items() if text)
     parts = value if isinstance(value, list) else [value]
     return ", ".join(map(str, parts)) if all(isinstance(one, str | int) for one in parts) else ""
 

@@ -85,7 +85,7 @@ def score(task: Task, written: Sequence[Message], calls: Mapping[str, int]) -> d
     return {"score": found, "reason": reason, **parts}
 
 
-class Scorer:
+class PackageScorer:
     """Made in the process that forks the workers, so that the package is imported once."""
 
     grade = staticmethod(score)
@@ -98,7 +98,7 @@ class ReasoningGymGrader(CustomGrader):
     """The scorers, in killable processes."""
 
     def __init__(self) -> None:
-        super().__init__(__file__, "Scorer")
+        super().__init__(__file__, "PackageScorer")
 
 
 @cache

@@ -16,7 +16,7 @@ from agentenv.contract.env import Grade, close_shared
 from agentenv.data.dataset import load_mix, load_tasks
 from agentenv.data.rows import MixPart, RowsConfig
 from agentenv.envs.bridges import reasoning
-from agentenv.envs.bridges.reasoning import BROKEN, HELD_OUT_SEED, KEY, PackageScorer, rows
+from agentenv.envs.bridges.reasoning import BROKEN, HELD_OUT_SEED, KEY, rows, score
 from agentenv.envs.grading.reward import make_grader
 
 pytest.importorskip("reasoning_gym")
@@ -38,7 +38,7 @@ async def graded(task: Task, answer: str) -> Grade:
 
 def scored(row: dict[str, Any], answer: str) -> dict[str, Any]:
     task = Task("1", "e", row["question"], (), metadata={KEY: row[KEY]})
-    return PackageScorer().grade(task, [Message("assistant", f"<answer>{answer}</answer>")], {})
+    return score(task, [Message("assistant", f"<answer>{answer}</answer>")], {})
 
 
 def test_equal_seeds_give_equal_questions_and_held_out_ones_differ() -> None:
