@@ -52,7 +52,6 @@ class Game:
     def __init__(self) -> None:
         self.record: list[tuple[Any, str, float, bool, bool]] = []
 
-    @property
     def has_ended(self) -> bool:
         return any(self.record[-1][3:])
 
@@ -94,11 +93,11 @@ class GymnasiumEnv(ToolEnv):
     async def step(self, action: Message) -> StepResult:
         """See ToolEnv.step; the environment gives the rewards, and may end the episode."""
         game = self._game("step")
-        if game.has_ended:
+        if game.has_ended():
             raise EnvError(f"task {self.task.id}: step after the end of the episode")
         start = len(game.record)
         messages, _, ended, cut, info = await super().step(action)
-        if game.has_ended:
+        if game.has_ended():
             messages, ended, info = [], game.record[-1][3], info | (await self._grade(()))[1]
             cut = not ended
         return messages, game.reward(start), ended, cut, info
@@ -138,8 +137,8 @@ class Acting(StatelessTool):
         """Raises ToolError for an action that the environment does not have."""
         written = str(arguments.get("action"))
         action = self.values.get(written.strip().lower(), written)
-        if state.has_ended or not self.space.contains(action):
-            problem = "The episode has ended." if state.has_ended else self.description
+        if state.has_ended() or not self.space.contains(action):
+            problem = "The episode has ended." if state.has_ended() else self.description
             raise ToolError(f"{written!r:.80} cannot be done. {problem}")
         await self.in_thread(self.act, state, action)
         return ToolResult(state.record[-1][1])
@@ -217,7 +216,7 @@ class Acting(StatelessTool):
         """Whether an episode equals its replay, although others acted meanwhile."""
         draw, choices = Random(seed), [*self.values.values()] or self.actions
         game = self.act(Game(), {"seed": seed})
-        while not game.has_ended and len(game.record) <= MAX_SCRIPTED:
+        while not game.has_ended() and len(game.record) <= MAX_SCRIPTED:
             other = self.replayed(game)
             self.act(other, draw.choice(choices))
             other.env.close()
