@@ -44,6 +44,7 @@ class Curve:
     right: Floats
     tokens: Floats  # [E], sampled so far
     cpu_s: float = 0.0  # of the whole run
+    is_forkless: bool = False  # its algorithm forks, but it never did
 
     def success(self) -> Floats:
         """[E], the share of questions answered right."""
@@ -97,6 +98,7 @@ class Arm(Struct):
     calls: float
     tokens: float
     cpu_s: float
+    num_forkless: int  # seeds in which an algorithm that forks never did
     calls_to: dict[str, float]  # by level
     missed: dict[str, int]  # number of seeds that never reached the level
     calls_ratio: dict[str, Ratio]  # to the baseline, by level
@@ -139,7 +141,7 @@ def read_curve(run: Path, dataset: str = "") -> Curve:
         raise DataError(f"{run}: its evaluations of set {dataset!r} have different questions")
     all_calls, all_tokens, rights = (np.array(one, float) for one in zip(*points, strict=True))
     cpu_s = float(summary.get("cpu_s", {}).get("total", 0.0))
-    return Curve(all_calls, rights, all_tokens, cpu_s)
+    return Curve(all_calls, rights, all_tokens, cpu_s, bool(summary.get("never_forked")))
 
 
 def _right(folder: Path, names: Sequence[str], dataset: str) -> list[float] | None:
@@ -228,6 +230,7 @@ def _arm(curve_of: Mapping[int, Curve], levels: Sequence[float], most: float) ->
         calls=fmean(float(one.calls[-1]) for one in curves),
         tokens=fmean(float(one.tokens[-1]) for one in curves),
         cpu_s=fmean(one.cpu_s for one in curves),
+        num_forkless=sum(one.is_forkless for one in curves),
         calls_to={level: fmean(calls for calls, _ in found) for level, found in reached.items()},
         missed={level: sum(not met for _, met in found) for level, found in reached.items()},
         calls_ratio={},
@@ -293,7 +296,7 @@ def tables(found: Comparison) -> list[Table]:
         low, high = arm.after_interval
         rows.append(
             [
-                name,
+                name + (f"\nnever forked: {arm.num_forkless}" if arm.num_forkless else ""),
                 str(len(arm.seeds)),
                 f"{arm.before:.2f}",
                 f"{arm.after:.2f} [{low:.2f}, {high:.2f}]",

@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.types import Task
@@ -293,3 +295,48 @@ def test_a_mapped_column_must_be_in_every_row(tmp_path: Path) -> None:
     rows = [{"q": "q", "answer": "a"}, {"question": "q", "answer": "a"}]
     with pytest.raises(DataError, match=r"2.*'q'.*columns\.question"):
         load(tmp_path, *rows, columns=ColumnsConfig(question="q"))
+
+
+# choices and labels
+
+CAPITAL, TOWNS = "Capital of France?", ["Rome", "Paris", "7"]
+LISTED = f"{CAPITAL}\nA. Rome\nB. Paris\nC. 7"
+
+
+@pytest.mark.parametrize(
+    ("row", "question", "answer"),
+    [
+        ({"choices": TOWNS, "answer": 1}, LISTED, "B. Paris"),
+        ({"choices": TOWNS, "answer": "1"}, LISTED, "B. Paris"),
+        ({"options": TOWNS, "answer": "B"}, LISTED, "B. Paris"),
+        ({"options": {"A": "Rome", "B": "Paris", "C": "7"}, "answer": "C"}, LISTED, "C. 7"),
+        ({"choices": {"text": TOWNS, "label": [*"123"]}, "answerKey": "2"}, LISTED, "B. Paris"),
+        ({"choices": TOWNS, "answer": "Paris"}, CAPITAL, "Paris"),
+        ({"choices": TOWNS, "answer": "7"}, CAPITAL, "7"),
+        ({"options": ["fast"], "answer": 42}, CAPITAL, "42"),
+        ({"choices": TOWNS, "question": LISTED, "answer": 2}, LISTED, "C. 7"),
+    ],
+)
+def test_the_number_or_label_of_a_choice(
+    row: Row, question: str, answer: str, tmp_path: Path
+) -> None:
+    (task,) = load(tmp_path, {"question": CAPITAL, **row})
+    assert (task.question, task.answers) == (question, (answer,))
+    with pytest.raises(DataError, match=r"'choices'.*texts"):
+        load(tmp_path, {"question": "q", "choices": [{"a": 1}], "answer": 0})
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_labels_of_datasets_have_their_names(suffix: str, tmp_path: Path) -> None:
+    label = {"names": ["no", "yes"], "_type": "ClassLabel"}
+    about = json.dumps({"info": {"features": {"answer": label, "n": {"_type": "Value"}}}})
+    rows = [{"question": "q", "answer": n, "n": n} for n in (0, 1)]
+    table = pyarrow.Table.from_pylist(rows).replace_schema_metadata({"huggingface": about})
+    path = tmp_path / f"rows.{suffix}"
+    if suffix == "parquet":
+        parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
+            stream.write_table(table)
+    assert [task.answers[0] for task in load_tasks(path, "e")] == ["no", "yes"]
+    assert load_tasks(path, "e", ends=1)[1].metadata["n"] == 1

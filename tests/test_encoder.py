@@ -61,7 +61,7 @@ async def test_ids_equal_those_of_the_tokenizer(
     for one in messages:
         assert async_renderer.observation(one, [TOOL], 100) == here.observation(one, [TOOL], 100)
     assert max(map(len, calls)) < 20, "only frames and marks are encoded on the loop"
-    assert async_renderer.num_cut == here.num_cut == 4
+    assert async_renderer.num_results == here.num_results
 
 
 async def test_only_the_kept_part_of_a_huge_text_is_encoded(async_renderer: TagRenderer) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from typing import Any
 
 import pytest
 
-from agentenv.base.errors import ConfigError, ToolError
+from agentenv.base.errors import ConfigError, CrashError, ToolError
 from agentenv.base.types import ToolResult
 from agentenv.contract.function_tool import tool
 
@@ -70,3 +71,23 @@ def test_a_parameter_without_annotation_is_refused() -> None:
     for function in (untyped, variadic):
         with pytest.raises(ConfigError, match="type annotation"):
             tool(function)
+
+
+@pytest.mark.parametrize("result", [Iterator[str], AsyncIterator[str], int, str | None, list[str]])
+def test_a_function_whose_result_is_no_text_is_refused_at_its_decoration(result: Any) -> None:
+    def find():  # type: ignore[no-untyped-def]
+        return "a"
+
+    find.__annotations__["return"] = result
+    with pytest.raises(ConfigError, match=r"@tool find \(test_tool.py, line \d+\)"):
+        tool(find)
+
+
+@pytest.mark.parametrize("result", [str | ToolResult, Awaitable[str], Any, None])
+async def test_a_function_may_leave_its_result_open_and_must_have_a_text(result: Any) -> None:
+    def find():  # type: ignore[no-untyped-def]
+        return ToolResult(None)  # type: ignore[arg-type]
+
+    find.__annotations__.update({"return": result} if result else {})
+    with pytest.raises(CrashError, match="NoneType"):
+        await tool(find).call({}, None)

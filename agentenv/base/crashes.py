@@ -18,6 +18,7 @@ from agentenv.base.installation import PACKAGES
 T = TypeVar("T")
 
 
+A_TEXT = "expected the text for the policy (str, or json.dumps), or a ToolResult"
 MAX_SHOWN = 500  # characters of a description of a call and its arguments
 
 
@@ -58,15 +59,19 @@ async def at_start(work: Awaitable[T], what: str) -> T:
 
 def not_a_text(name: str, found: Any, function: Any) -> CrashError:
     """The error of a tool whose function or method did not return a text."""
-    code = getattr(function, "__code__", None)
-    place = f"{Path(code.co_filename).name}, line {code.co_firstlineno}" if code else ""
+    place, text = code_place(function), getattr(found, "text", "")
     kind = "None" if found is None else f"a value of type {type(found).__name__}"
-    crash = CrashError(
-        f"the tool {name!r}{place and f' ({place})'} returned {kind}; expected the text for the "
-        "policy (str, or json.dumps), or a ToolResult"
-    )
-    crash.place = place
+    if not isinstance(text, str):
+        kind = f"a {type(found).__name__} whose text is of type {type(text).__name__}"
+    crash = CrashError(f"the tool {name!r}{place} returned {kind}; {A_TEXT}")
+    crash.place = place.strip(" ()")
     return crash
+
+
+def code_place(function: Any) -> str:
+    """The first line of a function, as " (my_env.py, line 12)"; empty if it is not Python's."""
+    code = getattr(function, "__code__", None)
+    return f" ({Path(code.co_filename).name}, line {code.co_firstlineno})" if code else ""
 
 
 OURS = "agentenv"  # the package whose lines do not locate a user's bug, except in this part

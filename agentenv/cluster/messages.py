@@ -170,12 +170,10 @@ class SampleTurn(Struct, array_like=True, frozen=True, tag=3):
 
 class WorkerFigures(Struct, array_like=True, tag=5):
     """A heartbeat, with statistics of a worker. `hits` and `probe_waits_s` are those of
-    `agentenv.rollout.metrics.PrefixHits` and `ProbeWaits` since the last message; `env` and
-    `num_cut` count since its start. `behind` names the longest wait of its rollouts; empty: no
-    rollouts."""
+    `agentenv.rollout.metrics.PrefixHits` and `ProbeWaits` since the last message; `env` counts
+    since its start. `behind` names the longest wait of its rollouts; empty: no rollouts."""
 
     num_open_envs: int = 0
-    num_cut: int = 0
     hits: dict[str, list[int]] = {}
     probe_waits_s: list[float] = []
     env: dict[str, float] = {}

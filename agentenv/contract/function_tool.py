@@ -8,12 +8,13 @@ async def weather(city: str, days: int = 1) -> str:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, get_type_hints
+from collections.abc import Awaitable, Callable, Mapping
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from agentenv.base.crashes import not_a_text
+from agentenv.base.crashes import A_TEXT, code_place, not_a_text
 from agentenv.base.errors import ConfigError, ForeignError, ToolError
 from agentenv.base.types import ToolResult
 from agentenv.base.untrusted import convert
@@ -27,6 +28,7 @@ class FunctionTool(StatelessTool):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.name = function.__name__
+        _check_result(function)
         self.description = inspect.cleandoc(function.__doc__ or "")
         self.function = function
         self._arguments = _arguments_struct(function)
@@ -37,11 +39,10 @@ class FunctionTool(StatelessTool):
         outcome = self.function(**msgspec.structs.asdict(checked))
         if inspect.isawaitable(outcome):
             outcome = await outcome
-        if isinstance(outcome, ToolResult):
-            return outcome
-        if not isinstance(outcome, str):
+        found = outcome if isinstance(outcome, ToolResult) else ToolResult(outcome)
+        if not isinstance(found.text, str):
             raise not_a_text(self.name, outcome, self.function)
-        return ToolResult(outcome)
+        return found
 
 
 def tool(function: Callable[..., Any]) -> FunctionTool:
@@ -81,6 +82,16 @@ def inlined(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...]
     if name in definitions:
         return {} if name in within else inlined(definitions[name], definitions, (*within, name))
     return {key: inlined(value, definitions, within) for key, value in schema.items()}
+
+
+def _check_result(function: Callable[..., Any]) -> None:
+    """Raises ConfigError for an annotated result that is not a text."""
+    hint = get_type_hints(function).get("return", Any)
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    for kind in [get_origin(one) or one for one in parts if one is not Any]:
+        if isinstance(kind, type) and not issubclass(kind, str | ToolResult | Awaitable):
+            name = f"@tool {function.__name__}{code_place(function)}"
+            raise ConfigError(f"{name} returns {kind.__name__}; {A_TEXT}")
 
 
 def _arguments_struct(function: Callable[..., Any]) -> type[msgspec.Struct]:

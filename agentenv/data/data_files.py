@@ -34,6 +34,7 @@ SUFFIXES = (".jsonl", ".json", *TABLES, *ARROW)
 SPLIT = re.compile(r"(train|test|validation|valid|val|dev)(?=[-_.0-9])")
 # functions that generate rows, by the prefix before the colon that replaces a path
 GENERATORS = {
+    "gymnasium": "agentenv.envs.bridges.gymnasium_env:rows",
     "openenv": "agentenv.envs.bridges.openenv:rows",
     "reasoning_gym": "agentenv.envs.bridges.reasoning:rows",
     "verifiers": "agentenv.envs.bridges.verifiers_env:rows",

@@ -107,12 +107,12 @@ def read_csv(path: Path) -> Iterator[RawRow]:
 
 def read_arrow(path: Path, ends: int = 0) -> Iterator[RawRow]:
     if not ends:
-        rows = (row for batch in _batches(path) for row in batch.to_pylist())
+        rows = (row for batch in _batches(path) for row in _rows(batch))
         yield from starmap(partial(checked, path), enumerate(rows, 1))
         return
     places = ((batch, place) for batch in _batches(path) for place in range(batch.num_rows))
     for number, (batch, place) in of_both_ends(enumerate(places, 1), ends):
-        yield checked(path, number, batch.slice(place, 1).to_pylist()[0])
+        yield checked(path, number, _rows(batch.slice(place, 1))[0])
 
 
 def _batches(path: Path) -> Iterator[Any]:
@@ -127,6 +127,24 @@ def _batches(path: Path) -> Iterator[Any]:
             yield from arrow.ipc.open_stream(source)  # as `datasets` saves
     except (arrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from error
+
+
+def _rows(batch: Any) -> list[Any]:
+    """Its rows, with the names of the labels of ClassLabel columns, from the metadata."""
+    about = (batch.schema.metadata or {}).get(b"huggingface", b"{}")
+    try:
+        features = decode_loose(about)["info"]["features"]
+    except (ForeignError, LookupError, TypeError):
+        features = {}
+    names = {
+        key: dict(enumerate(one["names"]))
+        for key, one in features.items()
+        if isinstance(one, dict) and one.get("_type") == "ClassLabel"
+    }
+    return [
+        row | {key: known.get(row[key]) for key, known in names.items()}
+        for row in batch.to_pylist()
+    ]
 
 
 def checked(path: Path, number: int, row: Any) -> RawRow:

@@ -3,7 +3,10 @@
     question   question, Question, problem, prompt (a text, or chat messages), input,
                extra_info.question
     answer     reward_model.ground_truth (ARPO, Tool-Star, verl), answer, answers, Answer,
-               Final answer (GAIA), golden_answers, ground_truth, output (KILT)
+               Final answer (GAIA), golden_answers, ground_truth, output (KILT), answerKey (ARC)
+
+The number (from 0) or label of one of the row's `choices` or `options` becomes "B. Paris", and the
+question lists them, unless it contains them.
 
 An answer is a text, a number, or a list of them; a text with a JSON list of texts, in CSV also a
 list of Python; a text whose last line is "#### gold" (GSM8K, the solution goes to
@@ -23,6 +26,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from msgspec import Meta, Struct, field
@@ -138,7 +142,7 @@ class MixPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 QUESTIONS = ("question", "Question", "problem", "prompt", "input", "extra_info.question")
 ANSWERS = ("reward_model.ground_truth", "answer", "answers", "Answer", "Final answer",
-           "golden_answers", "ground_truth", "output")  # fmt: skip
+           "golden_answers", "ground_truth", "output", "answerKey")  # fmt: skip
 KINDS = ("kind", "data_source", "ability")
 ENV_BY = ("data_source", "ability")
 HELD_IN = ("text", "answer", "target")
@@ -215,6 +219,7 @@ class RowReader:
         env_id = _text(env) or self._env_by(row) or self.env_id
         has_answer = gold.column or self.needs_answer(env_id)
         answers, solution = self._answers(gold, raw) if has_answer else ((), "")
+        question, answers = with_choices(row, question, answers, gold.value)
         used = [part.column for part in (source, system, name, kind, env)]
         is_plain = not self.keep_golds or self._is_plain(gold, answers, solution)
         metadata = _rest(row, [*used, gold.column] if is_plain else used)
@@ -280,7 +285,7 @@ class RowReader:
         if isinstance(value, str) and answers == (self._repaired(value),):
             return True
         is_known = gold.column.endswith(GOLD_KEY)
-        return not is_known and (value == solution or isinstance(value, int | float))
+        return not is_known and (value == solution or answers == (str(value),))
 
     def _doubt(self, raw: RawRow, what: str, text: str) -> None:
         found = self.doubts.setdefault(raw.path, {})
@@ -315,6 +320,30 @@ class RowReader:
         if self.config.compat == "reference":
             return text
         return repaired(text)
+
+
+def with_choices(
+    row: Row, question: str, answers: tuple[str, ...], value: Any
+) -> tuple[str, tuple[str, ...]]:
+    """The question with the row's choices, and the gold as "LETTER. TEXT", where it is the number
+    (from 0) or label of one. Raises DataError for choices in another form."""
+    found: Any = row.get("choices", row.get("options"))
+    texts, labels = found, [*ascii_uppercase]
+    if isinstance(found, dict):  # ARC, or an object from label to text
+        texts, labels = found.get("text", [*found.values()]), found.get("label", [*found])
+    is_read = isinstance(texts, list) and all(isinstance(one, str) for one in texts)
+    if "choices" in row and type(value) is int and not is_read:
+        raise DataError(f"key 'choices': expected texts for answer {value}, got {found!r:.60}")
+    if not is_read or len(answers) != 1 or (isinstance(value, str) and value in texts):
+        return question, answers
+    shown = [f"{label}. {text}" for label, text in zip(ascii_uppercase, texts, strict=False)]
+    golds = {str(number): one for number, one in enumerate(shown)}
+    golds |= dict(zip(labels, shown, strict=False))
+    if answers[0] not in golds:
+        return question, answers
+    if not all(text in question for text in texts):
+        question = "\n".join((question, *shown))
+    return question, (golds[answers[0]],)
 
 
 def repaired(text: str) -> str:

@@ -159,8 +159,8 @@ class NativeRenderer(TextCodec):
         is_open = turn_ids and not self.is_ended(turn_ids)
         ids = array("i", [self.end_id] if is_open else [])
         ids.extend(self.encode(frames[0]))
-        for text, frame in zip(texts, frames[1:], strict=True):
-            ids += self.encode_foreign(text, tools, max_tokens)
+        for message, text, frame in zip(messages, texts, frames[1:], strict=True):
+            ids += self.encode_foreign(text, tools, max_tokens, message.name)
             ids.extend(self.encode(frame))
         return ids
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import cache, cached_property, lru_cache
@@ -151,7 +151,7 @@ class TextCodec:
         is_bare = fast is not None and fast.truncation is None and fast.padding is None
         self._fast = fast if is_bare else None
         self.encoder: Encoder | None = None  # encodes long texts off the event loop
-        self.num_cut = 0  # truncated texts; equal ones count once while cached
+        self.num_results = Counter[str]()  # by tool; equal ones count once while cached
         self._is_written = lru_cache(NUM_KNOWN_ROLES)(self._writes)
         self._known: OrderedDict[Known, array[int]] = OrderedDict()  # least recently used first
         self._num_known_chars = 0
@@ -170,15 +170,19 @@ class TextCodec:
             return ids
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def encode_foreign(self, text: str, tools: ToolSchemas, max_tokens: int) -> array[int]:
+    def encode_foreign(
+        self, text: str, tools: ToolSchemas, max_tokens: int, source: str | None = None
+    ) -> array[int]:
         """Token ids of untrusted text, int32: neutralised, without control tokens, and at most
-        max_tokens, with head and tail kept. The array is shared: do not modify it."""
+        max_tokens, with head and tail kept; `source` is the tool. The array is shared: do not
+        modify it."""
         key = _key(text, tools, max_tokens)
         known = self._known.get(key)
         if known is not None:
             self._known.move_to_end(key)
             return known
-        return self._fitted(key, array("i", self.encode(self.neutralise(key[0], tools))))
+        ids = array("i", self.encode(self.neutralise(key[0], tools)))
+        return self._fitted(key, ids, source)
 
     async def prepare(
         self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
@@ -186,12 +190,13 @@ class TextCodec:
         """Encode the texts of an observation in the process of `encoder`, if there is one."""
         if self.encoder is None:
             return
-        for text in self.texts(messages, tools):
+        for message, text in zip(messages, self.texts(messages, tools), strict=True):
             key = _key(text, tools, max_tokens)
             if len(text) < FEW_CHARS or key in self._known or self.encoder.rests:
                 continue
             with suppress(EncoderLostError):  # then the loop encodes it
-                self._fitted(key, await self.encoder.encode(self.neutralise(key[0], tools)))
+                ids = await self.encoder.encode(self.neutralise(key[0], tools))
+                self._fitted(key, ids, message.name)
 
     def is_ended(self, turn_ids: Sequence[int]) -> bool:
         """Whether a turn has its end-of-sequence token."""
@@ -201,7 +206,7 @@ class TextCodec:
         """The texts that `observation` passes to `encode_foreign`."""
         return [message.content for message in messages]
 
-    def _fitted(self, key: Known, ids: array[int]) -> array[int]:
+    def _fitted(self, key: Known, ids: array[int], source: str | None) -> array[int]:
         """The truncated ids of a text without control tokens, which are cached."""
         text, max_tokens = key[0], key[2]
         if forged := self.special_ids.intersection(ids):  # the tokenizer normalizes look-alikes
@@ -209,8 +214,12 @@ class TextCodec:
             shown = f"{problem}: of {self.decode([*forged])!r}"
             tally(BROKEN).add(int(not self.is_probe), shown)
             ids = array("i", [token for token in ids if token not in forged])
-        if len(ids) > max_tokens or len(text) > max_tokens * MAX_CHARS_A_TOKEN:
-            self.num_cut += 1
+        is_cut = len(ids) > max_tokens or len(text) > max_tokens * MAX_CHARS_A_TOKEN
+        tool = source or "the environment"
+        self.num_results[tool] += 1
+        limit = f"limits.max_tool_result_tokens = {max_tokens}"
+        shown = f"a result of {tool} exceeds {limit}: raise it, or return less"
+        tally(f"num_results_cut/{tool}").add(is_cut, shown)
         if len(ids) > max_tokens:
             marker = array("i", self.encode(CUT_MARKER))
             room = max(0, max_tokens - len(marker))
@@ -430,7 +439,7 @@ class TagRenderer(TextCodec):
         results = [message for message in messages if message.role == "tool"]
         for message in results:
             ids += self._frame[0]
-            ids += self.encode_foreign(message.content, tools, max_tokens)
+            ids += self.encode_foreign(message.content, tools, max_tokens, message.name)
             ids += self._frame[1]
         users = messages[len(results) :]
         if users:

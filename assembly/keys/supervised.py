@@ -295,6 +295,10 @@ class SFTConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gate_threshold: Annotated[
         float, about("teacher-forced exact match that every kind must reach", ge=0, le=1)
     ] = 0.9
+    missed_gate: Annotated[
+        Literal["warn", "end"],
+        about("a stage with until_gate that ends below the gate: warn, or end the run"),
+    ] = "warn"
     warmup_steps: Annotated[int, about("steps of linear warm-up", ge=0)] = 20
     optimizer: Annotated[ColdStartOptimizer, about("optimizer of the cold start")] = (
         ColdStartOptimizer()

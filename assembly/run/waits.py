@@ -22,8 +22,8 @@ AGAIN = 4  # a wait is reported again at AGAIN times its last reported length
 
 
 def oldest(one: BranchNow) -> tuple[float, int, str]:
-    """The order of waits, the longest first."""
-    return -one.for_s, one.tree, one.branch
+    """The order of waits: first the one that most exceeds its expected length, a pause last."""
+    return expected_s(one.what) - one.for_s, one.tree, one.branch
 
 
 def expected_s(what: str) -> float:

@@ -51,6 +51,11 @@ _LARGE = re.compile(rf"{TOO_LARGE}|byte limit")  # the package's text for an eve
 # of a reply, before its result or after it
 _ID = re.compile(rb'\A[\s{]*(?:"jsonrpc"[^,{}]*,\s*)?"id":\s*(\d+)|"id":\s*(\d+)[^{}]*\}\s*\Z')
 _EVENT_END = re.compile(rb"\n\n|\r\r|\r\n\r\n")
+# data in base64, such as an image, of which no policy reads the letters
+_BASE64 = re.compile(
+    r"(?a)(?:data:(?P<type>[\w/.+-]+);base64,)?(?<![\w/+-])(?=[\w/+-]*[A-Z])(?=[\w/+-]*[a-z])"
+    r"(?=[\w/+-]*\d)(?P<data>[\w/+-]{1000,}=*)"
+)
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
@@ -427,7 +432,8 @@ def text_of(result: Any) -> str:
     structured = result.structured_content
     is_new = structured is not None and not _is_shown(structured, result.content)
     if is_new and (structured or not shown):
-        shown.append(json.dumps(structured, ensure_ascii=False, separators=(",", ":")))
+        text = json.dumps(structured, ensure_ascii=False, separators=(",", ":"))
+        shown.append(without_binary(text))
     return "\n".join(shown)
 
 
@@ -441,7 +447,13 @@ def text_of_json(value: Any) -> str:
         return "\n".join(blocks) or text_of_json(value.get("structured_content") or "")
     if isinstance(value, dict) and len(value) == 1:
         (value,) = value.values()
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return without_binary(text)
+
+
+def without_binary(text: str) -> str:
+    """The text with the size of base64 data, such as an image, in its place."""
+    return _BASE64.sub(lambda one: _described("binary", one["type"], _size(one["data"])), text)
 
 
 def _block_text(block: Any) -> str:

@@ -18,6 +18,7 @@ row contains its entry, as a Python literal, since scorers distinguish tuples fr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -34,6 +35,12 @@ from agentenv.envs.grading.verdict import final_answer
 KEY = "reasoning_gym"  # in Task.metadata: the scorer's input
 SIZE = 10_000  # default number of questions
 HELD_OUT_SEED = 1_000_000_000  # default seed
+# tasks whose scorer pays wrong answers in full
+BROKEN = {
+    "coin_flip": "the beginning of the answer, such as 0 for 0.25",
+    "game_of_life_halting": "every answer where the game halts",
+}
+_NAN = re.compile(r"\bnan[ij]?\b", re.IGNORECASE)  # equal to every number, for some scorers
 
 
 def rows(name: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[Row]:
@@ -58,8 +65,8 @@ def rows(name: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[R
 
 
 def score(task: Task, written: Sequence[Message], calls: Mapping[str, int]) -> dict[str, Any]:
-    """The scorer's score of the answer, from 0 to 1; 1 is right. Raises DataError for a task of
-    another source."""
+    """The scorer's score of the answer, from 0 to 1; 1 is right. An answer on which it raises
+    scores 0, with the part scorer_raised. Raises DataError for a task of another source."""
     made = task.metadata.get(KEY)
     if not isinstance(made, dict):
         raise DataError(
@@ -67,16 +74,31 @@ def score(task: Task, written: Sequence[Message], calls: Mapping[str, int]) -> d
             'expected data.train = "reasoning_gym:NAME"'
         )
     answer = final_answer(written[-1].content) if written else ""
-    scorer = _scorer(made["name"], repr(made["options"]))
-    found = float(scorer(answer, decode_python(made["entry"])))
-    return {"score": found, "correct": found >= 1.0}
+    scorer, entry = _scorer(made["name"], repr(made["options"])), decode_python(made["entry"])
+    found, reason = 0.0, ""
+    try:
+        if not _NAN.search(answer) or _NAN.search(str(entry["answer"])):
+            found = float(scorer(answer, entry))
+    except Exception as error:  # of the package, on an answer of no form
+        reason = f"the scorer raised {type(error).__name__}: {error}"
+    parts = {"correct": found >= 1.0, "scorer_raised": float(bool(reason))}
+    return {"score": found, "reason": reason, **parts}
+
+
+class PackageScorer:
+    """Made in the process that forks the workers, so that the package is imported once."""
+
+    grade = staticmethod(score)
+
+    def __init__(self) -> None:
+        needed("reasoning_gym.factory", "reasoning-gym", "grader.own")
 
 
 class ReasoningGymGrader(CustomGrader):
     """The scorers, in killable processes."""
 
     def __init__(self) -> None:
-        super().__init__(__file__, "score")
+        super().__init__(__file__, "PackageScorer")
 
 
 @cache
@@ -92,8 +114,15 @@ def _dataset(name: str, keys: Mapping[str, Any]) -> Any:
         hint = meant(name, known, f"known: {', '.join(known)}")
         raise DataError(f"reasoning_gym:{name}: unknown task; {hint}")
     try:
-        return gym.create_dataset(name, **keys)
-    except (TypeError, AssertionError, ValueError) as error:
+        own, parts = dict(keys), [name]
+        if name == "composite":
+            spec = needed("reasoning_gym.composite", "reasoning-gym", "composite").DatasetSpec
+            made = [spec(**{"weight": 1.0, "config": {}, **one}) for one in keys["datasets"]]
+            own["datasets"], parts = made, [one.name for one in made]
+        for part in BROKEN.keys() & parts:
+            raise ValueError(f"the scorer of {part} pays {BROKEN[part]}; choose another task")
+        return gym.create_dataset(name, **own)
+    except Exception as error:  # of the package's checks, or of a value of the wrong kind
         fields = ", ".join(known[name][1].__dataclass_fields__)
         raise DataError(
             f"reasoning_gym:{name}: source = {dict(keys)}: {error}; it takes {fields}"

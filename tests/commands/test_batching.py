@@ -16,19 +16,22 @@ from agentenv.assembly.reports.records import EvalRow
 from agentenv.base.config import load_config
 from agentenv.base.errors import ConfigError, EngineError, EnvError
 from agentenv.base.tree import TrajectoryTree
-from agentenv.base.types import Limit, Task
+from agentenv.base.types import Limit, Message, Task
+from agentenv.contract.env import tally
 from agentenv.learners.algorithms.aepo import AEPO
 from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.algorithms.baselines import DAPO, ReinforcePP
 from agentenv.learners.algorithms.credit import TreeCredit
 from agentenv.learners.trees.encoded_tree import encode
+from agentenv.text.renderer import TagRenderer
 from agentenv.training.loop.alarms import Alarms
 from agentenv.training.loop.batching import BatchBuilder, RefusedStepError, StepBatch
 from agentenv.training.loop.evaluations import refuse_failed
 from agentenv.training.loop.parity import is_exact
 from agentenv.training.loop.state import RunState
 from tests.learners.trees import credited, random_tree
+from tests.support.toy import CharTokenizer
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 credit_calls: list[int] = []
@@ -83,6 +86,16 @@ def test_a_tool_that_always_fails_and_a_policy_jump_are_warned_of_once(
     assert caplog.messages[0].endswith("is locked")
     assert "learner/kl_to_proximal" in caplog.messages[1]
     assert all(one.shown for one in caplog.records)  # type: ignore[attr-defined]
+
+
+def test_a_tool_whose_results_are_cut_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    renderer = TagRenderer(CharTokenizer())
+    for length, name in ((9, "list"), (30, "list"), (31, "list"), (8, "book")):
+        renderer.observation([Message("tool", "x" * length, name=name)], (), 24)
+    assert renderer.num_results == {"list": 3, "book": 1}
+    assert tally("num_results_cut/list").number == 2
+    (text,) = caplog.messages
+    assert "of list" in text
 
 
 def test_a_cache_without_hits_is_reported_after_three_steps(

@@ -53,7 +53,7 @@ def maker(env: dict[str, Any], run: Path = Path("runs/x"), **tables: Any) -> Env
 def test_every_registered_environment_has_a_test() -> None:
     """Except programs and external environments, which have their own test files."""
     ids = {env_id for env_id in agentenv.env_ids() if env_id.startswith("agentenv/")}
-    apart = {"agentenv/Program-v0", "agentenv/Verifiers-v0", "agentenv/OpenEnv-v0"}
+    apart = {f"agentenv/{name}-v0" for name in ("Gymnasium", "OpenEnv", "Program", "Verifiers")}
     assert ids - apart == {*READS}
 
 

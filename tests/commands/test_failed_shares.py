@@ -57,6 +57,8 @@ def test_trajectories_with_refused_calls_are_no_success(state: RunState) -> None
     summary = summarize(state, "held", 0, [])
     summary["tokens"]["sampled_per_s"] = 1.0
     assert "(7 with refused" in rollouts_line(summary)
+    assert "forked" not in rollouts_line(summary)
+    assert "forked" in rollouts_line(summary | {"never_forked": True})
 
 
 def test_the_final_table_has_the_failed_share_next_to_each_success(state: RunState) -> None:

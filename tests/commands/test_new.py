@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ SMALL = [
     "algorithm.group_size=4",
     'sft.stages=[{rows="clean", num_steps=4, until_gate=true}, {rows="mixed", num_steps=2}]',
     "sft.gate_every=2",
+    "sft.missed_gate=warn",
     "eval.sets.heldout.max_tasks=4",
 ]
 
@@ -87,7 +89,12 @@ def test_the_doctor_finds_no_fault_in_a_generated_environment(
 
 @pytest.mark.parametrize(("kind", "algorithm"), [("env", "grpo"), ("state", "arpo")])
 def test_a_generated_environment_trains(
-    kind: str, algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: None
+    kind: str,
+    algorithm: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    here: None,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A state is tried before forks, and its rewards are not graded again without it."""
     name = f"dice_{kind}"
@@ -97,7 +104,12 @@ def test_a_generated_environment_trains(
     monkeypatch.syspath_prepend(str(tmp_path))
     words = [f"{name}/train.toml", *SMALL, f"algorithm.name={algorithm}"]
     assert train.main([*words, "--dry-run"]) == 0
+    assert train.main([*words, "sft.missed_gate=end", "run.name=ended"]) == 2
+    ended = capsys.readouterr()
     assert train.main(words) == 0
+    shown = capsys.readouterr()
+    for told in (ended.err, shown.out + shown.err):
+        assert re.search(r"0\.7:.*0\.00, 0\.00\)", told)
     run = tmp_path / "runs" / name
     assert json.loads((run / "summary.json").read_text())["algorithm"] == algorithm
     assert (run / "checkpoints" / "step-000002").is_dir()

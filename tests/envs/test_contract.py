@@ -78,6 +78,14 @@ CASES = {
             answer("275709"),
         ],
     ),
+    "agentenv/Gymnasium-v0": Case(
+        lambda directory: {
+            "id": "FrozenLake-v1",
+            "actions": ["left", "down", "right", "up"],
+            "options": {"max_episode_steps": 3},
+        },
+        [call("step", action="right"), call("step", action="down"), call("step", action="left")],
+    ),
     "agentenv/QAGrader-v0": Case(lambda directory: {}, [answer("275709")]),
     "agentenv/Program-v0": Case(
         lambda directory: {"program": keys()}, [call("search", query="q"), answer("275709")]

@@ -173,10 +173,7 @@ class StepReport:
     def _env_figures(self) -> Metrics:
         """Counts of environments since the start, in this process and in workers."""
         total = Counter(shared_stats())
-        num_cut = getattr(self.parts.actor.renderer, "num_cut", 0)
         workers = self.feeder.workers
         for figures in () if workers is None else workers.figures():
             total.update(figures.env)
-            num_cut += figures.num_cut
-        counted = {f"env/{name}": value for name, value in total.items()}
-        return {"env/num_results_cut": num_cut, **counted}
+        return {f"env/{name}": value for name, value in total.items()}

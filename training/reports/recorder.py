@@ -50,10 +50,12 @@ WINDOW = 20  # tokens of the entropy line
 def rollouts_line(summary: dict[str, Any]) -> str:
     """The ends of all trajectories; one with a refused call may have ended well."""
     totals, rate = summary["rollouts"], summary["tokens"]["sampled_per_s"]
+    forks = "; the algorithm never forked" if summary.get("never_forked") else ""
     refused = f" ({totals['refused']} with refused calls)" if totals["refused"] else ""
     return (
         f"rollouts: {totals['trajectories']} ended{refused}, {totals['failed']} failed "
-        f"({totals['failed_share']:.1%}); {rate:.0f} sampled tokens a second over the RL phase"
+        f"({totals['failed_share']:.1%}){forks}; {rate:.0f} sampled tokens a second over the RL "
+        "phase"
     )
 
 
@@ -406,6 +408,7 @@ class RunRecorder:
             "seed": config.run.seed,
             "algorithm": config.algorithm_name,
             **summarize(state, self.report_set, in_flight, failures),
+            "never_forked": bool(config.algorithm.plan(2).fork_window) and not state.totals.forks,
             **figures,
         }
         self.run.write_json("summary.json", summary)

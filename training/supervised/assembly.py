@@ -9,6 +9,7 @@ from agentenv.assembly.run.checkpoints import COLD_START
 from agentenv.assembly.serving.gpus import trains_on_gpu
 from agentenv.base.disk_errors import SHARED_MEMORY
 from agentenv.base.offload import in_thread
+from agentenv.contract.env import tally
 from agentenv.training.loop.parts import LoopAssembly
 from agentenv.training.supervised.data import Demonstrations, check_stages, load_demonstrations
 
@@ -26,10 +27,14 @@ class TrainingAssembly(LoopAssembly):
         messages, info = (await self.episodes())[TRAINED]
         tools = list(info.get("tools", ()))
         system = next((one.content for one in messages if one.role == "system"), "")
+        most = self.config.limits.max_tool_result_tokens
         trained, gate = [
-            await in_thread(load_demonstrations, self.resolve(path), renderer, tools, system)
+            await in_thread(load_demonstrations, self.resolve(path), renderer, tools, system, most)
             for path in (sft.data, sft.gate)
         ]
+        for tool, number in getattr(renderer, "num_results", {}).items():
+            if num_cut := tally(f"num_results_cut/{tool}").number:
+                self.report(f"sft: {num_cut} of {number} results of {tool} are cut, as in rollouts")
         check_stages(sft, trained)
         return trained, gate
 

@@ -16,9 +16,10 @@ from random import Random
 
 from msgspec.structs import replace
 
-from agentenv.assembly.keys.supervised import SFTStage
+from agentenv.assembly.keys.supervised import SFTConfig, SFTStage
 from agentenv.assembly.run.checkpoints import COLD_START, Saver
 from agentenv.base.deadline import uncancelled
+from agentenv.base.errors import SHOWN, DataError
 from agentenv.learners.optimizer import optimizer_of
 from agentenv.learners.trees.encoded_tree import EncodedTree
 from agentenv.training.loop.parts import Parts
@@ -26,6 +27,7 @@ from agentenv.training.loop.recorder import Recorder
 from agentenv.training.loop.state import Imitating
 
 REPORT_EVERY_S = 30.0  # between lines with the loss, unless the gate is measured meanwhile
+MAX_COURSE = 5  # measurements of a missed gate that are shown
 KIND_BOOST = 2.0  # a kind without any skill is drawn 1 + KIND_BOOST times as often
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,19 @@ def why_lower(stages: Sequence[SFTStage]) -> str:
     return (
         f"; this stage trains on other rows than the gate measures ({gated[-1]}), so the match may "
         "be low"
+    )
+
+
+def missed(stage: str, num_steps: int, course: Sequence[dict[str, float]], sft: SFTConfig) -> str:
+    """Describes a stage that missed its gate; `course` has its measurements in order."""
+    kinds = [f"{kind} {share:.2f}" for exact in course[-1:] for kind, share in exact.items()]
+    least = [f"{min(exact.values()):.2f}" for exact in course[-MAX_COURSE:]]
+    return (
+        f"{stage} of the cold start ended after {num_steps} steps below its gate of "
+        f"{sft.gate_threshold:g}: {', '.join(kinds)} (lowest so far: {', '.join(least)}); while it "
+        "rises, raise num_steps; else make the skill easier (the answer next to its key, shorter "
+        "results), add demonstrations, use a larger model, or change "
+        f"sft.optimizer.learning_rate ({sft.optimizer.learning_rate:g})"
     )
 
 
@@ -124,25 +139,18 @@ class ColdStart:
             await learner.reset_optimizer(config.optimizer)
             if self._checkpoint is not None:
                 await learner.load(self._checkpoint / "trainer")  # with the optimizer's state
-            is_passed = True
             for number, stage in enumerate(config.stages, 1):
                 rows = f" ({stage.rows})" if stage.rows else ""
                 self._place = f"stage {number} of {len(config.stages)}{rows}"
-                is_passed &= await self._stage(stage, samplers[stage.rows])
-            exact = await self._measure(why_lower(config.stages))
-            if not is_passed:
-                logger.warning(
-                    "the cold start ended without passing its gate: %s; if its loss is flat or "
-                    "rises, change sft.optimizer.learning_rate (%g)",
-                    exact,
-                    config.optimizer.learning_rate,
-                )
+                await self._stage(stage, samplers[stage.rows])
+            await self._measure(why_lower(config.stages))
             await uncancelled(self._end())
             await self.parts.publish()
         self.parts.demonstrations = None  # free their memory
 
-    async def _stage(self, stage: SFTStage, sampler: DemonstrationSampler) -> bool:
-        """Run a stage; returns whether its gate, if it has one, was passed."""
+    async def _stage(self, stage: SFTStage, sampler: DemonstrationSampler) -> None:
+        """Run a stage. Raises DataError if it misses its gate and the configuration says so."""
+        course: list[dict[str, float]] = []
         first, last = stage.lr_scale
         for number in range(stage.num_steps):
             scale = first + (last - first) * number / stage.num_steps
@@ -162,8 +170,14 @@ class ColdStart:
                 weights = [1 + KIND_BOOST * (1 - exact.get(kind, 0.0)) for kind in sampler.kinds]
                 sampler.weights = weights
                 if min(exact.values()) >= self.config.gate_threshold:
-                    return True
-        return not stage.until_gate
+                    return
+                course.append(exact)
+        if not stage.until_gate:
+            return
+        text = missed(self._place, stage.num_steps, course, self.config)
+        if self.config.missed_gate == "end":
+            raise DataError(f'{text}; sft.missed_gate = "warn" goes on nevertheless')
+        logger.warning("%s", text, extra=SHOWN)
 
     async def _imitate(self, sequences: list[EncodedTree], scale: float) -> None:
         async with self.saver.moving():

@@ -38,7 +38,7 @@ from agentenv.training.supervised.dialogues import (
     read_conversation,
     read_preference,
 )
-from agentenv.training.supervised.encoding import ChatEncoder, Example
+from agentenv.training.supervised.encoding import WHOLE, ChatEncoder, Example
 
 
 class PairRow(Struct, frozen=True, omit_defaults=True):
@@ -283,7 +283,7 @@ Demonstrations = dict[str, dict[str, list[EncodedTree]]]  # by stage, then by ki
 
 
 def load_demonstrations(
-    path: Path, renderer: Renderer, tools: list[dict[str, Any]], system: str = ""
+    path: Path, renderer: Renderer, tools: list[dict[str, Any]], system: str = "", most: int = WHOLE
 ) -> Demonstrations:
     """Read and encode demonstrations by stage and kind (keys "stage" and "kind" of a row): rows
     {"question", "turns": [{"action", "result"}, ...]} or any other format of
@@ -291,10 +291,12 @@ def load_demonstrations(
 
     The stage "" contains all rows. Rows without a system prompt get `system`, that of the episodes.
     Only the policy's text is trained: actions and, after the last, the end-of-sequence token.
+    Results are cut to `most` tokens, as in rollouts, which the renderer counts.
     Raises DataError with file and row, also for messages that rollouts reject between turns.
     """
     demonstrations: Demonstrations = {"": {}}
     encoder = ChatEncoder(renderer, Instruction(system))
+    encoder.max_result_tokens = most
 
     def read(raw: RawRow, form: RowFormat) -> list[tuple[Row, EncodedTree]]:
         conversation = msgspec.structs.replace(read_conversation(raw.row, form), tools=tools)

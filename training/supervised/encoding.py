@@ -71,8 +71,10 @@ class ChatEncoder:
     """Encodes conversations for one model.
 
     `instruction`: the system prompt of rows without one. With `compat`, tool results within an
-    answer are trained like the answer.
+    answer are trained like the answer. Results are cut to `max_result_tokens`, as in rollouts.
     """
+
+    max_result_tokens = WHOLE
 
     def __init__(
         self, renderer: Renderer, instruction: Instruction | None = None, *, compat: bool = False
@@ -174,7 +176,7 @@ class ChatEncoder:
         for one in found:
             yield self.renderer.encode(text[start : one.start()]), True
             result = Message("tool", one[1].strip())
-            yield list(self.renderer.observation([result], tools, WHOLE)), False
+            yield list(self.renderer.observation([result], tools, self.max_result_tokens)), False
             start = one.end()
         yield self.renderer.encode(text[start:]), True
 
@@ -198,7 +200,7 @@ class ChatEncoder:
     ) -> list[int]:
         """The token ids between two answers: tool results and user messages."""
         try:
-            return list(self.renderer.observation(group, tools, WHOLE, turn_ids))
+            return list(self.renderer.observation(group, tools, self.max_result_tokens, turn_ids))
         except (ConfigError, CrashError) as error:
             raise DataError(str(error)) from error
 

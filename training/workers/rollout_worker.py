@@ -188,7 +188,6 @@ class RolloutWorker:
         actor = self.actor
         found = WorkerFigures(
             num_open_envs=actor.envs.count,
-            num_cut=getattr(actor.renderer, "num_cut", 0),
             hits=actor.prefixes.drain(),
             probe_waits_s=actor.probes.drain(),
         )

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from base64 import b64encode
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ from agentenv.contract.env import Grade, close_shared
 from agentenv.contract.tool_config import ToolConfig, load_tools
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import ToolLimits
-from agentenv.envs.bridges.mcp_tools import _BOUNDED, MCPTools
+from agentenv.envs.bridges.mcp_tools import _BOUNDED, MCPTools, text_of_json
 from tests.support.begun import begun
 from tests.support.ports import free_port
 from tests.support.small_server import until
@@ -406,3 +407,11 @@ def test_headers_and_variables_are_checked_when_the_source_is_created(
     with pytest.raises(ConfigError, match=problem) as caught:
         MCPTools(**kwargs)
     assert "top-secret" not in str(caught.value)
+
+
+def test_binary_fields_are_one_line() -> None:
+    image = b64encode(bytes(range(256)) * 4).decode()
+    urls = [f"data:image/png;base64,{image}"]
+    found = text_of_json({"screen": image, "views": urls, "text": "A" * 2000})
+    assert (found.count("1024 bytes"), found.count("image/png")) == (2, 1)
+    assert "A" * 2000 in found

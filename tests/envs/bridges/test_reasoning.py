@@ -11,10 +11,12 @@ from agentenv.assembly.keys.rl import DataConfig, EvalSet
 from agentenv.assembly.parts.assembly import load_set
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.types import Message, Task
+from agentenv.base.untrusted import decode_python
 from agentenv.contract.env import Grade, close_shared
 from agentenv.data.dataset import load_mix, load_tasks
 from agentenv.data.rows import MixPart, RowsConfig
-from agentenv.envs.bridges.reasoning import HELD_OUT_SEED, KEY, rows
+from agentenv.envs.bridges import reasoning
+from agentenv.envs.bridges.reasoning import BROKEN, HELD_OUT_SEED, KEY, rows, score
 from agentenv.envs.grading.reward import make_grader
 
 pytest.importorskip("reasoning_gym")
@@ -32,6 +34,11 @@ async def graded(task: Task, answer: str) -> Grade:
         return await grader.grade(task, [Message("assistant", f"<answer>{answer}</answer>")], {})
     finally:
         await close_shared()
+
+
+def scored(row: dict[str, Any], answer: str) -> dict[str, Any]:
+    task = Task("1", "e", row["question"], (), metadata={KEY: row[KEY]})
+    return score(task, [Message("assistant", f"<answer>{answer}</answer>")], {})
 
 
 def test_equal_seeds_give_equal_questions_and_held_out_ones_differ() -> None:
@@ -107,14 +114,51 @@ def test_each_task_scores_its_own_answer() -> None:
     question."""
     from reasoning_gym.factory import DATASETS
 
-    from agentenv.envs.bridges.reasoning import score
-
-    for name in sorted({*DATASETS} - {"composite", "knight_swap"}):
+    for name in sorted({*DATASETS} - {"composite", "knight_swap", *BROKEN}):
         for row in rows(name, {"size": 2}, held_out=True):
-            if row["answer"] == "one that the scorer accepts":
-                continue
-            task = Task(
-                id="1", env_id="e", question=row["question"], answers=(), metadata={KEY: row[KEY]}
-            )
-            messages = [Message("assistant", f"<answer>{row['answer']}</answer>")]
-            assert score(task, messages, {})["correct"], name
+            if row["answer"] != "one that the scorer accepts":
+                assert scored(row, row["answer"])["correct"], name
+
+
+@pytest.mark.heavy
+@pytest.mark.filterwarnings("default")
+def test_no_task_pays_an_answer_without_knowledge() -> None:
+    """Those refused do: the list is the shortest."""
+    from reasoning_gym.factory import DATASETS
+
+    paid = set()
+    for name in sorted({*DATASETS} - {"composite"}):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reasoning, "BROKEN", {})
+            for row in rows(name, {"size": 6}, held_out=True):
+                known = str(row["answer"]).casefold()
+                for answer in ("I don't know", "nan", "", "None", "0", "[]", "{}", "inf", "?"):
+                    is_right = known in (answer.casefold(), f"{answer}.0")
+                    if scored(row, answer)["correct"] and not is_right:
+                        paid.add(name)
+    assert paid == {*BROKEN}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_task_that_pays_wrong_answers_is_refused(name: str) -> None:
+    for path, source in ((name, {}), ("composite", {"datasets": [{"name": name}]})):
+        with pytest.raises(DataError, match=name):
+            tasks(f"reasoning_gym:{path}", **source)
+
+
+async def test_an_answer_on_which_a_scorer_raises_is_wrong_and_counted() -> None:
+    (task,) = tasks("reasoning_gym:prime_factorization", size=1)
+    grade = await graded(task, "unknown")
+    assert (grade.reward, grade.success, grade.parts["scorer_raised"]) == (0.0, False, 1.0)
+    assert (await graded(task, task.answers[0])).parts["scorer_raised"] == 0.0
+
+
+async def test_a_composite_is_made_of_named_tasks() -> None:
+    parts = [{"name": "chain_sum", "config": {"max_terms": 2}}, {"name": "leg_counting"}]
+    made = tasks("reasoning_gym:composite", datasets=parts)
+    sources = {decode_python(one.metadata[KEY]["entry"])["metadata"]["source_dataset"]
+               for one in made}  # fmt: skip
+    assert sources == {"chain_sum", "leg_counting"}
+    assert (await graded(made[0], made[0].answers[0])).success
+    with pytest.raises(DataError, match="datasets"):
+        tasks("reasoning_gym:composite", datasets=[{"wait": 1}])
