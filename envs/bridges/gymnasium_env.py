@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from random import Random
-from typing import Any, cast
+from typing import Any
 
 import gymnasium
 from gymnasium.spaces import Discrete, Text
@@ -31,7 +31,7 @@ from msgspec.structs import replace
 from agentenv.base.errors import ConfigError, DataError, EnvError, ToolError
 from agentenv.base.offload import OwnThread
 from agentenv.base.types import Info, Message, Task, ToolResult
-from agentenv.contract.env import ForkMode, StepResult, shared, tally
+from agentenv.contract.env import ForkMode, Grade, StepResult, shared, tally
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import StatelessTool
 from agentenv.data.data_files import plain
@@ -79,7 +79,7 @@ class GymnasiumEnv(ToolEnv):
     ) -> None:
         given = (id, dict(options or {}), [*actions], view)
         self.success, self.acting = success, shared((KEY, repr(given)), lambda: Acting(*given))
-        super().__init__(task, [self.acting], cast(Any, None), num_retries=0)
+        super().__init__(task, [self.acting], num_retries=0)
 
     async def reset(
         self, *, seed: int | None = None, options: Json | None = None
@@ -102,10 +102,11 @@ class GymnasiumEnv(ToolEnv):
             cut = not ended
         return messages, game.reward(start), ended, cut, info
 
-    async def _grade(self, written: Sequence[Message]) -> tuple[float, Info]:
+    async def judge(
+        self, states: Mapping[str, Any], written: Sequence[Message], calls: Mapping[str, int]
+    ) -> Grade:
         """Whether the episode succeeded; the steps had the rewards."""
-        is_won = self._game("finish").reward() >= self.success
-        return 0.0, {"success": is_won, "parts": {}, "reason": ""}
+        return Grade(0.0, success=self._game("finish").reward() >= self.success)
 
     def _game(self, what: str) -> Game:
         states = self._open_states(what)
@@ -242,4 +243,4 @@ def rows(id: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[Jso
     keys |= options
     for seed in range(keys["seed"], keys["seed"] + keys["size"]):
         row = {"id": f"{id}-{seed}", "question": keys["question"], "kind": id}
-        yield {**row, "answer": "one that the game rewards", KEY: {"seed": seed}}
+        yield {**row, KEY: {"seed": seed}}
