@@ -69,7 +69,7 @@ def test_an_empty_csv_field_is_a_null(tmp_path: Path) -> None:
     assert (task.kind, task.metadata) == ("math", {"ability": "math"})
     path.write_text("question,answer\nq,\n")
     with pytest.raises(DataError, match=r"x\.csv.*1.*'answer'"):
-        questions(path)
+        load_tasks(path, "agentenv/QAGrader-v0")
 
 
 def test_lists_folders_and_patterns_are_read_in_order_and_each_file_once(tmp_path: Path) -> None:

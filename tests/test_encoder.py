@@ -110,7 +110,7 @@ async def test_a_process_that_is_killed_is_replaced_at_once(
     assert await asyncio.gather(*several) == [True] * 4
     server = pool_of(async_renderer)._server
     assert server is not None
-    server._process.kill()  # and its worker with it
+    server.process.kill()  # and its worker with it
     assert await prepared(async_renderer, TEXTS[0] + "again")
     assert shown(caplog) == []
 
@@ -178,7 +178,7 @@ async def test_closing_ends_the_process_and_pending_requests(tokenizer: Any) -> 
     await one.close()
     with pytest.raises(EncoderLostError):
         await waiting
-    await asyncio.to_thread(server._process.wait)
+    await asyncio.to_thread(server.process.wait)
     with pytest.raises(EncoderLostError):
         await one.encode("late")
 

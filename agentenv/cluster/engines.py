@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -343,14 +344,13 @@ class Leases:
 
     def __init__(self, pool: EnginePool, link: Link) -> None:
         self._pool, self._link = pool, link
-        self._waiting: dict[int, asyncio.Task[None]] = {}
+        self._waiting: dict[int, asyncio.Future[PooledServer]] = {}
         self._held: dict[int, _Held] = {}
 
     def handle(self, message: Acquire | SlotRelease) -> None:
         """Handle a message of the worker."""
         if isinstance(message, Acquire):
-            self._waiting[message.number] = asyncio.create_task(self._seek(message))
-            return
+            return self._seek(message)
         for name, number in message.counts.items():  # twice as fast as Counter.update
             self._pool.counts[name] += number
         if held := self._held.get(message.number):
@@ -362,29 +362,52 @@ class Leases:
         if held := self._held.get(number):
             self._free(held)
         elif number in self._waiting:
-            self._waiting.pop(number).cancel()
+            self._forget(number)
 
     def close(self) -> None:
         """Free all slots of a worker that is gone."""
-        for number in [*self._waiting, *self._held]:
-            self.quit(number)
+        for number in list(self._waiting):
+            self._forget(number)
+        for held in list(self._held.values()):
+            self._free(held)
 
-    async def _seek(self, request: Acquire) -> None:
-        """Grant a slot on a server that is awake."""
+    def _seek(self, request: Acquire) -> None:
         pool = self._pool
-        avoid: Collection[PooledServer] = ()
-        if request.avoid:
-            avoid = [one for one in pool.servers if one.number in request.avoid]
         try:
             pool.check_alive()
-            while (server := await pool.acquire(request.session, request.order, avoid)).is_asleep:
-                pool.queue.free(server)  # it has fallen asleep meanwhile
         except EngineDeadError as error:
-            self._link.send(pack(Refused(request.number, *named(error))))
+            return self._refuse(request.number, error)
+        avoid = (
+            [one for one in pool.servers if one.number in request.avoid] if request.avoid else ()
+        )
+        slot = pool.queue.seek(request.session, request.order, avoid)
+        if isinstance(slot, PooledServer):
+            self._grant(request.number, slot)
         else:
-            self._grant(request.number, server)
-        finally:
-            self._waiting.pop(request.number, None)
+            self._waiting[request.number] = slot
+            slot.add_done_callback(partial(self._found, request))
+
+    def _found(self, request: Acquire, slot: asyncio.Future[PooledServer]) -> None:
+        """A slot has become available."""
+        is_wanted = self._waiting.pop(request.number, None) is not None
+        if slot.cancelled():
+            return
+        error = slot.exception()
+        if error is not None:
+            return self._refuse(request.number, error)
+        server = slot.result()
+        if is_wanted and not server.is_asleep:  # it may have fallen asleep meanwhile
+            return self._grant(request.number, server)
+        self._pool.queue.free(server)
+        if is_wanted:
+            self._seek(request)
+
+    def _forget(self, number: int) -> None:
+        """Cancel a wait for a slot; if it was just granted, `_found` releases it."""
+        self._waiting.pop(number).cancel()
+
+    def _refuse(self, number: int, error: BaseException) -> None:
+        self._link.send(pack(Refused(number, *named(error), is_final=False)))
 
     def _grant(self, number: int, server: PooledServer) -> None:
         held = self._held[number] = _Held(self._pool, self._link, number, server)

@@ -225,7 +225,7 @@ def _row(tree: TrajectoryTree, trajectory: Trajectory, segments: list[Row]) -> R
         "tool_calls": [
             call for node in trajectory.path for call in node.info.get("tool_calls", ())
         ],
-        "reward": trajectory.reward,
+        "reward": None if leaf.end == "failed" else trajectory.reward,
         "parts": leaf.info.get("parts", {}),
         "success": trajectory.success,
         "end": leaf.end,
@@ -253,10 +253,12 @@ def readable(row: Row) -> str:
     """A row of training or of an evaluation as text: the question, the result, and each text with
     its author; without the prompt."""
     ended = f"{row['end']} by {row['limit']}" if row["limit"] is not None else row["end"]
-    graded = f"{'correct' if row['success'] else 'wrong'}, reward {row['reward']:g}, {ended}"
+    graded = row.get("error") or (
+        f"{'correct' if row['success'] else 'wrong'}, reward {row['reward']:g}, {ended}"
+    )
     lines = [
         f"--- {row['kind']}: {row['question']}",
-        f"    expected {' or '.join(row['answers'])}; {row['error'] or graded}",
+        f"    expected {' or '.join(row['answers'])}; {graded}",
     ]
     for segment in row["segments"][1:]:
         if "policy" in segment:

@@ -76,8 +76,7 @@ def test_a_tool_that_always_fails_and_a_policy_jump_are_warned_of_once(
         unknown = {"name": "<malformed>", "ok": False, "error": "?"}  # the policy's doing
         calls = [{"name": "search"}] * num_right + [failed] * (num_calls - num_right)
         tree.nodes[2].info["tool_calls"] = [*calls, *[unknown] * 40]
-        ours.check_tools([tree])
-        ours.check_update({"learner/kl_to_proximal": moved})
+        ours.check_step([tree], {"learner/kl_to_proximal": moved}, {})
 
     for figures in ((40, 1, 0.01), (2, 0, 0.01), (40, 0, 7.0), (40, 0, 7.0), (40, 1, 0.01)):
         step(*figures)
@@ -104,11 +103,11 @@ def test_a_cache_without_hits_is_reported_after_three_steps(
     """In one, all turns may follow a wake-up."""
     ours = Alarms(load_config(TrainConfig, CONFIG, ["engine.name=vllm"]))
     for share in (0.0, 0.0, 0.78, 0.0, 0.0):
-        ours.check_hits({"prefix/turn_hits": share})
-    ours.check_hits({})
+        ours.check_step([], {}, {"prefix/turn_hits": share})
+    ours.check_step([], {}, {})
     assert not caplog.messages
     for _ in range(2):
-        ours.check_hits({"prefix/turn_hits": 0.0})
+        ours.check_step([], {}, {"prefix/turn_hits": 0.0})
     assert [text[:21] for text in caplog.messages] == ["prefix/turn_hits is 0"]
 
 

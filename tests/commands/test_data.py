@@ -114,7 +114,7 @@ def test_an_evaluation_reads_the_rows_of_a_run_as_the_run_did(
 
     monkeypatch.setattr(Actor, "rollout", rollout)
     subject = Subject("run", raw, run, warehouse.parent / "model")
-    monkeypatch.setattr(evaluate, "find_subject", lambda *_, **__: subject)
+    monkeypatch.setattr(evaluate, "subject_of", lambda *_, **__: subject)
     assert evaluate.main([str(run), "--out", str(tmp_path / "out")]) == 1
     assert [(task.question, task.kind, task.id) for task in seen] == [
         ("How many bolts are there?", "shelf", "x-1")

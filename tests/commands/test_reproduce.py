@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from agentenv.base.model_files import load_config
 from agentenv.launchers import dpo, evaluate, serve, sft, train
 from agentenv.launchers.retriever import read_config
+from agentenv.learners.lora import empty_model
+from agentenv.learners.ranks import rank
 from tests.support.released import make_folder, make_model
 from tests.support.warehouse import ROOT
 
@@ -106,6 +109,7 @@ def test_each_command_line_is_valid_and_reads_every_file(
     """A dry run of it finds nothing missing, and neither a row, a prompt, a gold nor a GPU that the
     run itself would refuse."""
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(rank, "whole_model", lambda path, **_: empty_model(load_config(path)))
     for variable in ("BRIGHTDATA_API_KEY", "SERPER_API_KEY"):
         monkeypatch.setenv(variable, "a key")
     before = set(folder.rglob("*"))

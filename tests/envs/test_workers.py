@@ -154,7 +154,7 @@ async def test_a_dead_fork_server_that_is_not_yet_noticed_is_replaced(
     await pool.start()
     server = pool._server
     assert server is not None
-    server._process.kill()
+    server.process.kill()
     monkeypatch.setattr(type(server), "alive", lambda self: True)  # it has not been noticed yet
     assert await pool.run({}, 9.0) == "done"
     assert pool._server is not server
