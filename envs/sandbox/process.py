@@ -12,6 +12,7 @@ import secrets
 import signal
 import socket
 import struct
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
@@ -42,7 +43,6 @@ from agentenv.envs.sandbox.launch import (
 MAX_FRAME_BYTES = 1 << 20
 HEADER_BYTES = 4
 READ_BYTES = 1 << 16
-RETRY_S = 0.01  # between attempts to send to a busy zygote
 
 
 class CellAnswer(Struct):
@@ -104,16 +104,20 @@ class SessionProcess:
 
     async def receive(self) -> CellAnswer:
         """Read one frame."""
-        data, end = bytearray(), HEADER_BYTES
-        while len(data) < end:
-            data += await self._read(max(READ_BYTES, end - len(data)))
-            end = HEADER_BYTES + int.from_bytes(data[:HEADER_BYTES])
-            if end - HEADER_BYTES > MAX_FRAME_BYTES:
-                raise ChannelClosedError(f"an answer of {end - HEADER_BYTES} bytes")
-        if len(data) > end:
+        data = await self._read(READ_BYTES)
+        while len(data) < HEADER_BYTES:
+            data += await self._read(READ_BYTES)
+        end = HEADER_BYTES + int.from_bytes(data[:HEADER_BYTES])
+        if end - HEADER_BYTES > MAX_FRAME_BYTES:
+            raise ChannelClosedError(f"an answer of {end - HEADER_BYTES} bytes")
+        pieces, size = [data], len(data)
+        while size < end:
+            pieces.append(await self._read(end - size))
+            size += len(pieces[-1])
+        if size > end:
             raise ChannelClosedError("it sent a message without a request")
         try:
-            return decode(bytes(data[HEADER_BYTES:]), CellAnswer)
+            return decode(b"".join(pieces)[HEADER_BYTES:], CellAnswer)
         except ForeignError as error:
             raise ChannelClosedError(f"not an answer: {error}") from error
 
@@ -203,6 +207,7 @@ class ZygoteProcess:
         self._process = process
         self._control = process.control
         self._numbers = count(1)
+        self._outgoing: deque[tuple[bytes, socket.socket | None]] = deque()
         self._born: dict[int, asyncio.Future[int]] = {}  # by number: descriptor of the process
 
     @classmethod
@@ -305,23 +310,21 @@ class ZygoteProcess:
 
     async def stop(self) -> None:
         """End the zygote and all its sessions, and wait for the processes."""
+        asyncio.get_running_loop().remove_writer(self._control)
         self._stop_listening()
+        while self._outgoing:
+            self._drop_first()
         await self._process.stop()
 
     # inner workings
 
     def _post(self, request: dict[str, int], attached: socket.socket | None) -> None:
-        """Send a request, as soon as the zygote has read enough of the earlier ones."""
-        fds = [] if attached is None else [attached.fileno()]
-        try:
-            socket.send_fds(self._control, [msgspec.json.encode(request)], fds)
-        except BlockingIOError:
-            asyncio.get_running_loop().call_later(RETRY_S, self._post, request, attached)
+        if self._control.fileno() < 0:  # the zygote is stopped
+            if attached is not None:
+                attached.close()
             return
-        except OSError:
-            pass  # the zygote is gone; a call that waits for an answer reads the end of file
-        if attached is not None:
-            attached.close()
+        self._outgoing.append((msgspec.json.encode(request), attached))
+        self._flush()
 
     def _on_news(self) -> None:
         """Handle the zygote's report of a session's process."""
@@ -353,3 +356,23 @@ class ZygoteProcess:
                 born.set_exception(ChannelClosedError("the sandbox died"))
                 born.exception()  # mark as retrieved
         self._born.clear()
+
+    def _flush(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._outgoing:
+            packet, attached = self._outgoing[0]
+            fds = [] if attached is None else [attached.fileno()]
+            try:
+                socket.send_fds(self._control, [packet], fds)
+            except BlockingIOError:
+                loop.add_writer(self._control, self._flush)
+                return
+            except OSError:
+                pass  # the zygote is gone; a call that waits for an answer reads the end of file
+            self._drop_first()
+        loop.remove_writer(self._control)
+
+    def _drop_first(self) -> None:
+        _, attached = self._outgoing.popleft()
+        if attached is not None:
+            attached.close()
