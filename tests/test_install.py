@@ -251,6 +251,14 @@ def test_an_endpoint_is_evaluated_and_shown_on_the_base_installation(
 
 # With the extra `train`, in an empty directory, and with packages of the user.
 
+CHECK = """
+from pathlib import Path
+from agentenv.learners.keys import LearnerConfig
+from agentenv.learners.ranks.rank import check_settings
+(model,) = Path("runs").glob("*/model")
+check_settings(model, LearnerConfig())  # as a dry run of a training does
+"""
+
 
 @pytest.fixture
 def user(tmp_path: Path) -> Path:
@@ -318,6 +326,7 @@ def test_the_quick_start_trains_with_the_extra_of_the_readme(full: Path, tmp_pat
     dev = 'eval.sets={dev={path="{run}/data/dev.jsonl",every=0,phases=false}}'
     said = done(full, tmp_path, "agentenv", *words, dev)
     assert "success on dev" not in said, "there is nothing to show"
+    done(full, tmp_path, "python", "-c", CHECK)
 
 
 def test_a_job_of_slurm_trains_from_an_empty_directory(full: Path, tmp_path: Path) -> None:
