@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-LIMIT_S = 600  # of a wait that hangs
+LIMIT_S = 120  # of a wait that hangs
 
 
 async def until(holds: Callable[[], object]) -> None:
