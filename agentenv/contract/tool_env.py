@@ -419,7 +419,8 @@ class ToolEnv:
 
 def grades_state(env: Any) -> bool:
     """Whether this class of environments has a `judge` of its own: its final state decides, not an
-    answer. False for a function that makes environments."""
+    answer. False for a function that makes environments, except a partial of a class."""
+    env = env.func if isinstance(env, partial) else env
     return isinstance(env, type) and issubclass(env, ToolEnv) and env.judge is not ToolEnv.judge
 
 

@@ -243,4 +243,4 @@ def rows(id: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[Jso
     keys |= options
     for seed in range(keys["seed"], keys["seed"] + keys["size"]):
         row = {"id": f"{id}-{seed}", "question": keys["question"], "kind": id}
-        yield {**row, "answer": "one that the game rewards", KEY: {"seed": seed}}
+        yield {**row, KEY: {"seed": seed}}

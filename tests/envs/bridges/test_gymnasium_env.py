@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from agentenv.adapters.testing import check_tool_env
 from agentenv.base.errors import ConfigError, DataError, EnvError
 from agentenv.base.types import Limit, Message, Task, ToolCall
 from agentenv.contract.env import isolated_shared, shared_stats
+from agentenv.contract.tool_env import grades_state
 from agentenv.data.data_files import generated_rows
 from agentenv.data.dataset import load_tasks
 from agentenv.data.rows import RowsConfig
@@ -200,7 +202,9 @@ async def test_a_view_shows_the_state() -> None:
 
 def test_rows_are_seeds() -> None:
     path, rows = "gymnasium:FrozenLake-v1", RowsConfig(source={"size": 2, "question": "Go."})
-    made, held_out = (load_tasks(path, "e", rows, held_out=one) for one in (False, True))
+    name = "agentenv/Gymnasium-v0"
+    made, held_out = (load_tasks(path, name, rows, held_out=one) for one in (False, True))
+    assert grades_state(partial(GymnasiumEnv, id="FrozenLake-v1"))
     assert [one.metadata["gymnasium"]["seed"] for one in made] == [0, 1]
     assert {one.question for one in made} == {"Go."}
     assert not {one.id for one in made} & {one.id for one in held_out}
