@@ -329,7 +329,8 @@ def test_the_number_or_label_of_a_choice(
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 def test_labels_of_datasets_have_their_names(suffix: str, tmp_path: Path) -> None:
     label = {"names": ["no", "yes"], "_type": "ClassLabel"}
-    about = json.dumps({"info": {"features": {"answer": label, "n": {"_type": "Value"}}}})
+    features = {"answer": label, "n": {"_type": "Value"}, "removed": label}
+    about = json.dumps({"info": {"features": features}})
     rows = [{"question": "q", "answer": n, "n": n} for n in (0, 1)]
     table = pyarrow.Table.from_pylist(rows).replace_schema_metadata({"huggingface": about})
     path = tmp_path / f"rows.{suffix}"

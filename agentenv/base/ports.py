@@ -20,7 +20,6 @@ LOOPBACK_DEVICE = "lo" if sys.platform == "linux" else "lo0"
 BACKLOG = 4096  # concurrent connects; a client that the kernel drops retries after seconds
 
 
-@lru_cache(maxsize=64)
 @lru_cache(maxsize=256)
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches this address or name."""

@@ -139,12 +139,12 @@ def _rows(batch: Any) -> list[Any]:
     names = {
         key: dict(enumerate(one["names"]))
         for key, one in features.items()
-        if isinstance(one, dict) and one.get("_type") == "ClassLabel"
+        if key in batch.schema.names and isinstance(one, dict) and one.get("_type") == "ClassLabel"
     }
-    return [
-        row | {key: known.get(row[key]) for key, known in names.items()}
-        for row in batch.to_pylist()
-    ]
+    rows: list[Any] = batch.to_pylist()
+    for row in rows if names else ():
+        row.update({key: known.get(row[key]) for key, known in names.items()})
+    return rows
 
 
 def checked(path: Path, number: int, row: Any) -> RawRow:
