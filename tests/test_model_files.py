@@ -141,3 +141,19 @@ def test_a_kernel_of_the_hub_is_refused_by_its_key(tmp_path: Path, value: Any, b
         (model / "config.json").write_text(json.dumps(table))
         with pytest.raises(ConfigError, match=f"has {key} = .*never run"):
             check_known(model)
+
+
+AT_ONCE = """
+import sys, threading
+from agentenv.base.model_files import load_pretrained
+
+threading.Thread(target=__import__, args=["transformers.models.auto.auto_mappings"]).start()
+while "transformers" not in sys.modules:
+    pass
+print(load_pretrained("AutoConfig", sys.argv[1]).model_type)
+"""
+
+
+def test_a_model_is_loaded_while_another_thread_imports_transformers(tmp_path: Path) -> None:
+    folder = model_directory(tmp_path / "model", "qwen3")
+    assert run_python(AT_ONCE, folder).stdout.split() == ["qwen3"]

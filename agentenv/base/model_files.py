@@ -281,10 +281,9 @@ def load_pretrained(kind: str, model: Path | str, **keys: Any) -> Any:
     """What a class of transformers, named `kind`, loads from a directory: the only call of its
     `from_pretrained`, which neither runs code of the directory nor asks on standard input. Raises
     ConfigError for files that it cannot load."""
-    import transformers
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
+    # An `import` that waits for that of another thread returns the module that this replaces.
+    transformers = importlib.import_module("transformers")
+    importlib.import_module("transformers.utils.logging").disable_progress_bar()
     keys = {"local_files_only": True, **keys, "trust_remote_code": False}
     try:
         return getattr(transformers, kind).from_pretrained(model, **keys)
