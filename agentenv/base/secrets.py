@@ -76,6 +76,7 @@ _LIKELY = (  # group 1 is the secret
 )
 _NESTED = (dict, list, tuple)
 _PLAIN = frozenset({type(None), bool, int, float})  # without texts
+_OFTEN_EMPTY = frozenset({str, tuple})
 _REST = rf"(?:{_CODE.pattern}|[\w+/=%-])*"  # of a secret that was cut
 Spans = list[tuple[int, int]]
 
@@ -159,7 +160,9 @@ class Redactor:
             new = {}
             for name in one.__struct_fields__:
                 inner = getattr(one, name)
-                if type(inner) not in _PLAIN and (clear := changed(inner, above)) is not inner:
+                if type(inner) in _PLAIN or (type(inner) in _OFTEN_EMPTY and not inner):
+                    continue
+                if (clear := changed(inner, above)) is not inner:
                     new[name] = clear
             return replace(one, **new) if new else one
 

@@ -546,6 +546,7 @@ class CaptureSession:
             if size >= len(given) or turn.request.tools != tools or given[:size] != turn.context:
                 continue
             if all(one.role != "assistant" for one in given[size:]):
+                request.messages = (*turn.context, *given[size:])  # shared, and compared faster
                 return number
         return None
 

@@ -202,7 +202,7 @@ async def body_of(http: web.Request) -> bytes:
     try:
         if (http.content_length or 0) > http.client_max_size:
             raise web.HTTPRequestEntityTooLarge(http.client_max_size, http.content_length or 0)
-        async with asyncio.timeout(BODY_S):
+        async with asyncio.timeout(None if http.content.is_eof() else BODY_S):
             data = await http.read()
         coding = http.headers.get("Content-Encoding", "identity").lower()
         if coding == "identity":

@@ -43,8 +43,10 @@ def context_ids(
 
 def num_common(one: Sequence[object], other: Sequence[object]) -> int:
     """The length of the common prefix."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+    size = min(len(one), len(other))
+    if one[:size] == other[:size]:
+        return size
+    return next(place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
 
 
 def _is_turn(one: Message | Sequence[int]) -> bool:
