@@ -172,10 +172,9 @@ class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     url: Annotated[
         str,
         about(
-            "http://HOST:PORT of a running server; empty: start one. NAME is "
-            "summarizer, judge, debugger, refiner or user; {role:NAME} in texts of [env], "
-            "[grader], [search] and [python] stands for the URL, e.g. grader.judge.url = "
-            "'{role:judge}/v1'"
+            "http://HOST:PORT of a running server; empty: start one. NAME is summarizer, judge, "
+            "debugger, refiner or user; {role:NAME} in texts of [env], [grader], [search] and "
+            "[python] stands for the URL, e.g. grader.judge.url = '{role:judge}/v1'"
         ),
     ] = ""
     model: Annotated[str, about("Hugging Face directory; required to start a server")] = ""

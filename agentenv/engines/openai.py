@@ -47,10 +47,9 @@ class OpenAIConfig(EngineConfig, frozen=True, kw_only=True, tag="openai", tag_fi
     continuation: Annotated[
         Literal["auto", "continue", "prefix", "turns"],
         about(
-            "how the tag protocol continues after a tool result in chat messages: "
-            "'continue' the assistant's text (vLLM, SGLang), with 'prefix' = true (DeepSeek, "
-            "Mistral), or results as 'turns' of the user; auto: 'continue' where the server is "
-            "known to support it"
+            "how the tag protocol continues after a tool result in chat messages: 'continue' the "
+            "assistant's text (vLLM, SGLang), with 'prefix' = true (DeepSeek, Mistral), or results "
+            "as 'turns' of the user; auto: 'continue' where the server is known to support it"
         ),
     ] = "auto"
     break_control_tokens: Annotated[

@@ -30,11 +30,10 @@ class PromptConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     template: Annotated[
         str,
         about(
-            "system prompt: 'search+python', 'search', 'python', 'no_tools', "
-            "'chinese', 'direct', 'native' (calls in the chat template's form), or a text file; a "
-            "file that contains {question} is the whole user message; a file of rows, such as "
-            "data/train.parquet: the system prompt that all its rows share; empty: the "
-            "environment's",
+            "system prompt: 'search+python', 'search', 'python', 'no_tools', 'chinese', 'direct', "
+            "'native' (calls in the chat template's form), or a text file; a file that contains "
+            "{question} is the whole user message; a file of rows, such as data/train.parquet: the "
+            "system prompt that all its rows share; empty: the environment's",
             extra=ESSENTIAL,
         ),
     ] = ""

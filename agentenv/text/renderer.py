@@ -66,10 +66,9 @@ class TagsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     tools_in_prompt: Annotated[
         Shown,
         about(
-            "whether the prompt describes the tools whose tags it does not show yet, "
-            "and their call format: 'several', if one of them has several parameters, or if the "
-            "model is a chat endpoint, which was not trained on the tags; 'all', always; "
-            "'none', never"
+            "whether the prompt describes the tools whose tags it does not show yet, and their "
+            "call format: 'several', if one of them has several parameters, or if the model is a "
+            "chat endpoint, which was not trained on the tags; 'all', always; 'none', never"
         ),
     ] = "several"
 

@@ -343,9 +343,8 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     weights_dir: Annotated[
         str,
         about(
-            "folder through which new weights pass from the learner to the engine, at "
-            "most two copies of the model; empty: /dev/shm, or the run's folder if that has no "
-            "room for them"
+            "folder through which new weights pass from the learner to the engine, at most two "
+            "copies of the model; empty: /dev/shm, or the run's folder if that has no room for them"
         ),
     ] = ""
 

@@ -297,9 +297,8 @@ class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_untrained_steps: Annotated[
         int,
         about(
-            "end the run after this many consecutive steps in which no tree had a "
-            "signal, since all failed, were masked or had equal returns (also counted ones); 0: "
-            "never",
+            "end the run after this many consecutive steps in which no tree had a signal, since "
+            "all failed, were masked or had equal returns (also counted ones); 0: never",
             ge=0,
         ),
     ] = 10

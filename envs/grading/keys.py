@@ -125,10 +125,9 @@ class GraderKeys(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     kind: Annotated[
         GraderKind | None,
         about(
-            "exact match, SQuAD F1, all layers, layers then an LLM, your function, "
-            "your class, several graders; none: own with [grader.own], custom with grader.path, "
-            "judge with grader.judge, combined with [grader.combined.NAME], else that of the "
-            "environment",
+            "exact match, SQuAD F1, all layers, layers then an LLM, your function, your class, "
+            "several graders; none: own with [grader.own], custom with grader.path, judge with "
+            "grader.judge, combined with [grader.combined.NAME], else that of the environment",
             extra=ESSENTIAL,
         ),
     ] = None

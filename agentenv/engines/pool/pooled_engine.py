@@ -51,9 +51,8 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
     lora: Annotated[
         Literal["merged", "adapter"],
         about(
-            "form in which a policy with learner.lora is sent to servers: a merged "
-            "model, or (vLLM) a small adapter of their model, for which running requests are "
-            "prefilled again"
+            "form in which a policy with learner.lora is sent to servers: a merged model, or "
+            "(vLLM) a small adapter of their model, for which running requests are prefilled again"
         ),
     ] = "merged"
     entropies: Annotated[
