@@ -112,8 +112,8 @@ class ProgramConfig(ProgramSpec, frozen=True, kw_only=True, forbid_unknown_field
         about(
             "graded text: the last message of the policy, the output, a file (file:NAME); or exit: "
             "1 for exit code 0; or post: the reward that the program posts to AGENTENV_REWARD_URL",
+            ESSENTIAL,
             pattern=r"\A(message|output|exit|post|file:.+)\Z",
-            extra=ESSENTIAL,
         ),
     ] = "message"
     grade: Annotated[

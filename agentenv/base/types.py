@@ -15,22 +15,18 @@ SYSTEM_KEY = "system_prompt"  # in Task.metadata: the system prompt of a row
 class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Budgets of one trajectory, and deadlines of its waits."""
 
-    max_prompt_tokens: Annotated[
-        int, about("tokens of the rendered prompt", ge=1, extra=ESSENTIAL)
-    ] = 2048
-    max_response_tokens: Annotated[
-        int,
-        about("tokens after the prompt: policy and tool results together", ge=1, extra=ESSENTIAL),
-    ] = 4096
-    max_turn_tokens: Annotated[int, about("tokens sampled in one turn", ge=1, extra=ESSENTIAL)] = (
-        4096
+    max_prompt_tokens: Annotated[int, about("tokens of the rendered prompt", ESSENTIAL, ge=1)] = (
+        2048
     )
+    max_response_tokens: Annotated[
+        int, about("tokens after the prompt: policy and tool results together", ESSENTIAL, ge=1)
+    ] = 4096
+    max_turn_tokens: Annotated[int, about("tokens sampled in one turn", ESSENTIAL, ge=1)] = 4096
     max_tool_result_tokens: Annotated[
-        int,
-        about("tokens of one tool result; longer ones keep head and tail", ge=1, extra=ESSENTIAL),
+        int, about("tokens of one tool result; longer ones keep head and tail", ESSENTIAL, ge=1)
     ] = 1024
-    max_turns: Annotated[int, about("turns of the policy", ge=1, extra=ESSENTIAL)] = 16
-    max_tool_calls: Annotated[int, about("tool calls", ge=0, extra=ESSENTIAL)] = 8
+    max_turns: Annotated[int, about("turns of the policy", ESSENTIAL, ge=1)] = 16
+    max_tool_calls: Annotated[int, about("tool calls", ESSENTIAL, ge=0)] = 8
     on_limit: Annotated[
         Literal["end", "result"],
         about(
@@ -43,8 +39,8 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         about(
             "working time of servers and tools for one trajectory; waits for a slot, a "
             "rate limit, a pause or an outage do not count",
+            ESSENTIAL,
             gt=0,
-            extra=ESSENTIAL,
         ),
     ] = 600.0
     max_tree_seconds: Annotated[

@@ -170,7 +170,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
 
     max_model_len: Annotated[
-        int, about("context length in tokens; 0: the model's", ge=0, extra=ESSENTIAL)
+        int, about("context length in tokens; 0: the model's", ESSENTIAL, ge=0)
     ] = 0
 
     capabilities: ClassVar[EngineCapabilities] = EngineCapabilities()

@@ -72,12 +72,10 @@ class LaunchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         int, about("port of the first server, the others follow; 0: any free port", ge=0, le=65535)
     ] = 0
     host: Annotated[str, about("address to listen on")] = "127.0.0.1"
-    tensor_parallel_size: Annotated[
-        int, about("GPUs that share each layer", ge=1, extra=ESSENTIAL)
-    ] = 1
+    tensor_parallel_size: Annotated[int, about("GPUs that share each layer", ESSENTIAL, ge=1)] = 1
     data_parallel_size: Annotated[int, about("copies of the model behind one server", ge=1)] = 1
     gpu_memory_share: Annotated[
-        float, about("share of a GPU's memory for weights and cache", gt=0, le=1, extra=ESSENTIAL)
+        float, about("share of a GPU's memory for weights and cache", ESSENTIAL, gt=0, le=1)
     ] = 0.9
     max_num_seqs: Annotated[
         int, about("maximum number of running requests; 0: the engine's default", ge=0)
@@ -131,7 +129,7 @@ class LaunchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class ServersConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The servers of the policy."""
 
-    num_servers: Annotated[int, about("servers to start", ge=1, extra=ESSENTIAL)] = 1
+    num_servers: Annotated[int, about("servers to start", ESSENTIAL, ge=1)] = 1
     servers_per_gpu: Annotated[
         int,
         about(

@@ -118,7 +118,7 @@ class MixPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Files of a weighted mix."""
 
     path: Annotated[
-        str | list[str], about("file, folder or pattern of rows, or a list of them", extra=ROWS)
+        str | list[str], about("file, folder or pattern of rows, or a list of them", ROWS)
     ]
     weight: Annotated[
         float, about("share of the questions, relative to other parts", gt=0, le=1e6)

@@ -34,7 +34,7 @@ class PromptConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             "'native' (calls in the chat template's form), or a text file; a file that contains "
             "{question} is the whole user message; a file of rows, such as data/train.parquet: the "
             "system prompt that all its rows share; empty: the environment's",
-            extra=ESSENTIAL,
+            ESSENTIAL,
         ),
     ] = ""
     override_row: Annotated[

@@ -333,7 +333,7 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "sleep, all train, wake with the new weights; rollouts wait with their tokens "
             "meanwhile. 'at_once': both at the same time, the engine's servers with their "
             "gpu_memory_share, the learner with the rest, which suits small models",
-            extra=ESSENTIAL,
+            ESSENTIAL,
         ),
     ] = False
     learner_gpus: Annotated[

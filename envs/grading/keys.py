@@ -24,10 +24,9 @@ class JudgeConfig(ChatModelConfig, frozen=True, forbid_unknown_fields=True, kw_o
     """Server and requests of the judge."""
 
     url: Annotated[
-        str,
-        about("base URL of an OpenAI-compatible server, e.g. http://host:8000/v1", extra=ESSENTIAL),
+        str, about("base URL of an OpenAI-compatible server, e.g. http://host:8000/v1", ESSENTIAL)
     ]
-    model: Annotated[str, about("name of the model at that server", extra=ESSENTIAL)]
+    model: Annotated[str, about("name of the model at that server", ESSENTIAL)]
     when: Annotated[
         Literal["rules_wrong", "always"],
         about(
@@ -49,7 +48,7 @@ class JudgeConfig(ChatModelConfig, frozen=True, forbid_unknown_fields=True, kw_o
         about(
             "compat: file with the prompt, as text or in a Python file such as "
             "evaluation/src/llm_evaluator_sds.py of ARPO's repository",
-            extra=PATH,
+            PATH,
         ),
     ] = ""
     cache: Annotated[
@@ -128,7 +127,7 @@ class GraderKeys(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             "exact match, SQuAD F1, all layers, layers then an LLM, your function, your class, "
             "several graders; none: own with [grader.own], custom with grader.path, judge with "
             "grader.judge, combined with [grader.combined.NAME], else that of the environment",
-            extra=ESSENTIAL,
+            ESSENTIAL,
         ),
     ] = None
     reward: Annotated[
@@ -136,7 +135,7 @@ class GraderKeys(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         about(
             "the answer's score, or ARPO's rule: format -1, score, +0.1 for tools; "
             "none: the environment's",
-            extra=ESSENTIAL,
+            ESSENTIAL,
         ),
     ] = None
     compat: Annotated[
@@ -168,7 +167,7 @@ class GraderKeys(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             "point of an installed package in agentenv.graders"
         ),
     ] = None
-    path: Annotated[str, about("custom: the Python file", extra=PATH)] = ""
+    path: Annotated[str, about("custom: the Python file", PATH)] = ""
     name: Annotated[str, about("custom: the function in it")] = "compute_score"
     timeout_s: Annotated[
         float, about("custom: limit of one call: seconds of CPU time, and of sleep", gt=0)

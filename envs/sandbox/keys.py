@@ -36,15 +36,13 @@ class PythonConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     interpreter: Annotated[
         str | None,
-        about(
-            "virtual or conda environment, mounted read-only; none: the trainer's own", extra=PATH
-        ),
+        about("virtual or conda environment, mounted read-only; none: the trainer's own", PATH),
     ] = None
     preload: Annotated[
         tuple[str, ...] | None, about("preloaded modules; none: numpy and sympy where installed")
     ] = None
     timeout_s: Annotated[
-        Annotated[float, Meta(gt=0)], about("wall-clock limit of one call", extra=ESSENTIAL)
+        Annotated[float, Meta(gt=0)], about("wall-clock limit of one call", ESSENTIAL)
     ] = 10.0
     limits: Annotated[SandboxLimits, about("resource limits of one session")] = field(
         default_factory=SandboxLimits

@@ -48,12 +48,8 @@ class ProgramLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class ProgramSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The program and its sandbox."""
 
-    command: Annotated[
-        tuple[str, ...], about("program and arguments", min_length=1, extra=ESSENTIAL)
-    ]
-    folder: Annotated[
-        str, about("initial files, copied into the program's own folder", extra=PATH)
-    ] = ""
+    command: Annotated[tuple[str, ...], about("program and arguments", ESSENTIAL, min_length=1)]
+    folder: Annotated[str, about("initial files, copied into the program's own folder", PATH)] = ""
     files: Annotated[dict[str, str], about("additional initial files: texts by name")] = field(
         default_factory=dict
     )

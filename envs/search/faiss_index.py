@@ -37,8 +37,8 @@ Pooling = Literal["mean", "cls", "pooler"]
 class FaissConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="faiss"):
     """A FAISS index with its corpus, and the encoder of the queries."""
 
-    index: Annotated[str, about("the FAISS index file", extra=PATH)]
-    corpus: Annotated[str, about("its corpus: JSONL rows of id and contents", extra=PATH)]
+    index: Annotated[str, about("the FAISS index file", PATH)]
+    corpus: Annotated[str, about("its corpus: JSONL rows of id and contents", PATH)]
     encoder: Annotated[str, about('model directory or name, e.g. "intfloat/e5-base"')]
     pooling: Annotated[Pooling, about("pooling of token vectors")] = "mean"
     prefix: Annotated[str, about('prefix of each query; "query: " for e5')] = "query: "

@@ -95,10 +95,10 @@ PRESETS: dict[PresetName, Preset] = {
 class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The search tool and the page tool."""
 
-    backend: Annotated[AnyBackend, about("source of results", extra=ESSENTIAL)] = BM25Config()
-    preset: Annotated[
-        PresetName, about("mode and sizes of a published setting", extra=ESSENTIAL)
-    ] = "arpo"
+    backend: Annotated[AnyBackend, about("source of results", ESSENTIAL)] = BM25Config()
+    preset: Annotated[PresetName, about("mode and sizes of a published setting", ESSENTIAL)] = (
+        "arpo"
+    )
     mode: Annotated[Mode | None, about("result of a search; default: the preset's")] = None
     max_results: Annotated[int, about("results per search", ge=1, le=100)] = 10
     max_chars_per_result: Annotated[int, about("length of a snippet", ge=1)] = 1000
@@ -106,10 +106,9 @@ class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
         str, about('language and country, such as "zh-CN"; "auto": by the script of a query')
     ] = "auto"
     cache: Annotated[
-        str,
-        about('SQLite file of results, pages and summaries; "": in memory only', extra=ESSENTIAL),
+        str, about('SQLite file of results, pages and summaries; "": in memory only', ESSENTIAL)
     ] = ""
-    arpo_cache: Annotated[str, about("ARPO's search_cache.json to import", extra=PATH)] = ""
+    arpo_cache: Annotated[str, about("ARPO's search_cache.json to import", PATH)] = ""
     pages: Annotated[PagesConfig, about("reading of pages")] = PagesConfig()
     summarizer: Annotated[SummarizerConfig | None, about("the summarizer model")] = None
 

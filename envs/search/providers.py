@@ -60,7 +60,7 @@ class Provider:
 class WebConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="web"):
     """A web search provider."""
 
-    provider: Annotated[ProviderName, about("search service", extra=ESSENTIAL)]
+    provider: Annotated[ProviderName, about("search service", ESSENTIAL)]
     url: Annotated[str, about("custom address of the service; required for SearXNG")] = ""
     zone: Annotated[str, about("Bright Data: the SERP zone")] = "serp_api"
     traffic: Annotated[TrafficConfig, about("rate limit and retries")] = TrafficConfig()

@@ -25,7 +25,7 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
     """Keys of an engine that is a pool over servers."""
 
     urls: Annotated[
-        list[str], about("running ones, http://HOST:PORT; empty: start [servers]", extra=ESSENTIAL)
+        list[str], about("running ones, http://HOST:PORT; empty: start [servers]", ESSENTIAL)
     ] = field(default_factory=list)
     servers: Annotated[ServersConfig | None, about("servers to start for the run")] = None
     api_key_env: Annotated[
@@ -45,7 +45,7 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
             "transport of new weights to the servers: through files on a shared path, "
             "from the learner's rank 0 over NCCL (GPUs) or gloo (CPU), or from its memory on the "
             "same GPUs (CUDA IPC; vLLM with resources.colocated)",
-            extra=ESSENTIAL,
+            ESSENTIAL,
         ),
     ] = "directory"
     lora: Annotated[
