@@ -22,9 +22,8 @@ from functools import partial
 from typing import Annotated, Any, Protocol
 
 import msgspec
-from msgspec import Meta
 
-from agentenv.base.config import build_config
+from agentenv.base.config import about, build_config
 from agentenv.base.errors import ConfigError, EngineError, EnvError, InfraError
 from agentenv.base.result_cache import ResultCache
 from agentenv.base.types import Info, Message, Task, ToolResult
@@ -85,18 +84,11 @@ class ModelUserConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknown
     """A model that plays the user: `user = {url = "{role:user}/v1", model = "user", ...}`."""
 
     instruction: Annotated[
-        str,
-        Meta(description="persona and goal of the user; {NAME} is replaced by a column of the row"),
+        str, about("persona and goal of the user; {NAME} is replaced by a column of the row")
     ]
-    temperature: Annotated[
-        float, Meta(ge=0, description="0: equal dialogues get equal replies")
-    ] = 0.0
+    temperature: Annotated[float, about("0: equal dialogues get equal replies", ge=0)] = 0.0
     leaves: Annotated[
-        str,
-        Meta(
-            min_length=1,
-            description="the user ends the dialogue with a reply that contains this text",
-        ),
+        str, about("the user ends the dialogue with a reply that contains this text", min_length=1)
     ] = "###STOP###"
 
 

@@ -38,10 +38,10 @@ from string import Template
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Struct, field
 from msgspec.structs import replace
 
-from agentenv.base.config import ESSENTIAL
+from agentenv.base.config import ESSENTIAL, about
 from agentenv.base.crashes import guarded
 from agentenv.base.deadline import admitted
 from agentenv.base.errors import SHOWN, ConfigError, CrashError, EnvError
@@ -105,56 +105,52 @@ class ProgramConfig(ProgramSpec, frozen=True, kw_only=True, forbid_unknown_field
     of the endpoint, such as {OPENAI_BASE_URL}."""
 
     exit_codes: Annotated[
-        tuple[int, ...], Meta(description="exit codes that end an episode; any other is a failure")
+        tuple[int, ...], about("exit codes that end an episode; any other is a failure")
     ] = (0,)
     reward: Annotated[
         str,
-        Meta(
+        about(
+            "graded text: the last message of the policy, the output, a file (file:NAME); or exit: "
+            "1 for exit code 0; or post: the reward that the program posts to AGENTENV_REWARD_URL",
+            ESSENTIAL,
             pattern=r"\A(message|output|exit|post|file:.+)\Z",
-            description="graded text: the last message of the policy, the output, a file "
-            "(file:NAME); or exit: 1 for exit code 0; or post: the reward that the program posts "
-            "to AGENTENV_REWARD_URL",
-            extra=ESSENTIAL,
         ),
     ] = "message"
     grade: Annotated[
         str,
-        Meta(
-            description="module:function of task and ProgramResult that returns a Grade or a "
+        about(
+            "module:function of task and ProgramResult that returns a Grade or a "
             "number, instead of `reward`"
         ),
     ] = ""
     thoughts: Annotated[
         Literal["apart", "text"],
-        Meta(
-            description="where the program receives the policy's reasoning: in a separate field, "
+        about(
+            "where the program receives the policy's reasoning: in a separate field, "
             "or in the text, for a program that would not send it back"
         ),
     ] = "apart"
     refused: Annotated[
         Literal["fail", "count"],
-        Meta(
-            description="a call that the endpoint refuses fails the trajectory, or is only counted "
+        about(
+            "a call that the endpoint refuses fails the trajectory, or is only counted "
             "and answered with the error, for a program with a fallback"
         ),
     ] = "fail"
     abandoned: Annotated[
         Literal["train", "discard"],
-        Meta(
-            description="an answer in whose place the program continued with another one, such as "
+        about(
+            "an answer in whose place the program continued with another one, such as "
             "a vote that was not chosen or a turn that was taken back, is trained, or only stored"
         ),
     ] = "train"
     trial_s: Annotated[
         float,
-        Meta(
-            ge=0,
-            description="limit of the episode that a dry run plays with a scripted policy; 0: none",
-        ),
+        about("limit of the episode that a dry run plays with a scripted policy; 0: none", ge=0),
     ] = 60.0
     normalise: Annotated[
         dict[str, str],
-        Meta(description="patterns by name of parts that differ between equal calls; empty: none"),
+        about("patterns by name of parts that differ between equal calls; empty: none"),
     ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

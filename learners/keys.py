@@ -26,7 +26,7 @@ Agreement = Literal["exact", "close", "unknown"]
 class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True):
     """Keys of the learner's ranks and of the optimizer steps of an update."""
 
-    num_ranks: Annotated[int, about("processes that train together", ge=1, extra=ESSENTIAL)] = 1
+    num_ranks: Annotated[int, about("processes that train together", ESSENTIAL, ge=1)] = 1
     launch: Annotated[
         Literal["local", "external"],
         about(
@@ -52,7 +52,7 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True):
             "0 is plain torch; DeepSpeed ZeRO: 1 shards optimizer state over ranks, 2 "
             "also gradients, 3 also weights; auto: the lowest that dtype, offload and "
             "deepspeed_config allow; muon_adamw needs 0",
-            extra=ESSENTIAL,
+            ESSENTIAL,
         ),
     ] = "auto"
     dtype: Annotated[
@@ -61,7 +61,7 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True):
             "dtype of weights and activations; bfloat16 also keeps float32 weights, "
             "gradient sums and optimizer state, and needs zero_stage >= 1; auto: bfloat16 on GPUs, "
             "float32 on CPUs and with stage 0",
-            extra=ESSENTIAL,
+            ESSENTIAL,
         ),
     ] = "auto"
     offload: Annotated[
@@ -71,7 +71,7 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True):
         ),
     ] = "none"
     activation_checkpointing: Annotated[
-        bool, about("recompute activations of each layer in the backward pass", extra=ESSENTIAL)
+        bool, about("recompute activations of each layer in the backward pass", ESSENTIAL)
     ] = False
     fused: Annotated[
         Literal["none", "liger"],
@@ -92,7 +92,7 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True):
         about(
             "JSON file with further DeepSpeed settings (buckets, overlap, offload "
             "buffers), for zero_stage >= 1; settings that contradict these keys are rejected",
-            extra=PATH,
+            PATH,
         ),
     ] = ""
     lora: Annotated[LoRAConfig | None, about("train low-rank adapters; empty: all weights")] = None
@@ -107,9 +107,7 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True):
     groups_per_minibatch: Annotated[
         int,
         about(
-            "questions per optimizer step; fewer if groups failed or are dropped",
-            ge=1,
-            extra=ESSENTIAL,
+            "questions per optimizer step; fewer if groups failed or are dropped", ESSENTIAL, ge=1
         ),
     ] = 8
     num_epochs_per_batch: Annotated[int, about("passes over the trees of an update", ge=1)] = 1
@@ -117,8 +115,8 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True):
         int,
         about(
             "tokens per micro-batch of a rank, whole trees unless one is larger; bounds memory",
+            ESSENTIAL,
             ge=1,
-            extra=ESSENTIAL,
         ),
     ] = 2048
     router_loss: Annotated[

@@ -33,7 +33,7 @@ OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 class LoRAConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Adapters on linear layers; the original weights are frozen."""
 
-    r: Annotated[int, about("rank of the adapters", ge=1, extra=ESSENTIAL)] = 16
+    r: Annotated[int, about("rank of the adapters", ESSENTIAL, ge=1)] = 16
     alpha: Annotated[int, about("adapters are scaled by alpha / r", ge=1)] = 32
     dropout: Annotated[
         float, about("dropout on the adapters' inputs in training passes", ge=0, lt=1)

@@ -13,9 +13,9 @@ from agentenv.base.errors import ConfigError
 # Keys that another configuration has with another default.
 Optimizer = Annotated[
     Literal["muon_adamw", "adamw"],
-    about("Muon on hidden matrices and AdamW on the rest, or AdamW on all", extra=ESSENTIAL),
+    about("Muon on hidden matrices and AdamW on the rest, or AdamW on all", ESSENTIAL),
 ]
-LearningRate = Annotated[float, about("learning rate of AdamW", ge=0, extra=ESSENTIAL)]
+LearningRate = Annotated[float, about("learning rate of AdamW", ESSENTIAL, ge=0)]
 WeightDecay = Annotated[
     float,
     about(

@@ -9,6 +9,7 @@ belongs to another kind is unknown to the chosen one, so no key is ever silently
 from __future__ import annotations
 
 import tomllib
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -43,16 +44,16 @@ Tree = dict[str, Any]
 Reporter = Callable[[str], None]
 Resolve = Callable[[str], Path]
 
-# Marks of a key, its `extra`: shown by --help; names files that must exist; names
+# Marks of a key, in msgspec its `extra`: shown by --help; names files that must exist; names
 # dataset files, which are searched before anything starts.
 ESSENTIAL = {"essential": True}
 PATH = {"path": True}
 ROWS = {"path": True, "rows": True}
 
 
-def about(description: str, **more: Any) -> msgspec.Meta:
-    """The annotation of a key: its description, and msgspec's bounds and marks (`extra`)."""
-    return msgspec.Meta(description=description, **more)
+def about(description: str, *marks: dict[str, bool], **bounds: Any) -> msgspec.Meta:
+    """The annotation of a key: its description, marks such as ESSENTIAL, and msgspec's bounds."""
+    return msgspec.Meta(description=description, extra=dict(ChainMap(*marks)) or None, **bounds)
 
 
 RUN = "{run}"  # in a path of a configuration: the run's directory

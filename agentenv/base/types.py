@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NewType
 
 from msgspec import Meta, Struct, field
 
-from agentenv.base.config import ESSENTIAL
+from agentenv.base.config import ESSENTIAL, about
 
 SYSTEM_KEY = "system_prompt"  # in Task.metadata: the system prompt of a row
 
@@ -15,91 +15,79 @@ SYSTEM_KEY = "system_prompt"  # in Task.metadata: the system prompt of a row
 class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Budgets of one trajectory, and deadlines of its waits."""
 
-    max_prompt_tokens: Annotated[
-        int, Meta(ge=1, description="tokens of the rendered prompt", extra=ESSENTIAL)
-    ] = 2048
+    max_prompt_tokens: Annotated[int, about("tokens of the rendered prompt", ESSENTIAL, ge=1)] = (
+        2048
+    )
     max_response_tokens: Annotated[
-        int,
-        Meta(
-            ge=1,
-            description="tokens after the prompt: policy and tool results together",
-            extra=ESSENTIAL,
-        ),
+        int, about("tokens after the prompt: policy and tool results together", ESSENTIAL, ge=1)
     ] = 4096
-    max_turn_tokens: Annotated[
-        int, Meta(ge=1, description="tokens sampled in one turn", extra=ESSENTIAL)
-    ] = 4096
+    max_turn_tokens: Annotated[int, about("tokens sampled in one turn", ESSENTIAL, ge=1)] = 4096
     max_tool_result_tokens: Annotated[
-        int,
-        Meta(
-            ge=1,
-            description="tokens of one tool result; longer ones keep head and tail",
-            extra=ESSENTIAL,
-        ),
+        int, about("tokens of one tool result; longer ones keep head and tail", ESSENTIAL, ge=1)
     ] = 1024
-    max_turns: Annotated[int, Meta(ge=1, description="turns of the policy", extra=ESSENTIAL)] = 16
-    max_tool_calls: Annotated[int, Meta(ge=0, description="tool calls", extra=ESSENTIAL)] = 8
+    max_turns: Annotated[int, about("turns of the policy", ESSENTIAL, ge=1)] = 16
+    max_tool_calls: Annotated[int, about("tool calls", ESSENTIAL, ge=0)] = 8
     on_limit: Annotated[
         Literal["end", "result"],
-        Meta(
-            description="when the tool-call limit, total or of one tool, is reached: the rollout "
+        about(
+            "when the tool-call limit, total or of one tool, is reached: the rollout "
             "ends, or the policy reads a result that reports it"
         ),
     ] = "end"
     max_seconds: Annotated[
         float,
-        Meta(
-            gt=0,
-            description="working time of servers and tools for one trajectory; waits for a slot, a "
+        about(
+            "working time of servers and tools for one trajectory; waits for a slot, a "
             "rate limit, a pause or an outage do not count",
-            extra=ESSENTIAL,
+            ESSENTIAL,
+            gt=0,
         ),
     ] = 600.0
     max_tree_seconds: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        Meta(
-            description="working time of one tree (any of its trajectories); then live "
+        about(
+            "working time of one tree (any of its trajectories); then live "
             "trajectories are truncated and none is retried; default four times max_seconds"
         ),
     ] = None
     env_timeout_s: Annotated[
-        float, Meta(gt=0, description="deadline of one reset, fork, finish or close of an env")
+        float, about("deadline of one reset, fork, finish or close of an env", gt=0)
     ] = 60.0
     outage_s: Annotated[
         float,
-        Meta(
-            ge=0,
-            description="wait for a tool, a grader or an environment whose infrastructure is down, "
+        about(
+            "wait for a tool, a grader or an environment whose infrastructure is down, "
             "before its trajectory restarts; does not count against other limits",
+            ge=0,
         ),
     ] = 300.0
     max_failures: Annotated[
-        int, Meta(ge=0, description="failed trajectories of one tree that fresh ones replace")
+        int, about("failed trajectories of one tree that fresh ones replace", ge=0)
     ] = 4
     max_turn_retries: Annotated[
         int,
-        Meta(
-            ge=0,
-            description="retries of a turn after an engine failure, or of a step after an "
+        about(
+            "retries of a turn after an engine failure, or of a step after an "
             "environment failure, before the trajectory fails",
+            ge=0,
         ),
     ] = 3
 
     max_failed_share: Annotated[
         float,
-        Meta(
-            ge=0,
-            le=1,
-            description="end the run when more than this share of the last 200 trajectories "
+        about(
+            "end the run when more than this share of the last 200 trajectories "
             "failed, of any kind; failures by an outage within outage_s do not count; at the end "
             "of an evaluation: exit code 1 when more than this share of a set failed; below 1, the "
             "run also ends before a step in which every call of a tool that worked fails alike",
+            ge=0,
+            le=1,
         ),
     ] = 0.25
     strict: Annotated[
         bool,
-        Meta(
-            description="end the run at the first bug: any exception but an AgentEnvError from a "
+        about(
+            "end the run at the first bug: any exception but an AgentEnvError from a "
             "tool, an environment or a grader"
         ),
     ] = False

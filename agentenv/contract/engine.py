@@ -11,9 +11,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
-from agentenv.base.config import ESSENTIAL
+from agentenv.base.config import ESSENTIAL, about
 from agentenv.base.errors import ConfigError, EngineError
 from agentenv.base.model_files import num_positions, read_model_config
 from agentenv.base.types import Chunk, Completion, Limits, SamplingParams, VersionSpan
@@ -170,7 +170,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
 
     max_model_len: Annotated[
-        int, Meta(ge=0, description="context length in tokens; 0: the model's", extra=ESSENTIAL)
+        int, about("context length in tokens; 0: the model's", ESSENTIAL, ge=0)
     ] = 0
 
     capabilities: ClassVar[EngineCapabilities] = EngineCapabilities()

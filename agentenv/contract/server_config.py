@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import Struct, field
 
-from agentenv.base.config import ESSENTIAL
+from agentenv.base.config import ESSENTIAL, about
 from agentenv.base.errors import ConfigError
 from agentenv.base.ports import check_key
 from agentenv.base.retries import backoff_s
@@ -46,17 +46,17 @@ def read_key(variable: str, key: str, *, starts: bool = False) -> str:
 
 
 # of servers that clients ask: `agentenv serve`, `serve-env`, `retriever`
-ListenHost = Annotated[str, Meta(description="address to listen on; beyond loopback with a key")]
-ListenPort = Annotated[int, Meta(ge=0, le=65535, description="0: any free port")]
+ListenHost = Annotated[str, about("address to listen on; beyond loopback with a key")]
+ListenPort = Annotated[int, about("0: any free port", ge=0, le=65535)]
 ClientKeyEnv = Annotated[
-    str, Meta(description="environment variable with the clients' key; empty: none, or new (serve)")
+    str, about("environment variable with the clients' key; empty: none, or new (serve)")
 ]
 # of servers that we ask
 ServerKeyEnv = Annotated[
-    str, Meta(description="environment variable with the server's key; empty: none; never logged")
+    str, about("environment variable with the server's key; empty: none; never logged")
 ]
 ExtraBody = Annotated[
-    dict[str, Any], Meta(description="extra keys of each request, e.g. chat_template_kwargs")
+    dict[str, Any], about("extra keys of each request, e.g. chat_template_kwargs")
 ]
 
 MAX_SHARE = 0.9  # of a GPU's memory, for servers, besides the CUDA contexts of others
@@ -66,60 +66,40 @@ class LaunchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Start settings of one server."""
 
     gpus: Annotated[
-        list[int],
-        Meta(description="GPUs by number among the visible ones; empty: free ones in order"),
+        list[int], about("GPUs by number among the visible ones; empty: free ones in order")
     ] = field(default_factory=list)
     port: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=65535,
-            description="port of the first server, the others follow; 0: any free port",
-        ),
+        int, about("port of the first server, the others follow; 0: any free port", ge=0, le=65535)
     ] = 0
-    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
-    tensor_parallel_size: Annotated[
-        int, Meta(ge=1, description="GPUs that share each layer", extra=ESSENTIAL)
-    ] = 1
-    data_parallel_size: Annotated[
-        int, Meta(ge=1, description="copies of the model behind one server")
-    ] = 1
+    host: Annotated[str, about("address to listen on")] = "127.0.0.1"
+    tensor_parallel_size: Annotated[int, about("GPUs that share each layer", ESSENTIAL, ge=1)] = 1
+    data_parallel_size: Annotated[int, about("copies of the model behind one server", ge=1)] = 1
     gpu_memory_share: Annotated[
-        float,
-        Meta(
-            gt=0, le=1, description="share of a GPU's memory for weights and cache", extra=ESSENTIAL
-        ),
+        float, about("share of a GPU's memory for weights and cache", ESSENTIAL, gt=0, le=1)
     ] = 0.9
     max_num_seqs: Annotated[
-        int, Meta(ge=0, description="maximum number of running requests; 0: the engine's default")
+        int, about("maximum number of running requests; 0: the engine's default", ge=0)
     ] = 0
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], Meta(description="auto: GPUs if available")
-    ] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], about("auto: GPUs if available")] = "auto"
     dtype: Annotated[
         Literal["model", "float32", "bfloat16", "float16"],
-        Meta(description="dtype of weights and cache; model: that of its config.json"),
+        about("dtype of weights and cache; model: that of its config.json"),
     ] = "model"
-    quantization: Annotated[
-        str, Meta(description="method, by the engine's name for it; empty: none")
-    ] = ""
+    quantization: Annotated[str, about("method, by the engine's name for it; empty: none")] = ""
     python: Annotated[
         str,
-        Meta(
-            description="interpreter of the engine's environment; empty: this one if the engine is "
+        about(
+            "interpreter of the engine's environment; empty: this one if the engine is "
             "installed in it, else .venv-vllm/bin/python or .venv-sglang/bin/python"
         ),
     ] = ""
     args: Annotated[
-        list[str],
-        Meta(description="extra arguments for the engine's command line, passed verbatim"),
+        list[str], about("extra arguments for the engine's command line, passed verbatim")
     ] = field(default_factory=list)
-    env: Annotated[
-        dict[str, str], Meta(description="extra environment variables of the server")
-    ] = field(default_factory=dict)
-    start_timeout_s: Annotated[
-        float, Meta(gt=0, description="deadline for a server to become ready")
-    ] = 900.0
+    env: Annotated[dict[str, str], about("extra environment variables of the server")] = field(
+        default_factory=dict
+    )
+    start_timeout_s: Annotated[float, about("deadline for a server to become ready", gt=0)] = 900.0
 
     @property
     def count(self) -> int:
@@ -149,13 +129,13 @@ class LaunchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class ServersConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The servers of the policy."""
 
-    num_servers: Annotated[int, Meta(ge=1, description="servers to start", extra=ESSENTIAL)] = 1
+    num_servers: Annotated[int, about("servers to start", ESSENTIAL, ge=1)] = 1
     servers_per_gpu: Annotated[
         int,
-        Meta(
-            ge=1,
-            description="vLLM servers that share a GPU, each with its gpu_memory_share; with a "
+        about(
+            "vLLM servers that share a GPU, each with its gpu_memory_share; with a "
             "small model the server's single thread is the bottleneck, not the GPU",
+            ge=1,
         ),
     ] = 1
 
@@ -189,20 +169,15 @@ class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=
 
     url: Annotated[
         str,
-        Meta(
-            description="http://HOST:PORT of a running server; empty: start one. NAME is "
-            "summarizer, judge, debugger, refiner or user; {role:NAME} in texts of [env], "
-            "[grader], [search] and [python] stands for the URL, e.g. grader.judge.url = "
-            "'{role:judge}/v1'"
+        about(
+            "http://HOST:PORT of a running server; empty: start one. NAME is summarizer, judge, "
+            "debugger, refiner or user; {role:NAME} in texts of [env], [grader], [search] and "
+            "[python] stands for the URL, e.g. grader.judge.url = '{role:judge}/v1'"
         ),
     ] = ""
-    model: Annotated[
-        str, Meta(description="Hugging Face directory; required to start a server")
-    ] = ""
-    engine: Annotated[Literal["vllm", "sglang"], Meta(description="engine that serves it")] = "vllm"
-    max_model_len: Annotated[
-        int, Meta(ge=0, description="tokens of prompt and answer; 0: the model's")
-    ] = 0
+    model: Annotated[str, about("Hugging Face directory; required to start a server")] = ""
+    engine: Annotated[Literal["vllm", "sglang"], about("engine that serves it")] = "vllm"
+    max_model_len: Annotated[int, about("tokens of prompt and answer; 0: the model's", ge=0)] = 0
     api_key_env: ClientKeyEnv = ""
 
     def __post_init__(self) -> None:
@@ -254,33 +229,27 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     initial_concurrency: ClassVar[int] = 64  # of a server with unknown load; it doubles
     broadcast_timeout_s: ClassVar[float] = 60.0  # to form a group, and of each 512 MiB
 
-    max_retries: Annotated[
-        int, Meta(ge=0, description="retries of a turn after its server was lost")
-    ] = 5
+    max_retries: Annotated[int, about("retries of a turn after its server was lost", ge=0)] = 5
     first_token_s: Annotated[
         float,
-        Meta(
-            gt=0,
-            description="a server that returns no token of a request for this long is lost; after "
+        about(
+            "a server that returns no token of a request for this long is lost; after "
             "silence_s if it returns none for any request, and the trajectory has no time left; "
             "pauses for new weights do not count",
+            gt=0,
         ),
     ] = 300.0
     silence_s: Annotated[
         float,
-        Meta(
-            gt=0,
-            description="the same after the first token: maximum time between two events, unless "
+        about(
+            "the same after the first token: maximum time between two events, unless "
             "requests queue in the server while it serves others",
+            gt=0,
         ),
     ] = 30.0
     max_concurrency: Annotated[
         int,
-        Meta(
-            ge=1,
-            description="maximum number of requests in flight on one server, regardless of its "
-            "load",
-        ),
+        about("maximum number of requests in flight on one server, regardless of its load", ge=1),
     ] = 2048
 
     def backoff_s(self, retry: int, key: str) -> float:
@@ -291,17 +260,13 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class ChatModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model on an OpenAI-compatible server, and its request settings."""
 
-    url: Annotated[
-        str, Meta(description='base URL, e.g. "http://HOST:8000/v1" or "{role:summarizer}/v1"')
-    ]
-    model: Annotated[str, Meta(description="name of the model at that server")]
+    url: Annotated[str, about('base URL, e.g. "http://HOST:8000/v1" or "{role:summarizer}/v1"')]
+    model: Annotated[str, about("name of the model at that server")]
     api_key_env: ServerKeyEnv = ""
-    max_tokens: Annotated[
-        int, Meta(ge=1, description="maximum length of a reply, reasoning included")
-    ] = 4096
-    timeout_s: Annotated[float, Meta(gt=0, description="deadline of one request, seconds")] = 120.0
+    max_tokens: Annotated[int, about("maximum length of a reply, reasoning included", ge=1)] = 4096
+    timeout_s: Annotated[float, about("deadline of one request, seconds", gt=0)] = 120.0
     num_retries: Annotated[
-        int, Meta(ge=0, description="retries after 429, 5xx, lost connections, malformed replies")
+        int, about("retries after 429, 5xx, lost connections, malformed replies", ge=0)
     ] = 5
-    max_concurrency: Annotated[int, Meta(ge=1, description="requests in flight")] = 64
+    max_concurrency: Annotated[int, about("requests in flight", ge=1)] = 64
     extra_body: ExtraBody = field(default_factory=dict)

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Struct, field
 
-from agentenv.base.config import build_config, substituted
+from agentenv.base.config import about, build_config, substituted
 from agentenv.base.errors import AgentEnvError, ConfigError
 from agentenv.base.registry import loaded
 from agentenv.contract.env import shared
@@ -42,10 +42,10 @@ def shared_config(kind: type[C], key: str, values: Mapping[str, Any] | C | None 
 class ToolConfig(ToolLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tool of an episode and its limits. A list of these replaces the environment's list."""
 
-    name: Annotated[str, Meta(description="name of a tool of the environment, or 'module:name'")]
-    kwargs: Annotated[
-        dict[str, Any], Meta(description="keyword arguments of the class or function named")
-    ] = field(default_factory=dict)
+    name: Annotated[str, about("name of a tool of the environment, or 'module:name'")]
+    kwargs: Annotated[dict[str, Any], about("keyword arguments of the class or function named")] = (
+        field(default_factory=dict)
+    )
 
 
 def load_tools(

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Protocol, cast, runtime_checkable
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
+from agentenv.base.config import about
 from agentenv.base.crashes import guarded
 from agentenv.base.errors import AgentEnvError, ConfigError, InfraError, ToolError, named
 from agentenv.base.types import ToolResult
@@ -136,29 +137,24 @@ class ToolLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     max_calls: Annotated[
         Annotated[int, Meta(ge=0)] | None,
-        Meta(
-            description="calls of the tool in one episode; none: only the limit of all calls "
-            "applies"
-        ),
+        about("calls of the tool in one episode; none: only the limit of all calls applies"),
     ] = None
     timeout_s: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        Meta(description="deadline of one call; none: that of the environment"),
+        about("deadline of one call; none: that of the environment"),
     ] = None
     max_concurrency: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="concurrent calls of the tool in this process; none: unlimited"),
+        about("concurrent calls of the tool in this process; none: unlimited"),
     ] = None
     num_retries: Annotated[
         Annotated[int, Meta(ge=0)] | None,
-        Meta(
-            description="retries after an infrastructure failure; none: the environment's setting"
-        ),
+        about("retries after an infrastructure failure; none: the environment's setting"),
     ] = None
     required: Annotated[
         bool,
-        Meta(
-            description="false: a tool that cannot be loaded is skipped with a warning, and one "
+        about(
+            "false: a tool that cannot be loaded is skipped with a warning, and one "
             "that fails permanently is reported to the policy as unavailable"
         ),
     ] = True

@@ -29,9 +29,9 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from msgspec import Meta, Struct, field
+from msgspec import Struct, field
 
-from agentenv.base.config import ROWS
+from agentenv.base.config import ROWS, about
 from agentenv.base.errors import DataError, ForeignError
 from agentenv.base.types import SYSTEM_KEY, Task
 from agentenv.base.untrusted import decode_loose
@@ -48,22 +48,21 @@ class ColumnsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     here.
     """
 
-    question: Annotated[str, Meta(description="column of the question, or of a chat prompt")] = ""
-    answer: Annotated[str, Meta(description="column of the gold answer, or of a list of them")] = ""
-    id: Annotated[str, Meta(description="column of the row's id; empty: id, else FILE-ROW")] = ""
+    question: Annotated[str, about("column of the question, or of a chat prompt")] = ""
+    answer: Annotated[str, about("column of the gold answer, or of a list of them")] = ""
+    id: Annotated[str, about("column of the row's id; empty: id, else FILE-ROW")] = ""
     kind: Annotated[
         str,
-        Meta(
-            description="column that groups the metrics; empty: kind, data_source or ability, the "
+        about(
+            "column that groups the metrics; empty: kind, data_source or ability, the "
             "first that the row has"
         ),
     ] = ""
     env_id: Annotated[
-        str, Meta(description="column of the environment's id; empty: env_id, if the row has it")
+        str, about("column of the environment's id; empty: env_id, if the row has it")
     ] = ""
     system_prompt: Annotated[
-        str,
-        Meta(description="column of a system prompt; empty: system_prompt, else the chat prompt's"),
+        str, about("column of a system prompt; empty: system_prompt, else the chat prompt's")
     ] = ""
 
 
@@ -73,29 +72,29 @@ class RowsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     columns: ColumnsConfig = ColumnsConfig()
     env_by: Annotated[
         dict[str, str],
-        Meta(
-            description="environment id by the value of a row's data_source, else of its ability; "
+        about(
+            "environment id by the value of a row's data_source, else of its ability; "
             "a row's own env_id takes precedence; env.id is the default"
         ),
     ] = field(default_factory=dict)
     skip_bad_rows: Annotated[
-        bool, Meta(description="skip and list invalid rows instead of rejecting the file")
+        bool, about("skip and list invalid rows instead of rejecting the file")
     ] = False
     overlong_prompt: Annotated[
         Overlong,
-        Meta(
-            description="a prompt beyond limits.max_prompt_tokens: 'error' rejects it, 'skip' "
+        about(
+            "a prompt beyond limits.max_prompt_tokens: 'error' rejects it, 'skip' "
             "drops its row, 'cut' removes the middle of its question; checked before the start"
         ),
     ] = "error"
     compat: Annotated[
         Literal["", "reference"],
-        Meta(description="'reference' keeps the backspace byte in the \\boxed of ARPO's files"),
+        about("'reference' keeps the backspace byte in the \\boxed of ARPO's files"),
     ] = ""
     source: Annotated[
         dict[str, Any],
-        Meta(
-            description="parameters of generated rows (reasoning_gym:NAME): size, seed, "
+        about(
+            "parameters of generated rows (reasoning_gym:NAME): size, seed, "
             "difficulties under their own names"
         ),
     ] = field(default_factory=dict)
@@ -106,14 +105,11 @@ class CurriculumConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     prefer: Annotated[
         Literal["half", "easy", "hard"],
-        Meta(
-            description="prefer questions that succeed in about half of all cases, usually, or "
-            "rarely"
-        ),
+        about("prefer questions that succeed in about half of all cases, usually, or rarely"),
     ] = "half"
     by: Annotated[
         Literal["question", "kind"],
-        Meta(description="success rate of the question itself, or of all questions of its kind"),
+        about("success rate of the question itself, or of all questions of its kind"),
     ] = "question"
     floor: ClassVar[float] = 0.1  # minimum weight of a question; the maximum is 1
 
@@ -122,22 +118,19 @@ class MixPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Files of a weighted mix."""
 
     path: Annotated[
-        str | list[str],
-        Meta(description="file, folder or pattern of rows, or a list of them", extra=ROWS),
+        str | list[str], about("file, folder or pattern of rows, or a list of them", ROWS)
     ]
     weight: Annotated[
-        float, Meta(gt=0, le=1e6, description="share of the questions, relative to other parts")
+        float, about("share of the questions, relative to other parts", gt=0, le=1e6)
     ] = 1.0
-    env_id: Annotated[
-        str, Meta(description="environment of rows that name none; empty: env.id")
-    ] = ""
+    env_id: Annotated[str, about("environment of rows that name none; empty: env.id")] = ""
     columns: Annotated[
-        ColumnsConfig | None, Meta(description="columns of this part, instead of data.columns")
+        ColumnsConfig | None, about("columns of this part, instead of data.columns")
     ] = None
-    max_samples: Annotated[int, Meta(ge=0, description="first n rows; 0: all")] = 0
-    source: Annotated[
-        dict[str, Any], Meta(description="source of generated rows, instead of data.source")
-    ] = field(default_factory=dict)
+    max_samples: Annotated[int, about("first n rows; 0: all", ge=0)] = 0
+    source: Annotated[dict[str, Any], about("source of generated rows, instead of data.source")] = (
+        field(default_factory=dict)
+    )
 
 
 QUESTIONS = ("question", "Question", "problem", "prompt", "input", "extra_info.question")

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct, field
 
+from agentenv.base.config import about
 from agentenv.base.errors import ConfigError, EngineDeadError, EngineError
 from agentenv.base.types import Chunk, Completion, SamplingParams, VersionSpan
 from agentenv.base.urls import checked_url
@@ -31,49 +32,47 @@ from agentenv.text.endpoint import ModelEndpoint
 class OpenAIConfig(EngineConfig, frozen=True, kw_only=True, tag="openai", tag_field="name"):
     """An endpoint for evaluation: its weights never change."""
 
-    url: Annotated[str, Meta(description="base URL, e.g. http://HOST:8000 or https://HOST/v1")]
+    url: Annotated[str, about("base URL, e.g. http://HOST:8000 or https://HOST/v1")]
     model: Annotated[
-        str, Meta(description="model name at the endpoint; empty: the only one that it lists")
+        str, about("model name at the endpoint; empty: the only one that it lists")
     ] = ""
     tokenizer: Annotated[
         str,
-        Meta(
-            description="directory with the served model's tokenizer: token ids go in and out, as "
+        about(
+            "directory with the served model's tokenizer: token ids go in and out, as "
             "in training (vLLM, SGLang); empty: chat messages, for any endpoint"
         ),
     ] = ""
     api_key_env: ServerKeyEnv = ""
     continuation: Annotated[
         Literal["auto", "continue", "prefix", "turns"],
-        Meta(
-            description="how the tag protocol continues after a tool result in chat messages: "
-            "'continue' the assistant's text (vLLM, SGLang), with 'prefix' = true (DeepSeek, "
-            "Mistral), or results as 'turns' of the user; auto: 'continue' where the server is "
-            "known to support it"
+        about(
+            "how the tag protocol continues after a tool result in chat messages: 'continue' the "
+            "assistant's text (vLLM, SGLang), with 'prefix' = true (DeepSeek, Mistral), or results "
+            "as 'turns' of the user; auto: 'continue' where the server is known to support it"
         ),
     ] = "auto"
     break_control_tokens: Annotated[
         bool,
-        Meta(
-            description="in chat messages, break the control tokens of every known family in texts "
+        about(
+            "in chat messages, break the control tokens of every known family in texts "
             "of tools and users, so that they cannot end a message; false: send them unchanged"
         ),
     ] = True
     max_tokens_key: Annotated[
         Literal["max_tokens", "max_completion_tokens"],
-        Meta(description="name of the token limit in chat requests that the endpoint expects"),
+        about("name of the token limit in chat requests that the endpoint expects"),
     ] = "max_tokens"
     max_model_len: Annotated[
         int,
-        Meta(
+        about(
+            "tokens of prompt and response; 0: the value that the endpoint reports, else no check",
             ge=0,
-            description="tokens of prompt and response; 0: the value that the endpoint reports, "
-            "else no check",
         ),
     ] = 0
-    timeout_s: Annotated[float, Meta(gt=0, description="deadline of one request")] = 300.0
-    num_retries: Annotated[int, Meta(ge=0, description="after 429, 5xx, lost connections")] = 6
-    max_concurrency: Annotated[int, Meta(ge=1, description="requests in flight")] = 64
+    timeout_s: Annotated[float, about("deadline of one request", gt=0)] = 300.0
+    num_retries: Annotated[int, about("after 429, 5xx, lost connections", ge=0)] = 6
+    max_concurrency: Annotated[int, about("requests in flight", ge=1)] = 64
     extra_body: ExtraBody = field(default_factory=dict)
 
     capabilities: ClassVar = EngineCapabilities(has_weights=False)

@@ -12,8 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Annotated, Any, ClassVar
 
-from msgspec import Meta
-
+from agentenv.base.config import about
 from agentenv.base.errors import ConfigError, EngineDeadError, named
 from agentenv.base.model_files import num_positions, read_eos_ids, read_model_config
 from agentenv.base.offload import in_thread
@@ -37,14 +36,13 @@ class ScriptedConfig(EngineConfig, frozen=True, kw_only=True, tag="scripted", ta
     capabilities: ClassVar = EngineCapabilities(is_exact=True)  # no model could differ
 
     script: Annotated[
-        str,
-        Meta(description="'module:function' called with (prompt text, Random), returns the turn"),
+        str, about("'module:function' called with (prompt text, Random), returns the turn")
     ] = "agentenv.envs.quickstart:scripted_turn"
-    max_model_len: Annotated[int, Meta(ge=1, description="tokens of prompt and turn")] = 4096
-    tokens_per_s: Annotated[
-        float, Meta(ge=0, description="sampling speed of one request; 0 is unlimited")
-    ] = 0.0
-    latency_s: Annotated[float, Meta(ge=0, description="latency of a turn's first token")] = 0.0
+    max_model_len: Annotated[int, about("tokens of prompt and turn", ge=1)] = 4096
+    tokens_per_s: Annotated[float, about("sampling speed of one request; 0 is unlimited", ge=0)] = (
+        0.0
+    )
+    latency_s: Annotated[float, about("latency of a turn's first token", ge=0)] = 0.0
 
     def max_context(self, model: Path) -> int:
         """The configured context, even if the model's is longer."""

@@ -33,9 +33,10 @@ from pathlib import Path
 from typing import Annotated, BinaryIO, ClassVar, NamedTuple, Protocol
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 from msgspec.structs import replace
 
+from agentenv.base.config import about
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.base.types import Task
 from agentenv.base.untrusted import packed
@@ -50,8 +51,8 @@ class JournalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     enabled: Annotated[
         bool,
-        Meta(
-            description="write every turn to RUN/journal, so that a killed run resumes with its "
+        about(
+            "write every turn to RUN/journal, so that a killed run resumes with its "
             "finished and in-flight trees"
         ),
     ] = True
@@ -63,10 +64,10 @@ class ArchiveConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     max_gb: Annotated[
         float,
-        Meta(
-            ge=0,
-            description="size of RUN/trees, all trees of the latest steps with every token; the "
+        about(
+            "size of RUN/trees, all trees of the latest steps with every token; the "
             "oldest steps are deleted first; 0: no archive",
+            ge=0,
         ),
     ] = 10.0
 

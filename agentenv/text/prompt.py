@@ -8,9 +8,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct, field
+from msgspec import Struct, field
 
-from agentenv.base.config import ESSENTIAL
+from agentenv.base.config import ESSENTIAL, about
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.registry import meant
 from agentenv.base.types import Message
@@ -29,28 +29,22 @@ class PromptConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     template: Annotated[
         str,
-        Meta(
-            description="system prompt: 'search+python', 'search', 'python', 'no_tools', "
-            "'chinese', 'direct', 'native' (calls in the chat template's form), or a text file; a "
-            "file that contains {question} is the whole user message; a file of rows, such as "
-            "data/train.parquet: the system prompt that all its rows share; empty: the "
-            "environment's",
-            extra=ESSENTIAL,
+        about(
+            "system prompt: 'search+python', 'search', 'python', 'no_tools', 'chinese', 'direct', "
+            "'native' (calls in the chat template's form), or a text file; a file that contains "
+            "{question} is the whole user message; a file of rows, such as data/train.parquet: the "
+            "system prompt that all its rows share; empty: the environment's",
+            ESSENTIAL,
         ),
     ] = ""
     override_row: Annotated[
-        bool, Meta(description="the template overrides the system prompt of a dataset row")
+        bool, about("the template overrides the system prompt of a dataset row")
     ] = False
     apply_chat_template: Annotated[
-        bool,
-        Meta(
-            description="false: for base models, the messages as plain text separated by blank "
-            "lines"
-        ),
+        bool, about("false: for base models, the messages as plain text separated by blank lines")
     ] = True
     chat_template_kwargs: Annotated[
-        dict[str, Any],
-        Meta(description="passed to the chat template, such as {enable_thinking = false}"),
+        dict[str, Any], about("passed to the chat template, such as {enable_thinking = false}")
     ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

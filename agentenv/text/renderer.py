@@ -23,8 +23,9 @@ from contextlib import suppress
 from functools import cache, cached_property, lru_cache
 from typing import Annotated, Any, Protocol, runtime_checkable
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
+from agentenv.base.config import about
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.model_files import template_end
 from agentenv.base.types import Completion, Message, Role, ToolCall
@@ -64,11 +65,10 @@ class TagsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
 
     tools_in_prompt: Annotated[
         Shown,
-        Meta(
-            description="whether the prompt describes the tools whose tags it does not show yet, "
-            "and their call format: 'several', if one of them has several parameters, or if the "
-            "model is a chat endpoint, which was not trained on the tags; 'all', always; "
-            "'none', never"
+        about(
+            "whether the prompt describes the tools whose tags it does not show yet, and their "
+            "call format: 'several', if one of them has several parameters, or if the model is a "
+            "chat endpoint, which was not trained on the tags; 'all', always; 'none', never"
         ),
     ] = "several"
 

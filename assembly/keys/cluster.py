@@ -333,7 +333,7 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "sleep, all train, wake with the new weights; rollouts wait with their tokens "
             "meanwhile. 'at_once': both at the same time, the engine's servers with their "
             "gpu_memory_share, the learner with the rest, which suits small models",
-            extra=ESSENTIAL,
+            ESSENTIAL,
         ),
     ] = False
     learner_gpus: Annotated[
@@ -343,9 +343,8 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     weights_dir: Annotated[
         str,
         about(
-            "folder through which new weights pass from the learner to the engine, at "
-            "most two copies of the model; empty: /dev/shm, or the run's folder if that has no "
-            "room for them"
+            "folder through which new weights pass from the learner to the engine, at most two "
+            "copies of the model; empty: /dev/shm, or the run's folder if that has no room for them"
         ),
     ] = ""
 

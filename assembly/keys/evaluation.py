@@ -56,8 +56,7 @@ class QuestionSet(RowsConfig, frozen=True, kw_only=True):
     """One named set of questions."""
 
     path: Annotated[
-        str | list[str],
-        about("file, folder or pattern of questions, or a list of them", extra=ROWS),
+        str | list[str], about("file, folder or pattern of questions, or a list of them", ROWS)
     ] = ""
     benchmark: Annotated[
         str,
@@ -99,7 +98,7 @@ class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         about(
             "file, folder or pattern of questions, or a list of them, instead of "
             "[sets]: one set named after the file",
-            extra=ROWS,
+            ROWS,
         ),
     ] = ""
     prompt: PromptConfig = PromptConfig()

@@ -90,7 +90,8 @@ class DataConfig(RowsConfig, frozen=True, kw_only=True):
         about(
             "training rows (question, answer, ...): a JSONL, JSON, CSV or parquet "
             "file, a folder, a pattern, or a list of them, shuffled together",
-            extra=ESSENTIAL | ROWS,
+            ESSENTIAL,
+            ROWS,
         ),
     ] = ""
     mix: Annotated[
@@ -122,7 +123,7 @@ TABLES = ("python", "search", "grader")
 class EnvChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An environment, its keywords and tools."""
 
-    id: Annotated[str, about("registered environment id", extra=ESSENTIAL)]
+    id: Annotated[str, about("registered environment id", ESSENTIAL)]
     kwargs: Annotated[dict[str, Any], about("keyword arguments of the environment class")] = field(
         default_factory=dict
     )
@@ -145,7 +146,7 @@ class EnvConfig(EnvChoice, frozen=True, kw_only=True):
     another id gets that environment as registered."""
 
     module: Annotated[
-        str, about("module to import first, which registers custom environments", extra=ESSENTIAL)
+        str, about("module to import first, which registers custom environments", ESSENTIAL)
     ] = "agentenv.envs"
     variants: Annotated[
         dict[str, EnvVariant],
@@ -231,14 +232,14 @@ class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """The queue between actors and learner."""
 
     groups_per_step: Annotated[
-        int, about("prompts (trees) that one update consumes", ge=1, extra=ESSENTIAL)
+        int, about("prompts (trees) that one update consumes", ESSENTIAL, ge=1)
     ] = 16
     max_staleness: Annotated[
         int,
         about(
             "maximum number of policy versions between starting and training a tree",
+            ESSENTIAL,
             ge=0,
-            extra=ESSENTIAL,
         ),
     ] = 1
     equal_groups: Annotated[
@@ -266,12 +267,9 @@ class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Length of the training: either `num_steps` or `num_epochs`."""
 
-    num_steps: Annotated[Annotated[int, Meta(ge=0)] | None, about("updates", extra=ESSENTIAL)] = (
-        None
-    )
+    num_steps: Annotated[Annotated[int, Meta(ge=0)] | None, about("updates", ESSENTIAL)] = None
     num_epochs: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
-        about("passes over the training questions", extra=ESSENTIAL),
+        Annotated[float, Meta(gt=0)] | None, about("passes over the training questions", ESSENTIAL)
     ] = None
     stop_at: Annotated[
         float | None,
@@ -297,9 +295,8 @@ class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_untrained_steps: Annotated[
         int,
         about(
-            "end the run after this many consecutive steps in which no tree had a "
-            "signal, since all failed, were masked or had equal returns (also counted ones); 0: "
-            "never",
+            "end the run after this many consecutive steps in which no tree had a signal, since "
+            "all failed, were masked or had equal returns (also counted ones); 0: never",
             ge=0,
         ),
     ] = 10
@@ -331,19 +328,17 @@ class EvalSet(RowsConfig, frozen=True, kw_only=True):
 
     path: Annotated[
         str | list[str],
-        about("file, folder or pattern of questions, or a list of them", extra=ESSENTIAL | ROWS),
+        about("file, folder or pattern of questions, or a list of them", ESSENTIAL, ROWS),
     ]
     every: Annotated[
         int,
-        about(
-            "steps between evaluations; 0: only before and after the phases", ge=0, extra=ESSENTIAL
-        ),
+        about("steps between evaluations; 0: only before and after the phases", ESSENTIAL, ge=0),
     ] = 0
     phases: Annotated[bool, about("evaluate before the cold start, after it, and at the end")] = (
         True
     )
     max_tasks: Annotated[int, about("first n questions; 0: all", ge=0)] = 0
-    num_samples: Annotated[int, about("trajectories a question", ge=1, extra=ESSENTIAL)] = 1
+    num_samples: Annotated[int, about("trajectories a question", ESSENTIAL, ge=1)] = 1
 
 
 class EvalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

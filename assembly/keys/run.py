@@ -12,13 +12,11 @@ from agentenv.base.config import ESSENTIAL, about
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Folder and seed of the run."""
 
-    dir: Annotated[str, about("parent folder of the runs", extra=ESSENTIAL)] = "runs"
+    dir: Annotated[str, about("parent folder of the runs", ESSENTIAL)] = "runs"
     name: Annotated[
-        str, about("folder of this run; empty: name of the configuration file", extra=ESSENTIAL)
+        str, about("folder of this run; empty: name of the configuration file", ESSENTIAL)
     ] = ""
-    seed: Annotated[
-        int, about("seed of data, model, sampling and forks", ge=0, extra=ESSENTIAL)
-    ] = 0
+    seed: Annotated[int, about("seed of data, model, sampling and forks", ESSENTIAL, ge=0)] = 0
     setup: Annotated[
         str,
         about(
@@ -32,4 +30,4 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The policy to start from."""
 
-    path: Annotated[str, about("Hugging Face directory with model and tokenizer", extra=ESSENTIAL)]
+    path: Annotated[str, about("Hugging Face directory with model and tokenizer", ESSENTIAL)]

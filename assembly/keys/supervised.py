@@ -62,11 +62,12 @@ class ChatDataConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         about(
             "training rows: a JSONL, JSON, CSV, parquet or Arrow file, a folder, a "
             "pattern, or a list of them; with data.dataset_info, names of its datasets",
-            extra=PATH | ESSENTIAL,
+            PATH,
+            ESSENTIAL,
         ),
     ]
     eval: Annotated[
-        str | list[str], about("held-out rows, in the form of data.train", extra=PATH | ESSENTIAL)
+        str | list[str], about("held-out rows, in the form of data.train", PATH, ESSENTIAL)
     ] = ""
     eval_split: Annotated[
         float,
@@ -76,8 +77,7 @@ class ChatDataConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = 0.0
     dataset_info: Annotated[
-        str,
-        about("LLaMA-Factory's dataset_info.json; its files are looked up next to it", extra=PATH),
+        str, about("LLaMA-Factory's dataset_info.json; its files are looked up next to it", PATH)
     ] = ""
     format: Annotated[
         Format,
@@ -128,7 +128,7 @@ class LoopConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Number of steps, batch sizes, and intervals."""
 
     batch_size: Annotated[
-        int, about("rows of a batch, over all ranks: sequences or pairs", ge=1, extra=ESSENTIAL)
+        int, about("rows of a batch, over all ranks: sequences or pairs", ESSENTIAL, ge=1)
     ] = 8
     gradient_accumulation: Annotated[
         int, about("batches per optimizer step; the loss is the mean over all of them", ge=1)
@@ -136,7 +136,7 @@ class LoopConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     num_steps: Annotated[Annotated[int, Meta(ge=1)] | None, about("steps")] = None
     num_epochs: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        about("passes over the rows, instead of num_steps; 3 if neither is set", extra=ESSENTIAL),
+        about("passes over the rows, instead of num_steps; 3 if neither is set", ESSENTIAL),
     ] = None
     eval_every: Annotated[
         int, about("steps between evaluations; 0: only at start and end", ge=0)
@@ -281,13 +281,13 @@ class ColdStartOptimizer(OptimizerConfig, frozen=True, kw_only=True):
 class SFTConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The cold start: imitate demonstrations, stage by stage."""
 
-    data: Annotated[str, about("JSONL file of demonstrations", extra=ESSENTIAL | ROWS)]
+    data: Annotated[str, about("JSONL file of demonstrations", ESSENTIAL, ROWS)]
     gate: Annotated[
         str,
         about(
             "JSONL file of clean demonstrations that measure the skill, by kind of "
             "question; they are not trained",
-            extra=ROWS,
+            ROWS,
         ),
     ]
     stages: Annotated[list[SFTStage], about("stages in order, [[sft.stages]]")]

@@ -62,7 +62,7 @@ class WandbConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Weights & Biases. The API key comes from the environment (WANDB_API_KEY) or from `wandb
     login`, never from the configuration; WANDB_MODE overrides `mode`."""
 
-    project: Annotated[str, about("project of the run", extra=ESSENTIAL)] = "agentenv"
+    project: Annotated[str, about("project of the run", ESSENTIAL)] = "agentenv"
     name: Annotated[str, about("display name; empty: that of the run")] = ""
     group: Annotated[str, about("group of runs, such as the seeds of one setting")] = ""
     entity: Annotated[str, about("user or team; empty: the default")] = ""
@@ -212,7 +212,7 @@ _OWN = (
 class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Destinations of metrics besides metrics.jsonl."""
 
-    tensorboard: Annotated[bool, about("write RUN/tensorboard", extra=ESSENTIAL)] = False
+    tensorboard: Annotated[bool, about("write RUN/tensorboard", ESSENTIAL)] = False
     wandb: Annotated[WandbConfig | None, about("log to Weights & Biases")] = None
     own: Annotated[list[AnyMonitor], about(_OWN)] = field(default_factory=list)
 

@@ -130,7 +130,7 @@ class SavingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ends."""
 
     every: Annotated[
-        int, about("steps between checkpoints; 0: only by minutes", ge=0, extra=ESSENTIAL)
+        int, about("steps between checkpoints; 0: only by minutes", ESSENTIAL, ge=0)
     ] = 0
     minutes: Annotated[float, about("minutes between checkpoints; 0: only by steps", ge=0)] = 20.0
     keep_last: Annotated[int, about("number of newest checkpoints to keep", ge=1)] = 2

@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast, get_type_hints
 
-from msgspec import NODEFAULT, Meta, Struct, defstruct, field
+from msgspec import NODEFAULT, Struct, defstruct, field
 from msgspec.structs import replace
 
-from agentenv.base.config import ESSENTIAL, PATH, build_config
+from agentenv.base.config import ESSENTIAL, PATH, about, build_config
 from agentenv.base.errors import ConfigError
 from agentenv.base.registry import Registry
 from agentenv.contract.env import Grader
@@ -24,41 +24,35 @@ class JudgeConfig(ChatModelConfig, frozen=True, forbid_unknown_fields=True, kw_o
     """Server and requests of the judge."""
 
     url: Annotated[
-        str,
-        Meta(
-            description="base URL of an OpenAI-compatible server, e.g. http://host:8000/v1",
-            extra=ESSENTIAL,
-        ),
+        str, about("base URL of an OpenAI-compatible server, e.g. http://host:8000/v1", ESSENTIAL)
     ]
-    model: Annotated[str, Meta(description="name of the model at that server", extra=ESSENTIAL)]
+    model: Annotated[str, about("name of the model at that server", ESSENTIAL)]
     when: Annotated[
         Literal["rules_wrong", "always"],
-        Meta(
-            description="asked when the rules do not accept the answer; or always, which changes "
+        about(
+            "asked when the rules do not accept the answer; or always, which changes "
             "no grade but measures the agreement of the two"
         ),
     ] = "rules_wrong"
-    timeout_s: Annotated[float, Meta(gt=0, description="deadline of one request, seconds")] = 60.0
-    max_tokens: Annotated[
-        int, Meta(ge=1, description="of the reply; raise it for a reasoning model")
-    ] = 16
+    timeout_s: Annotated[float, about("deadline of one request, seconds", gt=0)] = 60.0
+    max_tokens: Annotated[int, about("of the reply; raise it for a reasoning model", ge=1)] = 16
     compat: Annotated[
         Literal["", "reference"],
-        Meta(
-            description="'reference': as in the released evaluation: the prompt of prompt_file, "
+        about(
+            "'reference': as in the released evaluation: the prompt of prompt_file, "
             "the server's default sampling, its verdict rule; max_tokens does not count"
         ),
     ] = ""
     prompt_file: Annotated[
         str,
-        Meta(
-            description="compat: file with the prompt, as text or in a Python file such as "
+        about(
+            "compat: file with the prompt, as text or in a Python file such as "
             "evaluation/src/llm_evaluator_sds.py of ARPO's repository",
-            extra=PATH,
+            PATH,
         ),
     ] = ""
     cache: Annotated[
-        str, Meta(description='SQLite file of verdicts shared by processes; "": in memory only')
+        str, about('SQLite file of verdicts shared by processes; "": in memory only')
     ] = ""
 
     def __post_init__(self) -> None:
@@ -129,65 +123,62 @@ class GraderKeys(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     kind: Annotated[
         GraderKind | None,
-        Meta(
-            description="exact match, SQuAD F1, all layers, layers then an LLM, your function, "
-            "your class, several graders; none: own with [grader.own], custom with grader.path, "
-            "judge with grader.judge, combined with [grader.combined.NAME], else that of the "
-            "environment",
-            extra=ESSENTIAL,
+        about(
+            "exact match, SQuAD F1, all layers, layers then an LLM, your function, your class, "
+            "several graders; none: own with [grader.own], custom with grader.path, judge with "
+            "grader.judge, combined with [grader.combined.NAME], else that of the environment",
+            ESSENTIAL,
         ),
     ] = None
     reward: Annotated[
         Reward | None,
-        Meta(
-            description="the answer's score, or ARPO's rule: format -1, score, +0.1 for tools; "
+        about(
+            "the answer's score, or ARPO's rule: format -1, score, +0.1 for tools; "
             "none: the environment's",
-            extra=ESSENTIAL,
+            ESSENTIAL,
         ),
     ] = None
     compat: Annotated[
         Literal["", "reference"],
-        Meta(description="with reward = tools: 'reference' is the released rule, F1 for all"),
+        about("with reward = tools: 'reference' is the released rule, F1 for all"),
     ] = ""
     math: Annotated[
-        bool,
-        Meta(description="layered, judge: compare expressions with math-verify (extra 'math')"),
+        bool, about("layered, judge: compare expressions with math-verify (extra 'math')")
     ] = True
     partial_credit: Annotated[
         bool | None,
-        Meta(
-            description="layered: a wrong answer in words earns its token F1 but stays wrong; "
+        about(
+            "layered: a wrong answer in words earns its token F1 but stays wrong; "
             "none: the environment's default, true for those with tools"
         ),
     ] = None
     ordered: Annotated[
         bool,
-        Meta(
-            description="layered, judge: the items of a list must be in the gold answer's order; "
+        about(
+            "layered, judge: the items of a list must be in the gold answer's order; "
             "otherwise a judge decides about a different order, and layered alone accepts it"
         ),
     ] = False
-    judge: Annotated[JudgeConfig | None, Meta(description="judge: the server and its model")] = None
+    judge: Annotated[JudgeConfig | None, about("judge: the server and its model")] = None
     own: Annotated[
         AnyGrader | None,
-        Meta(
-            description="own: a custom grader and its keys; name is 'module:Class', or an entry "
+        about(
+            "own: a custom grader and its keys; name is 'module:Class', or an entry "
             "point of an installed package in agentenv.graders"
         ),
     ] = None
-    path: Annotated[str, Meta(description="custom: the Python file", extra=PATH)] = ""
-    name: Annotated[str, Meta(description="custom: the function in it")] = "compute_score"
+    path: Annotated[str, about("custom: the Python file", PATH)] = ""
+    name: Annotated[str, about("custom: the function in it")] = "compute_score"
     timeout_s: Annotated[
-        float,
-        Meta(gt=0, description="custom: limit of one call: seconds of CPU time, and of sleep"),
+        float, about("custom: limit of one call: seconds of CPU time, and of sleep", gt=0)
     ] = 10.0
     success_at: Annotated[
-        float, Meta(description="custom: the score from which an answer counts as correct")
+        float, about("custom: the score from which an answer counts as correct")
     ] = 1.0
     solution_str: Annotated[
         SolutionStr,
-        Meta(
-            description="custom, in verl's form: pass the policy's text alone, or also the chat "
+        about(
+            "custom, in verl's form: pass the policy's text alone, or also the chat "
             "prompt, which functions of Search-R1 and TinyZero expect"
         ),
     ] = "response"
@@ -196,11 +187,11 @@ class GraderKeys(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class WeightedConfig(GraderKeys, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One of several graders; the environment supplies the keys that it omits."""
 
-    weight: Annotated[float, Meta(description="weight of its reward; may be negative")] = 1.0
+    weight: Annotated[float, about("weight of its reward; may be negative")] = 1.0
     decides: Annotated[
         bool,
-        Meta(
-            description="its verdict decides whether an answer is correct; several must all agree; "
+        about(
+            "its verdict decides whether an answer is correct; several must all agree; "
             "without any: the first grader's"
         ),
     ] = False
@@ -211,10 +202,7 @@ class GraderConfig(GraderKeys, frozen=True, forbid_unknown_fields=True, kw_only=
 
     combined: Annotated[
         dict[str, WeightedConfig],
-        Meta(
-            description="combined: graders by name, [grader.combined.NAME], for a weighted sum of "
-            "rewards"
-        ),
+        about("combined: graders by name, [grader.combined.NAME], for a weighted sum of rewards"),
     ] = field(default_factory=dict)
 
 

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from msgspec import Meta, Struct, field
+from msgspec import Struct, field
 
-from agentenv.base.config import ESSENTIAL, PATH
+from agentenv.base.config import ESSENTIAL, PATH, about
 from agentenv.base.errors import ConfigError
 from agentenv.envs.sandbox import confine
 from agentenv.envs.sandbox.launch import HERE, Interpreter, namespaces, parents
@@ -31,46 +31,38 @@ class ProgramLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Limits of a program with all its processes. Reaching one ends the episode, with its name:
     wall, idle, calls, cpu, memory, processes, disk."""
 
-    wall_s: Annotated[
-        float, Meta(gt=0, description="working time of the program, its calls not counted")
-    ] = 600.0
+    wall_s: Annotated[float, about("working time of the program, its calls not counted", gt=0)] = (
+        600.0
+    )
     idle_s: Annotated[
-        float,
-        Meta(gt=0, description="time without a call or an exit, after which it counts as hung"),
+        float, about("time without a call or an exit, after which it counts as hung", gt=0)
     ] = 120.0
-    max_calls: Annotated[int, Meta(ge=1, description="calls of the policy")] = 100
-    cpu_s: Annotated[int, Meta(ge=1, description="CPU seconds")] = 300
-    memory_bytes: Annotated[int, Meta(ge=1 << 20, description="of all processes")] = 2 << 30
-    max_processes: Annotated[int, Meta(ge=1, description="at a time")] = 128
-    disk_bytes: Annotated[int, Meta(ge=1 << 12, description="of all files")] = 512 << 20
+    max_calls: Annotated[int, about("calls of the policy", ge=1)] = 100
+    cpu_s: Annotated[int, about("CPU seconds", ge=1)] = 300
+    memory_bytes: Annotated[int, about("of all processes", ge=1 << 20)] = 2 << 30
+    max_processes: Annotated[int, about("at a time", ge=1)] = 128
+    disk_bytes: Annotated[int, about("of all files", ge=1 << 12)] = 512 << 20
     max_output_chars: ClassVar[int] = 8000  # of its output; head and tail are kept
 
 
 class ProgramSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The program and its sandbox."""
 
-    command: Annotated[
-        tuple[str, ...], Meta(min_length=1, description="program and arguments", extra=ESSENTIAL)
-    ]
-    folder: Annotated[
-        str, Meta(description="initial files, copied into the program's own folder", extra=PATH)
-    ] = ""
-    files: Annotated[
-        dict[str, str], Meta(description="additional initial files: texts by name")
-    ] = field(default_factory=dict)
+    command: Annotated[tuple[str, ...], about("program and arguments", ESSENTIAL, min_length=1)]
+    folder: Annotated[str, about("initial files, copied into the program's own folder", PATH)] = ""
+    files: Annotated[dict[str, str], about("additional initial files: texts by name")] = field(
+        default_factory=dict
+    )
     variables: Annotated[
-        dict[str, str],
-        Meta(description="environment variables in addition to those of the endpoint"),
+        dict[str, str], about("environment variables in addition to those of the endpoint")
     ] = field(default_factory=dict)
     read_only: Annotated[
-        tuple[str, ...], Meta(description="files and folders of the host that the program may read")
+        tuple[str, ...], about("files and folders of the host that the program may read")
     ] = ()
-    limits: Annotated[ProgramLimits, Meta(description="resource limits of one program")] = (
-        ProgramLimits()
+    limits: Annotated[ProgramLimits, about("resource limits of one program")] = ProgramLimits()
+    allow_unsafe: Annotated[bool, about("run it without a sandbox, with your own permissions")] = (
+        False
     )
-    allow_unsafe: Annotated[
-        bool, Meta(description="run it without a sandbox, with your own permissions")
-    ] = False
 
 
 def bubblewrap(

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from msgspec import Meta
 
-from agentenv.base.config import PATH
+from agentenv.base.config import PATH, about
 from agentenv.base.installation import needed
 from agentenv.envs.search.corpus import (
     CORPUS_SCHEME,
@@ -30,9 +29,7 @@ MAX_ON_LOOP = 2_000  # passages; more take too long to search on the event loop
 class BM25Config(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="bm25"):
     """Embedded BM25 over a local corpus, in memory."""
 
-    corpus: Annotated[
-        str, Meta(description='JSONL file; "" is the shipped Wikipedia sample', extra=PATH)
-    ] = ""
+    corpus: Annotated[str, about('JSONL file; "" is the shipped Wikipedia sample', PATH)] = ""
 
     def build(self) -> BM25Backend:
         """The index over the corpus."""

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Struct
 
-from agentenv.base.config import PATH
+from agentenv.base.config import PATH, about
 from agentenv.base.errors import ConfigError, DataError, InfraError
 from agentenv.base.installation import needed
 from agentenv.base.model_files import load_pretrained
@@ -37,14 +37,12 @@ Pooling = Literal["mean", "cls", "pooler"]
 class FaissConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="faiss"):
     """A FAISS index with its corpus, and the encoder of the queries."""
 
-    index: Annotated[str, Meta(description="the FAISS index file", extra=PATH)]
-    corpus: Annotated[
-        str, Meta(description="its corpus: JSONL rows of id and contents", extra=PATH)
-    ]
-    encoder: Annotated[str, Meta(description='model directory or name, e.g. "intfloat/e5-base"')]
-    pooling: Annotated[Pooling, Meta(description="pooling of token vectors")] = "mean"
-    prefix: Annotated[str, Meta(description='prefix of each query; "query: " for e5')] = "query: "
-    device: Annotated[str, Meta(description="device of the encoder, e.g. cpu or cuda:0")] = "cpu"
+    index: Annotated[str, about("the FAISS index file", PATH)]
+    corpus: Annotated[str, about("its corpus: JSONL rows of id and contents", PATH)]
+    encoder: Annotated[str, about('model directory or name, e.g. "intfloat/e5-base"')]
+    pooling: Annotated[Pooling, about("pooling of token vectors")] = "mean"
+    prefix: Annotated[str, about('prefix of each query; "query: " for e5')] = "query: "
+    device: Annotated[str, about("device of the encoder, e.g. cpu or cuda:0")] = "cpu"
 
     @property
     def cache_name(self) -> str:

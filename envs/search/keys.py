@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.base.config import ESSENTIAL, PATH
+from agentenv.base.config import ESSENTIAL, PATH, about
 from agentenv.base.errors import ConfigError
 from agentenv.base.registry import Registry
 from agentenv.contract.server_config import ChatModelConfig
@@ -44,29 +44,25 @@ else:
 class TrafficConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Requests to a service. The limits hold for each process."""
 
-    rate_per_s: Annotated[float, Meta(ge=0, description="requests per second; 0: no limit")] = 20.0
-    max_concurrency: Annotated[int, Meta(ge=1, description="concurrent requests")] = 64
-    timeout_s: Annotated[float, Meta(gt=0, description="deadline of one attempt")] = 20.0
-    num_retries: Annotated[
-        int, Meta(ge=0, description="retries after 429, 5xx, a lost connection")
-    ] = 5
+    rate_per_s: Annotated[float, about("requests per second; 0: no limit", ge=0)] = 20.0
+    max_concurrency: Annotated[int, about("concurrent requests", ge=1)] = 64
+    timeout_s: Annotated[float, about("deadline of one attempt", gt=0)] = 20.0
+    num_retries: Annotated[int, about("retries after 429, 5xx, a lost connection", ge=0)] = 5
 
 
 class FetchConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Fetching of pages. Private and loopback addresses are rejected."""
 
-    timeout_s: Annotated[
-        float, Meta(gt=0, description="deadline of a page, including its redirects")
-    ] = 20.0
+    timeout_s: Annotated[float, about("deadline of a page, including its redirects", gt=0)] = 20.0
     allow_networks: Annotated[
-        tuple[str, ...], Meta(description='private networks to allow, such as "10.1.0.0/16"')
+        tuple[str, ...], about('private networks to allow, such as "10.1.0.0/16"')
     ] = ()
 
 
 class PagesConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Fetching and reading of pages."""
 
-    fetch: Annotated[FetchConfig, Meta(description="direct fetching")] = FetchConfig()
+    fetch: Annotated[FetchConfig, about("direct fetching")] = FetchConfig()
     max_chars: ClassVar[int] = 6000  # of a page's text for the policy
 
 
@@ -99,33 +95,22 @@ PRESETS: dict[PresetName, Preset] = {
 class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The search tool and the page tool."""
 
-    backend: Annotated[AnyBackend, Meta(description="source of results", extra=ESSENTIAL)] = (
-        BM25Config()
+    backend: Annotated[AnyBackend, about("source of results", ESSENTIAL)] = BM25Config()
+    preset: Annotated[PresetName, about("mode and sizes of a published setting", ESSENTIAL)] = (
+        "arpo"
     )
-    preset: Annotated[
-        PresetName, Meta(description="mode and sizes of a published setting", extra=ESSENTIAL)
-    ] = "arpo"
-    mode: Annotated[Mode | None, Meta(description="result of a search; default: the preset's")] = (
-        None
-    )
-    max_results: Annotated[int, Meta(ge=1, le=100, description="results per search")] = 10
-    max_chars_per_result: Annotated[int, Meta(ge=1, description="length of a snippet")] = 1000
+    mode: Annotated[Mode | None, about("result of a search; default: the preset's")] = None
+    max_results: Annotated[int, about("results per search", ge=1, le=100)] = 10
+    max_chars_per_result: Annotated[int, about("length of a snippet", ge=1)] = 1000
     market: Annotated[
-        str,
-        Meta(description='language and country, such as "zh-CN"; "auto": by the script of a query'),
+        str, about('language and country, such as "zh-CN"; "auto": by the script of a query')
     ] = "auto"
     cache: Annotated[
-        str,
-        Meta(
-            description='SQLite file of results, pages and summaries; "": in memory only',
-            extra=ESSENTIAL,
-        ),
+        str, about('SQLite file of results, pages and summaries; "": in memory only', ESSENTIAL)
     ] = ""
-    arpo_cache: Annotated[
-        str, Meta(description="ARPO's search_cache.json to import", extra=PATH)
-    ] = ""
-    pages: Annotated[PagesConfig, Meta(description="reading of pages")] = PagesConfig()
-    summarizer: Annotated[SummarizerConfig | None, Meta(description="the summarizer model")] = None
+    arpo_cache: Annotated[str, about("ARPO's search_cache.json to import", PATH)] = ""
+    pages: Annotated[PagesConfig, about("reading of pages")] = PagesConfig()
+    summarizer: Annotated[SummarizerConfig | None, about("the summarizer model")] = None
 
     @property
     def sizes(self) -> Preset:

@@ -10,10 +10,10 @@ import re
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlencode
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 from msgspec.structs import asdict
 
-from agentenv.base.config import ESSENTIAL
+from agentenv.base.config import ESSENTIAL, about
 from agentenv.base.errors import ConfigError, ForeignError, InfraError, ToolError
 from agentenv.base.secrets import SECRETS
 from agentenv.base.untrusted import convert, decode
@@ -60,12 +60,10 @@ class Provider:
 class WebConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="web"):
     """A web search provider."""
 
-    provider: Annotated[ProviderName, Meta(description="search service", extra=ESSENTIAL)]
-    url: Annotated[str, Meta(description="custom address of the service; required for SearXNG")] = (
-        ""
-    )
-    zone: Annotated[str, Meta(description="Bright Data: the SERP zone")] = "serp_api"
-    traffic: Annotated[TrafficConfig, Meta(description="rate limit and retries")] = TrafficConfig()
+    provider: Annotated[ProviderName, about("search service", ESSENTIAL)]
+    url: Annotated[str, about("custom address of the service; required for SearXNG")] = ""
+    zone: Annotated[str, about("Bright Data: the SERP zone")] = "serp_api"
+    traffic: Annotated[TrafficConfig, about("rate limit and retries")] = TrafficConfig()
 
     @property
     def cache_name(self) -> str:
@@ -254,23 +252,20 @@ Dialect = Literal["search_r1", "skyrl", "tool_star"]
 class RemoteSearchConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="remote"):
     """A retriever that serves POST /retrieve or /batch_search, as agentenv retriever does."""
 
-    url: Annotated[str, Meta(description='e.g. "http://localhost:8000"')]
+    url: Annotated[str, about('e.g. "http://localhost:8000"')]
     dialect: Annotated[
-        Dialect,
-        Meta(description="/retrieve with queries or (skyrl) query; tool_star: /batch_search"),
+        Dialect, about("/retrieve with queries or (skyrl) query; tool_star: /batch_search")
     ] = "search_r1"
-    traffic: Annotated[TrafficConfig, Meta(description="rate limit and retries")] = TrafficConfig(
-        rate_per_s=0
-    )
+    traffic: Annotated[TrafficConfig, about("rate limit and retries")] = TrafficConfig(rate_per_s=0)
 
     corpus: Annotated[
         str,
-        Meta(
-            description="name of the served corpus, under which search.cache keeps the results; "
+        about(
+            "name of the served corpus, under which search.cache keeps the results; "
             "empty: keep them in memory, for this run"
         ),
     ] = ""
-    api_key_env: Annotated[str, Meta(description="environment variable with its key")] = ""
+    api_key_env: Annotated[str, about("environment variable with its key")] = ""
 
     @property
     def cache_name(self) -> str:

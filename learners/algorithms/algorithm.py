@@ -108,7 +108,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     """
 
     group_size: Annotated[
-        int, about("trajectories per question, the group of the advantage", ge=2, extra=ESSENTIAL)
+        int, about("trajectories per question, the group of the advantage", ESSENTIAL, ge=2)
     ] = 8
     aggregation: AggregationKey = "token-mean"
     norm_length: Annotated[
@@ -154,7 +154,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         ),
     ] = None
     kl_loss: Annotated[
-        float, about("weight of the KL to a reference policy in the loss", ge=0, extra=ESSENTIAL)
+        float, about("weight of the KL to a reference policy in the loss", ESSENTIAL, ge=0)
     ] = 0.0
     kl_kind: Annotated[
         KLKind,

@@ -43,7 +43,7 @@ SharingKey = Annotated[
 
 InitialRollouts = Annotated[
     Annotated[int, Meta(ge=1)] | None,
-    about("trajectories from scratch; default half of the group", extra=ESSENTIAL),
+    about("trajectories from scratch; default half of the group", ESSENTIAL),
 ]
 
 
@@ -70,14 +70,13 @@ class ARPO(Grouped, frozen=True, kw_only=True, tag="arpo"):
 
     initial_rollouts: InitialRollouts = None
     beam_size: Annotated[
-        int, about("a fork point starts at most beam_size - 1 siblings", ge=1, extra=ESSENTIAL)
+        int, about("a fork point starts at most beam_size - 1 siblings", ESSENTIAL, ge=1)
     ] = 2
     base_probability: Annotated[
-        float, about("fork probability without entropy rise (alpha)", ge=0, le=1, extra=ESSENTIAL)
+        float, about("fork probability without entropy rise (alpha)", ESSENTIAL, ge=0, le=1)
     ] = 0.5
     entropy_weight: Annotated[
-        float,
-        about("weight of the entropy rise in the fork probability (beta)", ge=0, extra=ESSENTIAL),
+        float, about("weight of the entropy rise in the fork probability (beta)", ESSENTIAL, ge=0)
     ] = 0.2
     fork_rule: Annotated[
         Literal["sample", "threshold"],

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import msgspec
-
+from agentenv.base.config import about
 from agentenv.contract.engine import EngineConfig
 
 NUM_CACHED_SEQS = 128  # finished requests kept as prefix cache
@@ -15,15 +14,12 @@ class EmbeddedSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_f
     """What the engine reads of `EmbeddedConfig`."""
 
     max_num_seqs: Annotated[
-        int, msgspec.Meta(description="Concurrent requests; further ones queue in order.", ge=1)
+        int, about("Concurrent requests; further ones queue in order.", ge=1)
     ] = 128
-    num_threads: Annotated[
-        int, msgspec.Meta(description="CPU threads of torch, process-wide.", ge=1)
-    ] = 1
+    num_threads: Annotated[int, about("CPU threads of torch, process-wide.", ge=1)] = 1
     device: Annotated[
-        Literal["auto", "cpu", "cuda"],
-        msgspec.Meta(description="Device of the model; auto: a GPU if available."),
+        Literal["auto", "cpu", "cuda"], about("Device of the model; auto: a GPU if available.")
     ] = "auto"
-    dtype: Annotated[
-        Literal["float32", "bfloat16"], msgspec.Meta(description="Of weights, keys and values.")
-    ] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16"], about("Of weights, keys and values.")] = (
+        "float32"
+    )

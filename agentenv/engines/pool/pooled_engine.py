@@ -7,9 +7,9 @@ import secrets
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta, field
+from msgspec import field
 
-from agentenv.base.config import ESSENTIAL
+from agentenv.base.config import ESSENTIAL, about
 from agentenv.base.errors import ConfigError
 from agentenv.base.model_files import num_stretched_positions, read_eos_ids, vocab_size
 from agentenv.base.offload import in_thread
@@ -25,44 +25,40 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
     """Keys of an engine that is a pool over servers."""
 
     urls: Annotated[
-        list[str],
-        Meta(description="running ones, http://HOST:PORT; empty: start [servers]", extra=ESSENTIAL),
+        list[str], about("running ones, http://HOST:PORT; empty: start [servers]", ESSENTIAL)
     ] = field(default_factory=list)
-    servers: Annotated[ServersConfig | None, Meta(description="servers to start for the run")] = (
-        None
-    )
+    servers: Annotated[ServersConfig | None, about("servers to start for the run")] = None
     api_key_env: Annotated[
-        str, Meta(description="environment variable that holds the servers' API key; empty: none")
+        str, about("environment variable that holds the servers' API key; empty: none")
     ] = ""
     entropy_top_k: Annotated[
         int,
-        Meta(
-            ge=-1,
-            description="log-probs per token from which a lower bound of its entropy is computed, "
+        about(
+            "log-probs per token from which a lower bound of its entropy is computed, "
             "the rest taken as one token; each costs server time; -1: the whole vocabulary, exact",
+            ge=-1,
         ),
     ] = 10
     weights: Annotated[
         Literal["directory", "broadcast", "ipc"],
-        Meta(
-            description="transport of new weights to the servers: through files on a shared path, "
+        about(
+            "transport of new weights to the servers: through files on a shared path, "
             "from the learner's rank 0 over NCCL (GPUs) or gloo (CPU), or from its memory on the "
             "same GPUs (CUDA IPC; vLLM with resources.colocated)",
-            extra=ESSENTIAL,
+            ESSENTIAL,
         ),
     ] = "directory"
     lora: Annotated[
         Literal["merged", "adapter"],
-        Meta(
-            description="form in which a policy with learner.lora is sent to servers: a merged "
-            "model, or (vLLM) a small adapter of their model, for which running requests are "
-            "prefilled again"
+        about(
+            "form in which a policy with learner.lora is sent to servers: a merged model, or "
+            "(vLLM) a small adapter of their model, for which running requests are prefilled again"
         ),
     ] = "merged"
     entropies: Annotated[
         Literal["all", "window"],
-        Meta(
-            description="tokens with costly top-k log-probs: those that decide forks (two requests "
+        about(
+            "tokens with costly top-k log-probs: those that decide forks (two requests "
             "per turn; trained tokens get the learner's entropies, others none), or all (entropies "
             "are bounds); vLLM servers that the run starts return exact entropies of all tokens at "
             "no cost"
@@ -70,8 +66,8 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
     ] = "window"
     update_kv: Annotated[
         Literal["recompute", "keep"],
-        Meta(
-            description="KV cache of running requests at an update: recomputed with the new "
+        about(
+            "KV cache of running requests at an update: recomputed with the new "
             "weights (a prefill of all running requests), or (vLLM) kept: their next tokens then "
             "belong to neither version, which their ratios show"
         ),
