@@ -142,6 +142,8 @@ _AND = _SPECIAL_TABLES.pattern("and")
 _NAMED_VALUE = _SPECIAL_TABLES.pattern("named_value", re.DOTALL)
 _ITEM = re.compile(r"(?:^|[,;]\s+|(?<!\s)\s+(?:[,;]\s+)?)(?:\(?\d{1,2}[.)]|[-*\N{BULLET}])\s+")
 _OR = re.compile(r"\b[oO]r\b")
+_JOINT = re.compile(r"\b(?:and|or)\b", re.IGNORECASE)
+_SIGN = Tables("formulas").pattern("sign")
 _OPEN = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -253,6 +255,9 @@ def same_answers(found: str, wanted: str, same: Compare, *, ordered: bool = Fals
     def element(one: str, other: str) -> bool | None:
         return _same_element(one, other, same)
 
+    bounds = [text for text in (found, wanted) if _SIGN.search(text)]
+    if {word.lower() for text in bounds for word in _JOINT.findall(text)} == {"and", "or"}:
+        return None  # x < 2 or x > 7 is no x > 7 and x < 2
     golds, answers = several(without_name(wanted)), several(without_name(found))
     if golds is None or answers is None:
         known = golds or answers

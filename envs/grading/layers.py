@@ -60,6 +60,7 @@ _AUTHOR = re.compile(r"[\"*]?,?\s+by\s+[A-Z][\w.'-]*(?:\s+[A-Z][\w.'-]*){0,3}$")
 _DASHED = re.compile(r"\d+(?:-\d+)+")
 _DOUBLED = re.compile(r"(?<=[\w)}\]])!!(?!!)")  # a double factorial
 _VECTORS = Tables("reading").pattern("vectors")
+_OBJECT = Tables("reading").pattern("object", re.IGNORECASE)
 _BASE = re.compile(r"([0-9A-Z]+)\s*_\s*\{?\s*(\w+)\s*\}?")
 
 
@@ -215,6 +216,8 @@ def find(answer: str, gold: str, ordered: bool = False) -> Finding:
         answer = final_answer(answer)
     answer = answer[:MAX_ANSWER_CHARS]
     answer = unfenced(answer) if "```" in answer else answer
+    if _OBJECT.search(gold) is None:
+        answer = _OBJECT.sub(r"\1\2", answer)
     found, wanted = clean(answer), clean(gold)
     if _LETTERS.fullmatch(gold) and answer.strip().casefold() == gold.casefold():
         return Finding(True, "words")

@@ -124,6 +124,10 @@ def test_what_belongs_to_a_name_is_not_the_name() -> None:
         form = draw.choice(RELATIONS)
         answer = form.format(noun=noun, kind=draw.choice(KINDS), gold=gold)
         accepted += [(gold, answer)] if compare(answer, gold)[0] else []
+    for text, noun in product(["(B)", "(5)", "[2,3]", "(2,3)", "option (C)"], NOUNS):
+        gold, kind = text.removeprefix("option ").strip("()"), draw.choice(KINDS)
+        for answer in (f"the {noun} of {text}", f"It is the {kind} {noun} of {text}."):
+            accepted += [(gold, answer)] if is_right(gold, answer) else []
     assert not accepted
 
 
