@@ -68,7 +68,9 @@ async def _run(arguments: argparse.Namespace, view: View) -> int:
         is_offline=arguments.offline,
         is_quick=arguments.quick,
         report=lambda text: (
-            None if arguments.json else view.console.print(f"[dim]{escape(text)}[/]")
+            None
+            if arguments.json
+            else view.console.print(f"[dim]{escape(text)}[/]", soft_wrap=True)
         ),
         on_begin=lambda name: None if arguments.json else view.wait_for(f"checking {name}"),
     ):

@@ -137,7 +137,12 @@ async def test_what_a_client_never_sends_is_not_awaited(monkeypatch: pytest.Monk
     server = Listener()
     await server.listen({}, {"/x": listener.body_of}, "127.0.0.1", 0)
     length = b"Host: localhost\r\nContent-Length: 999999999\r\nConnection: close\r\n\r\n"
-    for sent, reply in ((b"GET / HT", b""), (b"POST /x HTTP/1.1\r\n" + length, b"HTTP/1.1 413 ")):
+    origins = b"Origin: http://localhost\r\nOrigin: http://evil.example\r\n"
+    for sent, reply in (
+        (b"GET / HT", b""),
+        (b"POST /x HTTP/1.1\r\n" + length, b"HTTP/1.1 413 "),
+        (b"GET /health HTTP/1.1\r\n" + origins + length, b"HTTP/1.1 403 "),
+    ):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(sent)
         assert (await reader.read())[:13] == reply

@@ -17,6 +17,8 @@ import os
 import re
 import sys
 import traceback
+from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import reduce
@@ -40,18 +42,16 @@ _SECRET_KEY = re.compile(
     r"(access|auth|refresh|bearer|private|client|secret)[_-]?(token|key|secret))"
 )
 _PUBLIC_HEADER = re.compile(r"(?i)headers\.(accept.*|content-.*|host|origin|referer|user-agent)")
-_USER = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://([^/\s@\"'<>?#]+)@")
+# a server may write the texts: no pattern takes more than linear time
+_USER = re.compile(r"(?<=[a-zA-Z0-9+.-])://([^/\s\"'<>?#]+)@")
 _QUERY = re.compile(
     r"(?i)[?&;](?:[\w-]*(?:key|token|secret|password|passwd|signature)|sig)=([^&;\s\"'<>#]+)"
 )
 # where a text, also a secret, may be broken; backslashes escape quotes and each other
-_BLANKS = " ", "\n", "\r", "\t", "\0", "\u200b"
-_JOINTS = "\\u0000", "\\n", "\\r", "\\t", "\\", "=\r\n", "=\n", *_BLANKS
-_GAP = f"(?:{'|'.join(map(re.escape, _JOINTS))})*"
+_JOINTS = *("\\n", "\\r", "\\t", "\\", "=\r\n", "=\n"), *" \n\r\t\0\u200b"
 # a character as JSON, Python, URLs and HTML may escape it
 _CODE = re.compile(
-    r"\\(?:u(?!0020)([\da-fA-F]{4})|x(?!20)([2-7][\da-fA-F]))|%(?!20)([2-7][\da-fA-F])|"
-    r"&#[xX]0{0,9}(?!20)([2-7][\da-fA-F]);|&#0{0,9}(3[3-9]|[4-9]\d|1[01]\d|12[0-6]);"
+    r"(?i:\\u([\da-f]{4})|\\x([\da-f]{2})|%([\da-f]{2})|&#x0{0,9}([\da-f]{1,4});)|&#0{0,9}(\d{1,6});"
 )
 _DECIMAL = 5  # the group of it whose number is not hexadecimal
 _PARTS = {  # of these, by a character that is found fastest
@@ -60,8 +60,8 @@ _PARTS = {  # of these, by a character that is found fastest
     "A": ("AKIA", "AIza"), "J": ("eyJ",),
 }  # fmt: skip
 _KEYS = re.compile(
-    r"\b(?:[sp]k-(?=[\w-]*\d|[a-zA-Z]{16})[\w-]{16,}|hf_[a-zA-Z0-9]{16,}|"
-    r"eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]+)?|(?:gh[pousr]_|github_pat_|glpat-|xox[abeprs]-|tvly-|AKIA|AIza|wandb_v1_)[\w-]{12,})"
+    r"\b(?:[sp]k-(?=[\w-]{0,40}\d|[a-zA-Z]{16})[\w-]{16,}|hf_[a-zA-Z0-9]{16,}|"
+    r"(?<!-)eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]+)?|(?:gh[pousr]_|github_pat_|glpat-|xox[abeprs]-|tvly-|AKIA|AIza|wandb_v1_)[\w-]{12,})"
 )
 _LIKELY = (  # group 1 is the secret
     _USER,
@@ -77,7 +77,8 @@ _LIKELY = (  # group 1 is the secret
 _NESTED = (dict, list, tuple)
 _PLAIN = frozenset({type(None), bool, int, float})  # without texts
 _OFTEN_EMPTY = frozenset({str, tuple})
-_REST = rf"(?:{_CODE.pattern}|[\w+/=%-])*"  # of a secret that was cut
+_REST = re.compile(rf"(?:{_CODE.pattern}|[\w+/=%-])*")  # of a secret that was cut
+_STEPS = _CODE, _CODE, *map(re.compile, map(re.escape, _JOINTS))  # to a bare text
 Spans = list[tuple[int, int]]
 
 
@@ -178,31 +179,49 @@ class Redactor:
                 spans += [found.span() for found in _KEYS.finditer(text)]
                 break
         bare = _bare(text) if self._forms else ""
-        for head, whole in self._forms:
-            if head in bare:
-                whole, head = (_GAP.join(map(_written, one)) for one in (whole, head))
-                spans += [one.span() for one in re.finditer(rf"{whole}|{head}{_REST}", text)]
+        if forms := [(head, whole) for head, whole in self._forms if head in bare]:
+            firsts, lasts = _places(text)
+        for head, whole in forms:
+            start = 0
+            while (start := bare.find(head, start)) >= 0:
+                is_whole = bare.startswith(whole, start)
+                first, last = firsts[start], lasts[start + len(whole if is_whole else head) - 1]
+                while first and text[first - 1] == "\\":  # JSON allows no lone backslash
+                    first -= 1
+                if not is_whole and (rest := _REST.match(text, last)):
+                    last = rest.end()
+                spans.append((first, last))
+                start = bisect_left(firsts, last)
         return spans
 
 
 def _bare(text: str) -> str:
-    """The text without escapes and joints."""
+    """The text in lower case, without joints and escapes, as of a URL in the query of a URL."""
     if "\\" in text or "%" in text or "&#" in text:
-        text = _CODE.sub(_decoded, text)
-    joints = _JOINTS if "\\" in text or "=" in text else _BLANKS
-    return reduce(lambda left, joint: left.replace(joint, ""), joints, text)
+        text = _CODE.sub(_decoded, _CODE.sub(_decoded, text))
+    text = reduce(lambda left, joint: left.replace(joint, ""), _JOINTS, text)
+    return text.replace("İ", "i").lower()  # as long as before
+
+
+def _places(text: str) -> tuple[array[int], array[int]]:
+    """Where each character of the bare text begins and ends in the text."""
+    firsts, lasts = array("I", range(len(text))), array("I", range(1, len(text) + 1))
+    for step in _STEPS:
+        end, parts, kept = 0, list[str](), (array("I"), array("I"))
+        for found in step.finditer(text):
+            first, last = found.span()
+            parts += text[end:first], (char := _decoded(found))
+            kept[0].extend(firsts[end : first + len(char)])
+            kept[1].extend(lasts[end:first] + lasts[last - len(char) : last])
+            end = last
+        text = "".join([*parts, text[end:]])
+        firsts, lasts = kept[0] + firsts[end:], kept[1] + lasts[end:]
+    return firsts, lasts
 
 
 def _decoded(code: re.Match[str]) -> str:
-    group = code.lastindex or 0
-    return chr(int(code[group], 10 if group == _DECIMAL else 16))
-
-
-def _written(char: str) -> str:
-    """A pattern of the character, in any escape of _CODE."""
-    number = ord(char)
-    codes = rf"u{number:04x}|x{number:02x}|%{number:02x}|&#x0*{number:02x};|&#0*{number};"
-    return rf"\\{{0,16}}(?:{re.escape(char)}|(?i:{codes}))"  # JSON allows no lone backslash
+    group = code.lastindex  # none for a joint
+    return chr(int(code[group], 10 if group == _DECIMAL else 16)) if group else ""
 
 
 def _without(text: str, spans: Spans) -> str:

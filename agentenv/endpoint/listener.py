@@ -133,13 +133,13 @@ class Listener:
 
     def _refuse(self, http: web.Request) -> None:
         """Raises ApiError for a request that a page of others, or no known client, sends."""
-        host, origin = http.headers.get("Host", ""), http.headers.get("Origin")
+        host, origins = http.headers.get("Host", ""), {*http.headers.getall("Origin", ())}
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
         if self._is_local and not is_loopback(name):
             raise ApiError("other_host", f"this is not {host}")
         site, mode = (http.headers.get(f"Sec-Fetch-{one}", "none") for one in ("Site", "Mode"))
-        is_own = origin in (None, f"http://{host}") and site in ("none", "same-origin")
-        is_link = origin is None and http.method == "GET" and mode == "navigate"
+        is_own = origins <= {f"http://{host}"} and site in ("none", "same-origin")
+        is_link = not origins and http.method == "GET" and mode == "navigate"
         if not (is_own or is_link):
             raise ApiError("other_page", "requests of other pages are rejected")
         if http.path != "/health":

@@ -103,6 +103,7 @@ class ChatRenderer:
         self._codec = TextCodec(_Unknown(), control=KNOWN if break_control_tokens else None)
 
     def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]:
+        tools = self._codec.shown(tools)
         if self.native:
             messages = for_native_calls(messages, tools)
         messages = with_tools(messages, tools, self.tools_in_prompt)

@@ -120,7 +120,7 @@ class NativeRenderer(TextCodec):
     def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]:
         """The token ids of the prompt of the first turn, with the tools' schemas where the template
         puts them."""
-        return self._prompt(for_native_calls(messages, tools), tools)
+        return self._prompt(for_native_calls(messages, tools), self.shown(tools))
 
     def check_tools(self, tools: ToolSchemas) -> None:
         """Raises ConfigError for a tool whose name this format cannot express."""

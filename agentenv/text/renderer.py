@@ -23,13 +23,14 @@ from contextlib import suppress
 from functools import cache, cached_property, lru_cache
 from typing import Annotated, Any, Protocol, runtime_checkable
 
+import msgspec
 from msgspec import Struct
 
 from agentenv.base.config import about
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.model_files import template_end
 from agentenv.base.types import Completion, Message, Role, ToolCall
-from agentenv.base.untrusted import shortened
+from agentenv.base.untrusted import decode, shortened
 from agentenv.contract.env import check_observation, tally
 from agentenv.text.call_syntax import THOUGHT_OPEN
 from agentenv.text.control_tokens import BROKEN, broken, control_tokens, pattern_of
@@ -116,6 +117,8 @@ class Renderer(Protocol):
 class ContextRenderer(Renderer, Protocol):
     """A renderer that can write whole contexts, including turns that were not sampled. `style` is
     the format of its calls (agentenv/text/call_syntax.py), `end_id` the token that ends a turn."""
+
+    control: Any
 
     @property
     def style(self) -> str: ...
@@ -236,6 +239,13 @@ class TextCodec:
             tags = (*TAGS, *self.own_tags, *(str(tool["name"]) for tool in tools))
             text = _opening(tags).sub("< ", text)
         return broken(self.control, text, counted=not self.is_probe)
+
+    def shown(self, tools: ToolSchemas) -> ToolSchemas:
+        """The tools as a prompt shows them: a server may have written control tokens into their
+        descriptions."""
+        text = msgspec.json.encode(tools).decode()
+        found = broken(self.control, text, counted=True)
+        return tools if found == text else decode(found)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids, special tokens included."""
@@ -387,7 +397,7 @@ class TagRenderer(TextCodec):
 
     def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]:
         """The prompt of the first turn, by the model's chat template or as plain text."""
-        messages = with_tools(messages, tools, self.tools_in_prompt)
+        messages = with_tools(messages, self.shown(tools), self.tools_in_prompt)
         if not self.prompt_config.apply_chat_template:
             text = "\n\n".join(message.content for message in messages) + "\n"
             return list(self.tokenizer.encode(text, add_special_tokens=True))

@@ -71,7 +71,7 @@ _STANDS_FOR = {
         ("2002::/16", (2, 3, 4, 5)),
     )
 }
-_ISATAP = (b"\0\0\x5e\xfe", b"\2\0\x5e\xfe")  # before the IPv4 address in the last four bytes
+_ISATAP = re.compile(rb"[\0-\3]\0\x5e\xfe")  # before the IPv4 address in the last four bytes
 PORTS = (80, 443)
 USER_AGENT = "Mozilla/5.0 (compatible; agentenv)"
 
@@ -128,7 +128,7 @@ def _judged(address: str) -> Sequence[_Address]:
             return [one for one in inner if one.packed[0]] or inner[:1]  # 0.0.0.0/8: no address
     if found.teredo:
         return list(found.teredo)
-    if found.packed[8:12] in _ISATAP:
+    if _ISATAP.match(found.packed, 8):
         return [found, ipaddress.IPv4Address(found.packed[12:])]
     return [found]
 

@@ -79,6 +79,7 @@ def answering(status: int = 200, text: str = PAGE, **headers: str) -> Handler:
         "2001:0:808:808::f5ff:fffe",  # Teredo of 10.0.0.1
         "2606:2800:220:1:0:5efe:10.0.0.1",  # ISATAP
         "2606:2800:220:1:200:5efe:127.0.0.1",
+        "2606:2800:220:1:300:5efe:127.0.0.1",
         "fe80::5efe:808:808",
         "3fff::1",
         "5f00::1",
