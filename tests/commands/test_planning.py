@@ -11,14 +11,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    LlamaConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from agentenv.assembly.checks.memory import (
     HEAD_CHUNK_BYTES,
@@ -54,12 +47,11 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 def family(name: str) -> Callable[..., Any]:
     if name == "experts":
-        return partial(
-            Qwen3MoeConfig, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=64
-        )
+        keys = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+        return partial(CONFIG_MAPPING["qwen3_moe"], **keys)
     if name.startswith("Qwen3"):
-        return Qwen3Config
-    return LlamaConfig if name.startswith(("Llama", "Smol")) else Qwen2Config
+        return CONFIG_MAPPING["qwen3"]
+    return CONFIG_MAPPING["llama" if name.startswith(("Llama", "Smol")) else "qwen2"]
 
 
 def config_of(name: str, shape: ModelShape) -> Any:
