@@ -18,18 +18,7 @@ from agentenv.assembly.run.tables import Table
 from agentenv.assembly.run.terminal import View
 from agentenv.base.config import read_toml
 from agentenv.base.errors import ConfigError
-from agentenv.evaluation.sweep import (
-    START,
-    Made,
-    SweepConfig,
-    SweepRun,
-    check,
-    grid,
-    read_sweep,
-    remember,
-    runs_of,
-    train_all,
-)
+from agentenv.evaluation import sweep
 
 FOLDER = Path("sweeps")
 
@@ -67,17 +56,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _config(options: argparse.Namespace) -> SweepConfig:
+def _config(options: argparse.Namespace) -> sweep.SweepConfig:
     if "arms" in read_toml(options.subject):  # else the configuration of a run
         if options.overrides or options.vary:
             raise ConfigError(
                 f"{options.subject} is a sweep file, which names overrides and arms itself; "
                 "expected none on the command line"
             )
-        config = read_sweep(options.subject)
+        config = sweep.read_sweep(options.subject)
     else:
-        arms = grid(options.vary) if options.vary else {"all": []}
-        config = SweepConfig(
+        arms = sweep.grid(options.vary) if options.vary else {"all": []}
+        config = sweep.SweepConfig(
             config=str(options.subject.resolve()),
             seeds="0-2",
             arms=arms,
@@ -90,11 +79,11 @@ def _config(options: argparse.Namespace) -> SweepConfig:
 
 def _run(options: argparse.Namespace, view: View) -> int:
     config = _config(options)
-    made = check(config)
+    made = sweep.check(config)
     folder = options.out or FOLDER / options.subject.stem
     if not options.dry_run:
-        made = remember(folder, made)
-    runs = list(runs_of(folder, made))
+        made = sweep.remember(folder, made)
+    runs = list(sweep.runs_of(folder, made))
     waiting = [run for run in runs if run.state() != "finished"]
     if options.dry_run:
         view.show(_plan(runs, made))
@@ -103,12 +92,12 @@ def _run(options: argparse.Namespace, view: View) -> int:
     view.log(f"{len(waiting)} of {len(runs)} runs to train, {options.jobs} at a time, in {folder}")
     done = len(runs) - len(waiting)
 
-    def report(run: SweepRun, outcome: str, why: str) -> None:
+    def report(run: sweep.SweepRun, outcome: str, why: str) -> None:
         nonlocal done
         done += outcome == "finished"
         view.log(f"{run}: {outcome} ({done} of {len(runs)})" + (f": {why}" if why else ""))
 
-    failed = asyncio.run(train_all(made.config, runs, jobs=options.jobs, report=report))
+    failed = asyncio.run(sweep.train_all(made.config, runs, jobs=options.jobs, report=report))
     for run in failed:
         view.warn(f"{run} failed: see {run.log}")
     if failed:
@@ -118,11 +107,11 @@ def _run(options: argparse.Namespace, view: View) -> int:
     return 0
 
 
-def _plan(runs: Sequence[SweepRun], made: Made) -> Table:
+def _plan(runs: Sequence[sweep.SweepRun], made: sweep.Made) -> Table:
     """A row per arm: its seeds, and the overrides that only this arm has."""
     rows = []
     for arm in dict.fromkeys(run.arm for run in runs):
-        own = made.start if arm == START else made.arms[arm]
+        own = made.start if arm == sweep.START else made.arms[arm]
         states = [f"{run.seed} {run.state()}" for run in runs if run.arm == arm]
         rows.append([arm, ", ".join(states), " ".join(own or ())])
     return Table(title="Runs", columns=["arm", "seeds", "overrides"], rows=rows, left=[0, 1, 2])

@@ -31,20 +31,8 @@ from agentenv.engines.openai import TokensEngine
 from agentenv.evaluation.run import chosen_sets, saved_of
 from agentenv.evaluation.store import Store
 from agentenv.evaluation.subject import EvaluationAssembly, Subject, configured
+from agentenv.lab.recipes import sorting
 from agentenv.lab.recipes.sampling import SynthesisSampling, read_questions, tool_names
-from agentenv.lab.recipes.sorting import (
-    TRAJECTORIES,
-    Dropped,
-    Sorted,
-    claim,
-    class_table,
-    reason_table,
-    rejected_rows,
-    rl_row,
-    sft_row,
-    summarize,
-    write_data,
-)
 from agentenv.launchers.command import add_dry_run, add_questions, parse, subject_of
 
 FOLDER = "synthesis"
@@ -114,8 +102,8 @@ async def synthesize(plan: SynthesisPlan, subject: Subject, out: Path, view: Vie
         sets = await assembly.questions()
         pairs, dropped = await read_questions(plan, assembly, sets, view.log)
         tools = await tool_names(pairs, plan, sets)
-        claim(out, plan)
-        store = Store(out / TRAJECTORIES, saved_of(plan.evaluation, subject, endpoint))
+        sorting.claim(out, plan)
+        store = Store(out / sorting.TRAJECTORIES, saved_of(plan.evaluation, subject, endpoint))
         stack.callback(store.close)
         view.log_to(out / LOG_FILE)
         sampling = SynthesisSampling(plan, assembly, sets, store, tools, view)
@@ -128,8 +116,8 @@ async def _write(
     plan: SynthesisPlan,
     sets: Mapping[str, Questions],
     out: Path,
-    found: Sequence[Sorted],
-    dropped: Sequence[Dropped],
+    found: Sequence[sorting.Sorted],
+    dropped: Sequence[sorting.Dropped],
     view: View,
 ) -> None:
     sft, rl = [], []
@@ -138,14 +126,14 @@ async def _write(
         if one.chosen:
             # with tools, also for answers without: the policy learns when to skip them
             prompt, _ = await try_env(sets[set_name(name, "tools")].make_env, task)
-            sft += [sft_row(judged, task, prompt, name) for judged in one.chosen]
+            sft += [sorting.sft_row(judged, task, prompt, name) for judged in one.chosen]
         if one.kind == "hard":
             env = plan.sets[name].env
-            rl.append(rl_row(task, name, env.id if env is not None else ""))
-    summary = summarize(plan, found, dropped)
-    write_data(out, sft, rl, rejected_rows(found, dropped), summary)
-    view.show(class_table(summary))
-    view.show(reason_table(summary))
+            rl.append(sorting.rl_row(task, name, env.id if env is not None else ""))
+    summary = sorting.summarize(plan, found, dropped)
+    sorting.write_data(out, sft, rl, sorting.rejected_rows(found, dropped), summary)
+    view.show(sorting.class_table(summary))
+    view.show(sorting.reason_table(summary))
     view.log(f"{out}: {len(sft)} dialogues in sft.jsonl, {len(rl)} questions in rl.jsonl")
 
 

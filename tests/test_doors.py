@@ -36,7 +36,7 @@ from tests.commands.test_viewer_page import CHROMIUM, FLAGS
 from tests.envs.bridges.test_openenv import TASKS, CounterEnv
 from tests.support.snippets import run_python
 from tests.support.sockets import sockets_of
-from tests.support.sources import ROOT, sources
+from tests.support.sources import ROOT, texts
 from tests.support.viewed_run import make_run
 from tests.support.warehouse import make_workspace
 
@@ -65,12 +65,8 @@ def named(source: str) -> Iterator[str]:
 def test_each_kind_is_opened_in_its_place(kind: str) -> None:
     places = dict(TABLE[kind])
     names = re.compile(places.pop("names").strip())
-    found = (
-        path
-        for path in sources()
-        if any(map(names.fullmatch, named(path.read_text(encoding="utf-8"))))
-    )
-    assert {str(path.relative_to(ROOT)) for path in found} == places.keys()
+    found = {name for name, text in texts().items() if any(map(names.fullmatch, named(text)))}
+    assert found == places.keys()
     for spelled in TABLE["spelled"][kind]:
         assert any(map(names.fullmatch, named(spelled))), spelled
 

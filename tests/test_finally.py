@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 
-from tests.support.sources import PACKAGES
+from tests.support.sources import texts
 
-ROOT = Path(__file__).resolve().parents[1]
 CANCELLATIONS = ("BaseException", "CancelledError")
 INNER = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 
@@ -87,12 +85,7 @@ def lost_in(source: str) -> list[str]:
 
 
 def test_no_statement_follows_an_await_in_a_finally_block() -> None:
-    found = [
-        f"{path.relative_to(ROOT)} {one}"
-        for package in PACKAGES
-        for path in sorted((ROOT / package).rglob("*.py"))
-        for one in lost_in(path.read_text(encoding="utf-8"))
-    ]
+    found = [f"{name} {one}" for name, text in texts().items() for one in lost_in(text)]
     assert not found, "put it before the await, or into the finally of a try around it"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,9 +20,8 @@ from agentenv.base.untrusted import (
     decode_text,
     printable,
 )
-from tests.support.sources import PACKAGES, sources
+from tests.support.sources import texts
 
-ROOT = Path(__file__).resolve().parents[1]
 DECODERS = re.compile(
     r"json\.(loads?|JSONDecoder)|msgspec\.(json|msgpack|yaml)\.(decode|Decoder)"
     r"|msgspec\.convert|ast\.literal_eval|(pickle|marshal|yaml)\.\w*loads?"
@@ -79,9 +77,8 @@ class Flat(Struct):
     x: float
 
 
-def decoding(path: Path) -> list[int]:
-    """Lines of a file that decode without agentenv.base.untrusted."""
-    text = path.read_text(encoding="utf-8")
+def decoding(text: str) -> list[int]:
+    """Lines of a source that decode without agentenv.base.untrusted."""
     if not DECODERS.search(text) and not IMPORTS.search(text):
         return []  # most need not be parsed
     tree = ast.parse(text)
@@ -93,20 +90,14 @@ def decoding(path: Path) -> list[int]:
 
 
 def test_foreign_data_is_decoded_only_in_untrusted() -> None:
-    found = {}
-    for package in PACKAGES:
-        for path in sources(package):
-            name = str(path.relative_to(ROOT))
-            if lines := decoding(path):
-                found[name] = lines
+    found = {name: lines for name, text in texts().items() if (lines := decoding(text))}
     strange = {name: lines for name, lines in found.items() if name not in OURS}
     assert not strange, f"use agentenv.base.untrusted, or say in OURS who wrote it: {strange}"
     assert found.keys() == OURS.keys()
 
 
-def test_the_walk_finds_a_decoder(tmp_path: Path) -> None:
-    code = tmp_path / "x.py"
-    code.write_text("import json\n\nprint(json.loads('1'))\nfrom json import loads\n")
+def test_the_walk_finds_a_decoder() -> None:
+    code = "import json\n\nprint(json.loads('1'))\nfrom json import loads\n"
     assert decoding(code) == [3, 4]
 
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
@@ -113,27 +114,27 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentenv.envs.search.upstream.MAX_PAUSE_S", 0.002)
 
 
-def ended(target: str, call: Callable[[], Any], *allowed: type[Exception]) -> Any:
-    """The result of a call, None for an allowed error; each end is counted."""
+@contextmanager
+def counted(target: str, *allowed: type[Exception]) -> Iterator[None]:
+    """Counts an end, by a result or an allowed error."""
     try:
-        found = call()
+        yield
     except allowed as error:
         str(error).encode()  # the message is encodable
         outcomes[target, type(error).__name__] += 1
-        return None
-    outcomes[target, "result"] += 1
-    return found
+    else:
+        outcomes[target, "result"] += 1
+
+
+def ended(target: str, call: Callable[[], Any], *allowed: type[Exception]) -> Any:
+    """The result of a call, None for an allowed error."""
+    with counted(target, *allowed):
+        return call()
 
 
 async def ended_async(target: str, call: Awaitable[Any], *allowed: type[Exception]) -> Any:
-    try:
-        found = await call
-    except allowed as error:
-        str(error).encode()
-        outcomes[target, type(error).__name__] += 1
-        return None
-    outcomes[target, "result"] += 1
-    return found
+    with counted(target, *allowed):
+        return await call
 
 
 def written(value: Any) -> None:

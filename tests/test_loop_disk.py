@@ -10,13 +10,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-from tests.support.sources import sources as files
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support.sources import texts
 
 OURS = {"write_whole", "append_whole", "make_folder", "replace_folder", "own_folder", "sync"}
 SYSTEM = {"fsync", "fdatasync", "rmtree", "copytree", "copyfile", "copy2", "listdir", "scandir"}
@@ -145,14 +142,8 @@ def on_loop(tree: ast.AST, names: set[str]) -> Iterator[tuple[str, str]]:
                     yield function.name, ast.unparse(call.func)
 
 
-def sources() -> dict[str, ast.AST]:
-    return {
-        str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in files()
-    }
-
-
 def test_no_coroutine_waits_for_a_disk() -> None:
-    trees = sources()
+    trees = {file: ast.parse(text) for file, text in texts().items()}
     names = reaching([*trees.values()])
     found = {
         f"{file} {function}: {call}"

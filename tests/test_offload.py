@@ -6,7 +6,6 @@ import ast
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -14,10 +13,9 @@ import uvloop
 
 from agentenv.base.offload import check_outside, in_thread, replaced, start_process, start_thread
 from agentenv.rollout.metrics import LoopLag
-from tests.support.sources import sources
+from tests.support.sources import ROOT, texts
 from tests.support.virtual_clock import DeadlockError, Inline, on_virtual_clock, run_virtual
 
-ROOT = Path(__file__).parent.parent
 SEAM = "agentenv/base/offload.py"
 OUTSIDE = {
     *("to_thread", "run_in_executor", "create_subprocess_exec", "create_subprocess_shell"),
@@ -33,11 +31,10 @@ CLOCKS = {
 
 def uses(names: set[str]) -> Iterator[str]:
     """FILE: NAME of all calls, also where the function is only named."""
-    for path in sources():
-        text = path.read_text(encoding="utf-8")
+    for path, text in texts().items():
         if any(name in text for name in names):  # most need not be parsed
             for name in used(text, names):
-                yield f"{path.relative_to(ROOT)}: {name}"
+                yield f"{path}: {name}"
 
 
 def used(text: str, names: set[str]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from tests.support.sources import ROOT, sources
+from tests.support.sources import texts
 
 SINK = re.compile(
     r"logging\.(?:\w*Handler|basicConfig|handlers|config)|^ *import logging as|addHandler"
@@ -45,8 +45,8 @@ UNSEALED |= {"envs/bridges/verifiers_env.py"}  # runs without agentenv
 
 
 def test_no_other_file_logs_or_prints_and_each_process_seals_its_output() -> None:
-    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sources()}
-    assert {name for name, text in texts.items() if SINK.search(text)} == SINKS.keys()
+    found = texts()
+    assert {name for name, text in found.items() if SINK.search(text)} == SINKS.keys()
     assert [one for one in re.split("[;\n] *", SPELLED.strip()) if not SINK.search(one)] == []
-    started = {name for name, text in texts.items() if 'if __name__ == "__main__"' in text}
-    assert {name for name in started if not SEALS.search(texts[name])} == UNSEALED
+    started = {name for name, text in found.items() if 'if __name__ == "__main__"' in text}
+    assert {name for name in started if not SEALS.search(found[name])} == UNSEALED

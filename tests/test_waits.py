@@ -15,14 +15,10 @@ Tasks and futures of the same loop do not count: their own waits do.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.support.sources import PACKAGES, sources
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support.sources import texts
 
 SOCKETS = {"sock_recv", "sock_recv_into", "sock_sendall", "sock_accept", "sock_connect"}
 SOCKETS |= {"readexactly", "readuntil", "readline", "drain", "wait_closed", "open_connection"}
@@ -209,16 +205,12 @@ def waits_in(source: str) -> list[tuple[str, str]]:
     return walk.found
 
 
-def waits() -> Iterator[str]:
-    for package in PACKAGES:
-        for path in sources(package):
-            name = str(path.relative_to(ROOT))
-            for function, call in waits_in(path.read_text(encoding="utf-8")):
-                yield f"{name} {function}: {call}"
-
-
 def test_every_wait_for_something_outside_has_a_deadline() -> None:
-    found = set(waits())
+    found = {
+        f"{name} {function}: {call}"
+        for name, text in texts().items()
+        for function, call in waits_in(text)
+    }
     unbounded = sorted(found - ALLOWED.keys())
     assert not unbounded, f"give it a deadline, or say in ALLOWED who bounds it: {unbounded}"
     assert found == ALLOWED.keys()  # nothing is allowed that is not there

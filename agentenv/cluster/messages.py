@@ -40,11 +40,16 @@ from agentenv.rollout.branch import BranchNow
 from agentenv.rollout.failure_log import Failure
 
 
-class Grow(Struct, array_like=True, frozen=True, tag=1):
+class Numbered(Struct, array_like=True, frozen=True):
+    """A message about the tree, slot or turn with this number."""
+
+    number: int
+
+
+class Grow(Numbered, frozen=True, tag=1):
     """Start a rollout, or resume a `recorded` one (agentenv.rollout.frames.RECORDED).
     `policy_version` is the engine's; the others are arguments of `Actor.rollout`."""
 
-    number: int
     task: Task
     index: int
     policy_version: int
@@ -52,67 +57,58 @@ class Grow(Struct, array_like=True, frozen=True, tag=1):
     recorded: bytes | None = None
 
 
-class Quit(Struct, array_like=True, frozen=True, tag=16):
+class Quit(Numbered, frozen=True, tag=16):
     """Cancel the rollout, turn or slot; without reply."""
 
-    number: int
 
-
-class Tokens(Struct, array_like=True, frozen=True, tag=3):
+class Tokens(Numbered, frozen=True, tag=3):
     """New tokens of a turn."""
 
-    number: int
     chunk: Chunk
 
 
-class TurnPause(Struct, array_like=True, frozen=True, tag=4):
+class TurnPause(Numbered, frozen=True, tag=4):
     """The clock of a turn pauses or resumes; `lost_s` seconds of its work do not count."""
 
-    number: int
     is_paused: bool
     lost_s: float = 0.0
 
 
-class SampledTurn(Struct, array_like=True, frozen=True, tag=5):
+class SampledTurn(Numbered, frozen=True, tag=5):
     """A completed turn."""
 
-    number: int
     completion: Completion
 
 
-class Refused(Struct, array_like=True, frozen=True, tag=17):
+class Refused(Numbered, frozen=True, tag=17):
     """The error of a rollout, or of the engine (`named` of agentenv/processes/worker_group.py)."""
 
-    number: int
     kind: str
     text: str
     is_final: bool = False
 
 
-class Granted(Struct, array_like=True, frozen=True, tag=8):
+class Granted(Numbered, frozen=True, tag=8):
     """A slot on a server of the pool, which has a number there and serves this policy version;
     `handed` is the connection data for a client in another process (RemoteServer.handed)."""
 
-    number: int
     server: int
     url: str
     handed: bytes
     policy_version: int
 
 
-class ServerPause(Struct, array_like=True, frozen=True, tag=9):
+class ServerPause(Numbered, frozen=True, tag=9):
     """The server pauses for new weights, or resumes with this version."""
 
-    number: int
     is_paused: bool
     policy_version: int
 
 
-class SlotAbort(Struct, array_like=True, frozen=True, tag=10):
+class SlotAbort(Numbered, frozen=True, tag=10):
     """Abort the requests of the slot: the server is lost, unused from now on, or asleep.
     `is_dead`: the whole pool is lost."""
 
-    number: int
     reason: str
     is_asleep: bool
     is_dead: bool = False
@@ -124,17 +120,14 @@ class Steer(Struct, array_like=True, frozen=True, tag=12):
     holds: bool
 
 
-class CancelTree(Struct, array_like=True, frozen=True, tag=13):
+class CancelTree(Numbered, frozen=True, tag=13):
     """Fail the live branches of the tree as cancelled; without reply."""
 
-    number: int
     reason: str
 
 
-class GetWaits(Struct, array_like=True, frozen=True, tag=14):
+class GetWaits(Numbered, frozen=True, tag=14):
     """Request CurrentWaits; no reply if the tree is not growing."""
-
-    number: int
 
 
 class Over(Struct, array_like=True, frozen=True, tag=15):
@@ -147,19 +140,17 @@ OfPlace = Granted | ServerPause | SlotAbort | Refused
 WorkerRequest = Grow | Quit | Steer | CancelTree | GetWaits | Over | OfTurn | OfPlace
 
 
-class TreeFrame(Struct, array_like=True, frozen=True, tag=1):
+class TreeFrame(Numbered, frozen=True, tag=1):
     """An event of a tree: a frame of the journal with its head, and the tag of its content."""
 
-    number: int
     tag: int
     frame: bytes
 
 
-class SampleTurn(Struct, array_like=True, frozen=True, tag=3):
+class SampleTurn(Numbered, frozen=True, tag=3):
     """Request a turn of the engine. `prompt` has token ids, int32; `listens`: send Tokens; the
     others are arguments of `Engine.generate`."""
 
-    number: int
     prompt: bytes
     sampling: SamplingParams
     session: str
@@ -185,21 +176,19 @@ class Notice(Struct, array_like=True, frozen=True, tag=6):
     text: str
 
 
-class Acquire(Struct, array_like=True, frozen=True, tag=7):
+class Acquire(Numbered, frozen=True, tag=7):
     """Request a slot on a server. `avoid`: numbers of servers that failed the turn; the others are
     arguments of `Engine.generate`."""
 
-    number: int
     session: str
     order: tuple[int, int]
     avoid: list[int] = []
 
 
-class SlotRelease(Struct, array_like=True, frozen=True, tag=9):
+class SlotRelease(Numbered, frozen=True, tag=9):
     """The slot is free again. `num_answered` are the completed requests, `outcome` is that of the
     last one; `counts` are those of the worker's engine since the last one."""
 
-    number: int
     num_requests: int
     num_answered: int
     num_tokens: int
@@ -213,10 +202,9 @@ class Leaving(Struct, array_like=True, frozen=True, tag=10):
     within_s: float
 
 
-class CurrentWaits(Struct, array_like=True, frozen=True, tag=11):
+class CurrentWaits(Numbered, frozen=True, tag=11):
     """The current waits of the live branches of a tree."""
 
-    number: int
     branches: list[BranchNow]
 
 

@@ -27,16 +27,8 @@ from agentenv.contract.request import BusyError, PartEnd, ServerLoad, ServerLost
 from agentenv.contract.server_config import SGLANG_RESERVED
 from agentenv.contract.weights import Bucket, Group, Manifest
 from agentenv.engines.pool.pooled_engine import PooledEngineConfig
+from agentenv.engines.remote import probes
 from agentenv.engines.remote.base import AnswerParser, LabeledSpan, top_k_entropies
-from agentenv.engines.remote.probes import (
-    SGLANG_TRANSFER,
-    SGLANG_TRIED,
-    ServerArgs,
-    SGLangFacts,
-    TokenLogprob,
-    probe_sglang,
-    read_metrics,
-)
 from agentenv.engines.remote.weight_sync import WeightSync
 
 QUEUE_FULL = "queue is full"  # a refusal by --max-queued-requests
@@ -68,8 +60,8 @@ class Meta(Struct, frozen=True):
 
     completion_tokens: Count
     finish_reason: Reason | None = None
-    output_token_logprobs: list[TokenLogprob] = []
-    output_top_logprobs: list[list[TokenLogprob] | None] | None = None
+    output_token_logprobs: list[probes.TokenLogprob] = []
+    output_top_logprobs: list[list[probes.TokenLogprob] | None] | None = None
     output_token_sampling_mask: list[list[int]] = []
     output_token_sampling_logprobs: list[list[Logprob]] = []
     weight_versions: list[LabeledSpan] = []
@@ -92,7 +84,7 @@ def is_truncated(sampling: SamplingParams) -> bool:
     )
 
 
-def check_turn(request: ServerRequest, facts: SGLangFacts) -> None:
+def check_turn(request: ServerRequest, facts: probes.SGLangFacts) -> None:
     """Raises EngineError for a request that SGLang would reject, clamp or handle differently, or
     that would crash it."""
     sampling = request.sampling
@@ -116,12 +108,12 @@ def check_turn(request: ServerRequest, facts: SGLangFacts) -> None:
         )
 
 
-def _top_k(sampling: SamplingParams, facts: SGLangFacts) -> int:
+def _top_k(sampling: SamplingParams, facts: probes.SGLangFacts) -> int:
     return facts.vocab_size if sampling.top_k == -1 else min(sampling.top_k, facts.vocab_size)
 
 
 def request_body(
-    request: ServerRequest, facts: SGLangFacts, entropy_top_k: int, cache_salt: str
+    request: ServerRequest, facts: probes.SGLangFacts, entropy_top_k: int, cache_salt: str
 ) -> dict[str, Any]:
     """JSON of POST /generate. Every sampling field is set, so that no default of the model's
     generation_config or of the server applies. Each rid is new, and none is a prefix of another:
@@ -279,7 +271,7 @@ class Loads(Struct, frozen=True):
     loads: list[RankLoad]
 
 
-class SGLangServer(WeightSync[SGLangFacts]):
+class SGLangServer(WeightSync[probes.SGLangFacts]):
     """Server over one SGLang server (see RemoteServer).
 
     Entropies come from the `entropy_top_k` largest log-probs (-1: all, exact but slow); with top_p,
@@ -287,13 +279,13 @@ class SGLangServer(WeightSync[SGLangFacts]):
     SGLang's order: top_k, top_p, min_p. Seeds count with --enable-deterministic-inference only.
     """
 
-    transfer = SGLANG_TRANSFER
-    tried = SGLANG_TRIED
-    facts = SGLangFacts
+    transfer = probes.SGLANG_TRANSFER
+    tried = probes.SGLANG_TRIED
+    facts = probes.SGLangFacts
     health = "/server_info"  # unlike /health, it does not generate or take 1 s
 
-    async def _probe(self) -> SGLangFacts:
-        return await probe_sglang(self._http, self._vocab_size, self._layout)
+    async def _probe(self) -> probes.SGLangFacts:
+        return await probes.probe_sglang(self._http, self._vocab_size, self._layout)
 
     async def _unpause(self) -> None:
         await self._resume()
@@ -334,7 +326,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
         found = await self._http.call_as(Loads, "GET", "/v1/loads", params={"include": "core"})
         ranks, num_preemptions = found.loads, 0
         with suppress(RefusedError):  # without --enable-metrics
-            metrics = read_metrics(await self._http.call("GET", "/metrics"), {RETRACTED: 0})
+            metrics = probes.read_metrics(await self._http.call("GET", "/metrics"), {RETRACTED: 0})
             num_preemptions = int(sum(metrics[RETRACTED]))
         return ServerLoad(
             num_running=sum(rank.num_running_reqs for rank in ranks),
@@ -395,7 +387,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
 
     async def num_ranks(self) -> int:
         """Ranks of the server. Raises EngineError if SGLang's workers would use equal ranks."""
-        info = await self._http.call_as(ServerArgs, "GET", "/server_info")
+        info = await self._http.call_as(probes.ServerArgs, "GET", "/server_info")
         for name, size in (("dp_size", info.dp_size), ("pp_size", info.pp_size)):
             if size > 1:
                 raise EngineError(

@@ -33,19 +33,7 @@ from agentenv.contract.request import (
 )
 from agentenv.contract.weights import Bucket, Group, SharedWeights, Wire, check_adapter, is_adapter
 from agentenv.engines.pool.pooled_engine import PooledEngineConfig
-from agentenv.engines.remote.probes import (
-    ABORT,
-    GENERATE,
-    REPACK,
-    TRIAL,
-    VLLM_TRANSFER,
-    VLLM_TRIED,
-    WIRES,
-    VLLMFacts,
-    check_trial,
-    probe_vllm,
-    read_metrics,
-)
+from agentenv.engines.remote import probes
 from agentenv.engines.remote.vllm_answer import NoPluginError, VLLMAnswer, request_body
 from agentenv.engines.remote.weight_sync import WeightSync
 from agentenv.text.endpoint import Models
@@ -93,7 +81,7 @@ MAX_BUCKET = 1 << 62  # bytes
 SETTLE_S = 0.02  # after a pause, for tokens in transit
 
 
-class VLLMServer(WeightSync[VLLMFacts]):
+class VLLMServer(WeightSync[probes.VLLMFacts]):
     """Server over one vLLM API server, or several behind one URL (see RemoteServer).
 
     One LoRA adapter is served at a time, and each version has its own name: the name is part of the
@@ -102,9 +90,9 @@ class VLLMServer(WeightSync[VLLMFacts]):
     tokens under the new one.
     """
 
-    transfer = VLLM_TRANSFER
-    tried = f"{VLLM_TRIED}."
-    facts = VLLMFacts
+    transfer = probes.VLLM_TRANSFER
+    tried = f"{probes.VLLM_TRIED}."
+    facts = probes.VLLMFacts
 
     def __init__(self, url: str, **options: Any) -> None:
         """`options`: see RemoteServer."""
@@ -116,8 +104,8 @@ class VLLMServer(WeightSync[VLLMFacts]):
     def has_free_entropies(self) -> bool:
         return self._facts is not None and self._facts.plugin
 
-    async def _probe(self) -> VLLMFacts:
-        facts = await probe_vllm(self._http, self._vocab_size, self._top_k)
+    async def _probe(self) -> probes.VLLMFacts:
+        facts = await probes.probe_vllm(self._http, self._vocab_size, self._top_k)
         self._adapter = ""
         return facts
 
@@ -160,7 +148,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
         sent = self._running[request_id] = Sent(on_chunk)
         try:
             async with sent.timeout:
-                await self._stream(GENERATE, request_id, body, request, answer, sent.receive)
+                await self._stream(probes.GENERATE, request_id, body, request, answer, sent.receive)
         except TimeoutError:
             if not sent.timeout.expired():
                 raise
@@ -186,7 +174,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
         }
         body |= {"model": self._adapter} if self._adapter else {}
         most = reply_bytes(len(ids), 1)
-        found = await self._http.call_as(VLLMScores, "POST", GENERATE, body, max_bytes=most)
+        found = await self._http.call_as(VLLMScores, "POST", probes.GENERATE, body, max_bytes=most)
         pairs = zip(ids[start:], found.prompt_logprobs[start:], strict=True)
         return [one[token].logprob if one else nan for token, one in pairs]
 
@@ -210,10 +198,10 @@ class VLLMServer(WeightSync[VLLMFacts]):
         facts = self._facts = replace(self._connected(), plugin=plugin)
         chunks: list[Chunk] = []
         request_id = f"probe-{self._label}{'-p' * plugin}"
-        answer = await self._sample(request_id, TRIAL, facts.vocab_size, chunks.append)
+        answer = await self._sample(request_id, probes.TRIAL, facts.vocab_size, chunks.append)
         assert answer is not None
         end, counts_cached = answer.finish(), answer.has_cached_tokens
-        check_trial(self.name, end, chunks, self.policy_version, counts_cached=counts_cached)
+        probes.check_trial(self.name, end, chunks, self.policy_version, counts_cached=counts_cached)
 
     async def _abort_all(self, *, on_purpose: bool = False) -> None:
         """Abort all requests, also on the server. `on_purpose`: they may be sent again at once."""
@@ -222,11 +210,11 @@ class VLLMServer(WeightSync[VLLMFacts]):
         await self._abort(list(self._running))
 
     def _abort_calls(self, request_ids: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-        yield ABORT, {"request_ids": [ID_PREFIX + each for each in request_ids]}
+        yield probes.ABORT, {"request_ids": [ID_PREFIX + each for each in request_ids]}
 
     async def load(self) -> ServerLoad:
         """Summed over data-parallel engines."""
-        found = read_metrics(await self._http.call("GET", "/metrics"), METRICS)
+        found = probes.read_metrics(await self._http.call("GET", "/metrics"), METRICS)
         for name, values in found.items():
             if not values:
                 raise ConfigError(
@@ -309,7 +297,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
                     sent.abort()
 
     async def _reload(self, directory: Path) -> None:
-        method = REPACK if self._connected().extension else "reload_weights"
+        method = probes.REPACK if self._connected().extension else "reload_weights"
         body = {"method": method, "kwargs": {"weights_path": str(directory)}}
         await self._post("/collective_rpc", body, self._load_s)
 
@@ -378,7 +366,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
 
     @property
     def wire(self) -> Wire:
-        return WIRES[self._connected().transfer]
+        return probes.WIRES[self._connected().transfer]
 
     def _join_body(self, group: Group, first_rank: int) -> dict[str, Any]:
         info: dict[str, Any] = {

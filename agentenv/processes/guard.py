@@ -51,8 +51,8 @@ def main(argv: list[str]) -> int:
     grace_s, *command = argv[1:] if passes_on or is_alone else argv
     parent = os.getppid()
     if not is_alone:
-        _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     is_requested = False
 
     def request_stop(*_: object) -> None:
@@ -211,8 +211,8 @@ def _descendants(root: int) -> list[int]:
     return found
 
 
-def _prctl(option: int, value: int) -> None:
-    """Linux only; elsewhere the end of standard input must suffice."""
+def prctl(option: int, value: int) -> None:
+    """Set an option of this process, on Linux. Elsewhere a guard ends with its standard input."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import importlib
 import inspect
@@ -36,6 +35,7 @@ from agentenv.base.deadline import admitted
 from agentenv.base.errors import ConfigError, ForeignError, InfraError
 from agentenv.base.offload import check_outside
 from agentenv.base.untrusted import decode, packed
+from agentenv.processes.guard import PR_SET_PDEATHSIG, prctl
 from agentenv.processes.link import Link, frame_of, receive_frame
 
 START_TIMEOUT_S = 120.0  # CPU time and time asleep for importing a handler from a cold disk
@@ -43,7 +43,6 @@ MAX_ASLEEP_S = 60.0  # for a computing job, which at most waits for the disk
 MAX_ANSWER_BYTES = 1 << 26
 CHECK_EVERY_S = 0.05  # minimum interval of checks, near the limits of a job
 NICE = 1  # lower priority than the host's event loop
-_PR_SET_PDEATHSIG = 1
 
 
 class JobError(Exception):
@@ -372,7 +371,7 @@ Handler = Callable[[Any], Any]
 
 def main() -> None:
     """The fork server: load the handler, then fork a worker for each received socket."""
-    _die_with_parent()
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGHUP):  # they end the host, which closes it
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies of workers
@@ -412,7 +411,7 @@ def main() -> None:
 
 def _serve(handler: Handler, sock: socket.socket, memory_bytes: int | None) -> None:
     """The loop of a worker: job after job, until the host closes its end."""
-    _die_with_parent()
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a handler may start programs
     os.nice(NICE)
     if memory_bytes is not None:
@@ -441,10 +440,6 @@ def _most_jobs(memory_bytes: int | None) -> int:
         return num_cores
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(num_cores, memory // 2 // memory_bytes))
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

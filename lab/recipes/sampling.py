@@ -26,15 +26,7 @@ from agentenv.envs.grading.verdict import final_answer
 from agentenv.evaluation.run import sample_missing
 from agentenv.evaluation.store import Store
 from agentenv.evaluation.subject import EvaluationAssembly
-from agentenv.lab.recipes.sorting import (
-    Dropped,
-    Judged,
-    Sorted,
-    chain_text,
-    judge,
-    parts_of,
-    sort_question,
-)
+from agentenv.lab.recipes import sorting
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.actor_parts import RolloutHooks
 from agentenv.rollout.branch import Branch
@@ -134,7 +126,7 @@ class SynthesisSampling:
     view: View
     num_failed: int = field(default=0, init=False)
 
-    async def run(self, pairs: Sequence[TaskPair]) -> list[Sorted]:
+    async def run(self, pairs: Sequence[TaskPair]) -> list[sorting.Sorted]:
         """Sample the missing trajectories; returns every question with all of its trajectories."""
         direct = [wanted for pair in pairs for wanted in self._samples(pair, "direct")]
         await self._sample("language-only", direct)
@@ -165,7 +157,7 @@ class SynthesisSampling:
             row = self.store.rows.get(wanted.key)
             if row is None or row.end == FAILED or count == config.max_per_question:
                 continue
-            text = chain_text(parts_of(row, self.tools[pair.tools.env_id]))
+            text = sorting.chain_text(sorting.parts_of(row, self.tools[pair.tools.env_id]))
             rng = Random(f"{self.plan.config.seed}/{pair.name}/{pair.tools.id}/{row.sample}/hint")
             hint = make_hint(text, row.sample, config, rng)
             if hint is not None and len(one.renderer.encode(hint.prefix)) <= room:
@@ -182,25 +174,25 @@ class SynthesisSampling:
 
     # Stored samples.
 
-    def _sorted(self, pair: TaskPair) -> Sorted:
+    def _sorted(self, pair: TaskPair) -> sorting.Sorted:
         direct = list(self._samples(pair, "direct"))
         expected = [*direct, *self._with_tools(pair)]
         kept = {one.key: one for one in (*expected, *self._samples(pair, "tools"))}
         judged = self._judged(kept.values())
         is_whole = all(one.key in self.store.rows for one in expected)
         config = self.plan.config
-        return sort_question(
+        return sorting.sort_question(
             pair.name, pair.tools, judged, config.filter, config.seed, is_whole=is_whole
         )
 
-    def _judged(self, wanted: Iterable[Wanted]) -> list[Judged]:
+    def _judged(self, wanted: Iterable[Wanted]) -> list[sorting.Judged]:
         config = self.plan.config.filter
         judged = []
         for one in wanted:
             row = self.store.rows.get(one.key)
             if row is not None:
                 way = cast(Way, one.dataset.rpartition(".")[2])
-                judged.append(judge(row, way, self.tools[one.task.env_id], config))
+                judged.append(sorting.judge(row, way, self.tools[one.task.env_id], config))
         return judged
 
 
@@ -221,7 +213,7 @@ async def read_questions(
     assembly: EvaluationAssembly,
     sets: Mapping[str, Questions],
     report: Reporter,
-) -> tuple[list[TaskPair], list[Dropped]]:
+) -> tuple[list[TaskPair], list[sorting.Dropped]]:
     """The questions in order, and the dropped ones. Raises DataError if none remains."""
     excluded: dict[str, str] = {}
     for path in plan.config.exclude:
@@ -229,18 +221,18 @@ async def read_questions(
         excluded |= {plain_question(task.question): f"in {path}, {task.id}" for task in tasks}
     seen: dict[str, str] = {}
     pairs: list[TaskPair] = []
-    dropped: list[Dropped] = []
+    dropped: list[sorting.Dropped] = []
     for name in plan.sets:
         direct = {task.id: task for task in sets[set_name(name, "direct")].tasks}
         tools = {task.id: task for task in sets[set_name(name, "tools")].tasks}
         for task in direct.values():
             plain = plain_question(task.question)
             if task.id not in tools:
-                dropped.append(Dropped(name, task, "prompt_too_long", "with tools"))
+                dropped.append(sorting.Dropped(name, task, "prompt_too_long", "with tools"))
             elif plain in excluded:
-                dropped.append(Dropped(name, task, "excluded", excluded[plain]))
+                dropped.append(sorting.Dropped(name, task, "excluded", excluded[plain]))
             elif plain in seen:
-                dropped.append(Dropped(name, task, "duplicate", f"of {seen[plain]}"))
+                dropped.append(sorting.Dropped(name, task, "duplicate", f"of {seen[plain]}"))
             else:
                 seen[plain] = f"{name} {task.id}"
                 pairs.append(TaskPair(name, task, tools[task.id]))

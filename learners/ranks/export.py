@@ -36,16 +36,7 @@ from agentenv.base.model_files import (
     read_model_config,
     read_object,
 )
-from agentenv.learners.lora import (
-    ADAPTER_FOLDER,
-    disk_shapes,
-    factors,
-    is_adapter,
-    merged,
-    on_disk,
-    plain_name,
-    write_adapter,
-)
+from agentenv.learners import lora
 from agentenv.learners.ranks.checkpoint import DTYPES, TensorPlace, write_tensors
 from agentenv.learners.trees.policy import text_part
 
@@ -85,7 +76,7 @@ def write_model(
     for _ in whole:  # the other ranks take part in the gathers
         pass
     if backend.config.lora is not None and durable:
-        write_adapter_only(backend, source, directory / ADAPTER_FOLDER)
+        write_adapter_only(backend, source, directory / lora.ADAPTER_FOLDER)
     if backend.rank == 0 and durable:
         check_written(directory)
 
@@ -94,12 +85,12 @@ def write_adapter_only(backend: RankBackend, source: Path, directory: Path) -> N
     """Write the adapter in peft's format, complete once its adapter_config.json exists; collective,
     rank 0 writes. `source` is the frozen model."""
     named = backend.policy.model.named_parameters()
-    adapter = {name: param for name, param in named if is_adapter(name)}
+    adapter = {name: param for name, param in named if lora.is_adapter(name)}
     with _whole(list(adapter.values())):
         if backend.rank == 0:
             copies = {name: param.detach().cpu().clone() for name, param in adapter.items()}
             assert backend.config.lora is not None
-            write_adapter(directory, backend.config.lora, copies, str(source))
+            lora.write_adapter(directory, backend.config.lora, copies, str(source))
 
 
 class ParamParts:
@@ -109,7 +100,7 @@ class ParamParts:
     """
 
     def __init__(self, model: Any, name: str, whole: Callable[[], Tensor]) -> None:
-        self._make = lambda: on_disk(model, name, whole())
+        self._make = lambda: lora.on_disk(model, name, whole())
         self._left: dict[str, Tensor] = {}
 
     def take(self, name: str) -> Tensor:
@@ -139,18 +130,18 @@ def entries(model: Any, source: Path | None = None) -> Iterator[WeightEntry]:
 
 def _own_entries(model: Any, own: Container[int]) -> Iterator[WeightEntry]:
     for name, param in list(model.named_parameters()):
-        if is_adapter(name) or id(param) not in own:
+        if lora.is_adapter(name) or id(param) not in own:
             continue
-        found = factors(model, name)
+        found = lora.factors(model, name)
 
         def tensor(param: Tensor = param, found: Any = found) -> Tensor:
             if found is not None:
-                return merged(param, *found)
+                return lora.merged(param, *found)
             return param.detach()
 
         shape = tuple(getattr(param, "ds_shape", param.shape))
         needed = (param, *(found[:2] if found else ()))
-        yield from _entries_of(model, plain_name(name), param.dtype, shape, tensor, needed)
+        yield from _entries_of(model, lora.plain_name(name), param.dtype, shape, tensor, needed)
     stored = model.state_dict().keys()
     for name, buffer in model.named_buffers():
         if name in stored and id(buffer) in own:
@@ -162,7 +153,7 @@ def tied_names(model: Any) -> dict[str, str]:
     """The further names on disk of tied weights, each with the first one."""
 
     def disk(name: str) -> str:
-        return next(iter(disk_shapes(model, name, (2, 2), torch.float32)))
+        return next(iter(lora.disk_shapes(model, name, (2, 2), torch.float32)))
 
     first = {id(param): name for name, param in model.named_parameters()}
     every = {
@@ -186,7 +177,7 @@ def _entries_of(
     needed: Sequence[Any] = (),
 ) -> Iterator[WeightEntry]:
     """The entries of one parameter or buffer of the model."""
-    shapes = disk_shapes(model, name, shape, dtype)
+    shapes = lora.disk_shapes(model, name, shape, dtype)
     if len(shapes) == 1:
         (disk,) = shapes
         yield WeightEntry(disk, dtype, shape, tensor, needed)
@@ -309,7 +300,7 @@ def check_written(directory: Path) -> None:
     if (directory / "tokenizer.json").is_file():
         load_tokenizer(directory)
     WeightFiles(directory).check()
-    for path in (directory / ADAPTER_FOLDER).glob("*.safetensors"):
+    for path in (directory / lora.ADAPTER_FOLDER).glob("*.safetensors"):
         _open(path)
 
 

@@ -74,7 +74,7 @@ class DeepSpeedLearner:
         self.config = config
         self.algorithm = algorithm
         self.ranks = ranks
-        self._policy_version = 0
+        self.policy_version = 0  # of the latest published weights: the number of such updates
         # Entered around every command; if engines share the GPUs, it takes the GPUs over.
         self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
 
@@ -116,11 +116,6 @@ class DeepSpeedLearner:
             logger.warning(text, len(names), ", ".join(parts), extra=SHOWN)
         return learner
 
-    @property
-    def policy_version(self) -> int:
-        """The version of the latest published weights: the number of published updates."""
-        return self._policy_version
-
     async def update(
         self,
         groups: Sequence[CreditedTree],
@@ -134,7 +129,7 @@ class DeepSpeedLearner:
             return {"num_trained": 0.0, "num_equal_groups": 0.0, "num_steps": 0.0}
         count = num_minibatches or -(-len(groups) // self.config.groups_per_minibatch)
         cut = [in_order(one) for one in minibatches(groups, count)]
-        config, version = self.config, self._policy_version
+        config, version = self.config, self.policy_version
         encoded = [
             await in_thread(encode_groups, one, version, config, self.algorithm) for one in cut
         ]
@@ -148,7 +143,7 @@ class DeepSpeedLearner:
         for step in replies[0].steps:
             number = int(step["minibatch"])
             trees = [tree for tree, _ in cut[number]]
-            report_skipped(step, self._policy_version, trees, encoded[number])
+            report_skipped(step, self.policy_version, trees, encoded[number])
         for number, (one, ours, (parts, _)) in enumerate(
             zip(cut, encoded, partitions, strict=True)
         ):
@@ -267,7 +262,7 @@ class DeepSpeedLearner:
         async with (turn or self.turn)():
             exchange = self.ranks.call(commands, timeout_s or self.config.command_timeout_s)
             replies = await uncancelled(exchange)
-            self._policy_version = replies[0].policy_version
+            self.policy_version = replies[0].policy_version
             return replies
 
 

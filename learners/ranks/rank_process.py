@@ -11,7 +11,6 @@ controller handles keyboard interrupts.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import os
@@ -43,6 +42,7 @@ from agentenv.learners.ranks.broadcast import open_store
 from agentenv.learners.ranks.model_check import lacks_memory
 from agentenv.learners.ranks.rank import Rank
 from agentenv.learners.trees.encoded_tree import EncodedTree
+from agentenv.processes.guard import PR_SET_PDEATHSIG, prctl
 from agentenv.processes.link import frame_of, receive_frame
 from agentenv.processes.worker_group import Hello
 
@@ -117,7 +117,6 @@ def own_address(connection: socket.socket, controller: str) -> str:
     return address  # on loopback only where no route leads away
 
 
-PR_SET_PDEATHSIG = 1  # Linux: signal this process when its parent ends
 ORPHAN_POLL_S = 1.0
 ORPHAN_GRACE_S = 3.0  # for the main thread to end by itself
 OUT_OF_MEMORY = (
@@ -215,8 +214,7 @@ def main() -> None:
     seal_output()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)  # writes the stack of a hung rank to its log
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for name in (wire.ADDRESS_VARIABLE, wire.TOKEN_VARIABLE):
         if not os.environ.get(name):
             raise ConfigError(f"{name} is not set: a learner rank needs it to reach its controller")

@@ -34,7 +34,7 @@ class Checkpoint:
         self.meta = read_saved(directory)
         self.directory = directory
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._steps: dict[str, float] = {}
+        self.steps: dict[str, float] = {}  # of the optimizer, by parameter
         self._parts: dict[tuple[str, str], list[tuple[int, int, Any]]] = {}
         for rank in range(self.meta.num_ranks):
             path = directory / shard_name(rank, self.meta.num_ranks)
@@ -47,7 +47,7 @@ class Checkpoint:
         for name, entry in json.loads(file.metadata()["fragments"]).items():
             self.shapes[name] = tuple(entry["shape"])
             if entry["step"] is not None:
-                self._steps[name] = entry["step"]
+                self.steps[name] = entry["step"]
             for kind in entry["kinds"]:
                 part = (entry["start"], entry["size"], file)
                 self._parts.setdefault((name, kind), []).append(part)
@@ -56,10 +56,6 @@ class Checkpoint:
         """Names of the optimizer's states of a parameter."""
         known = (MASTER, REFERENCE)
         return [kind for one, kind in self._parts if one == name and kind not in known]
-
-    def step_of(self, name: str) -> float | None:
-        """Number of optimizer steps in the parameter's state."""
-        return self._steps.get(name)
 
     def read(self, name: str, kind: str, start: int, size: int) -> Tensor:
         """Elements [start, start + size) of a flattened parameter or its state, float32."""
@@ -100,9 +96,8 @@ def restore(backend: RankBackend, saved: Checkpoint) -> None:
             if kind not in state[fragment.owner]:
                 state[fragment.owner][kind] = torch.zeros_like(fragment.owner, requires_grad=False)
             fragment.view(state[fragment.owner][kind]).copy_(saved.read(name, kind, start, size))
-        step = saved.step_of(name)
-        if step is not None:
-            state[fragment.owner]["step"] = torch.tensor(step, dtype=torch.float32)
+        if name in saved.steps:
+            state[fragment.owner]["step"] = torch.tensor(saved.steps[name], dtype=torch.float32)
     if backend.stage:
         with changing_weights(
             backend

@@ -14,14 +14,7 @@ from typing import Any
 import pytest
 
 import agentenv
-from agentenv.assembly.keys.benchmarks import (
-    BENCHMARKS,
-    ENV_ID,
-    benchmark,
-    groups,
-    load_benchmark,
-    read_benchmarks,
-)
+from agentenv.assembly.keys import benchmarks
 from agentenv.assembly.keys.rl import EnvConfig
 from agentenv.assembly.parts.environments import EnvMaker, EnvSettings
 from agentenv.assembly.reports.records import EvalRow
@@ -55,12 +48,12 @@ FIXTURES = Path(__file__).parents[1] / "fixtures" / "datasets"
 def test_the_second_row_of_the_reduced_file(
     name: str, question: str, answers: tuple[str, ...]
 ) -> None:
-    spec = BENCHMARKS[name]
-    tasks = load_benchmark(name, FIXTURES / f"{name}.jsonl")
+    spec = benchmarks.BENCHMARKS[name]
+    tasks = benchmarks.load_benchmark(name, FIXTURES / f"{name}.jsonl")
     assert len(tasks) == 2
     assert tasks[1].question.startswith(question)
     assert tasks[1].answers[: len(answers)] == answers
-    assert (tasks[1].kind, tasks[1].env_id) == (spec.kind, ENV_ID)
+    assert (tasks[1].kind, tasks[1].env_id) == (spec.kind, benchmarks.ENV_ID)
     assert tasks[1].metadata["benchmark"] == name
 
 
@@ -72,14 +65,14 @@ def test_a_row_in_the_published_schema(tmp_path: Path, case: dict[str, Any]) -> 
     name, fields = case["name"], case["fields"]
     (task,) = load(tmp_path, name, case["row"], report=lambda _: None)
     assert (task.id, task.question, task.answers) == (case["task_id"], "q", (*case["answers"],))
-    assert task.kind == benchmark(name).kind
+    assert task.kind == benchmarks.benchmark(name).kind
     assert task.metadata == {"benchmark": name, **fields}, "nothing else of the row is kept"
     stored = EvalRow(dataset="any", task=task.id, sample=0, metadata=task.metadata)
-    assert groups(stored.metadata) == list(fields.items())
+    assert benchmarks.groups(stored.metadata) == list(fields.items())
 
 
 def test_rows_of_another_dataset_have_no_groups() -> None:
-    assert groups({"level": 1}) == []
+    assert benchmarks.groups({"level": 1}) == []
 
 
 @pytest.mark.parametrize(("name", "column"), [("gaia", "file_name"), ("hle", "image")])
@@ -105,10 +98,10 @@ def test_missing_levels_are_reported(tmp_path: Path) -> None:
 
 def test_the_default_number_of_questions_is_that_of_the_papers(tmp_path: Path) -> None:
     path = write(tmp_path / "q.jsonl", *({"question": f"{i}", "answer": "a"} for i in range(501)))
-    assert [len(load_benchmark("gsm8k", path, n)) for n in (None, 0, 3)] == [500, 501, 3]
-    assert len(load_benchmark("musique", path)) == 200
-    assert len(load_benchmark("aime24", path)) == 501
-    assert [task.question for task in load_benchmark("gsm8k", path, 2)] == ["0", "1"]
+    assert [len(benchmarks.load_benchmark("gsm8k", path, n)) for n in (None, 0, 3)] == [500, 501, 3]
+    assert len(benchmarks.load_benchmark("musique", path)) == 200
+    assert len(benchmarks.load_benchmark("aime24", path)) == 501
+    assert [task.question for task in benchmarks.load_benchmark("gsm8k", path, 2)] == ["0", "1"]
 
 
 def test_xbench_is_read_both_encrypted_and_in_plain_text(tmp_path: Path) -> None:
@@ -124,9 +117,9 @@ def test_xbench_is_read_both_encrypted_and_in_plain_text(tmp_path: Path) -> None
         tmp_path / "plain.jsonl",
         *({"id": f"x{i}", "prompt": q, "answer": [a]} for i, (q, a) in enumerate(pairs)),
     )
-    tasks = load_benchmark("xbench", published)
+    tasks = benchmarks.load_benchmark("xbench", published)
     assert [(task.question, task.answers[0]) for task in tasks] == pairs
-    assert tasks == load_benchmark("xbench", plain)
+    assert tasks == benchmarks.load_benchmark("xbench", plain)
     assert tasks[0].metadata == {"benchmark": "xbench"}
 
 
@@ -138,10 +131,10 @@ def test_the_decoding_is_the_published_one() -> None:
 # settings of their environment
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize("name", benchmarks.BENCHMARKS)
 async def test_the_usual_keys_make_its_environment(name: str) -> None:
     """Every kind has search and Python, each with its limit of calls."""
-    spec = BENCHMARKS[name]
+    spec = benchmarks.BENCHMARKS[name]
     keys = spec.usual_keys({})
     env = build_config(EnvConfig, keys["env"], name)
     limits = build_config(Limits, keys["limits"], name)
@@ -162,24 +155,26 @@ async def test_the_usual_keys_make_its_environment(name: str) -> None:
 
 
 def test_keys_of_another_environment_or_grader_are_omitted() -> None:
-    spec = BENCHMARKS["gsm8k"]
+    spec = benchmarks.BENCHMARKS["gsm8k"]
     own = spec.usual_keys({"env": {"id": "me/Mine-v0"}, "grader": {"path": "g.py"}})
     assert own == {"prompt": {"template": "search+python"}, "grader": {}}
     judged = spec.usual_keys({"grader": {"judge": {"url": "http://j/v1", "model": "m"}}})
     assert judged["grader"] == {"reward": "answer"}
-    assert spec.usual_keys({"env": {"id": ENV_ID}})["env"] == spec.usual_keys({})["env"]
+    assert spec.usual_keys({"env": {"id": benchmarks.ENV_ID}})["env"] == spec.usual_keys({})["env"]
 
 
 def test_only_gaia_lists_are_graded_in_order() -> None:
-    assert [name for name, one in BENCHMARKS.items() if one.ordered] == ["gaia"]
+    assert [name for name, one in benchmarks.BENCHMARKS.items() if one.ordered] == ["gaia"]
     judge = {"url": "http://j/v1", "model": "m"}
     for given in ({}, {"judge": judge}, {"kind": "judge", "judge": judge}, {"kind": "layered"}):
-        keys = benchmark("gaia").usual_keys({"grader": given})["grader"]
+        keys = benchmarks.benchmark("gaia").usual_keys({"grader": given})["grader"]
         assert keys["ordered"] is True
         assert build_config(GraderConfig, {**keys, **given}, "grader").ordered
-        assert "ordered" not in benchmark("xbench").usual_keys({"grader": given})["grader"]
+        assert (
+            "ordered" not in benchmarks.benchmark("xbench").usual_keys({"grader": given})["grader"]
+        )
     for given in ({"kind": "exact"}, {"kind": "f1"}, {"path": "g.py"}, {"own": {"name": "m:G"}}):
-        keys = benchmark("gaia").usual_keys({"grader": given})["grader"]
+        keys = benchmarks.benchmark("gaia").usual_keys({"grader": given})["grader"]
         assert "ordered" not in keys, "it would not be read"
 
 
@@ -202,22 +197,22 @@ def test_a_benchmark_of_a_user_file_is_evaluated_and_scored_as_declared(tmp_path
     )
     name = f"{tmp_path}/mine.toml:tides"
     rows = [{"question": f"q{n}", "answer": "a", "Sea": "North"} for n in range(2)]
-    (task,) = load_benchmark(name, write(tmp_path / "tides.jsonl", *rows))
+    (task,) = benchmarks.load_benchmark(name, write(tmp_path / "tides.jsonl", *rows))
     found = (task.env_id, task.kind, task.metadata["sea"])
-    assert found == (ENV_ID, "qa", "North")
+    assert found == (benchmarks.ENV_ID, "qa", "North")
     row = EvalRow(dataset="d", task=task.id, sample=0, metadata=task.metadata)
-    assert groups(row.metadata) == [("sea", "North")]
-    assert benchmark(f"{tmp_path}/mine.toml:Ebb").name == name
+    assert benchmarks.groups(row.metadata) == [("sea", "North")]
+    assert benchmarks.benchmark(f"{tmp_path}/mine.toml:Ebb").name == name
     (tmp_path / "mine.toml").write_text('[benchmarks.tides]\ntitle = "T"\n')
     with pytest.raises(ConfigError, match=r"mine\.toml: .*benchmarks\.tides"):
-        read_benchmarks(tmp_path / "mine.toml")
+        benchmarks.read_benchmarks(tmp_path / "mine.toml")
 
 
 def test_the_table_of_the_documentation_matches_the_code() -> None:
     told = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
     lines = [line.split("|")[1:-1] for line in told.splitlines() if line.startswith("| `")]
     cells = {line[0].strip(" `"): [cell.strip() for cell in line[1:]] for line in lines}
-    for name, one in BENCHMARKS.items():
+    for name, one in benchmarks.BENCHMARKS.items():
         metric, asked, split, published = cells[name]
         assert metric == {"math": "equivalence", "f1": "F1", "judge": "judge"}[one.metric], name
         assert asked == str(one.num_questions) or not one.num_questions, name

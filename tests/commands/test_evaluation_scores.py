@@ -5,15 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agentenv.assembly.reports.records import EvalRow, calls_that_ran, prediction, written
-from agentenv.evaluation.scores import (
-    Scorer,
-    Votes,
-    contains,
-    count_votes,
-    is_math,
-    score_rows,
-    text_scores,
-)
+from agentenv.evaluation import scores
 from tests.support.stored_evaluation import failed, row
 
 pytestmark = pytest.mark.usefixtures("services")
@@ -61,9 +53,9 @@ def test_only_calls_without_error_count_as_run():
 def test_no_score_is_below_an_exact_match(gold: str) -> None:
     answers = [gold, "72", "3.5", "1000", "5000", "0", "Beatles", "the beatles.", "C", "72.00", " "]
     for answer in answers:
-        found = text_scores(answer, [gold, "other words"])
+        found = scores.text_scores(answer, [gold, "other words"])
         assert min(found["f1"], found["contains"]) >= found["em"], answer
-    assert text_scores("72", ["72.0"]) == {"em": 1.0, "f1": 1.0, "contains": 1.0}
+    assert scores.text_scores("72", ["72.0"]) == {"em": 1.0, "f1": 1.0, "contains": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -83,24 +75,24 @@ def test_no_score_is_below_an_exact_match(gold: str) -> None:
     ],
 )
 def test_text_scores_are_the_best_over_the_golds(answer, golds, em, f1, inside):
-    found = text_scores(answer, golds)
+    found = scores.text_scores(answer, golds)
     assert found == pytest.approx({"em": em, "f1": f1, "contains": inside})
 
 
 def test_contains_of_a_gold_without_words():
-    assert contains("...", "...")
-    assert not contains("anything", "...")
+    assert scores.contains("...", "...")
+    assert not scores.contains("anything", "...")
 
 
 async def test_math_questions_are_recognized_by_benchmark_or_else_by_golds():
-    assert is_math(row(answers=[r"\frac{1}{2}"]))
-    assert not is_math(row(answers=["Paris"]))
-    assert is_math(row(answers=["Evelyn"], metadata={"benchmark": "math500"}))
-    assert not is_math(row(answers=["1994"], metadata={"benchmark": "hotpotqa"}))
+    assert scores.is_math(row(answers=[r"\frac{1}{2}"]))
+    assert not scores.is_math(row(answers=["Paris"]))
+    assert scores.is_math(row(answers=["Evelyn"], metadata={"benchmark": "math500"}))
+    assert not scores.is_math(row(answers=["1994"], metadata={"benchmark": "hotpotqa"}))
 
 
 async def test_equivalent_expressions_are_right_by_the_rules():
-    scorer = Scorer()
+    scorer = scores.Scorer()
     same = await scorer.score(row(answer=r"2\sqrt{2}+1", answers=[r"1+\sqrt{8}"]))
     assert same["math"] == same["rule"] == 1
     assert same["em"] == 0
@@ -120,18 +112,18 @@ async def test_equivalent_expressions_are_right_by_the_rules():
 )
 async def test_the_score_of_the_rules_follows_the_order_of_the_benchmark(benchmark, answer, rule):
     asked = row(answer=answer, answers=["Yoshida, Uehara"], metadata={"benchmark": benchmark})
-    await score_rows([asked], Scorer(math=False))
+    await scores.score_rows([asked], scores.Scorer(math=False))
     assert asked.scores["rule"] == rule
 
 
 async def test_existing_scores_are_kept_and_failed_rows_have_none():
     known = row(scores={"em": 0.5, "f1": 0.5})
     rows = [known, row(sample=1), failed("1", 2)]
-    await score_rows(rows, Scorer(math=False))
+    await scores.score_rows(rows, scores.Scorer(math=False))
     assert known.scores == {"em": 0.5, "f1": 0.5}
     assert rows[1].scores["em"] == 1
     assert rows[2].scores == {}
-    await score_rows(rows, Scorer(math=False, compat="reference"))
+    await scores.score_rows(rows, scores.Scorer(math=False, compat="reference"))
     assert known.scores["em"] == 1
 
 
@@ -146,7 +138,7 @@ FIXTURES = [
 @pytest.mark.parametrize(("kind", "answer", "golds", "expected"), FIXTURES)
 async def test_reference_scores_equal_those_of_the_published_code(kind, answer, golds, expected):
     benchmark = {"math": "math500", "qa": "hotpotqa"}[kind]
-    scorer = Scorer(compat="reference")
+    scorer = scores.Scorer(compat="reference")
     asked = row(answer=answer, answers=golds, metadata={"benchmark": benchmark})
     found = await scorer.score(asked)
     assert expected.items() <= found.items()
@@ -159,5 +151,5 @@ async def test_reference_scores_equal_those_of_the_published_code(kind, answer, 
 async def test_votes_are_counted_by_equivalence():
     answers = ["8", "8.0", "$8$", "nine", "", r"\frac{16}{2}", "7"]
     rows = [row(sample=i, answer=a, success=a == "7") for i, a in enumerate(answers)]
-    votes = await count_votes(rows, Scorer())
-    assert votes == Votes(num_right=1, wrong=(4, 1), num_blank=1)
+    votes = await scores.count_votes(rows, scores.Scorer())
+    assert votes == scores.Votes(num_right=1, wrong=(4, 1), num_blank=1)

@@ -105,6 +105,16 @@ def points_of(run: KilledRun, *, own_rank: bool, seen: Path) -> list[Plan]:
     return plans
 
 
+def spread(points: dict[str, int], repeats: int) -> list[Plan]:
+    """Plans on all sides of points, at some of the so many times that they are reached."""
+    return [
+        Plan(point, side, nth)
+        for point, most in points.items()
+        for side in SIDES
+        for nth in range(1, most, 1 + most // repeats)
+    ]
+
+
 def test_kill_9_at_named_points(workspace: Path, tmp_path: Path, repeats: int) -> None:
     pairs: list[tuple[Plan | None, ...]] = list(SOME)
     if repeats > 1:
@@ -160,12 +170,7 @@ def test_kill_9_of_an_engine_server(
 ) -> None:
     plans, tally = [Plan("turn", "within", 9), Plan("update", "within", 2)], Tally()
     if repeats > 1:
-        plans = [
-            Plan(point, side, nth)
-            for point, most in (("turn", 30), ("update", 4))
-            for side in SIDES
-            for nth in range(1, most, 1 + most // repeats)
-        ]
+        plans = spread({"turn": 30, "update": 4}, repeats)
     of_servers(*served, plans, tally)
     tally.total()
 
@@ -173,12 +178,7 @@ def test_kill_9_of_an_engine_server(
 def test_kill_9_of_the_zygote(workspace: Path, repeats: int) -> None:
     plans, tally = [Plan("cell", "within", 5), Plan("fork", "within", 1)], Tally()
     if repeats > 1:
-        plans = [
-            Plan(point, side, nth)
-            for point, most in (("cell", 30), ("fork", 8), ("spawn", 12))
-            for side in SIDES
-            for nth in range(1, most, 1 + most // repeats)
-        ]
+        plans = spread({"cell": 30, "fork": 8, "spawn": 12}, repeats)
     for number, plan in enumerate(plans):
         run = CountingRun(workspace, f"counting-{number}")
         code = run.start(replace(plan, victim="other"))

@@ -11,30 +11,9 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    LlamaConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from agentenv.assembly.checks.memory import (
-    HEAD_CHUNK_BYTES,
-    HEAD_TILE_BYTES,
-    KNOWN,
-    LARGEST_FACTOR,
-    ModelShape,
-    activation_bytes,
-    checkpoint_bytes,
-    find_shape,
-    kept_per_token,
-    learner_memory,
-    model_states,
-    server_memory,
-    shape_of,
-)
+from agentenv.assembly.checks import memory
 from agentenv.assembly.checks.start_checks import rate_advice
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.supervised import ColdStartOptimizer
@@ -54,15 +33,14 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 def family(name: str) -> Callable[..., Any]:
     if name == "experts":
-        return partial(
-            Qwen3MoeConfig, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=64
-        )
+        keys = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+        return partial(CONFIG_MAPPING["qwen3_moe"], **keys)
     if name.startswith("Qwen3"):
-        return Qwen3Config
-    return LlamaConfig if name.startswith(("Llama", "Smol")) else Qwen2Config
+        return CONFIG_MAPPING["qwen3"]
+    return CONFIG_MAPPING["llama" if name.startswith(("Llama", "Smol")) else "qwen2"]
 
 
-def config_of(name: str, shape: ModelShape) -> Any:
+def config_of(name: str, shape: memory.ModelShape) -> Any:
     return family(name)(
         hidden_size=shape.hidden,
         num_hidden_layers=shape.layers,
@@ -75,20 +53,20 @@ def config_of(name: str, shape: ModelShape) -> Any:
     )
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", memory.KNOWN)
 def test_known_shapes_have_the_parameters_that_transformers_makes(name: str) -> None:
-    shape = replace(KNOWN[name], layers=2)
+    shape = replace(memory.KNOWN[name], layers=2)
     config = config_of(name, shape)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     counted = sum(param.numel() for param in model.parameters())
     assert shape.num_params == counted
-    read = shape_of(config.to_dict(), Path())
+    read = memory.shape_of(config.to_dict(), Path())
     assert (read.num_params, read.layer) == (counted, shape.layer)
 
 
 def test_a_small_model_has_the_weights_that_its_file_has() -> None:
-    assert KNOWN["SmolLM2-135M"].num_params == 134_515_008
+    assert memory.KNOWN["SmolLM2-135M"].num_params == 134_515_008
 
 
 A3B = {
@@ -106,7 +84,7 @@ def test_experts_are_counted(family: str, sizes: dict[str, Any]) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     counted = sum(param.numel() for param in model.parameters())
-    shape = shape_of(config.to_dict(), Path())
+    shape = memory.shape_of(config.to_dict(), Path())
     assert shape.num_params == pytest.approx(counted, rel=1e-4)
     layers = model.model.layers
     largest = max(sum(param.numel() for param in layer.parameters()) for layer in layers)
@@ -117,12 +95,12 @@ def test_experts_are_counted(family: str, sizes: dict[str, Any]) -> None:
 
 def test_the_shape_of_a_local_model(tmp_path: Path) -> None:
     build_model(tmp_path, seed=0)
-    shape = find_shape(tmp_path)
+    shape = memory.find_shape(tmp_path)
     assert shape is not None
     weights = tmp_path / "model.safetensors"
     assert 4 * shape.num_params == pytest.approx(weights.stat().st_size, rel=0.01)
-    assert find_shape(Path("runs/mine")) is None
-    quantized = find_shape(Path("models/Qwen2.5-72B-Instruct-GPTQ-Int4"))
+    assert memory.find_shape(Path("runs/mine")) is None
+    quantized = memory.find_shape(Path("models/Qwen2.5-72B-Instruct-GPTQ-Int4"))
     assert quantized is not None
     assert quantized.num_params / 2 < quantized.served_bytes(2) < 0.3 * 2 * quantized.num_params
 
@@ -136,10 +114,10 @@ def test_model_states_match_the_estimate_of_deepspeed(stage: int, offload: str, 
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as zero3
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as zero2
 
-    shape = replace(KNOWN["Qwen2.5-7B"], layers=1)
+    shape = replace(memory.KNOWN["Qwen2.5-7B"], layers=1)
     settings: dict[str, Any] = {"zero_stage": stage, "offload": offload}
     config = LearnerConfig(num_ranks=ranks, optimizer="adamw", dtype="bfloat16", **settings)
-    ours = model_states(shape, config)
+    ours = memory.model_states(shape, config)
     count, largest = shape.num_params, max(shape.embedding, shape.layer)
     if stage == 2:
         host, gpu = zero2(count, ranks, 1, offload != "none", 1.0)
@@ -147,7 +125,7 @@ def test_model_states_match_the_estimate_of_deepspeed(stage: int, offload: str, 
         host, gpu, of_largest = zero3(
             count, largest, ranks, 1, offload != "none", offload == "params", True, 1.0
         )
-        assert of_largest == LARGEST_FACTOR * largest
+        assert of_largest == memory.LARGEST_FACTOR * largest
         gpu -= of_largest
     assert ours.gpu_bytes == pytest.approx(gpu, rel=1e-6)
     if offload != "none":
@@ -168,14 +146,14 @@ def test_states_of_stage_0_match_those_of_torch() -> None:
         value.nbytes for state in optimizer.state.values() for value in state.values()
         if value.ndim
     )  # fmt: skip
-    states = model_states(shape, LearnerConfig(optimizer="adamw"))
+    states = memory.model_states(shape, LearnerConfig(optimizer="adamw"))
     assert states.gpu_bytes == held
-    lora = model_states(shape, LearnerConfig(optimizer="adamw", lora=LoRAConfig(r=4)))
+    lora = memory.model_states(shape, LearnerConfig(optimizer="adamw", lora=LoRAConfig(r=4)))
     assert lora.gpu["weights"] == states.gpu["weights"]
     assert lora.gpu["optimizer"] < 0.2 * states.gpu["optimizer"]
 
 
-TINY = ModelShape(
+TINY = memory.ModelShape(
     hidden=128, layers=4, heads=4, kv_heads=2, head_dim=48, intermediate=384, vocabulary=512,
     context=512, qk_norm=True,
 )  # fmt: skip
@@ -203,11 +181,11 @@ def test_activations_match_those_saved_by_autograd(name: str, dtype: torch.dtype
 
     shape = replace(TINY, **own_shape)
     whole = (kept(4, False) - kept(2, False)) / 2
-    assert kept_per_token(shape, size) * num_tokens == pytest.approx(whole, rel=0.02)
+    assert memory.kept_per_token(shape, size) * num_tokens == pytest.approx(whole, rel=0.02)
     inputs = (kept(4, True) - kept(2, True)) / 2
     assert num_tokens * shape.hidden * size == pytest.approx(inputs, rel=0.02)
-    assert activation_bytes(shape, num_tokens, size, checkpointing=False) > 4 * whole
-    assert activation_bytes(shape, num_tokens, size, checkpointing=True) > 4 * inputs + whole
+    assert memory.activation_bytes(shape, num_tokens, size, checkpointing=False) > 4 * whole
+    assert memory.activation_bytes(shape, num_tokens, size, checkpointing=True) > 4 * inputs + whole
 
 
 @pytest.mark.parametrize("team", [2, 4])
@@ -228,7 +206,7 @@ def test_activations_of_a_rank_of_a_team(team: int) -> None:
         return meeting.run(forward)
 
     for more, fewer in zip(kept(4), kept(2), strict=True):
-        expected = kept_per_token(TINY, 4, team) * num_tokens
+        expected = memory.kept_per_token(TINY, 4, team) * num_tokens
         assert expected == pytest.approx((more - fewer) / 2, rel=0.02)
 
 
@@ -256,20 +234,23 @@ def kept_bytes(policy: Policy, forward: Callable[[], object]) -> int:
 
 
 def test_the_chunks_of_the_head_are_those_of_the_learner() -> None:
-    assert (CHUNK_BYTES["cuda"], TILE_BYTES["cuda"]) == (HEAD_CHUNK_BYTES, HEAD_TILE_BYTES)
+    assert (CHUNK_BYTES["cuda"], TILE_BYTES["cuda"]) == (
+        memory.HEAD_CHUNK_BYTES,
+        memory.HEAD_TILE_BYTES,
+    )
 
 
 def test_a_dry_run_reports_whether_the_last_checkpoint_fits_its_deadline() -> None:
-    shape = KNOWN["Qwen3-14B"]
+    shape = memory.KNOWN["Qwen3-14B"]
     learner = LearnerConfig(optimizer="adamw", dtype="bfloat16", zero_stage=3, num_ranks=8)
-    size = checkpoint_bytes(shape, learner, has_reference=False)
+    size = memory.checkpoint_bytes(shape, learner, has_reference=False)
     assert size == 14 * shape.num_params
-    assert checkpoint_bytes(shape, learner, has_reference=True) == 18 * shape.num_params
+    assert memory.checkpoint_bytes(shape, learner, has_reference=True) == 18 * shape.num_params
     assert "about 207 s" in saving_line(size, 450.0)
     assert "finish_s" not in saving_line(size, 450.0)
     assert "checkpoint.finish_s = 60" in saving_line(size, 60.0)
     lora = replace(learner, lora=LoRAConfig(r=8))
-    assert checkpoint_bytes(shape, lora, has_reference=False) < 2.1 * shape.num_params
+    assert memory.checkpoint_bytes(shape, lora, has_reference=False) < 2.1 * shape.num_params
 
 
 def test_the_files_of_a_run_are_bounded_by_keys() -> None:
@@ -284,19 +265,21 @@ def test_the_files_of_a_run_are_bounded_by_keys() -> None:
 
 
 def test_a_reference_policy_is_another_copy_and_loading_holds_one_weight() -> None:
-    shape = KNOWN["Qwen2.5-7B"]
+    shape = memory.KNOWN["Qwen2.5-7B"]
     plain = LearnerConfig(optimizer="adamw", dtype="bfloat16", zero_stage=1, num_ranks=8)
-    one, two = (learner_memory(shape, plain, 8192, has_reference=both) for both in (False, True))
+    one, two = (
+        memory.learner_memory(shape, plain, 8192, has_reference=both) for both in (False, True)
+    )
     assert one.host_bytes == 4 * shape.embedding < 4e9  # the largest weight, in float32
     assert two.gpu_bytes - one.gpu_bytes == 2 * shape.num_params
 
 
 def test_room_for_keys_and_values() -> None:
-    shape = KNOWN["Qwen2.5-7B"]
-    one, tokens = server_memory(shape, LaunchConfig(gpu_memory_share=0.5), 80e9)
+    shape = memory.KNOWN["Qwen2.5-7B"]
+    one, tokens = memory.server_memory(shape, LaunchConfig(gpu_memory_share=0.5), 80e9)
     assert one.gpu_bytes == 40e9
     assert tokens == int((40e9 - 2 * shape.num_params - 2 * 2**30) // (2 * 28 * 4 * 128 * 2))
-    two, more = server_memory(shape, LaunchConfig(tensor_parallel_size=2), 80e9)
+    two, more = memory.server_memory(shape, LaunchConfig(tensor_parallel_size=2), 80e9)
     assert two.gpu["weights"] == shape.num_params, "half of them, two bytes each"
     assert more > 2 * tokens
 

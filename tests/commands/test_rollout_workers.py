@@ -35,15 +35,7 @@ from agentenv.rollout.archive_reader import read_step
 from agentenv.rollout.frames import Leased
 from agentenv.training.loop.training import Training
 from agentenv.training.start import make_training
-from benchmarks.parts.chaos import (
-    CONFIG,
-    MAX_STALENESS,
-    SHORT,
-    Reader,
-    Witness,
-    make_model,
-    write_workspace,
-)
+from benchmarks.parts import chaos
 from benchmarks.parts.mock_server import TOKEN_S, MockServer, Replayed
 from tests.support import forks
 from tests.support.polling import until
@@ -134,7 +126,7 @@ def log_of(run: Path) -> str:
 
 def taken(run: Path) -> list[int]:
     """The places of the trees that steps took, in their order."""
-    frames = Reader(run / "journal").read()
+    frames = chaos.Reader(run / "journal").read()
     return [tree for frame in frames if isinstance(frame, Leased) for tree in frame.trees]
 
 
@@ -239,7 +231,7 @@ def test_a_configuration_error_of_a_worker_is_reported_before_the_run(
 
 # The policy over HTTP.
 
-SIZE = replace(SHORT, num_servers=2, token_s=0.01)
+SIZE = replace(chaos.SHORT, num_servers=2, token_s=0.01)
 SERVED = ["train.num_steps=6", "checkpoint.minutes=60", "eval.sets={}"]
 
 
@@ -247,10 +239,10 @@ SERVED = ["train.num_steps=6", "checkpoint.minutes=60", "eval.sets={}"]
 def replay_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[int]]]:
     """A configuration whose policy two servers recite, and their ports."""
     folder = tmp_path_factory.mktemp("recited")
-    make_model(folder)
+    chaos.make_model(folder)
     with held_ports(SIZE.num_servers) as ports:
-        write_workspace(folder, SIZE, ports)
-        yield folder / CONFIG, ports
+        chaos.write_workspace(folder, SIZE, ports)
+        yield folder / chaos.CONFIG, ports
 
 
 def run_served(
@@ -280,12 +272,12 @@ def test_trees_of_a_killed_worker_continue_on_the_same_servers(
 
     calm = run_served(replay_servers, "calm")
     found = run_served(replay_servers, "killed", *PROCESSES[:2], during=kill)
-    witness = Witness()
+    witness = chaos.Witness()
     witness.begin()
-    for frame in Reader(found / "journal").read():
+    for frame in chaos.Reader(found / "journal").read():
         witness.add(frame)
-    assert witness.lost(sorted(tasks(calm, MAX_STALENESS))) == witness.duplicated() == []
-    assert tasks(found, MAX_STALENESS) == tasks(calm, MAX_STALENESS)
+    assert witness.lost(sorted(tasks(calm, chaos.MAX_STALENESS))) == witness.duplicated() == []
+    assert tasks(found, chaos.MAX_STALENESS) == tasks(calm, chaos.MAX_STALENESS)
     last = rows_of(found)[-1]
     assert last["engine/requests"] > 0
     assert last["engine/sampled_tokens"] > 0

@@ -16,15 +16,7 @@ import numpy as np
 import pytest
 
 from agentenv.base.errors import ConfigError, DataError
-from agentenv.evaluation.sets import (
-    Curve,
-    Ratio,
-    _holm,
-    arms_by_keys,
-    compare,
-    compare_curves,
-    tables,
-)
+from agentenv.evaluation import sets
 from agentenv.evaluation.sweep import Made, SweepConfig, check, grid, remember, runs_of, seeds_of
 from agentenv.launchers import compare as compare_command
 from agentenv.launchers import sweep as sweep_command
@@ -156,7 +148,7 @@ def made_up(tmp_path: Path) -> dict[str, dict[int, Path]]:
 def test_an_arm_that_needs_half_the_calls_has_a_ratio_of_one_half(
     made_up: dict[str, dict[int, Path]],
 ) -> None:
-    found, curves = compare(made_up, "base")
+    found, curves = sets.compare(made_up, "base")
     half = found.arms["half"].calls_ratio["0.5"]
     assert half.value == pytest.approx(0.5)  # the same questions, answered alike
     assert half.low == pytest.approx(0.5) == half.high  # drawn alike in both arms
@@ -168,17 +160,17 @@ def test_an_arm_that_needs_half_the_calls_has_a_ratio_of_one_half(
     assert found.arms["slow"].seeds == [0, 1, 2, 3]
     low, high = found.arms["slow"].after_interval
     assert low < found.arms["slow"].after < high
-    assert all(len(table.rows) > 2 for table in tables(found))
+    assert all(len(table.rows) > 2 for table in sets.tables(found))
 
 
 def test_a_run_that_misses_a_level_needs_no_fewer_calls_than_the_longest_run() -> None:
-    def curve(calls: list[float], success: list[float]) -> Curve:
+    def curve(calls: list[float], success: list[float]) -> sets.Curve:
         right = np.array([[1.0] * round(8 * one) + [0.0] * (8 - round(8 * one)) for one in success])
-        return Curve(np.array(calls), right, np.array(calls) * 10)
+        return sets.Curve(np.array(calls), right, np.array(calls) * 10)
 
     learned = {seed: curve([0, 100, 200, 300], [0.0, 0.25, 0.5, 0.75]) for seed in (1, 2)}
     gave_up = {seed: curve([0, 20, 22, 23], [0.0, 0.0, 0.0, 0.0]) for seed in (1, 2)}
-    found = compare_curves({"grpo": learned, "collapsed": gave_up}, "grpo", (0.5,))
+    found = sets.compare_curves({"grpo": learned, "collapsed": gave_up}, "grpo", (0.5,))
     ratio = found.arms["collapsed"].calls_ratio["0.5"]
     assert ratio.value == pytest.approx(300 / 200)
     assert ratio.low is not None
@@ -187,31 +179,31 @@ def test_a_run_that_misses_a_level_needs_no_fewer_calls_than_the_longest_run() -
 
 
 def test_a_level_that_is_never_reached_is_counted(made_up: dict[str, dict[int, Path]]) -> None:
-    found, _ = compare(made_up, "base", levels=(0.5, 0.95))
+    found, _ = sets.compare(made_up, "base", levels=(0.5, 0.95))
     assert found.arms["slow"].missed == {"0.5": 0, "0.95": 4}
     assert found.arms["slow"].calls_ratio["0.95"].num_missed == 4
-    assert "(4 never)" in str(tables(found)[1].rows)
+    assert "(4 never)" in str(sets.tables(found)[1].rows)
 
 
 def test_one_seed_has_no_interval_over_seeds(made_up: dict[str, dict[int, Path]]) -> None:
-    found, _ = compare({arm: {0: runs[0]} for arm, runs in made_up.items()}, "base")
+    found, _ = sets.compare({arm: {0: runs[0]} for arm, runs in made_up.items()}, "base")
     ratio = found.arms["slow"].calls_ratio["0.5"]
     assert (ratio.low, ratio.high, ratio.p) == (None, None, None)
 
 
 def test_holm_corrects_for_the_number_of_arms() -> None:
-    found = [Ratio(1.0, None, None, 5, 0, p) for p in (0.04, 0.01, 0.03)]
-    _holm(found)
+    found = [sets.Ratio(1.0, None, None, 5, 0, p) for p in (0.04, 0.01, 0.03)]
+    sets._holm(found)
     assert [one.p for one in found] == pytest.approx([0.06, 0.03, 0.06])
 
 
 def test_arms_are_the_keys_in_which_runs_differ(made_up: dict[str, dict[int, Path]]) -> None:
     runs = [path for seeds in made_up.values() for path in seeds.values()]
-    arms = arms_by_keys(runs)
+    arms = sets.arms_by_keys(runs)
     assert list(arms) == [f'algorithm.name="{name}"' for name in made_up]
     assert all(list(seeds) == [0, 1, 2, 3] for seeds in arms.values())
     with pytest.raises(DataError, match="same arm with"):
-        arms_by_keys([runs[0], runs[0].parent / "seed-0" / "."])
+        sets.arms_by_keys([runs[0], runs[0].parent / "seed-0" / "."])
 
 
 @pytest.mark.parametrize(
@@ -226,7 +218,7 @@ def test_a_run_without_a_curve_is_named(
 ) -> None:
     (made_up["half"][2] / missing).unlink()
     with pytest.raises(DataError, match=f"half/seed-2.*{error}"):
-        compare(made_up, "base")
+        sets.compare(made_up, "base")
 
 
 def test_a_comparison_is_printed_in_80_columns_and_written(

@@ -10,19 +10,8 @@ from msgspec.structs import replace
 from agentenv.assembly.keys.evaluation import FilterConfig, Way
 from agentenv.assembly.reports.records import EvalRow
 from agentenv.base.types import Task
+from agentenv.lab.recipes import sorting
 from agentenv.lab.recipes.sampling import plain_question
-from agentenv.lab.recipes.sorting import (
-    REASONS,
-    Judged,
-    Sorted,
-    chain_text,
-    check_chain,
-    judge,
-    parts_of,
-    sort_question,
-    unify_tags,
-    without_duplicates,
-)
 from agentenv.reference.grading import check_reference_format
 
 TOOLS = ["search", "python"]
@@ -60,11 +49,11 @@ def result(text: str) -> str:
 
 
 def reason(row: EvalRow, way: Way = "tools", **keys: Any) -> str:
-    return judge(row, way, TOOLS, FilterConfig(**keys)).reason
+    return sorting.judge(row, way, TOOLS, FilterConfig(**keys)).reason
 
 
 def test_a_right_trajectory_becomes_one_text() -> None:
-    found = judge(searching("capital of Peru"), "tools", TOOLS, FilterConfig())
+    found = sorting.judge(searching("capital of Peru"), "tools", TOOLS, FilterConfig())
     assert (found.reason, found.detail) == ("", "")
     assert found.text == (
         "<think>a fact</think><search>capital of Peru</search><result>\nfound\n</result>" + ANSWER
@@ -73,18 +62,18 @@ def test_a_right_trajectory_becomes_one_text() -> None:
 
 
 def test_tags_are_unified() -> None:
-    assert unify_tags("< Think >a</THINKING><Search>q</ search >", TOOLS) == (
+    assert sorting.unify_tags("< Think >a</THINKING><Search>q</ search >", TOOLS) == (
         "<think>a</think><search>q</search>"
     )
-    assert unify_tags("<final answer>a</Final_Answer>", TOOLS) == "<answer>a</answer>"
-    assert unify_tags("if a < b > c: <b>bold</b> <thin>", TOOLS) == (
+    assert sorting.unify_tags("<final answer>a</Final_Answer>", TOOLS) == "<answer>a</answer>"
+    assert sorting.unify_tags("if a < b > c: <b>bold</b> <thin>", TOOLS) == (
         "if a < b > c: <b>bold</b> <thin>"
     )
 
 
 def test_a_thought_that_the_prompt_has_opened_is_part_of_the_text() -> None:
     row = trajectory(ANSWER.removeprefix("<think>"), prompt=PROMPT + "<think>\n")
-    assert judge(row, "direct", TOOLS, FilterConfig()).text == ANSWER.replace(
+    assert sorting.judge(row, "direct", TOOLS, FilterConfig()).text == ANSWER.replace(
         "<think>", "<think>\n"
     )
     assert reason(trajectory(ANSWER.removeprefix("<think>")), "direct") == "unpaired_tag"
@@ -113,12 +102,12 @@ def test_a_thought_that_the_prompt_has_opened_is_part_of_the_text() -> None:
     ],
 )
 def test_tags_come_in_pairs_and_in_order(texts: list[str], expected: str) -> None:
-    parts = parts_of(trajectory(*texts), TOOLS)
-    found, detail = check_chain(parts, TOOLS, require_box=True)
+    parts = sorting.parts_of(trajectory(*texts), TOOLS)
+    found, detail = sorting.check_chain(parts, TOOLS, require_box=True)
     assert found == expected
     assert bool(detail) == bool(expected)
     if not expected:
-        assert check_reference_format(chain_text(parts))[0]
+        assert check_reference_format(sorting.chain_text(parts))[0]
 
 
 def test_tags_in_a_page_are_not_structure() -> None:
@@ -159,10 +148,10 @@ def test_tools_must_be_used_where_they_were_offered() -> None:
 
 def test_the_first_of_equal_trajectories_is_kept() -> None:
     rows = [searching("a", sample=0), searching("b", sample=1), searching("a", sample=2)]
-    judged = [judge(row, "tools", TOOLS, FilterConfig()) for row in rows]
-    assert [one.reason for one in without_duplicates(judged)] == ["", "", "duplicate"]
+    judged = [sorting.judge(row, "tools", TOOLS, FilterConfig()) for row in rows]
+    assert [one.reason for one in sorting.without_duplicates(judged)] == ["", "", "duplicate"]
     wrong = [replace(judged[0], reason="wrong"), judged[2]]
-    assert [one.reason for one in without_duplicates(wrong)] == ["wrong", ""]
+    assert [one.reason for one in sorting.without_duplicates(wrong)] == ["wrong", ""]
 
 
 def test_questions_are_compared_without_case_and_blanks() -> None:
@@ -173,14 +162,14 @@ def test_questions_are_compared_without_case_and_blanks() -> None:
 # difficulty
 
 
-def judged(way: Way, why: str, sample: int) -> Judged:
+def judged(way: Way, why: str, sample: int) -> sorting.Judged:
     row = searching(str(sample), sample=sample)
-    return Judged(way, row, f"{way} {sample}", why)
+    return sorting.Judged(way, row, f"{way} {sample}", why)
 
 
 def sort(
     direct: str, tools: str, hints: str = "", *, is_whole: bool = True, seed: int = 0, **keys: Any
-) -> Sorted:
+) -> sorting.Sorted:
     """Each letter a trajectory: r right and clean, w wrong, f failed."""
     why = {"r": "", "w": "wrong", "f": "failed"}
     ways: dict[Way, str] = {"direct": direct, "tools": tools, "hints": hints}
@@ -190,9 +179,9 @@ def sort(
         for sample, letter in enumerate(letters)
     ]
     task = Task("1", "e", "Who?", ("Lima",))
-    done = sort_question("q", task, found, FilterConfig(**keys), seed, is_whole=is_whole)
+    done = sorting.sort_question("q", task, found, FilterConfig(**keys), seed, is_whole=is_whole)
     assert len(done.chosen) + len(done.rejected) == len(found), "each is in one of the two"
-    assert all(one.reason in REASONS for one in done.rejected)
+    assert all(one.reason in sorting.REASONS for one in done.rejected)
     assert not any(one.reason for one in done.chosen)
     return done
 

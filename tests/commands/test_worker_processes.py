@@ -13,24 +13,8 @@ from msgspec import Struct
 
 from agentenv.base.errors import AgentEnvError, ConfigError, WorkerError
 from agentenv.base.untrusted import packed as pack
+from agentenv.processes import supervisor, worker_group
 from agentenv.processes.link import Link
-from agentenv.processes.supervisor import (
-    ADDRESS_VARIABLE,
-    NUMBER_VARIABLE,
-    TOKEN_VARIABLE,
-    ExternalPlacement,
-    ProcessSpec,
-    Supervisor,
-)
-from agentenv.processes.worker_group import (
-    Hello,
-    Ready,
-    Refusal,
-    Worker,
-    WorkerGroup,
-    WorkerSpec,
-    own_code,
-)
 from tests.support.polling import until
 
 
@@ -38,13 +22,13 @@ class Setup(Struct, array_like=True):
     pass
 
 
-class Members(WorkerGroup[Worker]):
+class Members(worker_group.WorkerGroup[worker_group.Worker]):
     """Only the list of members."""
 
     read = staticmethod(bytes)
-    make_worker = Worker
+    make_worker = worker_group.Worker
 
-    def take(self, worker: Worker, message: object) -> None:
+    def take(self, worker: worker_group.Worker, message: object) -> None:
         pass
 
     def end(self, reason: str) -> None:
@@ -62,14 +46,16 @@ class Tasks:
         self._first, self._code = first, code
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def start(self, launch: ProcessSpec) -> None:
+    async def start(self, launch: supervisor.ProcessSpec) -> None:
         self._tasks[launch.name] = asyncio.create_task(self._work(launch))
 
-    async def _work(self, launch: ProcessSpec) -> None:
-        host, _, port = launch.env[ADDRESS_VARIABLE].rpartition(":")
+    async def _work(self, launch: supervisor.ProcessSpec) -> None:
+        host, _, port = launch.env[supervisor.ADDRESS_VARIABLE].rpartition(":")
         link = Link(*await asyncio.open_connection(host, int(port)))
-        number = int(launch.env[NUMBER_VARIABLE])
-        link.send(pack(Hello(launch.env[TOKEN_VARIABLE], number, 1, self._code)))
+        number = int(launch.env[supervisor.NUMBER_VARIABLE])
+        link.send(
+            pack(worker_group.Hello(launch.env[supervisor.TOKEN_VARIABLE], number, 1, self._code))
+        )
         try:
             await link.receive()
             link.send(pack(self._first(launch.name)))
@@ -92,11 +78,13 @@ class Tasks:
 @asynccontextmanager
 async def processes(
     folder: Path, first: Callable[[str], Struct], *, num: int, least: int, code: str = ""
-) -> AsyncIterator[tuple[Supervisor, Members, list[str]]]:
+) -> AsyncIterator[tuple[supervisor.Supervisor, Members, list[str]]]:
     members, told = Members(lambda text: None), list[str]()
-    spec = WorkerSpec("module", "worker", "rollout worker", num, 10.0, 5, "cluster", least)
-    places = Tasks(first, code or own_code())
-    found = Supervisor(spec, members, Setup(), folder, told.append, places)
+    spec = worker_group.WorkerSpec(
+        "module", "worker", "rollout worker", num, 10.0, 5, "cluster", least
+    )
+    places = Tasks(first, code or worker_group.own_code())
+    found = supervisor.Supervisor(spec, members, Setup(), folder, told.append, places)
     try:
         yield found, members, told
     finally:
@@ -110,8 +98,8 @@ def first_is(kind: str) -> Callable[[str], Struct]:
 
     def first(name: str) -> Struct:
         if name == "worker-0" and next(times) == 0:
-            return Refusal(kind, "this one is broken")
-        return Ready()
+            return worker_group.Refusal(kind, "this one is broken")
+        return worker_group.Ready()
 
     return first
 
@@ -139,11 +127,11 @@ async def test_an_error_of_a_needed_worker_ends_the_start(
 
 async def test_workers_that_connect_at_the_same_time_get_separate_slots(tmp_path: Path) -> None:
     """Externally started workers, whose number is only a wish: here all have the same one."""
-    own_code.cache_clear()  # which takes a while the first time
+    worker_group.own_code.cache_clear()  # which takes a while the first time
     members, told = Members(lambda text: None), list[str]()
-    spec = WorkerSpec("module", "worker", "rollout worker", 3, 10.0, 5, "cluster")
-    found = Supervisor(
-        spec, members, Setup(), tmp_path, told.append, ExternalPlacement("127.0.0.1")
+    spec = worker_group.WorkerSpec("module", "worker", "rollout worker", 3, 10.0, 5, "cluster")
+    found = supervisor.Supervisor(
+        spec, members, Setup(), tmp_path, told.append, supervisor.ExternalPlacement("127.0.0.1")
     )
     starting = asyncio.create_task(found.start())
     await until(lambda: found._reception.port is not None)
@@ -151,11 +139,11 @@ async def test_workers_that_connect_at_the_same_time_get_separate_slots(tmp_path
     links = []
     for _ in range(3):
         links.append(Link(*await asyncio.open_connection(host, int(port))))
-        links[-1].send(pack(Hello(found._token, 0, 1, "other")))
+        links[-1].send(pack(worker_group.Hello(found._token, 0, 1, "other")))
     try:
         for link in links:
             await link.receive()  # its setup
-            link.send(pack(Ready()))
+            link.send(pack(worker_group.Ready()))
         await starting
         await until(lambda: len(told) == 3)  # of its other code each
     finally:
@@ -175,4 +163,4 @@ async def test_a_worker_with_different_code_is_reported(tmp_path: Path) -> None:
         await found.start()
     (text,) = told
     assert "1 on 127.0.0.1)" in text
-    assert f"0123, here it is {own_code()}" in text
+    assert f"0123, here it is {worker_group.own_code()}" in text

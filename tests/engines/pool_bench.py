@@ -18,15 +18,7 @@ from agentenv.cluster.messages import Acquire, Grow, Quit, SlotRelease, read_ans
 from agentenv.contract.server_config import PoolConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.processes.link import Link
-from tests.engines.faulty_server import (
-    EOS,
-    VOCAB_SIZE,
-    ByteTokenizer,
-    FaultyServer,
-    Guest,
-    reciter,
-    write_tokenizer,
-)
+from tests.engines import faulty_server
 from tests.support.links import linked
 from tests.support.virtual_clock import run_virtual
 
@@ -37,7 +29,7 @@ def write_folder(root: Path) -> Path:
     """A directory named as the weights that a FaultyServer starts with."""
     path = root / "initial"
     path.mkdir()
-    write_tokenizer(path)
+    faulty_server.write_tokenizer(path)
     return path
 
 
@@ -47,12 +39,12 @@ class Bench:
     def __init__(
         self,
         pool: EnginePool,
-        servers: list[FaultyServer],
+        servers: list[faulty_server.FaultyServer],
         folder: Path,
         engine: EnginePool | LeasedEngine,
     ) -> None:
         self.pool, self.servers, self.folder, self.engine = pool, servers, folder, engine
-        self.tokenizer = ByteTokenizer(folder)
+        self.tokenizer = faulty_server.ByteTokenizer(folder)
 
     async def generate(
         self, text: str = TEXT, session: str = "s", stop: tuple[str, ...] = ("</a>",), **rest: Any
@@ -93,15 +85,18 @@ async def bench(
     **settings: Any,
 ) -> AsyncIterator[Bench]:
     """`is_leased`: turns are taken as a rollout worker takes them."""
-    servers = [FaultyServer(f"server{n}", reciter(folder)) for n in range(count)]
+    servers = [
+        faulty_server.FaultyServer(f"server{n}", faulty_server.reciter(folder))
+        for n in range(count)
+    ]
     own = {"max_outage_s": max_outage_s}
     config = defstruct("Config", [], bases=(PoolConfig,), namespace=own, frozen=True)
     pool = EnginePool(
         servers,
         folder,
         0,
-        vocab_size=VOCAB_SIZE,
-        eos_ids={EOS},
+        vocab_size=faulty_server.VOCAB_SIZE,
+        eos_ids={faulty_server.EOS},
         config=config(**settings),
         entropies=entropies,
     )
@@ -129,7 +124,7 @@ async def leased(
     folder: Path,
     entropies: Literal["all", "window"] = "all",
     *,
-    guests: list[Guest] | None = None,
+    guests: list[faulty_server.Guest] | None = None,
     is_killed: bool = False,
     latency_s: float = 0.0,
 ) -> AsyncIterator[LeasedEngine]:
@@ -141,18 +136,18 @@ async def leased(
     leases = Leases(pool, ours)
     made = guests if guests is not None else []
 
-    def make(url: str) -> Guest:
+    def make(url: str) -> faulty_server.Guest:
         (found,) = [member.client for member in pool.servers if member.name == url]
-        assert isinstance(found, FaultyServer)
-        made.append(Guest(found))
+        assert isinstance(found, faulty_server.FaultyServer)
+        made.append(faulty_server.Guest(found))
         return made[-1]
 
     engine = LeasedEngine(
         theirs,
         make,
         folder,
-        vocab_size=VOCAB_SIZE,
-        eos_ids={EOS},
+        vocab_size=faulty_server.VOCAB_SIZE,
+        eos_ids={faulty_server.EOS},
         config=pool.config,
         name="worker",
         entropies=entropies,

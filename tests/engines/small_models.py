@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentenv.base.types import Completion
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
@@ -47,26 +40,26 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-MODELS: dict[str, Callable[[], Any]] = {
-    "qwen3-tied": lambda: Qwen3ForCausalLM(
-        Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # family, and more keys
+    "qwen3-tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3-untied": ("qwen3", {"head_dim": 16}),
+    "qwen2": (
+        "qwen2",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e3, "factor": 2}},
     ),
-    "qwen3-untied": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)),
-    "qwen2": lambda: Qwen2ForCausalLM(
-        Qwen2Config(
-            **SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e3, "factor": 2}
-        )
-    ),
-    "llama": lambda: LlamaForCausalLM(
-        LlamaConfig(**SIZES, rope_parameters=LLAMA3, attention_bias=True, tie_word_embeddings=True)
+    "llama": (
+        "llama",
+        {"rope_parameters": LLAMA3, "attention_bias": True, "tie_word_embeddings": True},
     ),
 }
 
 
 def make(folder: Path, kind: str = "qwen3-tied", seed: int = 0) -> Any:
     """A random model, also its norms and biases, saved to the folder."""
+    family, keys = MODELS[kind]
     torch.manual_seed(seed)
-    model = MODELS[kind]().eval()
+    config = AutoConfig.for_model(family, **SIZES, **keys)
+    model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:

@@ -10,7 +10,6 @@ number of checkpoints, and of kills that left a half-written one.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import signal
@@ -29,9 +28,9 @@ from agentenv.learners.ranks.backend import RankBackend, empty_batch
 from agentenv.learners.ranks.checkpoint import fragments, moments
 from agentenv.learners.ranks.deepspeed_backend import DeepSpeedBackend, prepare_deepspeed
 from agentenv.learners.ranks.export import WeightFiles
-from agentenv.learners.ranks.rank_process import PR_SET_PDEATHSIG
 from agentenv.learners.ranks.saved_checkpoint import Checkpoint, changing_weights, local_weights
 from agentenv.learners.trees.policy import Policy
+from agentenv.processes.guard import PR_SET_PDEATHSIG, prctl
 from agentenv.training.loop.state import RunState
 from tests.learners.ranks import two_ranks
 from tests.learners.trees import tiny_model
@@ -114,7 +113,7 @@ def kill_at_random(folder: Path, stage: int | None, step: int) -> None:
     for rank in range(1 if stage is None else 2):
         children.append(os.fork())
         if children[-1] == 0:
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             save_forever(folder, make_backend(folder, rank, stage), step, sender)
     os.close(sender)
     start = time.monotonic()

@@ -21,8 +21,7 @@ from agentenv.learners.algorithms.baselines import (
     ReinforcePP,
 )
 from agentenv.learners.trees.encoded_tree import ActionTokens, encode
-from agentenv.learners.trees.leaf_map import LeafMap
-from agentenv.learners.trees.minibatch import MiniBatch
+from agentenv.learners.trees.minibatch import LeafMap, MiniBatch
 from tests.learners.flat import figures, grown, tree_form
 from tests.learners.trees import credits_of
 

@@ -18,19 +18,11 @@ from agentenv.learners.ranks.checkpoint import save
 from agentenv.learners.ranks.rank import Rank
 from agentenv.learners.ranks.saved_checkpoint import Checkpoint, restore
 from agentenv.learners.ranks.trainer import Trainer
-from tests.learners.ranks import (
-    ALGORITHM,
-    encoded,
-    plain_torch,
-    train,
-    two_ranks,
-    uneven_trees,
-    weights_of,
-)
+from tests.learners import ranks
 from tests.support.forks import Command
 
 ROOT = Path(__file__).parents[2]
-CONFIG = two_ranks(num_ranks=1)
+CONFIG = ranks.two_ranks(num_ranks=1)
 
 
 def meta(**keys: object) -> SavedLearner:
@@ -56,16 +48,16 @@ def load(trainer: Trainer, directory: Path) -> None:
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    whole, stopped = (plain_torch(model_dir, CONFIG, torch.float32) for _ in range(2))
-    train(stopped, uneven_trees(4), 3)
+    whole, stopped = (ranks.plain_torch(model_dir, CONFIG, torch.float32) for _ in range(2))
+    ranks.train(stopped, ranks.uneven_trees(4), 3)
     save(stopped.backend, meta(moved=True), tmp_path / "checkpoint")
-    resumed = plain_torch(model_dir, CONFIG, torch.float32)
+    resumed = ranks.plain_torch(model_dir, CONFIG, torch.float32)
     load(resumed, tmp_path / "checkpoint")
-    train(whole, uneven_trees(4), 3)
+    ranks.train(whole, ranks.uneven_trees(4), 3)
     for trainer in (whole, resumed):
-        train(trainer, uneven_trees(6), 3)
-    for name, weight in weights_of(whole).items():
-        assert torch.equal(weights_of(resumed)[name], weight)
+        ranks.train(trainer, ranks.uneven_trees(6), 3)
+    for name, weight in ranks.weights_of(whole).items():
+        assert torch.equal(ranks.weights_of(resumed)[name], weight)
 
 
 def test_a_resumed_rank_detects_whether_its_weights_are_published(
@@ -73,10 +65,12 @@ def test_a_resumed_rank_detects_whether_its_weights_are_published(
 ) -> None:
     """Else it takes the engine's log-probs for its own, or hands out weights under another's
     version."""
-    init = wire.Init.of(two_ranks(num_ranks=1, zero_stage=0), ALGORITHM, str(model_dir), seed=0)
+    init = wire.Init.of(
+        ranks.two_ranks(num_ranks=1, zero_stage=0), ranks.ALGORITHM, str(model_dir), seed=0
+    )
     rank, resumed = Rank(init), Rank(init)
     published = wire.WriteModel(str(tmp_path / "copy"), publish=False, unmoved=True)
-    rank.run(wire.Update([encoded(uneven_trees(4))], 1.0))
+    rank.run(wire.Update([ranks.encoded(ranks.uneven_trees(4))], 1.0))
     for moved in (True, False):
         rank.run(wire.Save(str(tmp_path / f"moved-{moved}")))
         resumed.run(wire.Load(str(tmp_path / f"moved-{moved}")))
@@ -106,7 +100,7 @@ def test_kill_9_at_random_moments_of_saving_loses_nothing(
 
 
 def test_an_incomplete_checkpoint_is_detected(model_dir: Path, tmp_path: Path) -> None:
-    trainer = plain_torch(model_dir, CONFIG, torch.float32)
+    trainer = ranks.plain_torch(model_dir, CONFIG, torch.float32)
     path = tmp_path / "checkpoint"
     save(trainer.backend, meta(num_ranks=2), path)
     with pytest.raises(DataError, match=r"rank-0000.-of-00002\.safetensors"):
@@ -119,7 +113,7 @@ def test_an_incomplete_checkpoint_is_detected(model_dir: Path, tmp_path: Path) -
 def test_the_older_checkpoint_is_used_between_the_two_renames(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    trainer = plain_torch(model_dir, CONFIG, torch.float32)
+    trainer = ranks.plain_torch(model_dir, CONFIG, torch.float32)
     path = tmp_path / "checkpoint"
     save(trainer.backend, meta(policy_version=1), path)
     path.rename(tmp_path / "checkpoint.old")
@@ -130,8 +124,8 @@ def test_the_older_checkpoint_is_used_between_the_two_renames(
 
 
 def test_another_optimizer_cannot_resume_the_checkpoint(model_dir: Path, tmp_path: Path) -> None:
-    trainer = plain_torch(model_dir, two_ranks(num_ranks=1), torch.float32)
-    train(trainer, uneven_trees(2), 3)
+    trainer = ranks.plain_torch(model_dir, ranks.two_ranks(num_ranks=1), torch.float32)
+    ranks.train(trainer, ranks.uneven_trees(2), 3)
     save(trainer.backend, meta(), tmp_path / "checkpoint")
     saved = Checkpoint(tmp_path / "checkpoint")
     with pytest.raises(DataError, match=r"momentum_buffer.*model\.path"):

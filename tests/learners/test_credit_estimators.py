@@ -12,9 +12,9 @@ from agentenv.base.types import Limit
 from agentenv.learners.algorithms.algorithm import Band
 from agentenv.learners.algorithms.baselines import DAPO, GRPO, ReinforcePP, leave_one_out
 from agentenv.learners.algorithms.credit import advantages_of, soft_length_penalty
-from agentenv.learners.trees import leaf_map, minibatch
+from agentenv.learners.trees import minibatch
 from agentenv.learners.trees.encoded_tree import encode
-from agentenv.learners.trees.leaf_map import LeafMap, coefficients, denominator
+from agentenv.learners.trees.minibatch import LeafMap, coefficients, denominator
 from tests.learners.flat import grown
 from tests.learners.trees import credits_of, truncate
 
@@ -107,11 +107,11 @@ def test_a_sequence_is_masked_by_its_geometric_mean() -> None:
     shift = np.zeros(len(leaves.node))
     last = leaves.leaf_node[0]
     shift[leaves.node == last] = 3.0
-    means = leaf_map.sequence_ratios(shift, leaves, lambda x: [x])
+    means = minibatch.sequence_ratios(shift, leaves, lambda x: [x])
     share = (leaves.node == last).sum() / leaves.lengths[0]
     assert means[0] == pytest.approx(np.exp(3.0 * share))
     assert (means[1:] == 1.0).all()
-    weights = leaf_map.sequence_weights(shift, leaves, Band(low=0.9, high=1.1), lambda x: [x])
+    weights = minibatch.sequence_weights(shift, leaves, Band(low=0.9, high=1.1), lambda x: [x])
     assert weights.tolist() == [0.0] + [1.0] * (leaves.num_leaves - 1)
 
 

@@ -12,15 +12,8 @@ from agentenv.base.errors import DataError
 from agentenv.learners.algorithms.baselines import GRPO
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.lora import LoRAConfig, add_adapters
+from agentenv.learners.ranks import dpo
 from agentenv.learners.ranks.backend import RankBackend
-from agentenv.learners.ranks.dpo import (
-    PairTokens,
-    encode_pair,
-    prefer,
-    preference_loss,
-    preference_sums,
-    with_reference,
-)
 from agentenv.learners.ranks.trainer import Trainer
 from agentenv.learners.trees.encoded_tree import EncodedTree, encode_sequence
 from agentenv.learners.trees.partition import pack
@@ -81,12 +74,12 @@ def answer_logprob(model: torch.nn.Module, answer: Answer) -> torch.Tensor:
 def test_a_pair_stores_the_shared_prefix_of_both_answers_once() -> None:
     chosen = ([5, 6, 7, 8, 9], [False, False, True, False, True])
     rejected = ([5, 6, 7, 8, 3, 4], [False, False, True, False, True, True])
-    pair = encode_pair(chosen, rejected)
+    pair = dpo.encode_pair(chosen, rejected)
     assert pair.ints("token_ids").tolist() == [5, 6, 7, 8, 9, 3, 4]
     assert pair.ints("pred").tolist() == [-1, 0, 1, 2, 3, 3, 5]
     assert pair.ints("depth").tolist() == [0, 1, 2, 3, 4, 4, 5]
     assert pair.ints("end").tolist() == [7, 7, 7, 7, 5, 7, 7]
-    tokens = PairTokens([pair])
+    tokens = dpo.PairTokens([pair])
     assert tokens.chosen.tolist() == [1, 1, 0, 0]
     assert tokens.rejected.tolist() == [1, 0, 1, 1]
     assert tokens.sign.tolist() == [0, 1, -1, -1], "the shared turn cancels out"
@@ -94,21 +87,21 @@ def test_a_pair_stores_the_shared_prefix_of_both_answers_once() -> None:
 
 def test_a_pair_of_equal_answers_is_refused() -> None:
     with pytest.raises(DataError, match="are equal"):
-        encode_pair(([1, 2], [False, True]), ([1, 2], [False, True]))
+        dpo.encode_pair(([1, 2], [False, True]), ([1, 2], [False, True]))
     with pytest.raises(DataError, match="different prompts"):
-        encode_pair(([1, 2], [False, True]), ([3, 2], [False, True]))
+        dpo.encode_pair(([1, 2], [False, True]), ([3, 2], [False, True]))
 
 
 def test_an_answer_that_extends_the_other_one_has_its_own_branch() -> None:
-    pair = encode_pair(([1, 2, 3], [False, True, True]), ([1, 2], [False, True]))
+    pair = dpo.encode_pair(([1, 2, 3], [False, True, True]), ([1, 2], [False, True]))
     assert pair.ints("starts").tolist() == [0, 1, 3]
-    assert PairTokens([pair]).sign.tolist() == [1, 1, -1]
+    assert dpo.PairTokens([pair]).sign.tolist() == [1, 1, -1]
 
 
 def test_the_loss_is_that_of_the_paper() -> None:
     margins = torch.tensor([-2.0, 0.0, 3.0], dtype=torch.float64)
     expected = [-np.log(1 / (1 + np.exp(-BETA * m))) for m in margins.tolist()]
-    assert preference_loss(margins, BETA).tolist() == pytest.approx(expected, rel=1e-12)
+    assert dpo.preference_loss(margins, BETA).tolist() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("max_tokens", [10**6, 60, 12])
@@ -133,7 +126,7 @@ def test_loss_and_gradient_equal_a_direct_computation(max_tokens: int) -> None:
     gradient = torch.cat([param.grad.flatten() for param in model.parameters()])
     model.zero_grad()
 
-    pairs = scored(trainer(frozen), [encode_pair(*pair) for pair in made])
+    pairs = scored(trainer(frozen), [dpo.encode_pair(*pair) for pair in made])
     ours = trainer(model, max_tokens)
     found: list[torch.Tensor] = []
     ours.backend.step = lambda scale: (
@@ -142,7 +135,7 @@ def test_loss_and_gradient_equal_a_direct_computation(max_tokens: int) -> None:
         )
         or 0.0
     )  # type: ignore[func-returns-value]
-    metrics = prefer(ours, pairs, BETA, 1.0)
+    metrics = dpo.prefer(ours, pairs, BETA, 1.0)
     assert metrics["loss"] == pytest.approx(float(expected.detach()), rel=1e-6)
     assert metrics["accuracy"] == float((margins > 0).double().mean())
     assert metrics["margin"] == pytest.approx(BETA * float(margins.detach().mean()), rel=1e-6)
@@ -154,13 +147,13 @@ def test_loss_and_gradient_equal_a_direct_computation(max_tokens: int) -> None:
 
 def scored(reference: Trainer, pairs: list[EncodedTree]) -> list[EncodedTree]:
     scores = reference.score(pairs)
-    return [with_reference(p, s.logprobs) for p, s in zip(pairs, scores, strict=True)]
+    return [dpo.with_reference(p, s.logprobs) for p, s in zip(pairs, scores, strict=True)]
 
 
 def test_metrics_of_preferences_by_hand() -> None:
-    pair = encode_pair(([1, 2, 3], [False, True, True]), ([1, 4], [False, True]))
-    tokens = PairTokens([with_reference(pair, [-1.0, -2.0, -0.5])])
-    sums = preference_sums(tokens, np.array([-0.5, -1.0, -2.5]), 0.1)
+    pair = dpo.encode_pair(([1, 2, 3], [False, True, True]), ([1, 4], [False, True]))
+    tokens = dpo.PairTokens([dpo.with_reference(pair, [-1.0, -2.0, -0.5])])
+    sums = dpo.preference_sums(tokens, np.array([-0.5, -1.0, -2.5]), 0.1)
     assert sums["reward_chosen"] == pytest.approx(0.1 * 1.5)
     assert sums["reward_rejected"] == pytest.approx(0.1 * -2.0)
     assert sums["margin"] == pytest.approx(0.35)

@@ -24,20 +24,12 @@ from agentenv.learners.ranks.rank import Rank
 from agentenv.learners.trees.encoded_tree import encode_sequence
 from agentenv.learners.trees.partition import pack
 from agentenv.learners.trees.policy import Policy, tensors
-from tests.learners.ranks import (
-    ALGORITHM,
-    encoded,
-    largest_difference,
-    plain_torch,
-    two_ranks,
-    uneven_trees,
-    weights_in,
-)
+from tests.learners import ranks
 from tests.learners.test_tree_equality import assert_equal_to_flat
 from tests.learners.trees import EXPERTS, tiny_model
 
 PPO = GRPO(group_size=6, dual_clip=float("inf"))
-CONFIG = two_ranks(num_ranks=1, zero_stage=0, learning_rate=1e-2)
+CONFIG = ranks.two_ranks(num_ranks=1, zero_stage=0, learning_rate=1e-2)
 
 
 @pytest.fixture(params=EXPERTS)
@@ -60,15 +52,15 @@ def test_loss_and_gradient_equal_the_flat_ones_in_float64(name: str) -> None:
 
 
 def test_published_weights_have_the_names_of_transformers(directory: Path, tmp_path: Path) -> None:
-    rank = Rank(wire.Init.of(CONFIG, ALGORITHM, str(directory), seed=0))
+    rank = Rank(wire.Init.of(CONFIG, ranks.ALGORITHM, str(directory), seed=0))
     rank.run(wire.WriteModel(str(tmp_path / "v0"), publish=True))
     before, now = (
         load_file(directory / "model.safetensors"),
         load_file(tmp_path / "v0" / "model.safetensors"),
     )
     assert "model.layers.1.mlp.experts.3.gate_proj.weight" in now
-    assert largest_difference(now, before) == 0
-    kept = encoded(uneven_trees(4))
+    assert ranks.largest_difference(now, before) == 0
+    kept = ranks.encoded(ranks.uneven_trees(4))
     rank.run(wire.Update([kept[:2], kept[2:]], 1.0))
     rank.run(wire.WriteModel(str(tmp_path / "v1"), publish=True))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "v1").state_dict()
@@ -80,8 +72,8 @@ def test_published_weights_have_the_names_of_transformers(directory: Path, tmp_p
 
 def test_a_checkpoint_is_exported_under_the_same_names(directory: Path, tmp_path: Path) -> None:
     """From its float32 weights, not from those in the training dtype."""
-    rank = Rank(wire.Init.of(CONFIG, ALGORITHM, str(directory), seed=0))
-    kept = encoded(uneven_trees(4))
+    rank = Rank(wire.Init.of(CONFIG, ranks.ALGORITHM, str(directory), seed=0))
+    kept = ranks.encoded(ranks.uneven_trees(4))
     rank.run(wire.Update([kept[:2], kept[2:]], 1.0))
     checkpoint = tmp_path / "step-000001"
     rank.run(wire.WriteModel(str(checkpoint), publish=False))
@@ -91,7 +83,7 @@ def test_a_checkpoint_is_exported_under_the_same_names(directory: Path, tmp_path
     save_file(coarse, checkpoint / "model.safetensors", metadata={"format": "pt"})
     export_offline(checkpoint, tmp_path / "out", dtype="float32", max_shard_bytes=20_000)
     out = WeightFiles(tmp_path / "out")
-    assert largest_difference({name: out.tensor(name) for name in out.names()}, expected) == 0
+    assert ranks.largest_difference({name: out.tensor(name) for name in out.names()}, expected) == 0
     export_offline(checkpoint, tmp_path / "half", dtype="bfloat16")
     half = load_file(tmp_path / "half" / "model.safetensors")
     kinds = {n: torch.float32 if n.endswith("bias") else torch.bfloat16 for n in expected}
@@ -109,14 +101,14 @@ def test_the_experts_of_a_layer_are_gathered_once() -> None:
 def test_adapters_do_not_touch_experts_and_router(directory: Path, tmp_path: Path) -> None:
     """Adapters are for linear layers, unlike experts. The published weights are complete."""
     config = replace(CONFIG, lora=LoRAConfig(r=4))
-    rank = Rank(wire.Init.of(config, ALGORITHM, str(directory), seed=0))
+    rank = Rank(wire.Init.of(config, ranks.ALGORITHM, str(directory), seed=0))
     trained = {n for n, p in rank.backend.policy.model.named_parameters() if p.requires_grad}
     assert any("q_proj.lora_A" in name for name in trained)
     assert not any(".experts." in name or ".gate." in name for name in trained)
-    kept = encoded(uneven_trees(4))
+    kept = ranks.encoded(ranks.uneven_trees(4))
     rank.run(wire.Update([kept[:2], kept[2:]], 1.0))
     rank.run(wire.WriteModel(str(tmp_path / "v1"), publish=True))
-    found, before = weights_in(tmp_path / "v1"), weights_in(directory)
+    found, before = ranks.weights_in(tmp_path / "v1"), ranks.weights_in(directory)
     changed = {name for name in before if not torch.equal(found[name], before[name])}
     assert found.keys() == before.keys()
     assert "model.layers.1.self_attn.q_proj.weight" in changed
@@ -129,7 +121,7 @@ def test_adapters_do_not_touch_experts_and_router(directory: Path, tmp_path: Pat
     torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, atol=1e-5, rtol=1e-5)
     wrong = replace(CONFIG, lora=LoRAConfig(r=4, target_modules=["q_proj", "down_proj"]))
     with pytest.raises(ConfigError, match="down_proj"):
-        Rank(wire.Init.of(wrong, ALGORITHM, str(directory), seed=0))
+        Rank(wire.Init.of(wrong, ranks.ALGORITHM, str(directory), seed=0))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -165,7 +157,7 @@ def test_a_step_with_the_router_loss_is_the_step_on_both_losses(tmp_path: Path) 
         encode_sequence(list(range(n, n + 20)), [False] + [True] * 19) for n in (1, 15, 33)
     ]
     config = replace(CONFIG, router_loss=0.1, max_tokens_per_microbatch=40, grad_clip=0.0)
-    trainer = plain_torch(tmp_path, config, torch.float32)
+    trainer = ranks.plain_torch(tmp_path, config, torch.float32)
     trainer.backend.policy.balance_experts()
     kept: dict[str, torch.Tensor] = {}
 

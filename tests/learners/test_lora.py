@@ -8,15 +8,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    Lfm2Config,
-    PretrainedConfig,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from agentenv.base.errors import ConfigError
 from agentenv.learners.keys import LearnerConfig, frozen_model
@@ -143,12 +135,14 @@ SIZES = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SHARED = {"shared_expert_intermediate_size": 16}
 FAMILIES: dict[str, PretrainedConfig] = {
-    "qwen3": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False),
-    "tied": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
-    "gpt2": GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, eos_token_id=1),
-    "experts": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=8),
-    "shared expert": Qwen2MoeConfig(**SIZES, **EXPERTS, **SHARED),
-    "convolution": Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]),
+    "qwen3": AutoConfig.for_model("qwen3", **SIZES, head_dim=8, tie_word_embeddings=False),
+    "tied": AutoConfig.for_model("qwen3", **SIZES, head_dim=8, tie_word_embeddings=True),
+    "gpt2": AutoConfig.for_model(
+        "gpt2", vocab_size=64, n_embd=32, n_layer=2, n_head=4, eos_token_id=1
+    ),
+    "experts": AutoConfig.for_model("qwen3_moe", **SIZES, **EXPERTS, head_dim=8),
+    "shared expert": AutoConfig.for_model("qwen2_moe", **SIZES, **EXPERTS, **SHARED),
+    "convolution": AutoConfig.for_model("lfm2", **SIZES, layer_types=["conv", "full_attention"]),
 }
 
 

@@ -21,8 +21,7 @@ from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks.learner import encode_groups, in_order
 from agentenv.learners.ranks.trainer import Trainer
 from agentenv.learners.trees.encoded_tree import ActionTokens, EncodedTree, from_arrays
-from agentenv.learners.trees.leaf_map import LeafMap
-from agentenv.learners.trees.minibatch import MiniBatch
+from agentenv.learners.trees.minibatch import LeafMap, MiniBatch
 from agentenv.learners.trees.partition import (
     Paths,
     assign,

@@ -13,37 +13,30 @@ from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks.checkpoint import REFERENCE
 from agentenv.learners.ranks.rank import Rank
 from agentenv.learners.ranks.saved_checkpoint import Checkpoint
-from tests.learners.ranks import (
-    encoded,
-    largest_difference,
-    plain_torch,
-    two_ranks,
-    uneven_trees,
-    weights_of,
-)
+from tests.learners import ranks
 
 ALGORITHM = ARPO(group_size=4, importance_cap=1e9, kl_loss=0.3, kl_reward=0.05)
 
 
 def test_the_policy_is_restored_to_the_bit_even_after_a_failure(model_dir: Path) -> None:
-    trainer = plain_torch(model_dir, two_ranks(num_ranks=1), torch.float32, ALGORITHM)
-    trainer.update([encoded(uneven_trees(3))], 1.0)
-    before = {name: weight.clone() for name, weight in weights_of(trainer).items()}
+    trainer = ranks.plain_torch(model_dir, ranks.two_ranks(num_ranks=1), torch.float32, ALGORITHM)
+    trainer.update([ranks.encoded(ranks.uneven_trees(3))], 1.0)
+    before = {name: weight.clone() for name, weight in ranks.weights_of(trainer).items()}
 
     def fail() -> None:
         with trainer.reference.in_place():
-            assert largest_difference(weights_of(trainer), before) > 1e-4
+            assert ranks.largest_difference(ranks.weights_of(trainer), before) > 1e-4
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert largest_difference(weights_of(trainer), before) == 0
+    assert ranks.largest_difference(ranks.weights_of(trainer), before) == 0
 
 
 def test_the_saved_reference_has_only_adapters(model_dir: Path, tmp_path: Path) -> None:
-    config = two_ranks(num_ranks=1, zero_stage=0, lora=LoRAConfig(r=2), learning_rate=1e-2)
+    config = ranks.two_ranks(num_ranks=1, zero_stage=0, lora=LoRAConfig(r=2), learning_rate=1e-2)
     one, other = (Rank(wire.Init.of(config, ALGORITHM, str(model_dir), seed=0)) for _ in range(2))
-    trees = encoded(uneven_trees(3))
+    trees = ranks.encoded(ranks.uneven_trees(3))
     for rank in (one, other):
         rank.run(wire.Update([trees], 1.0))
     one.run(wire.Save(str(tmp_path / "trainer")))

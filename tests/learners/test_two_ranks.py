@@ -256,7 +256,7 @@ async def _an_optimizer_set_aside_keeps_its_state(both: Side) -> None:
     await learner.save(folder / "taken")
     kept, between, taken = (Checkpoint(folder / n) for n in ("kept", "between", "taken"))
     for name, shape in kept.shapes.items():
-        assert kept.step_of(name) == taken.step_of(name) != between.step_of(name) == 1
+        assert kept.steps[name] == taken.steps[name] != between.steps[name] == 1
         for kind in kept.kinds(name):
             before, other, after = (
                 saved.read(name, kind, 0, prod(shape)) for saved in (kept, between, taken)

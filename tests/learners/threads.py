@@ -20,7 +20,7 @@ from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks.backend import RankBackend, scale_learning_rates
 from agentenv.learners.ranks.trainer import Trainer
 from agentenv.learners.trees.context import ContextGroup
-from agentenv.learners.trees.leaf_map import Gather
+from agentenv.learners.trees.minibatch import Gather
 from agentenv.learners.trees.policy import Policy
 
 T = TypeVar("T")

@@ -11,27 +11,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import (
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    GraniteMoeHybridConfig,
-    GraniteMoeHybridForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    Lfm2MoeConfig,
-    Lfm2MoeForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.base.types import Limit, Task, VersionSpan
@@ -43,71 +23,41 @@ from agentenv.learners.trees.partition import pack
 from agentenv.learners.trees.policy import Policy, tensors
 
 VOCABULARY = 61
-MODELS = {
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-}
+MODELS: dict[str, dict[str, Any]] = {"qwen3": {"head_dim": 8}, "qwen2": {}, "llama": {}}
+OF_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 EXPERTS = {
-    "qwen3_moe": (
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
-    ),
-    "glm4_moe": (  # the first layer is dense; an expert that all tokens share; a bias in routing
-        Glm4MoeConfig,
-        Glm4MoeForCausalLM,
-        {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "moe_intermediate_size": 16,
-            "first_k_dense_replace": 1,
-            "head_dim": 8,
-        },
-    ),
+    "qwen3_moe": {**OF_EXPERTS, "num_experts": 4, "head_dim": 8},
+    "glm4_moe": {  # the first layer is dense; an expert that all tokens share; a bias in routing
+        **OF_EXPERTS,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "head_dim": 8,
+    },
 }
 HYBRIDS = {
-    "lfm2": (Lfm2Config, Lfm2ForCausalLM, {"layer_types": ["conv", "full_attention"]}),
-    "qwen3_5": (
-        Qwen3_5TextConfig,
-        Qwen3_5ForCausalLM,
-        {
-            "layer_types": ["linear_attention", "full_attention"],
-            "head_dim": 16,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-        },
-    ),
-    "granite": (
-        GraniteMoeHybridConfig,
-        GraniteMoeHybridForCausalLM,
-        {
-            "layer_types": ["mamba", "attention"],
-            "mamba_n_heads": 8,
-            "mamba_d_head": 8,
-            "mamba_d_state": 8,
-            "mamba_chunk_size": 16,
-            "num_local_experts": 0,
-            "shared_intermediate_size": 48,
-        },
-    ),
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 48,
+    },
 }
 HYBRID_WITH_EXPERTS = {
-    "lfm2_moe": (
-        Lfm2MoeConfig,
-        Lfm2MoeForCausalLM,
-        {
-            "layer_types": ["conv", "full_attention"],
-            "num_dense_layers": 0,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-        },
-    )
+    "lfm2_moe": {**OF_EXPERTS, **HYBRIDS["lfm2"], "num_dense_layers": 0, "num_experts": 4}
 }
 
 
@@ -115,9 +65,10 @@ def tiny_model(
     name: str = "qwen3", dtype: torch.dtype = torch.float32, **changes: Any
 ) -> PreTrainedModel:
     """Two layers, random weights large enough that log-probs differ from token to token."""
-    config_class, model_class, extra = (MODELS | EXPERTS | HYBRIDS | HYBRID_WITH_EXPERTS)[name]
+    extra = (MODELS | EXPERTS | HYBRIDS | HYBRID_WITH_EXPERTS)[name]
     torch.manual_seed(0)
-    config = config_class(
+    config = AutoConfig.for_model(
+        name,
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
@@ -129,7 +80,7 @@ def tiny_model(
         attn_implementation="sdpa",
         **(extra | changes),
     )
-    model: Any = model_class(config)
+    model: Any = AutoModelForCausalLM.from_config(config)
     for name, buffer in model.named_buffers():
         if "bias" in name:
             buffer.normal_(std=0.2)

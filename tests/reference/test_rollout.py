@@ -13,14 +13,7 @@ from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.base.types import Task
 from agentenv.learners.algorithms.aepo import AEPO, AEPOPlan, num_roots_of
 from agentenv.learners.algorithms.arpo import ARPO, ARPOPlan
-from agentenv.reference.algorithms import (
-    ReleasedAEPO,
-    ReleasedAEPOPlan,
-    ReleasedARPO,
-    ReleasedARPOPlan,
-    initial_rollouts,
-    segment_entropy,
-)
+from agentenv.reference import algorithms
 from tests.support.reference_loop import Recorded, ReferenceLoop, response_mask, truncated_entropy
 from tests.support.rollout_checks import arpo_probability
 
@@ -40,12 +33,12 @@ def make_tree(*turns: float, started: int = 2) -> tuple[TrajectoryTree, Node]:
     return tree, node
 
 
-def reference(**keys: object) -> ReleasedARPOPlan:
-    return ReleasedARPOPlan(ReleasedARPO(group_size=8, **keys), V)
+def reference(**keys: object) -> algorithms.ReleasedARPOPlan:
+    return algorithms.ReleasedARPOPlan(algorithms.ReleasedARPO(group_size=8, **keys), V)
 
 
-def reference_aepo(**keys: object) -> ReleasedAEPOPlan:
-    return ReleasedAEPOPlan(ReleasedAEPO(**keys), V)
+def reference_aepo(**keys: object) -> algorithms.ReleasedAEPOPlan:
+    return algorithms.ReleasedAEPOPlan(algorithms.ReleasedAEPO(**keys), V)
 
 
 def paper(**keys: object) -> ARPOPlan:
@@ -97,7 +90,7 @@ def test_a_replay_detects_a_different_decision() -> None:
 
 def test_difference_sum_against_mean_over_the_window() -> None:
     entropies = [0.2 * UNIT] * 20
-    assert segment_entropy(entropies, V) == pytest.approx(20 * 0.2)
+    assert algorithms.segment_entropy(entropies, V) == pytest.approx(20 * 0.2)
     assert paper().entropy(entropies) == pytest.approx(0.2)
 
 
@@ -148,9 +141,11 @@ def test_difference_draws_until_the_budget_is_used_not_a_fixed_number() -> None:
 
 
 def test_difference_aepo_rounds_its_split_up_and_reads_all_segments() -> None:
-    assert initial_rollouts(16, 0.5, 1.0, [1.0]) == 9
+    assert algorithms.initial_rollouts(16, 0.5, 1.0, [1.0]) == 9
     assert num_roots_of(16, 0.5, 1.0, [1.0]) == 8
-    assert initial_rollouts(16, 0.5, 0.4, [0.4, 0.1]) == 9  # the first segment is among them
+    assert (
+        algorithms.initial_rollouts(16, 0.5, 0.4, [0.4, 0.1]) == 9
+    )  # the first segment is among them
     assert num_roots_of(16, 10.0, 0.4, [0.1]) == 15
 
 

@@ -21,3 +21,8 @@ PACKAGES = (
 def sources(*packages: str) -> list[Path]:
     """The Python files of these packages, or of all; `agentenv` without its links."""
     return sorted(path for one in packages or PACKAGES for path in (ROOT / one).rglob("*.py"))
+
+
+def texts() -> dict[str, str]:
+    """The source of each, by its name below the root."""
+    return {str(one.relative_to(ROOT)): one.read_text(encoding="utf-8") for one in sources()}
