@@ -107,7 +107,8 @@ class Prefix(Sequence[int]):
 
 class Node(Struct):
     """One turn. `logprobs` and `entropies` (nats, float32) have an entry per token of `action_ids`;
-    a token of a guided turn whose log-prob is nan is not trained.
+    a token of a guided turn whose log-prob is nan is not trained. Both are of the distribution at
+    the turn's `temperature` (greedy, 0: at 1).
 
     `branch` names the coroutine that grew the node: "0", "1", ... for from-scratch trajectories,
     "0.2+1" for the first fork from branch "0" after its second turn. `num_forks` is the number of
@@ -124,6 +125,7 @@ class Node(Struct):
     action_ids: Ids = field(default_factory=lambda: array("i"))
     logprobs: Nats = field(default_factory=lambda: array("f"))
     entropies: Nats = field(default_factory=lambda: array("f"))
+    temperature: float = 1.0
     version_spans: list[VersionSpan] = []
     observation_ids: Ids = field(default_factory=lambda: array("i"))
     reward: float = 0.0

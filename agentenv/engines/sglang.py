@@ -442,5 +442,5 @@ class SGLangConfig(PooledEngineConfig, frozen=True, kw_only=True, tag="sglang", 
 
     client: ClassVar[type[SGLangServer]] = SGLangServer
     capabilities: ClassVar = EngineCapabilities(
-        can_sleep=True, can_guide=True, num_reserved=SGLANG_RESERVED
+        has_temperature=True, can_sleep=True, can_guide=True, num_reserved=SGLANG_RESERVED
     )

@@ -409,5 +409,10 @@ class VLLMConfig(PooledEngineConfig, frozen=True, kw_only=True, tag="vllm", tag_
 
     client: ClassVar[type[VLLMServer]] = VLLMServer
     capabilities: ClassVar = EngineCapabilities(
-        can_sleep=True, can_guide=True, can_map=True, has_adapters=True, keeps_cache=True
+        has_temperature=True,
+        can_sleep=True,
+        can_guide=True,
+        can_map=True,
+        has_adapters=True,
+        keeps_cache=True,
     )

@@ -6,8 +6,10 @@ queue, learner; then the phases of a run, and its records.
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import numpy as np
 from msgspec import Meta, Struct, field
 from msgspec.structs import force_setattr, replace
 
@@ -25,7 +27,7 @@ from agentenv.base.config import ESSENTIAL, ROWS, about
 from agentenv.base.errors import ConfigError
 from agentenv.base.registry import Registry
 from agentenv.base.types import Limits, SamplingParams
-from agentenv.contract.engine import EngineConfig
+from agentenv.contract.engine import MIN_TEMPERATURE, EngineConfig
 from agentenv.contract.server_config import RoleConfig
 from agentenv.contract.tool_config import ToolConfig
 from agentenv.data.rows import CurriculumConfig, MixPart, RowsConfig
@@ -163,7 +165,7 @@ class EnvConfig(EnvChoice, frozen=True, kw_only=True):
 class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling of tokens."""
 
-    temperature: Annotated[float, about("0: greedy; training uses 1", ge=0)] = 1.0
+    temperature: Annotated[float, about("0: greedy, not in training", ge=0)] = 1.0
     top_p: Annotated[float, about("1 is off", gt=0, le=1)] = 1.0
     top_k: Annotated[int, about("-1 is off", ge=-1)] = -1
     min_p: Annotated[
@@ -202,7 +204,7 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return SamplingParams(max_tokens=1, stop=tuple(self.stop), **values)
 
 
-# Keys that make the sampling distribution differ from the policy's.
+# Keys that make the sampling distribution differ from the policy's, and their usual values.
 OFF = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -211,20 +213,53 @@ class SamplingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     train: Sampling = Sampling()
     eval: Sampling = Sampling()
+    schedule: Annotated[
+        list[tuple[Annotated[int, Meta(ge=0)], float]],
+        about(
+            "sampling.train.temperature by policy version, as pairs: [[0, 1.2], [200, 0.8]] is "
+            "linear in between, constant before and after; a tree has that of its start"
+        ),
+    ] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for settings that change the distribution of training samples. Engines
-        report log-probs of the distribution that they sample from, but the learner computes those
-        of the policy: the importance ratios would be wrong, and undefined for truncated tokens."""
+        """Raises ConfigError for settings that the learner does not follow. Engines report
+        log-probs of the distribution that they sample from, the learner computes those at the
+        turn's temperature: under a truncation or penalty, importance ratios would be wrong, and
+        undefined for truncated tokens."""
+        if self.schedule and self.train.temperature != 1:
+            raise ConfigError(
+                "sampling.schedule replaces sampling.train.temperature; remove one of them"
+            )
+        versions = [version for version, _ in self.schedule]
+        if versions != sorted({*versions}):
+            raise ConfigError("sampling.schedule: policy versions must increase from pair to pair")
+        for one in self.temperatures:
+            if not MIN_TEMPERATURE <= one < inf:
+                key = "sampling.schedule" if self.schedule else "sampling.train.temperature"
+                raise ConfigError(
+                    f"{key}: training needs temperatures of at least {MIN_TEMPERATURE}, found {one}"
+                )
         for name, off in OFF.items():
             value = getattr(self.train, name)
-            if value != off:
+            if value != off and name != "temperature":
                 raise ConfigError(
                     f"sampling.train: training samples from the policy itself; {name} = {value} "
                     "samples from a different distribution than the one whose log-probabilities "
                     f"the learner computes, and nothing corrects for that: leave it at {off}, or "
                     f"set sampling.eval.{name}"
                 )
+
+    @property
+    def temperatures(self) -> list[float]:
+        """Those of training, at the points of the schedule."""
+        return [one for _, one in self.schedule] or [self.train.temperature]
+
+    def at(self, version: int) -> SamplingParams:
+        """The parameters of training trees that begin at this policy version."""
+        if not self.schedule:
+            return self.train.params()
+        temperature = float(np.interp(version, *zip(*self.schedule, strict=True)))
+        return replace(self.train.params(), temperature=temperature)
 
 
 class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -436,6 +471,13 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             force_setattr(self, "algorithm", released(self.algorithm))
         force_setattr(self, "eval", self.eval.with_sources_of(self.data))
         check_reachable(self.cluster, self.engine, self.roles)
+        is_tempered = any(one != 1 for one in self.sampling.temperatures)
+        if is_tempered and not self.engine.capabilities.has_temperature:
+            raise ConfigError(
+                f"engine.name = {self.engine.kind!r} does not report log-probs at a temperature "
+                "(EngineCapabilities.has_temperature): train at sampling.train.temperature = 1, or "
+                "with engine.name = 'embedded', 'vllm' or 'sglang'"
+            )
         if self.refills and self.queue.equal_groups == "count":
             key = "queue.refill" if self.queue.refill else f"algorithm.name = {self.algorithm_name}"
             raise ConfigError(

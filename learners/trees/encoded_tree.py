@@ -56,7 +56,8 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
     behavior, float64 (log-prob, nats); entropies, float32 (nats; empty if the engine gave none).
     Per node, in pre-order: starts (first token) and parents (-1 for the root), int32; adv_pos,
     adv_neg and weight of its trained tokens, float64; returns and advantages of the leaves,
-    float64, nan at other nodes, and empty for sequences without a group.
+    float64, nan at other nodes, and empty for sequences without a group; temperatures, float64,
+    that divide the logits of its trained tokens (empty: all 1).
 
     pred (-1 at the first), depth and end of each token follow from the nodes, as int32.
 
@@ -81,6 +82,7 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
     advantages: bytes = b""
     whole: WholeTree | None = None  # the tree that this is a part of
     is_counted: bool = False
+    temperatures: bytes = b""
 
     @property
     def num_tokens(self) -> int:
@@ -102,6 +104,13 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
     def of_actions(self, name: str) -> Floats:
         """A float array that is stored by node, per trained token."""
         return self.floats(name)[self.owner[self.actions()]]
+
+    @property
+    def temperature(self) -> Floats:
+        """Of each trained token."""
+        if not self.temperatures:
+            return np.ones(self.num_action_tokens)
+        return self.of_actions("temperatures")
 
     def actions(self) -> NDArray[np.bool_]:
         return np.frombuffer(self.action, np.bool_)
@@ -141,7 +150,7 @@ def encode(tree: TrajectoryTree, credit: TreeCredit, policy_version: int) -> Enc
     """Pack a tree whose leaves have credit; parts without a counted leaf are omitted.
 
     `policy_version` is the learner's. Raises DataError if a trained token has no preceding token,
-    or if a turn has tokens without log-probs.
+    or if a turn has tokens without log-probs or was greedy.
     """
     order = _preorder(tree, credit)
     nodes = [node for node, _ in order]
@@ -153,6 +162,8 @@ def encode(tree: TrajectoryTree, credit: TreeCredit, policy_version: int) -> Enc
     for node, is_inner in order:
         if len(node.logprobs) != len(node.action_ids):
             raise DataError(f"{tree.task.id}: node {node.index} has tokens without log-probs")
+        if node.temperature <= 0:
+            raise DataError(f"{tree.task.id}: node {node.index} is greedy, at temperature 0")
         texts += [node.action_ids, node.observation_ids if is_inner else ()]
     sizes = np.array([len(text) for text in texts], np.int32)
     action = np.repeat(np.arange(len(sizes)) % 2 == 0, sizes)
@@ -169,6 +180,8 @@ def encode(tree: TrajectoryTree, credit: TreeCredit, policy_version: int) -> Enc
     figures["behavior"] = _joined("f", [node.logprobs for node in nodes])[is_trained]
     if all(len(node.entropies) == len(node.action_ids) for node in nodes):
         figures["entropies"] = _joined("f", [node.entropies for node in nodes])[is_trained]
+    if any(node.temperature != 1 for node in nodes):
+        figures["temperatures"] = [node.temperature for node in nodes]
     staleness = (policy_version - _versions(nodes, tree.policy_version))[is_trained]
     action[action] = is_trained
     own = sizes.reshape(-1, 2).sum(1)
@@ -226,7 +239,9 @@ def from_arrays(
     )
 
 
-def encode_sequence(token_ids: Sequence[int], mask: Sequence[bool]) -> EncodedTree:
+def encode_sequence(
+    token_ids: Sequence[int], mask: Sequence[bool], temperature: float = 1.0
+) -> EncodedTree:
     """A tree of one path and weight 1, for SFT and scoring; `mask` is True on predicted tokens.
 
     Raises DataError if the lengths differ, nothing is predicted, or the first token is.
@@ -234,7 +249,8 @@ def encode_sequence(token_ids: Sequence[int], mask: Sequence[bool]) -> EncodedTr
     action = np.array(mask, np.bool_)
     if len(action) != len(token_ids) or not action.any() or action[0]:
         raise DataError("a sequence needs a mask of its length, with a True after its first token")
-    return from_arrays(token_ids, action, [0], [-1], weight=[1.0])
+    temperatures = [] if temperature == 1 else [temperature]
+    return from_arrays(token_ids, action, [0], [-1], weight=[1.0], temperatures=temperatures)
 
 
 def encoded_nodes(tree: TrajectoryTree, credit: TreeCredit) -> list[Node]:

@@ -228,6 +228,7 @@ def part(tree: EncodedTree, leaves: Sequence[int], number: int, *, is_home: bool
         parents,
         tree.ints("staleness")[trained],
         returns=tree.floats("returns"),
+        temperatures=tree.floats("temperatures"),
         advantages=tree.floats("advantages"),
         **figures,
     )
@@ -306,7 +307,8 @@ class MicroBatch:
 
     token_ids, position_ids, end: int64 [length], end counted in this micro-batch.
     source: int64 [tokens], place of each trained token's predecessor; targets: int64 [tokens],
-    its id; index: int64 [tokens], its place in ActionTokens.
+    its id; index: int64 [tokens], its place in ActionTokens; temperature: float64 [tokens], None
+    where all are 1.
     """
 
     token_ids: Longs
@@ -316,6 +318,7 @@ class MicroBatch:
     targets: Longs
     index: Longs
     layout: Layout = "tree"
+    temperature: Floats | None = None
 
     @property
     def paths(self) -> Longs:
@@ -415,6 +418,8 @@ def _assemble(
 ) -> MicroBatch:
     """One micro-batch of these pieces, in their order."""
     columns: list[tuple[NDArray[Any], ...]] = []
+    temperatures: list[Floats] = []
+    is_tempered = any(trees[piece.tree].temperatures for piece in pieces)
     offset = 0
     for piece in pieces:
         tree, tokens = trees[piece.tree], piece.tokens
@@ -423,6 +428,8 @@ def _assemble(
         trained = tokens[piece.trained]
         ordinal = np.cumsum(tree.actions()) - 1
         token_ids = tree.ints("token_ids")
+        if is_tempered:
+            temperatures.append(tree.temperature[ordinal[trained]])
         columns.append(
             (
                 token_ids[tokens],
@@ -437,4 +444,5 @@ def _assemble(
     ids, positions, end, source, targets, index = (
         np.concatenate(column).astype(np.int64) for column in zip(*columns, strict=True)
     )
-    return MicroBatch(ids, positions, end, source, targets, index, layout)
+    temperature = np.concatenate(temperatures) if is_tempered else None
+    return MicroBatch(ids, positions, end, source, targets, index, layout, temperature)

@@ -1,8 +1,8 @@
 """Log-probs of trained tokens from a Hugging Face causal language model on packed trees.
 
 `LogprobHead` gives log-probs, entropies and arg-max of given tokens without logits of the whole
-batch. For a token with logits z (W h + b, scaled and capped as the model does), target y,
-p = softmax(z), H = -sum p log p:
+batch. For a token with logits z (W h + b, scaled and capped as the model does, divided by the
+temperature of its turn), target y, p = softmax(z), H = -sum p log p:
 
     d log p(y) / dz = onehot(y) - p          d H / dz = -p (log p + H)
 
@@ -91,18 +91,19 @@ class LogprobHead(nn.Linear):
         return head.train(linear.training)
 
     def forward(  # type: ignore[override]
-        self, hidden: Tensor, targets: Tensor | None = None
+        self, hidden: Tensor, targets: Tensor | None = None, temperature: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """The product, which the model shapes; with targets log-probs, entropies and likeliest
         ids of the shaped logits, each [tokens].
 
-        hidden: [tokens, width], targets: int64 [tokens]. Log-probs and entropies (nats) are at
+        hidden: [tokens, width], targets: int64 [tokens], temperature: [tokens] (None: 1), which
+        divides the shaped logits. Log-probs and entropies (nats) are at
         least float32 and both differentiable; an unneeded gradient costs nothing.
         """
         if targets is None:
             return super().forward(hidden)
         figures: tuple[Tensor, Tensor, Tensor] = SelectedLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden, self.weight, self.bias, targets, self.shape
+            hidden, self.weight, self.bias, targets, self.shape, temperature
         )
         return figures
 
@@ -118,8 +119,11 @@ class SelectedLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         shape: LogitShape = PLAIN,
+        temperature: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_tokens, dtype = len(targets), torch.promote_types(hidden.dtype, torch.float32)
+        if temperature is not None:
+            temperature = temperature.to(dtype)[:, None]
         chunks = torch.split(hidden, chunk_tokens(weight, dtype))
         logprobs, entropy, log_total = hidden.new_empty(3, num_tokens, dtype=dtype)
         likeliest = torch.empty_like(targets)
@@ -128,6 +132,8 @@ class SelectedLogprobs(torch.autograd.Function):
         for chunk in chunks:
             span = slice(start, start + len(chunk))
             logits = shape.apply_(_logits(chunk, weight, bias, dtype))
+            if temperature is not None:
+                logits /= temperature[span]
             highest, likeliest[span] = logits.max(-1)
             chosen = logits.gather(-1, targets[span, None])[:, 0]
             probabilities = torch.softmax(logits, -1)
@@ -140,7 +146,7 @@ class SelectedLogprobs(torch.autograd.Function):
         ctx.dtype, ctx.shape = dtype, shape
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(likeliest)
-        ctx.save_for_backward(hidden, weight, bias, targets, log_total, entropy, kept)
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, log_total, entropy, kept)
         return logprobs, entropy, likeliest
 
     @staticmethod
@@ -148,9 +154,9 @@ class SelectedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, log_total, entropy, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, temperature, log_total, entropy, kept = ctx.saved_tensors
         if grad is None and grad_entropy is None:
-            return None, None, None, None, None
+            return (None,) * 6
         grad_hidden = torch.empty_like(hidden)
         # Sums over chunks are at least float32, for any dtype of the weight.
         grad_weight = torch.zeros_like(weight, dtype=ctx.dtype) if ctx.needs_input_grad[1] else None
@@ -163,6 +169,8 @@ class SelectedLogprobs(torch.autograd.Function):
             if probabilities is None:
                 probabilities = ctx.shape.apply_(_logits(chunk, weight, bias, ctx.dtype))
                 logits = probabilities.clone() if ctx.shape.cap is not None else None
+                if temperature is not None:
+                    probabilities /= temperature[span]
                 probabilities.sub_(log_total[span, None]).exp_()
             of_logits = torch.zeros_like(probabilities)
             if grad is not None:
@@ -172,6 +180,8 @@ class SelectedLogprobs(torch.autograd.Function):
                 rise = torch.special.xlogy(probabilities, probabilities)
                 rise.addcmul_(probabilities, entropy[span, None])
                 of_logits.addcmul_(rise, grad_entropy[span, None], value=-1.0)
+            if temperature is not None:
+                of_logits /= temperature[span]
             ctx.shape.back_(of_logits, logits)
             if grad_bias is not None:
                 grad_bias += of_logits.sum(0)
@@ -180,7 +190,7 @@ class SelectedLogprobs(torch.autograd.Function):
             None if one is None else one.to(hidden.dtype)
             for one in (grad_hidden, grad_weight, grad_bias)
         )
-        return *found, None, None
+        return *found, None, None, None
 
 
 def chunk_tokens(weight: Tensor, dtype: torch.dtype) -> int:
@@ -288,6 +298,7 @@ class Policy(nn.Module):
         layout: TreeLayout,
         source: Tensor,
         targets: Tensor,
+        temperature: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """log-probs, entropies (nats; both with gradient) and arg-max matches, [tokens].
 
@@ -316,7 +327,7 @@ class Policy(nn.Module):
             active = config.num_experts_per_tok
             self.router_loss = self._balance(logits, logits[0].shape[-1], active)
         logprobs, entropy, likeliest = causal.get_output_embeddings()(
-            hidden.flatten(0, 1).index_select(0, source), targets
+            hidden.flatten(0, 1).index_select(0, source), targets, temperature
         )
         figures = logprobs, entropy, likeliest == targets
         return figures if layout.share is None else layout.share.joined(*figures)
@@ -398,4 +409,7 @@ def tensors(
     token_ids, position_ids, source, targets = (torch.from_numpy(a).to(device) for a in arrays)
     form = None if batch.layout == "tree" else batch.layout
     layout = TreeLayout(batch.end, device, form, share)
-    return token_ids, position_ids, layout, source, targets
+    given = token_ids, position_ids, layout, source, targets
+    if batch.temperature is None:
+        return given
+    return *given, torch.from_numpy(batch.temperature).to(device)

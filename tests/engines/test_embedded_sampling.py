@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3ForCausalLM
 
 from agentenv.base.types import SamplingParams
 from agentenv.engines.embedded.model import avoid_cudnn
 from agentenv.engines.embedded.sampler import TokenSampler
-from tests.engines.small_models import VOCAB, prompt, serving
+from agentenv.learners.trees.encoded_tree import encode_sequence
+from agentenv.learners.trees.partition import pack
+from agentenv.learners.trees.policy import Policy, tensors
+from tests.engines.small_models import VOCAB, check, prompt, serving
 
 
 async def test_rows_with_and_without_penalties_share_a_batch(tiny: tuple[Path, Any]) -> None:
@@ -31,6 +35,24 @@ async def test_rows_with_and_without_penalties_share_a_batch(tiny: tuple[Path, A
     for one, other in zip(alone, together, strict=True):
         assert one.token_ids == other.token_ids
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.4, 1.0, 1.7])
+async def test_the_learner_scores_a_turn_as_the_engine_and_transformers_do(
+    tiny: tuple[Path, Any], temperature: float
+) -> None:
+    folder, model = tiny
+    ids = prompt(6, 12)
+    async with serving(folder) as engine:
+        sampling = SamplingParams(20, seed=3, temperature=temperature)
+        done = await engine.generate(ids, sampling, session="s")
+    check(model, ids, done, temperature)
+    mask = [False] * len(ids) + [True] * 20
+    (batch,) = pack([encode_sequence(ids + done.token_ids, mask, temperature)], 100)
+    policy = Policy(Qwen3ForCausalLM.from_pretrained(folder))
+    logprobs, entropies, _ = policy(*tensors(batch, torch.device("cpu")))
+    assert logprobs.tolist() == pytest.approx(done.logprobs, abs=1e-4)
+    assert entropies.tolist() == pytest.approx(done.entropies, abs=1e-4)
 
 
 def test_a_penalty_counts_a_token_from_the_next_step() -> None:

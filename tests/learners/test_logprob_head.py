@@ -35,24 +35,32 @@ def example(
     return head, hidden, torch.randint(VOCABULARY, (TOKENS,))
 
 
-def reference(head: LogprobHead, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def reference(
+    head: LogprobHead, hidden: Tensor, targets: Tensor, temperature: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     logits = head.shape.scale * nn.functional.linear(hidden, head.weight, head.bias)
     if head.shape.cap is not None:
         logits = head.shape.cap * torch.tanh(logits / head.shape.cap)
+    if temperature is not None:
+        logits = logits / temperature[:, None]
     logprobs = logits.log_softmax(-1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     return logprobs.gather(-1, targets[:, None])[:, 0], entropy, logits.argmax(-1)
 
 
 @pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize("temperatures", [(), (0.3, 2.0)])
 @pytest.mark.parametrize(
     ("bias", "shape"),
     [(True, PLAIN), (False, PLAIN), (True, LogitShape(0.25)), (False, LogitShape(2.0, cap=3.0))],
 )
-def test_values_and_gradients_equal_those_of_whole_logits(bias: bool, shape: LogitShape) -> None:
+def test_values_and_gradients_equal_those_of_whole_logits(
+    bias: bool, shape: LogitShape, temperatures: tuple[float, ...]
+) -> None:
     head, hidden, targets = example(torch.float64, bias, shape)
-    found = head(hidden, targets)
-    expected = reference(head, hidden, targets)
+    temperature = torch.linspace(*temperatures, TOKENS) if temperatures else None
+    found = head(hidden, targets, temperature)
+    expected = reference(head, hidden, targets, temperature)
     assert torch.equal(found[2], expected[2])
     coefficients = torch.randn(2, TOKENS, dtype=torch.float64)
     inputs = [hidden, *head.parameters()]

@@ -242,6 +242,9 @@ def flat_loss(model: PreTrainedModel, trees: list[TrajectoryTree], algorithm: Al
         for path, advantage in zip(paths, advantages, strict=True):
             ids, mask = torch.tensor([path.token_ids]), torch.tensor(path.loss_mask)[1:]
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+            sizes = [(one, len(one.action_ids + one.observation_ids)) for one in path.path]
+            temperature = [one.temperature for one, size in sizes for _ in range(size)]
+            logits = logits / torch.tensor(temperature[1:], dtype=logits.dtype)[:, None]
             logprobs = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0][mask]
             old = [value for node in path.path for value in node.logprobs]
             entropies = [value for node in path.path for value in node.entropies]

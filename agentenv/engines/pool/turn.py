@@ -136,6 +136,11 @@ class PooledTurn:
         prompt_ids = [*self.prompt_ids, *self.token_ids] if done else self.prompt_ids
         return ServerRequest(request_id, prompt_ids, rest, interval, stops, session, wanted)
 
+    @property
+    def has_plain_logprobs(self) -> bool:
+        """Whether log-probs are those at temperature 1, as servers score texts."""
+        return self._sampling.temperature in (0.0, 1.0)
+
     async def until_ended(self, request: asyncio.Future[PartEnd]) -> None:
         """Wait until the request for the current part, or the turn, has ended."""
         if self.is_stopped:
@@ -376,7 +381,7 @@ class TurnEngine(Engine, Generic[S]):
                 if turn.is_stopped:
                     turn.end_part(None)
                 if turn.completion is not None:
-                    await self._mark_changed(slot, turn.completion, turn.prompt_ids)
+                    await self._mark_changed(slot, turn)
         finally:
             outcome = self.release(slot, outcome)
         if isinstance(outcome, Lost) or (isinstance(outcome, Aborted) and outcome.problem):
@@ -390,12 +395,14 @@ class TurnEngine(Engine, Generic[S]):
         self._entropy_kind = turn.entropy_kind
         return outcome
 
-    async def _mark_changed(self, slot: S, done: Completion, prompt_ids: Sequence[int]) -> None:
+    async def _mark_changed(self, slot: S, turn: PooledTurn) -> None:
         """Set the log-probs to nan that a grammar has changed, or that cannot be compared."""
-        ids = [*prompt_ids, *done.token_ids]
+        done = turn.completion
+        assert done is not None
+        ids = [*turn.prompt_ids, *done.token_ids]
         plain = [nan] * len(done.token_ids)
-        if slot.closed() is None:
-            task = asyncio.create_task(slot.client.scores(ids, len(prompt_ids)))
+        if slot.closed() is None and turn.has_plain_logprobs:
+            task = asyncio.create_task(slot.client.scores(ids, len(turn.prompt_ids)))
             wait = waiting()
             slot.run(task, wait)  # it ends with the server, and its clock pauses with it
             try:
