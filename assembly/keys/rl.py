@@ -258,8 +258,9 @@ class SamplingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """The parameters of training trees that begin at this policy version."""
         if not self.schedule:
             return self.train.params()
-        temperature = float(np.interp(version, *zip(*self.schedule, strict=True)))
-        return replace(self.train.params(), temperature=temperature)
+        versions = [point for point, _ in self.schedule]
+        temperature = np.interp(version, versions, self.temperatures)
+        return replace(self.train.params(), temperature=float(temperature))
 
 
 class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -96,7 +96,7 @@ class PooledTurn:
         self.loop = asyncio.get_running_loop()
         self._broken_at = -1  # number of tokens when a connection broke
         self._ended: asyncio.Future[None] | None = None  # the current part, or the turn
-        self.prompt_ids, self.guide, self._sampling = prompt_ids, sampling.guide, sampling
+        self.prompt_ids, self.guide, self.sampling = prompt_ids, sampling.guide, sampling
         self._on_tokens, self._stream_interval = on_tokens, stream_interval
         self._eos_ids, self._matcher = eos_ids, matcher
         self._logprobs, self._entropies = array("d"), array("d")  # nats
@@ -121,7 +121,7 @@ class PooledTurn:
         stop tokens for its end."""
         whole = self._matcher.whole if self._matcher is not None and not self.guide else ()
         stops = tuple(sorted({*whole, *self._eos_ids}))  # a server may know other ends of a turn
-        sampling, done = self._sampling, len(self.token_ids)
+        sampling, done = self.sampling, len(self.token_ids)
         window = None if has_free_entropies else self._num_entropies
         wanted = window is None or done < window
         self._ends_window = window is not None and done < window < sampling.max_tokens
@@ -135,11 +135,6 @@ class PooledTurn:
         rest = replace(sampling, max_tokens=most - done, seed=seed, stop=stop)
         prompt_ids = [*self.prompt_ids, *self.token_ids] if done else self.prompt_ids
         return ServerRequest(request_id, prompt_ids, rest, interval, stops, session, wanted)
-
-    @property
-    def has_plain_logprobs(self) -> bool:
-        """Whether log-probs are those at temperature 1, as servers score texts."""
-        return self._sampling.temperature in (0.0, 1.0)
 
     async def until_ended(self, request: asyncio.Future[PartEnd]) -> None:
         """Wait until the request for the current part, or the turn, has ended."""
@@ -186,7 +181,7 @@ class PooledTurn:
             return self._complete("stop", None)
         if (stop := self._match(length)) is not None:
             return self._complete("stop", stop)
-        if length >= self._sampling.max_tokens:
+        if length >= self.sampling.max_tokens:
             return self._complete("length", None)
         return None
 
@@ -381,7 +376,7 @@ class TurnEngine(Engine, Generic[S]):
                 if turn.is_stopped:
                     turn.end_part(None)
                 if turn.completion is not None:
-                    await self._mark_changed(slot, turn)
+                    await self._mark_changed(slot, turn.completion, turn)
         finally:
             outcome = self.release(slot, outcome)
         if isinstance(outcome, Lost) or (isinstance(outcome, Aborted) and outcome.problem):
@@ -395,13 +390,12 @@ class TurnEngine(Engine, Generic[S]):
         self._entropy_kind = turn.entropy_kind
         return outcome
 
-    async def _mark_changed(self, slot: S, turn: PooledTurn) -> None:
-        """Set the log-probs to nan that a grammar has changed, or that cannot be compared."""
-        done = turn.completion
-        assert done is not None
+    async def _mark_changed(self, slot: S, done: Completion, turn: PooledTurn) -> None:
+        """Set the log-probs to nan that a grammar has changed, or that cannot be compared: servers
+        score texts at temperature 1."""
         ids = [*turn.prompt_ids, *done.token_ids]
         plain = [nan] * len(done.token_ids)
-        if slot.closed() is None and turn.has_plain_logprobs:
+        if slot.closed() is None and turn.sampling.temperature in (0.0, 1.0):
             task = asyncio.create_task(slot.client.scores(ids, len(turn.prompt_ids)))
             wait = waiting()
             slot.run(task, wait)  # it ends with the server, and its clock pauses with it
