@@ -109,6 +109,8 @@ class Branch:
             logprobs=completion.logprobs,
             entropies=completion.entropies,
             temperature=self.turn.temperature,
+            num_kept=completion.num_kept,
+            kept_ids=completion.kept_ids,
             version_spans=completion.version_spans,
         )
         self.prefix_ids = self.prefix_ids.plus(self.pending.action_ids)

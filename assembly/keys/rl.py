@@ -200,12 +200,12 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ConfigError("sampling: stop contains an empty string")
 
     def params(self) -> SamplingParams:
-        values = {name: getattr(self, name) for name in OFF}
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        values = {name: getattr(self, name) for name in names}
         return SamplingParams(max_tokens=1, stop=tuple(self.stop), **values)
 
 
-# Keys that make the sampling distribution differ from the policy's, and their usual values.
-OFF = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+MAX_KEPT = 1024  # ids of a sampled token that a turn stores, 4 bytes each
 
 
 class SamplingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -224,8 +224,8 @@ class SamplingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         """Raises ConfigError for settings that the learner does not follow. Engines report
         log-probs of the distribution that they sample from, the learner computes those at the
-        turn's temperature: under a truncation or penalty, importance ratios would be wrong, and
-        undefined for truncated tokens."""
+        turn's temperature, among the ids that truncation kept: under a penalty, importance ratios
+        would be wrong."""
         if self.schedule and self.train.temperature != 1:
             raise ConfigError(
                 "sampling.schedule replaces sampling.train.temperature; remove one of them"
@@ -239,15 +239,23 @@ class SamplingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 raise ConfigError(
                     f"{key}: training needs temperatures of at least {MIN_TEMPERATURE}, found {one}"
                 )
-        for name, off in OFF.items():
-            value = getattr(self.train, name)
-            if value != off and name != "temperature":
-                raise ConfigError(
-                    f"sampling.train: training samples from the policy itself; {name} = {value} "
-                    "samples from a different distribution than the one whose log-probabilities "
-                    f"the learner computes, and nothing corrects for that: leave it at {off}, or "
-                    f"set sampling.eval.{name}"
-                )
+        if self.is_truncated and not 0 < self.train.top_k <= MAX_KEPT:
+            raise ConfigError(
+                "sampling.train: turns store the ids that top_k, top_p and min_p keep for each "
+                f"token, so that training with one of them needs top_k, from 1 to {MAX_KEPT}"
+            )
+        if self.train.repetition_penalty != 1:
+            raise ConfigError(
+                f"sampling.train: repetition_penalty = {self.train.repetition_penalty} samples "
+                "from another distribution than the one whose log-probabilities the learner "
+                "computes: leave it at 1, or set sampling.eval.repetition_penalty"
+            )
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether training samples from a part of the vocabulary."""
+        train = self.train
+        return train.top_k != -1 or train.top_p < 1 or train.min_p > 0
 
     @property
     def temperatures(self) -> list[float]:
@@ -256,11 +264,12 @@ class SamplingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def at(self, version: int) -> SamplingParams:
         """The parameters of training trees that begin at this policy version."""
+        params = replace(self.train.params(), returns_kept=self.is_truncated)
         if not self.schedule:
-            return self.train.params()
+            return params
         versions = [point for point, _ in self.schedule]
         temperature = np.interp(version, versions, self.temperatures)
-        return replace(self.train.params(), temperature=float(temperature))
+        return replace(params, temperature=float(temperature))
 
 
 class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -478,6 +487,12 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 f"engine.name = {self.engine.kind!r} does not report log-probs at a temperature "
                 "(EngineCapabilities.has_temperature): train at sampling.train.temperature = 1, or "
                 "with engine.name = 'embedded', 'vllm' or 'sglang'"
+            )
+        if self.sampling.is_truncated and not self.engine.capabilities.has_kept:
+            raise ConfigError(
+                f"engine.name = {self.engine.kind!r} does not return the ids that top_k, top_p and "
+                "min_p keep (EngineCapabilities.has_kept), which the learner needs: remove them "
+                "from sampling.train, or train with engine.name = 'embedded'"
             )
         if self.refills and self.queue.equal_groups == "count":
             key = "queue.refill" if self.queue.refill else f"algorithm.name = {self.algorithm_name}"

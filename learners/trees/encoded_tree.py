@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import ArrayLike, NDArray
 
 from agentenv.base.errors import DataError
@@ -33,6 +34,7 @@ Layout = Literal["tree", "segments"]  # see `agentenv.learners.ranks.trainer`
 LAYOUTS: tuple[Layout, ...] = ("tree", "segments")
 
 LINKS = ("pred", "depth", "end")
+KEPT = ("num_kept", "kept_ids")
 FLOATS: dict[str, type[np.floating[Any]]] = {"entropies": np.float32}  # the others are float64
 
 
@@ -57,7 +59,9 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
     Per node, in pre-order: starts (first token) and parents (-1 for the root), int32; adv_pos,
     adv_neg and weight of its trained tokens, float64; returns and advantages of the leaves,
     float64, nan at other nodes, and empty for sequences without a group; temperatures, float64,
-    that divide the logits of its trained tokens (empty: all 1).
+    that divide the logits of its trained tokens (empty: all 1). Of trained tokens, where one was
+    truncated: num_kept and kept_ids, int32, the numbers of ids that could be sampled (0: all), and
+    these ids, token after token.
 
     pred (-1 at the first), depth and end of each token follow from the nodes, as int32.
 
@@ -83,6 +87,8 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
     whole: WholeTree | None = None  # the tree that this is a part of
     is_counted: bool = False
     temperatures: bytes = b""
+    num_kept: bytes = b""
+    kept_ids: bytes = b""
 
     @property
     def num_tokens(self) -> int:
@@ -111,6 +117,15 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
         if not self.temperatures:
             return np.ones(self.num_action_tokens)
         return self.of_actions("temperatures")
+
+    @property
+    def kept(self) -> Ints:
+        """Ids that could be sampled, [trained tokens, most ids]: rows are padded with their first
+        id, and are -1 where all could be."""
+        sizes = self.ints("num_kept") if self.num_kept else np.zeros(self.num_action_tokens, int)
+        rows = np.full((len(sizes), sizes.max(initial=1)), -1, np.int32)
+        rows[np.arange(rows.shape[1]) < sizes[:, None]] = self.ints("kept_ids")
+        return np.where(rows < 0, rows[:, :1], rows)
 
     def actions(self) -> NDArray[np.bool_]:
         return np.frombuffer(self.action, np.bool_)
@@ -183,12 +198,24 @@ def encode(tree: TrajectoryTree, credit: TreeCredit, policy_version: int) -> Enc
     if any(node.temperature != 1 for node in nodes):
         figures["temperatures"] = [node.temperature for node in nodes]
     staleness = (policy_version - _versions(nodes, tree.policy_version))[is_trained]
+    kept: dict[str, NDArray[Any]] = {}
+    if any(node.num_kept for node in nodes):
+        sizes_kept = [node.num_kept or [0] * len(node.action_ids) for node in nodes]
+        num_kept, ids = _joined("i", sizes_kept), _joined("i", [node.kept_ids for node in nodes])
+        kept = chosen_ids(num_kept, ids, is_trained)
     action[action] = is_trained
     own = sizes.reshape(-1, 2).sum(1)
     above = path_sums(own.astype(np.float64), np.array(parents)) - own
     if np.any((sizes[::2] > 0) & (above == 0)):
         raise DataError(f"{tree.task.id}: the prompt is empty")
-    return from_arrays(_joined("i", texts), action, starts, parents, staleness, **figures)
+    whole = from_arrays(_joined("i", texts), action, starts, parents, staleness, **figures)
+    return replace(whole, **kept)
+
+
+def chosen_ids(num_kept: Ints, kept_ids: Ints, chosen: NDArray[np.bool_]) -> dict[str, bytes]:
+    """The fields `num_kept` and `kept_ids` of the chosen tokens."""
+    found = num_kept[chosen].tobytes(), kept_ids[np.repeat(chosen, num_kept)].tobytes()
+    return dict(zip(KEPT, found, strict=True))
 
 
 def trained(node: Node) -> NDArray[np.bool_]:
@@ -240,7 +267,11 @@ def from_arrays(
 
 
 def encode_sequence(
-    token_ids: Sequence[int], mask: Sequence[bool], temperature: float = 1.0
+    token_ids: Sequence[int],
+    mask: Sequence[bool],
+    temperature: float = 1.0,
+    num_kept: Sequence[int] = (),
+    kept_ids: Sequence[int] = (),
 ) -> EncodedTree:
     """A tree of one path and weight 1, for SFT and scoring; `mask` is True on predicted tokens.
 
@@ -250,7 +281,9 @@ def encode_sequence(
     if len(action) != len(token_ids) or not action.any() or action[0]:
         raise DataError("a sequence needs a mask of its length, with a True after its first token")
     temperatures = [] if temperature == 1 else [temperature]
-    return from_arrays(token_ids, action, [0], [-1], weight=[1.0], temperatures=temperatures)
+    tree = from_arrays(token_ids, action, [0], [-1], weight=[1.0], temperatures=temperatures)
+    kept = (np.array(one, np.int32).tobytes() for one in (num_kept, kept_ids))
+    return replace(tree, **dict(zip(KEPT, kept, strict=True)))
 
 
 def encoded_nodes(tree: TrajectoryTree, credit: TreeCredit) -> list[Node]:

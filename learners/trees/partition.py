@@ -29,9 +29,11 @@ from agentenv.base.tree import Scored, TrajectoryTree
 from agentenv.learners.algorithms.credit import CreditedTree, Floats
 from agentenv.learners.trees.encoded_tree import (
     EncodedTree,
+    Ints,
     Layout,
     Longs,
     WholeTree,
+    chosen_ids,
     computed,
     encoded_nodes,
     from_arrays,
@@ -232,7 +234,10 @@ def part(tree: EncodedTree, leaves: Sequence[int], number: int, *, is_home: bool
         advantages=tree.floats("advantages"),
         **figures,
     )
-    return replace(encoded, whole=whole)
+    kept = {}
+    if tree.num_kept:
+        kept = chosen_ids(tree.ints("num_kept"), tree.ints("kept_ids"), trained)
+    return replace(encoded, whole=whole, **kept)
 
 
 def forget_entropies(trees: Sequence[TrajectoryTree]) -> None:
@@ -308,7 +313,8 @@ class MicroBatch:
     token_ids, position_ids, end: int64 [length], end counted in this micro-batch.
     source: int64 [tokens], place of each trained token's predecessor; targets: int64 [tokens],
     its id; index: int64 [tokens], its place in ActionTokens; temperature: float64 [tokens], None
-    where all are 1.
+    where all are 1; kept: int64 [tokens, most ids], those that could be sampled, -1 for all ids;
+    None where no token was truncated.
     """
 
     token_ids: Longs
@@ -319,6 +325,7 @@ class MicroBatch:
     index: Longs
     layout: Layout = "tree"
     temperature: Floats | None = None
+    kept: Longs | None = None
 
     @property
     def paths(self) -> Longs:
@@ -420,6 +427,8 @@ def _assemble(
     columns: list[tuple[NDArray[Any], ...]] = []
     temperatures: list[Floats] = []
     is_tempered = any(trees[piece.tree].temperatures for piece in pieces)
+    rows: list[Ints] = []
+    is_truncated = any(trees[piece.tree].num_kept for piece in pieces)
     offset = 0
     for piece in pieces:
         tree, tokens = trees[piece.tree], piece.tokens
@@ -430,6 +439,8 @@ def _assemble(
         token_ids = tree.ints("token_ids")
         if is_tempered:
             temperatures.append(tree.temperature[ordinal[trained]])
+        if is_truncated:
+            rows.append(tree.kept[ordinal[trained]])
         columns.append(
             (
                 token_ids[tokens],
@@ -445,4 +456,9 @@ def _assemble(
         np.concatenate(column).astype(np.int64) for column in zip(*columns, strict=True)
     )
     temperature = np.concatenate(temperatures) if is_tempered else None
-    return MicroBatch(ids, positions, end, source, targets, index, layout, temperature)
+    kept = None
+    if is_truncated:
+        most = max(one.shape[1] for one in rows)
+        wide = [np.pad(one, ((0, 0), (0, most - one.shape[1])), mode="edge") for one in rows]
+        kept = np.concatenate(wide).astype(np.int64)
+    return MicroBatch(ids, positions, end, source, targets, index, layout, temperature, kept)

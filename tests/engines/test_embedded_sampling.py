@@ -17,7 +17,8 @@ from agentenv.engines.embedded.sampler import TokenSampler
 from agentenv.learners.trees.encoded_tree import encode_sequence
 from agentenv.learners.trees.partition import pack
 from agentenv.learners.trees.policy import Policy, tensors
-from tests.engines.small_models import VOCAB, check, prompt, serving
+from tests.engines.reference import processed
+from tests.engines.small_models import VOCAB, prompt, serving
 
 
 async def test_rows_with_and_without_penalties_share_a_batch(tiny: tuple[Path, Any]) -> None:
@@ -37,18 +38,35 @@ async def test_rows_with_and_without_penalties_share_a_batch(tiny: tuple[Path, A
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("temperature", [0.4, 1.0, 1.7])
+CASES: list[dict[str, float]] = [
+    *({"temperature": 0.4}, {"temperature": 1.7}, {"top_k": 7}),
+    {"temperature": 1.7, "top_k": 40, "top_p": 0.7, "min_p": 0.02},
+]
+
+
+@pytest.mark.parametrize("case", CASES)
 async def test_the_learner_scores_a_turn_as_the_engine_and_transformers_do(
-    tiny: tuple[Path, Any], temperature: float
+    tiny: tuple[Path, Any], case: dict[str, Any]
 ) -> None:
+    """Next to a turn of which nothing is kept."""
     folder, model = tiny
     ids = prompt(6, 12)
+    sampling = SamplingParams(20, seed=3, returns_kept="top_k" in case, **case)
+    plain = SamplingParams(20, top_k=3)
     async with serving(folder) as engine:
-        sampling = SamplingParams(20, seed=3, temperature=temperature)
-        done = await engine.generate(ids, sampling, session="s")
-    check(model, ids, done, temperature)
+        done, other = await asyncio.gather(
+            *(engine.generate(ids, one, session="s") for one in (sampling, plain))
+        )
+    assert (other.num_kept, other.kept_ids) == ([], [])
+    rows = processed(model, ids, done.token_ids, **case)
+    expected = [float(row[token]) for row, token in zip(rows, done.token_ids, strict=True)]
+    assert done.logprobs == pytest.approx(expected, abs=1e-4)
+    if sampling.returns_kept:
+        assert done.num_kept == (rows > -torch.inf).sum(-1).tolist()
+        assert done.kept_ids == (rows > -torch.inf).nonzero()[:, 1].tolist()
     mask = [False] * len(ids) + [True] * 20
-    (batch,) = pack([encode_sequence(ids + done.token_ids, mask, temperature)], 100)
+    given = sampling.temperature, done.num_kept, done.kept_ids
+    (batch,) = pack([encode_sequence(ids + done.token_ids, mask, *given)], 100)
     policy = Policy(Qwen3ForCausalLM.from_pretrained(folder))
     logprobs, entropies, _ = policy(*tensors(batch, torch.device("cpu")))
     assert logprobs.tolist() == pytest.approx(done.logprobs, abs=1e-4)

@@ -7,8 +7,9 @@ model, with its own advantage.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import chain, product
 from random import Random
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from agentenv.base.errors import DataError
-from agentenv.base.tree import TrajectoryTree
+from agentenv.base.tree import TrajectoryTree, of_frame, to_frame
 from agentenv.learners.algorithms.aepo import AEPO
 from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.algorithms.baselines import GRPO
@@ -49,6 +50,10 @@ def some_trees(
     for tree in trees[1:]:
         for node in tree.nodes[1:]:
             node.temperature = temperatures[node.index % len(temperatures)]
+            if node.temperature > 1:
+                rows = [{token, *range(1, 60, 7 + token % 30)} for token in node.action_ids]
+                node.num_kept = array("i", map(len, rows))
+                node.kept_ids = array("i", chain.from_iterable(rows))
     credits = [GRPO(group_size=6).credit(tree) for tree in trees]
     return trees, [encode(tree, credit, 0) for tree, credit in zip(trees, credits, strict=True)]
 
@@ -90,7 +95,7 @@ def test_loss_and_gradient_equal_the_flat_ones(
 
 
 @pytest.mark.usefixtures("float64_norms")
-def test_turns_of_a_tree_may_have_different_temperatures() -> None:
+def test_turns_of_a_tree_may_have_different_temperatures_and_truncations() -> None:
     """Next to a tree at temperature 1, also on a rank with a part of a tree."""
     plain, model = (tiny_model(dtype=torch.float64) for _ in range(2))
     algorithm = GRPO(group_size=6)
@@ -98,11 +103,12 @@ def test_turns_of_a_tree_may_have_different_temperatures() -> None:
     assert_equal_to_flat(plain, model, algorithm, 1e-9, LAYOUTS, temperatures)
     trees, encoded = some_trees(7, temperatures)
     parts, _ = partition(encoded, 2, WHOLE)
-    assert any(one.whole is not None and one.temperatures for one in parts[0])
+    assert any(one.whole is not None and one.temperatures and one.num_kept for one in parts[0])
     found = [tree_loss(model, one, algorithm) * ActionTokens(one).weight.sum() for one in parts]
     total = sum(found) / ActionTokens(encoded).weight.sum()
     assert relative(total, flat_loss(plain, trees, algorithm)) < 1e-9
-    assert not any(one.temperatures for one in some_trees(7)[1]), "no column where all are 1"
+    assert not any(one.temperatures + one.num_kept for one in some_trees(7)[1])
+    assert encode(of_frame(to_frame(trees[2])), algorithm.credit(trees[2]), 0) == encoded[2]
     trees[0].nodes[1].temperature = 0.0
     with pytest.raises(DataError, match="greedy"):
         encode(trees[0], algorithm.credit(trees[0]), 0)
