@@ -230,20 +230,15 @@ class SamplingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ConfigError(
                 "sampling.schedule replaces sampling.train.temperature; remove one of them"
             )
-        versions = [version for version, _ in self.schedule]
+        versions = [version for version, _ in self.points]
         if versions != sorted({*versions}):
             raise ConfigError("sampling.schedule: policy versions must increase from pair to pair")
-        for one in self.temperatures:
+        for _, one in self.points:
             if not MIN_TEMPERATURE <= one < inf:
                 key = "sampling.schedule" if self.schedule else "sampling.train.temperature"
                 raise ConfigError(
                     f"{key}: training needs temperatures of at least {MIN_TEMPERATURE}, found {one}"
                 )
-        if self.is_truncated and not 0 < self.train.top_k <= MAX_KEPT:
-            raise ConfigError(
-                "sampling.train: turns store the ids that top_k, top_p and min_p keep for each "
-                f"token, so that training with one of them needs top_k, from 1 to {MAX_KEPT}"
-            )
         if self.train.repetition_penalty != 1:
             raise ConfigError(
                 f"sampling.train: repetition_penalty = {self.train.repetition_penalty} samples "
@@ -258,18 +253,16 @@ class SamplingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return train.top_k != -1 or train.top_p < 1 or train.min_p > 0
 
     @property
-    def temperatures(self) -> list[float]:
-        """Those of training, at the points of the schedule."""
-        return [one for _, one in self.schedule] or [self.train.temperature]
+    def points(self) -> list[tuple[int, float]]:
+        """Policy versions and temperatures of training."""
+        return self.schedule or [(0, self.train.temperature)]
 
     def at(self, version: int) -> SamplingParams:
         """The parameters of training trees that begin at this policy version."""
-        params = replace(self.train.params(), returns_kept=self.is_truncated)
-        if not self.schedule:
-            return params
-        versions = [point for point, _ in self.schedule]
-        temperature = np.interp(version, versions, self.temperatures)
-        return replace(params, temperature=float(temperature))
+        versions, temperatures = zip(*self.points, strict=True)
+        temperature = float(np.interp(version, versions, temperatures))
+        params = self.train.params()
+        return replace(params, temperature=temperature, returns_kept=self.is_truncated)
 
 
 class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -481,7 +474,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             force_setattr(self, "algorithm", released(self.algorithm))
         force_setattr(self, "eval", self.eval.with_sources_of(self.data))
         check_reachable(self.cluster, self.engine, self.roles)
-        is_tempered = any(one != 1 for one in self.sampling.temperatures)
+        is_tempered = any(one != 1 for _, one in self.sampling.points)
         if is_tempered and not self.engine.capabilities.has_temperature:
             raise ConfigError(
                 f"engine.name = {self.engine.kind!r} does not report log-probs at a temperature "
@@ -493,6 +486,11 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 f"engine.name = {self.engine.kind!r} does not return the ids that top_k, top_p and "
                 "min_p keep (EngineCapabilities.has_kept), which the learner needs: remove them "
                 "from sampling.train, or train with engine.name = 'embedded'"
+            )
+        if self.sampling.is_truncated and not 0 < self.sampling.train.top_k <= MAX_KEPT:
+            raise ConfigError(
+                "sampling.train: turns store the ids that top_k, top_p and min_p keep for each "
+                f"token, so that training with one of them needs top_k, from 1 to {MAX_KEPT}"
             )
         if self.refills and self.queue.equal_groups == "count":
             key = "queue.refill" if self.queue.refill else f"algorithm.name = {self.algorithm_name}"

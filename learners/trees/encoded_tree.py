@@ -34,7 +34,6 @@ Layout = Literal["tree", "segments"]  # see `agentenv.learners.ranks.trainer`
 LAYOUTS: tuple[Layout, ...] = ("tree", "segments")
 
 LINKS = ("pred", "depth", "end")
-KEPT = ("num_kept", "kept_ids")
 FLOATS: dict[str, type[np.floating[Any]]] = {"entropies": np.float32}  # the others are float64
 
 
@@ -51,7 +50,7 @@ class WholeTree(Struct, frozen=True, array_like=True):
 
 class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
     """One tree (or one sequence) as raw little-endian arrays; at most 21 bytes per token on the
-    wire.
+    wire, and 4 per kept id.
 
     Per token: token_ids, int32; action, bool (sampled by the policy and trained). Per trained
     token: staleness, int32 (published updates between the sampling policy and the learner);
@@ -118,13 +117,12 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
             return np.ones(self.num_action_tokens)
         return self.of_actions("temperatures")
 
-    @property
-    def kept(self) -> Ints:
-        """Ids that could be sampled, [trained tokens, most ids]: rows are padded with their first
-        id, and are -1 where all could be."""
-        sizes = self.ints("num_kept") if self.num_kept else np.zeros(self.num_action_tokens, int)
-        rows = np.full((len(sizes), sizes.max(initial=1)), -1, np.int32)
-        rows[np.arange(rows.shape[1]) < sizes[:, None]] = self.ints("kept_ids")
+    def kept(self, width: int) -> Longs:
+        """Ids that could be sampled, [trained tokens, width]: rows are padded with their first id,
+        and are -1 where all could be."""
+        rows = np.full((self.num_action_tokens, width), -1)
+        if self.num_kept:
+            rows[np.arange(width) < self.ints("num_kept")[:, None]] = self.ints("kept_ids")
         return np.where(rows < 0, rows[:, :1], rows)
 
     def actions(self) -> NDArray[np.bool_]:
@@ -198,7 +196,7 @@ def encode(tree: TrajectoryTree, credit: TreeCredit, policy_version: int) -> Enc
     if any(node.temperature != 1 for node in nodes):
         figures["temperatures"] = [node.temperature for node in nodes]
     staleness = (policy_version - _versions(nodes, tree.policy_version))[is_trained]
-    kept: dict[str, NDArray[Any]] = {}
+    kept: dict[str, bytes] = {}
     if any(node.num_kept for node in nodes):
         sizes_kept = [node.num_kept or [0] * len(node.action_ids) for node in nodes]
         num_kept, ids = _joined("i", sizes_kept), _joined("i", [node.kept_ids for node in nodes])
@@ -214,8 +212,8 @@ def encode(tree: TrajectoryTree, credit: TreeCredit, policy_version: int) -> Enc
 
 def chosen_ids(num_kept: Ints, kept_ids: Ints, chosen: NDArray[np.bool_]) -> dict[str, bytes]:
     """The fields `num_kept` and `kept_ids` of the chosen tokens."""
-    found = num_kept[chosen].tobytes(), kept_ids[np.repeat(chosen, num_kept)].tobytes()
-    return dict(zip(KEPT, found, strict=True))
+    ids = kept_ids[np.repeat(chosen, num_kept)]
+    return {"num_kept": num_kept[chosen].tobytes(), "kept_ids": ids.tobytes()}
 
 
 def trained(node: Node) -> NDArray[np.bool_]:
@@ -267,13 +265,10 @@ def from_arrays(
 
 
 def encode_sequence(
-    token_ids: Sequence[int],
-    mask: Sequence[bool],
-    temperature: float = 1.0,
-    num_kept: Sequence[int] = (),
-    kept_ids: Sequence[int] = (),
+    token_ids: Sequence[int], mask: Sequence[bool], temperature: float = 1.0, **kept: Sequence[int]
 ) -> EncodedTree:
-    """A tree of one path and weight 1, for SFT and scoring; `mask` is True on predicted tokens.
+    """A tree of one path and weight 1, for SFT and scoring; `mask` is True on predicted tokens,
+    `kept` has `num_kept` and `kept_ids` if they were sampled from a part of the vocabulary.
 
     Raises DataError if the lengths differ, nothing is predicted, or the first token is.
     """
@@ -282,8 +277,7 @@ def encode_sequence(
         raise DataError("a sequence needs a mask of its length, with a True after its first token")
     temperatures = [] if temperature == 1 else [temperature]
     tree = from_arrays(token_ids, action, [0], [-1], weight=[1.0], temperatures=temperatures)
-    kept = (np.array(one, np.int32).tobytes() for one in (num_kept, kept_ids))
-    return replace(tree, **dict(zip(KEPT, kept, strict=True)))
+    return replace(tree, **{name: np.array(one, np.int32).tobytes() for name, one in kept.items()})
 
 
 def encoded_nodes(tree: TrajectoryTree, credit: TreeCredit) -> list[Node]:

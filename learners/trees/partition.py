@@ -29,7 +29,6 @@ from agentenv.base.tree import Scored, TrajectoryTree
 from agentenv.learners.algorithms.credit import CreditedTree, Floats
 from agentenv.learners.trees.encoded_tree import (
     EncodedTree,
-    Ints,
     Layout,
     Longs,
     WholeTree,
@@ -427,8 +426,8 @@ def _assemble(
     columns: list[tuple[NDArray[Any], ...]] = []
     temperatures: list[Floats] = []
     is_tempered = any(trees[piece.tree].temperatures for piece in pieces)
-    rows: list[Ints] = []
-    is_truncated = any(trees[piece.tree].num_kept for piece in pieces)
+    rows: list[Longs] = []
+    most_kept = max(int(trees[piece.tree].ints("num_kept").max(initial=0)) for piece in pieces)
     offset = 0
     for piece in pieces:
         tree, tokens = trees[piece.tree], piece.tokens
@@ -439,8 +438,8 @@ def _assemble(
         token_ids = tree.ints("token_ids")
         if is_tempered:
             temperatures.append(tree.temperature[ordinal[trained]])
-        if is_truncated:
-            rows.append(tree.kept[ordinal[trained]])
+        if most_kept:
+            rows.append(tree.kept(most_kept)[ordinal[trained]])
         columns.append(
             (
                 token_ids[tokens],
@@ -456,9 +455,5 @@ def _assemble(
         np.concatenate(column).astype(np.int64) for column in zip(*columns, strict=True)
     )
     temperature = np.concatenate(temperatures) if is_tempered else None
-    kept = None
-    if is_truncated:
-        most = max(one.shape[1] for one in rows)
-        wide = [np.pad(one, ((0, 0), (0, most - one.shape[1])), mode="edge") for one in rows]
-        kept = np.concatenate(wide).astype(np.int64)
+    kept = np.concatenate(rows) if most_kept else None
     return MicroBatch(ids, positions, end, source, targets, index, layout, temperature, kept)

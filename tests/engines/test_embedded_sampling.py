@@ -65,8 +65,9 @@ async def test_the_learner_scores_a_turn_as_the_engine_and_transformers_do(
         assert done.num_kept == (rows > -torch.inf).sum(-1).tolist()
         assert done.kept_ids == (rows > -torch.inf).nonzero()[:, 1].tolist()
     mask = [False] * len(ids) + [True] * 20
-    given = sampling.temperature, done.num_kept, done.kept_ids
-    (batch,) = pack([encode_sequence(ids + done.token_ids, mask, *given)], 100)
+    kept = {"num_kept": done.num_kept, "kept_ids": done.kept_ids}
+    sequence = encode_sequence(ids + done.token_ids, mask, sampling.temperature, **kept)
+    (batch,) = pack([sequence], 100)
     policy = Policy(Qwen3ForCausalLM.from_pretrained(folder))
     logprobs, entropies, _ = policy(*tensors(batch, torch.device("cpu")))
     assert logprobs.tolist() == pytest.approx(done.logprobs, abs=1e-4)

@@ -108,8 +108,8 @@ class ParityProbe:
                 prompt + completion.token_ids,
                 [False] * len(prompt) + [True] * len(completion.token_ids),
                 self._params.temperature,
-                completion.num_kept,
-                completion.kept_ids,
+                num_kept=completion.num_kept,
+                kept_ids=completion.kept_ids,
             )
             for _, prompt, completion in sampled
         ]
