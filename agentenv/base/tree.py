@@ -107,7 +107,9 @@ class Prefix(Sequence[int]):
 
 class Node(Struct):
     """One turn. `logprobs` and `entropies` (nats, float32) have an entry per token of `action_ids`;
-    a token of a guided turn whose log-prob is nan is not trained.
+    a token of a guided turn whose log-prob is nan is not trained. Both are of the distribution at
+    the turn's `temperature` (greedy, 0: at 1), truncated to `kept_ids`, `num_kept` for each token;
+    whole if these are empty.
 
     `branch` names the coroutine that grew the node: "0", "1", ... for from-scratch trajectories,
     "0.2+1" for the first fork from branch "0" after its second turn. `num_forks` is the number of
@@ -124,6 +126,9 @@ class Node(Struct):
     action_ids: Ids = field(default_factory=lambda: array("i"))
     logprobs: Nats = field(default_factory=lambda: array("f"))
     entropies: Nats = field(default_factory=lambda: array("f"))
+    temperature: float = 1.0
+    num_kept: Ids = field(default_factory=lambda: array("i"))
+    kept_ids: Ids = field(default_factory=lambda: array("i"))
     version_spans: list[VersionSpan] = []
     observation_ids: Ids = field(default_factory=lambda: array("i"))
     reward: float = 0.0
@@ -137,6 +142,7 @@ class Node(Struct):
     def __post_init__(self) -> None:
         self.action_ids = _packed("i", self.action_ids)
         self.observation_ids = _packed("i", self.observation_ids)
+        self.num_kept, self.kept_ids = _packed("i", self.num_kept), _packed("i", self.kept_ids)
         self.logprobs, self.entropies = _packed("f", self.logprobs), _packed("f", self.entropies)
 
     @property

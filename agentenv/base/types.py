@@ -207,12 +207,13 @@ class SamplingParams(Struct, frozen=True):
     """Sampling parameters of one turn. `stop` strings stay in the output; `seed` makes a turn
     reproducible.
 
-    temperature 0 is greedy. top_p 1, top_k -1 and min_p 0 switch truncation off, as training
-    requires, and repetition_penalty 1 the penalty. In order: the penalty divides the positive
+    temperature 0 is greedy. top_p 1, top_k -1 and min_p 0 switch truncation off, and
+    repetition_penalty 1 the penalty. In order: the penalty divides the positive
     logits of tokens seen in prompt and output and multiplies the negative ones (CTRL, Keskar et
     al. 2019); temperature; min_p drops tokens less likely than min_p times the likeliest one;
     top_k; top_p. `guide`: the grammar of the turn, see agentenv/text/guides.py; only for engines
-    that `can_guide`.
+    that `can_guide`. `returns_kept`: the completion has the ids that truncation kept; only for
+    engines that `has_kept`.
     """
 
     max_tokens: int
@@ -224,6 +225,7 @@ class SamplingParams(Struct, frozen=True):
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     guide: str = ""
+    returns_kept: bool = False
 
 
 class VersionSpan(Struct, frozen=True, array_like=True):
@@ -250,7 +252,9 @@ class Completion(Struct):
     top-k log-probabilities plus the remainder. `stop` is the stop string that ended the turn; with
     finish_reason "stop" and `stop` None, an end-of-sequence token ended it, which is the last of
     `token_ids`. `num_cached_tokens` counts prompt tokens whose keys and values came from a prefix
-    cache of the same policy version. Log-probs that a grammar has changed are nan.
+    cache of the same policy version. Log-probs that a grammar has changed are nan. `num_kept`: by
+    sampled token the number of ids that could be sampled, `kept_ids`: these ids, token after token;
+    empty unless requested.
     """
 
     token_ids: list[int]
@@ -261,6 +265,8 @@ class Completion(Struct):
     stop: str | None = None
     entropy_kind: Literal["exact", "top_k"] = "exact"
     num_cached_tokens: int = 0
+    num_kept: list[int] = []
+    kept_ids: list[int] = []
 
 
 class ToolResult(Struct, frozen=True):

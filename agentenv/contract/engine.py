@@ -148,14 +148,18 @@ class LocalModel(Struct, frozen=True):
 
 class EngineCapabilities(Struct, frozen=True, kw_only=True):
     """Properties of all engines of one kind. `has_weights`: no inference endpoint with any weights;
-    `is_exact`: log-probs and entropies are those of the learner's model; `can_sleep`: memory can be
-    released while the learner works; `can_guide`: a turn can follow a grammar; `can_map`: servers
-    can read the learner's memory; `has_adapters`: a server can take a LoRA adapter as new weights;
-    `keeps_cache`: running requests can keep their KV cache at an update; `num_reserved`: tokens of
-    the context that are never filled."""
+    `is_exact`: log-probs and entropies are those of the learner's model; `has_temperature`: they
+    are those at the turn's temperature; `has_kept`: it returns the ids that truncation kept;
+    `can_sleep`: memory can be released while the learner
+    works; `can_guide`: a turn can follow a grammar; `can_map`: servers can read the learner's
+    memory; `has_adapters`: a server can take a LoRA adapter as new weights; `keeps_cache`: running
+    requests can keep their KV cache at an update; `num_reserved`: tokens of the context that are
+    never filled."""
 
     has_weights: bool = True
     is_exact: bool = False
+    has_temperature: bool = False
+    has_kept: bool = False
     can_sleep: bool = False
     can_guide: bool = False
     can_map: bool = False

@@ -33,7 +33,8 @@ Script = Callable[[str, Random], str]
 class ScriptedConfig(EngineConfig, frozen=True, kw_only=True, tag="scripted", tag_field="name"):
     """Configuration of the scripted engine."""
 
-    capabilities: ClassVar = EngineCapabilities(is_exact=True)  # no model could differ
+    # no model could differ
+    capabilities: ClassVar = EngineCapabilities(is_exact=True, has_temperature=True)
 
     script: Annotated[
         str, about("'module:function' called with (prompt text, Random), returns the turn")

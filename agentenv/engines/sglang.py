@@ -17,16 +17,17 @@ from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from agentenv.base.errors import EngineError, ForeignError
 from agentenv.base.types import Chunk, SamplingParams, VersionSpan
 from agentenv.base.untrusted import decode
-from agentenv.contract.engine import EngineCapabilities, check_request
+from agentenv.contract.engine import check_request
 from agentenv.contract.http_client import Count, Logprob, RefusedError, reply_bytes
 from agentenv.contract.request import BusyError, PartEnd, ServerLoad, ServerLostError, ServerRequest
 from agentenv.contract.server_config import SGLANG_RESERVED
 from agentenv.contract.weights import Bucket, Group, Manifest
-from agentenv.engines.pool.pooled_engine import PooledEngineConfig
+from agentenv.engines.pool.pooled_engine import SERVERS, PooledEngineConfig
 from agentenv.engines.remote import probes
 from agentenv.engines.remote.base import AnswerParser, LabeledSpan, top_k_entropies
 from agentenv.engines.remote.weight_sync import WeightSync
@@ -433,6 +434,4 @@ class SGLangConfig(PooledEngineConfig, frozen=True, kw_only=True, tag="sglang", 
     """SGLang servers."""
 
     client: ClassVar[type[SGLangServer]] = SGLangServer
-    capabilities: ClassVar = EngineCapabilities(
-        can_sleep=True, can_guide=True, num_reserved=SGLANG_RESERVED
-    )
+    capabilities: ClassVar = replace(SERVERS, num_reserved=SGLANG_RESERVED)

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from agentenv.base.errors import ConfigError, EngineError
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Chunk
-from agentenv.contract.engine import EngineCapabilities, check_request
+from agentenv.contract.engine import check_request
 from agentenv.contract.http_client import Logprob, RefusedError, reply_bytes
 from agentenv.contract.request import (
     ForeignWeightsError,
@@ -32,7 +32,7 @@ from agentenv.contract.request import (
     ServerRequest,
 )
 from agentenv.contract.weights import Bucket, Group, SharedWeights, Wire, check_adapter, is_adapter
-from agentenv.engines.pool.pooled_engine import PooledEngineConfig
+from agentenv.engines.pool.pooled_engine import SERVERS, PooledEngineConfig
 from agentenv.engines.remote import probes
 from agentenv.engines.remote.vllm_answer import NoPluginError, VLLMAnswer, request_body
 from agentenv.engines.remote.weight_sync import WeightSync
@@ -396,6 +396,4 @@ class VLLMConfig(PooledEngineConfig, frozen=True, kw_only=True, tag="vllm", tag_
     """vLLM servers."""
 
     client: ClassVar[type[VLLMServer]] = VLLMServer
-    capabilities: ClassVar = EngineCapabilities(
-        can_sleep=True, can_guide=True, can_map=True, has_adapters=True, keeps_cache=True
-    )
+    capabilities: ClassVar = replace(SERVERS, can_map=True, has_adapters=True, keeps_cache=True)

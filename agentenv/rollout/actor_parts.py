@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
 from agentenv.base.crashes import guarded
@@ -52,7 +52,7 @@ class RolloutHooks:
 
     def sampling(self, branch: Branch) -> SamplingParams:
         """Sampling parameters of the branch's next turn."""
-        return self.actor.sampling
+        return self.actor.sampling_at(self.tree.policy_version)
 
     async def step(self, branch: Branch, action: Message) -> StepResult:
         """The env's answer to the action."""
@@ -141,7 +141,8 @@ class ActorParts:
     """Engine, renderer and environments, open ones and counts; the pause of all turns; the seeds.
 
     `sampling` gives temperature, truncation, penalty and stop strings in addition to the
-    renderer's; max_tokens and seed are set per turn.
+    renderer's; max_tokens and seed are set per turn. `schedule` replaces it by the policy version
+    at the start of a tree, whose turns all have the same, so that their entropies compare.
     """
 
     engine: Engine
@@ -150,6 +151,7 @@ class ActorParts:
     limits: Limits
     sampling: SamplingParams
     seed: int | str
+    schedule: Callable[[int], SamplingParams] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         limits = self.limits
@@ -160,6 +162,10 @@ class ActorParts:
         self._unpaused.set()
         self.failures = Failures(limits.max_failed_share, strict=limits.strict)
         self._draws = Random()  # one for all turns, since creating it costs as much as a draw
+
+    def sampling_at(self, version: int) -> SamplingParams:
+        """The sampling of trees that begin at this policy version."""
+        return self.sampling if self.schedule is None else self.schedule(version)
 
     def seed_of(self, key: str) -> int:
         """The seed of a turn, 63 bits of its key."""

@@ -33,7 +33,10 @@ class BranchNow(Struct, array_like=True, frozen=True):
 class TurnState:
     """The forks of one turn. `may_fork`: it follows a tool result, where no fork begins yet;
     `was_planned`: the plan has decided; `holding`: an event per sibling of the turn, set with its
-    environment; `num_replayed`: calls that were replayed to reach the turn."""
+    environment; `num_replayed`: calls that were replayed to reach the turn; `temperature`: that of
+    its sampling."""
+
+    temperature = 1.0
 
     def __init__(self, may_fork: bool = False) -> None:
         self.may_fork, self.was_planned, self.num_replayed = may_fork, False, 0
@@ -105,6 +108,9 @@ class Branch:
             action_ids=completion.token_ids,
             logprobs=completion.logprobs,
             entropies=completion.entropies,
+            temperature=self.turn.temperature,
+            num_kept=completion.num_kept,
+            kept_ids=completion.kept_ids,
             version_spans=completion.version_spans,
         )
         self.prefix_ids = self.prefix_ids.plus(self.pending.action_ids)

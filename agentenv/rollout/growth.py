@@ -102,6 +102,8 @@ class Growth:
         is_first = not branch.num_turns
         reads = window > 0 and (plans_fork or is_first or not full)
         first: list[float] = []
+        sampling = self._sampling(branch)
+        turn.temperature = sampling.temperature
 
         def on_tokens(chunk: Chunk) -> None:
             first.extend(chunk.entropies)
@@ -110,7 +112,7 @@ class Growth:
 
         completion = await actor.engine.generate(
             branch.prefix_ids,
-            self._sampling(branch),
+            sampling,
             session=self.session,
             on_tokens=on_tokens if reads else None,
             stream_interval=max(1, window),

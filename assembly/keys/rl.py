@@ -6,8 +6,10 @@ queue, learner; then the phases of a run, and its records.
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import numpy as np
 from msgspec import Meta, Struct, field
 from msgspec.structs import force_setattr, replace
 
@@ -25,7 +27,7 @@ from agentenv.base.config import ESSENTIAL, ROWS, about
 from agentenv.base.errors import ConfigError
 from agentenv.base.registry import Registry
 from agentenv.base.types import Limits, SamplingParams
-from agentenv.contract.engine import EngineConfig
+from agentenv.contract.engine import MIN_TEMPERATURE, EngineConfig
 from agentenv.contract.server_config import RoleConfig
 from agentenv.contract.tool_config import ToolConfig
 from agentenv.data.rows import CurriculumConfig, MixPart, RowsConfig
@@ -164,7 +166,7 @@ class EnvConfig(EnvChoice, frozen=True, kw_only=True):
 class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling of tokens."""
 
-    temperature: Annotated[float, about("0: greedy; training uses 1", ge=0)] = 1.0
+    temperature: Annotated[float, about("0: greedy, not in training", ge=0)] = 1.0
     top_p: Annotated[float, about("1 is off", gt=0, le=1)] = 1.0
     top_k: Annotated[int, about("-1 is off", ge=-1)] = -1
     min_p: Annotated[
@@ -199,12 +201,12 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ConfigError("sampling: stop contains an empty string")
 
     def params(self) -> SamplingParams:
-        values = {name: getattr(self, name) for name in OFF}
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        values = {name: getattr(self, name) for name in names}
         return SamplingParams(max_tokens=1, stop=tuple(self.stop), **values)
 
 
-# Keys that make the sampling distribution differ from the policy's.
-OFF = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+MAX_KEPT = 1024  # ids of a sampled token that a turn stores, 4 bytes each
 
 
 class SamplingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -212,20 +214,56 @@ class SamplingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     train: Sampling = Sampling()
     eval: Sampling = Sampling()
+    schedule: Annotated[
+        list[tuple[Annotated[int, Meta(ge=0)], float]],
+        about(
+            "sampling.train.temperature by policy version, as pairs: [[0, 1.2], [200, 0.8]] is "
+            "linear in between, constant before and after; a tree has that of its start"
+        ),
+    ] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for settings that change the distribution of training samples. Engines
-        report log-probs of the distribution that they sample from, but the learner computes those
-        of the policy: the importance ratios would be wrong, and undefined for truncated tokens."""
-        for name, off in OFF.items():
-            value = getattr(self.train, name)
-            if value != off:
+        """Raises ConfigError for settings that the learner does not follow. Engines report
+        log-probs of the distribution that they sample from, the learner computes those at the
+        turn's temperature, among the ids that truncation kept: under a penalty, importance ratios
+        would be wrong."""
+        if self.schedule and self.train.temperature != 1:
+            raise ConfigError(
+                "sampling.schedule replaces sampling.train.temperature; remove one of them"
+            )
+        versions = [version for version, _ in self.points]
+        if versions != sorted({*versions}):
+            raise ConfigError("sampling.schedule: policy versions must increase from pair to pair")
+        for _, one in self.points:
+            if not MIN_TEMPERATURE <= one < inf:
+                key = "sampling.schedule" if self.schedule else "sampling.train.temperature"
                 raise ConfigError(
-                    f"sampling.train: training samples from the policy itself; {name} = {value} "
-                    "samples from a different distribution than the one whose log-probabilities "
-                    f"the learner computes, and nothing corrects for that: leave it at {off}, or "
-                    f"set sampling.eval.{name}"
+                    f"{key}: training needs temperatures of at least {MIN_TEMPERATURE}, found {one}"
                 )
+        if self.train.repetition_penalty != 1:
+            raise ConfigError(
+                f"sampling.train: repetition_penalty = {self.train.repetition_penalty} samples "
+                "from another distribution than the one whose log-probabilities the learner "
+                "computes: leave it at 1, or set sampling.eval.repetition_penalty"
+            )
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether training samples from a part of the vocabulary."""
+        train = self.train
+        return train.top_k != -1 or train.top_p < 1 or train.min_p > 0
+
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        """Policy versions and temperatures of training."""
+        return self.schedule or [(0, self.train.temperature)]
+
+    def at(self, version: int) -> SamplingParams:
+        """The parameters of training trees that begin at this policy version."""
+        versions, temperatures = zip(*self.points, strict=True)
+        temperature = float(np.interp(version, versions, temperatures))
+        params = self.train.params()
+        return replace(params, temperature=temperature, returns_kept=self.is_truncated)
 
 
 class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -431,6 +469,24 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             force_setattr(self, "algorithm", released(self.algorithm))
         force_setattr(self, "eval", self.eval.with_sources_of(self.data))
         check_reachable(self.cluster, self.engine, self.roles)
+        is_tempered = any(one != 1 for _, one in self.sampling.points)
+        if is_tempered and not self.engine.capabilities.has_temperature:
+            raise ConfigError(
+                f"engine.name = {self.engine.kind!r} does not report log-probs at a temperature "
+                "(EngineCapabilities.has_temperature): train at sampling.train.temperature = 1, or "
+                "with engine.name = 'embedded', 'vllm' or 'sglang'"
+            )
+        if self.sampling.is_truncated and not self.engine.capabilities.has_kept:
+            raise ConfigError(
+                f"engine.name = {self.engine.kind!r} does not return the ids that top_k, top_p and "
+                "min_p keep (EngineCapabilities.has_kept), which the learner needs: remove them "
+                "from sampling.train, or train with engine.name = 'embedded'"
+            )
+        if self.sampling.is_truncated and not 0 < self.sampling.train.top_k <= MAX_KEPT:
+            raise ConfigError(
+                "sampling.train: turns store the ids that top_k, top_p and min_p keep for each "
+                f"token, so that training with one of them needs top_k, from 1 to {MAX_KEPT}"
+            )
         if self.refills and self.queue.equal_groups == "count":
             key = "queue.refill" if self.queue.refill else f"algorithm.name = {self.algorithm_name}"
             raise ConfigError(

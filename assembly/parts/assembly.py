@@ -179,7 +179,11 @@ def actor_of(
     """An actor of a run, whose seed determines all randomness of its rollouts."""
     sampling: Sampling = getattr(config.sampling, use)
     seed = config.run.seed if sampling.seed is None else sampling.seed
-    return Actor(engine, renderer, make_env, config.limits, sampling.params(), f"{seed}/{use}")
+    params = config.sampling.at(0) if use == "train" else sampling.params()
+    return Actor(
+        *(engine, renderer, make_env, config.limits, params, f"{seed}/{use}"),
+        schedule=config.sampling.at if use == "train" and config.sampling.schedule else None,
+    )
 
 
 class Questions(NamedTuple):

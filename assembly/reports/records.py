@@ -211,6 +211,7 @@ def trajectory_rows(tree: TrajectoryTree, decode: Decode) -> Iterator[Row]:
 def _row(tree: TrajectoryTree, trajectory: Trajectory, segments: list[Row]) -> Row:
     """A trajectory as a row of trajectories/STEP.jsonl."""
     leaf = trajectory.leaf
+    temperatures = [node.temperature for node in trajectory.turns if node.action_ids]
     return {
         "task": tree.task.id,
         "kind": tree.task.kind,
@@ -235,6 +236,7 @@ def _row(tree: TrajectoryTree, trajectory: Trajectory, segments: list[Row]) -> R
         "policy_versions": sorted(
             {span.version for node in trajectory.path for span in node.version_spans}
         ),
+        **({"temperatures": temperatures} if {*temperatures} - {1.0} else {}),
     }
 
 

@@ -109,7 +109,8 @@ async def parity(assembly: TrainingAssembly) -> str:
     if config.resources.in_turn:
         raise Skip("engine and learner alternate on their GPUs; the run checks its first publish")
     learner, engine = await assembly.learner_and_engine()
-    probe = ParityProbe(engine, learner, await assembly.probe_prompts())
+    prompts = await assembly.probe_prompts()
+    probe = ParityProbe(engine, learner, prompts, sampling_at=config.sampling.at)
     probe.start()
     gap = await probe.finish()
     if gap is None:

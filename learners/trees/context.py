@@ -92,6 +92,8 @@ class ContextShare:
             position_ids=batch.position_ids[self.span],
             source=batch.source[self.own] - self.span.start,
             targets=batch.targets[self.own],
+            temperature=None if batch.temperature is None else batch.temperature[self.own],
+            kept=None if batch.kept is None else batch.kept[self.own],
         )
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import ArrayLike, NDArray
 
 from agentenv.base.errors import DataError
@@ -49,14 +50,17 @@ class WholeTree(Struct, frozen=True, array_like=True):
 
 class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
     """One tree (or one sequence) as raw little-endian arrays; at most 21 bytes per token on the
-    wire.
+    wire, and 4 per kept id.
 
     Per token: token_ids, int32; action, bool (sampled by the policy and trained). Per trained
     token: staleness, int32 (published updates between the sampling policy and the learner);
     behavior, float64 (log-prob, nats); entropies, float32 (nats; empty if the engine gave none).
     Per node, in pre-order: starts (first token) and parents (-1 for the root), int32; adv_pos,
     adv_neg and weight of its trained tokens, float64; returns and advantages of the leaves,
-    float64, nan at other nodes, and empty for sequences without a group.
+    float64, nan at other nodes, and empty for sequences without a group; temperatures, float64,
+    that divide the logits of its trained tokens (empty: all 1). Of trained tokens, where one was
+    truncated: num_kept and kept_ids, int32, the numbers of ids that could be sampled (0: all), and
+    these ids, token after token.
 
     pred (-1 at the first), depth and end of each token follow from the nodes, as int32.
 
@@ -81,6 +85,9 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
     advantages: bytes = b""
     whole: WholeTree | None = None  # the tree that this is a part of
     is_counted: bool = False
+    temperatures: bytes = b""
+    num_kept: bytes = b""
+    kept_ids: bytes = b""
 
     @property
     def num_tokens(self) -> int:
@@ -102,6 +109,21 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
     def of_actions(self, name: str) -> Floats:
         """A float array that is stored by node, per trained token."""
         return self.floats(name)[self.owner[self.actions()]]
+
+    @property
+    def temperature(self) -> Floats:
+        """Of each trained token."""
+        if not self.temperatures:
+            return np.ones(self.num_action_tokens)
+        return self.of_actions("temperatures")
+
+    def kept(self, width: int) -> Longs:
+        """Ids that could be sampled, [trained tokens, width]: rows are padded with their first id,
+        and are -1 where all could be."""
+        rows = np.full((self.num_action_tokens, width), -1)
+        if self.num_kept:
+            rows[np.arange(width) < self.ints("num_kept")[:, None]] = self.ints("kept_ids")
+        return np.where(rows < 0, rows[:, :1], rows)
 
     def actions(self) -> NDArray[np.bool_]:
         return np.frombuffer(self.action, np.bool_)
@@ -141,7 +163,7 @@ def encode(tree: TrajectoryTree, credit: TreeCredit, policy_version: int) -> Enc
     """Pack a tree whose leaves have credit; parts without a counted leaf are omitted.
 
     `policy_version` is the learner's. Raises DataError if a trained token has no preceding token,
-    or if a turn has tokens without log-probs.
+    or if a turn has tokens without log-probs or was greedy.
     """
     order = _preorder(tree, credit)
     nodes = [node for node, _ in order]
@@ -153,6 +175,8 @@ def encode(tree: TrajectoryTree, credit: TreeCredit, policy_version: int) -> Enc
     for node, is_inner in order:
         if len(node.logprobs) != len(node.action_ids):
             raise DataError(f"{tree.task.id}: node {node.index} has tokens without log-probs")
+        if node.temperature <= 0:
+            raise DataError(f"{tree.task.id}: node {node.index} is greedy, at temperature 0")
         texts += [node.action_ids, node.observation_ids if is_inner else ()]
     sizes = np.array([len(text) for text in texts], np.int32)
     action = np.repeat(np.arange(len(sizes)) % 2 == 0, sizes)
@@ -169,13 +193,27 @@ def encode(tree: TrajectoryTree, credit: TreeCredit, policy_version: int) -> Enc
     figures["behavior"] = _joined("f", [node.logprobs for node in nodes])[is_trained]
     if all(len(node.entropies) == len(node.action_ids) for node in nodes):
         figures["entropies"] = _joined("f", [node.entropies for node in nodes])[is_trained]
+    if any(node.temperature != 1 for node in nodes):
+        figures["temperatures"] = [node.temperature for node in nodes]
     staleness = (policy_version - _versions(nodes, tree.policy_version))[is_trained]
+    kept: dict[str, bytes] = {}
+    if any(node.num_kept for node in nodes):
+        sizes_kept = [node.num_kept or [0] * len(node.action_ids) for node in nodes]
+        num_kept, ids = _joined("i", sizes_kept), _joined("i", [node.kept_ids for node in nodes])
+        kept = chosen_ids(num_kept, ids, is_trained)
     action[action] = is_trained
     own = sizes.reshape(-1, 2).sum(1)
     above = path_sums(own.astype(np.float64), np.array(parents)) - own
     if np.any((sizes[::2] > 0) & (above == 0)):
         raise DataError(f"{tree.task.id}: the prompt is empty")
-    return from_arrays(_joined("i", texts), action, starts, parents, staleness, **figures)
+    whole = from_arrays(_joined("i", texts), action, starts, parents, staleness, **figures)
+    return replace(whole, **kept)
+
+
+def chosen_ids(num_kept: Ints, kept_ids: Ints, chosen: NDArray[np.bool_]) -> dict[str, bytes]:
+    """The fields `num_kept` and `kept_ids` of the chosen tokens."""
+    ids = kept_ids[np.repeat(chosen, num_kept)]
+    return {"num_kept": num_kept[chosen].tobytes(), "kept_ids": ids.tobytes()}
 
 
 def trained(node: Node) -> NDArray[np.bool_]:
@@ -226,15 +264,20 @@ def from_arrays(
     )
 
 
-def encode_sequence(token_ids: Sequence[int], mask: Sequence[bool]) -> EncodedTree:
-    """A tree of one path and weight 1, for SFT and scoring; `mask` is True on predicted tokens.
+def encode_sequence(
+    token_ids: Sequence[int], mask: Sequence[bool], temperature: float = 1.0, **kept: Sequence[int]
+) -> EncodedTree:
+    """A tree of one path and weight 1, for SFT and scoring; `mask` is True on predicted tokens,
+    `kept` has `num_kept` and `kept_ids` if they were sampled from a part of the vocabulary.
 
     Raises DataError if the lengths differ, nothing is predicted, or the first token is.
     """
     action = np.array(mask, np.bool_)
     if len(action) != len(token_ids) or not action.any() or action[0]:
         raise DataError("a sequence needs a mask of its length, with a True after its first token")
-    return from_arrays(token_ids, action, [0], [-1], weight=[1.0])
+    temperatures = [] if temperature == 1 else [temperature]
+    tree = from_arrays(token_ids, action, [0], [-1], weight=[1.0], temperatures=temperatures)
+    return replace(tree, **{name: np.array(one, np.int32).tobytes() for name, one in kept.items()})
 
 
 def encoded_nodes(tree: TrajectoryTree, credit: TreeCredit) -> list[Node]:

@@ -32,6 +32,7 @@ from agentenv.learners.trees.encoded_tree import (
     Layout,
     Longs,
     WholeTree,
+    chosen_ids,
     computed,
     encoded_nodes,
     from_arrays,
@@ -228,10 +229,14 @@ def part(tree: EncodedTree, leaves: Sequence[int], number: int, *, is_home: bool
         parents,
         tree.ints("staleness")[trained],
         returns=tree.floats("returns"),
+        temperatures=tree.floats("temperatures"),
         advantages=tree.floats("advantages"),
         **figures,
     )
-    return replace(encoded, whole=whole)
+    kept = {}
+    if tree.num_kept:
+        kept = chosen_ids(tree.ints("num_kept"), tree.ints("kept_ids"), trained)
+    return replace(encoded, whole=whole, **kept)
 
 
 def forget_entropies(trees: Sequence[TrajectoryTree]) -> None:
@@ -306,7 +311,9 @@ class MicroBatch:
 
     token_ids, position_ids, end: int64 [length], end counted in this micro-batch.
     source: int64 [tokens], place of each trained token's predecessor; targets: int64 [tokens],
-    its id; index: int64 [tokens], its place in ActionTokens.
+    its id; index: int64 [tokens], its place in ActionTokens; temperature: float64 [tokens], None
+    where all are 1; kept: int64 [tokens, most ids], those that could be sampled, -1 for all ids;
+    None where no token was truncated.
     """
 
     token_ids: Longs
@@ -316,6 +323,8 @@ class MicroBatch:
     targets: Longs
     index: Longs
     layout: Layout = "tree"
+    temperature: Floats | None = None
+    kept: Longs | None = None
 
     @property
     def paths(self) -> Longs:
@@ -415,6 +424,10 @@ def _assemble(
 ) -> MicroBatch:
     """One micro-batch of these pieces, in their order."""
     columns: list[tuple[NDArray[Any], ...]] = []
+    temperatures: list[Floats] = []
+    is_tempered = any(trees[piece.tree].temperatures for piece in pieces)
+    rows: list[Longs] = []
+    most_kept = max(int(trees[piece.tree].ints("num_kept").max(initial=0)) for piece in pieces)
     offset = 0
     for piece in pieces:
         tree, tokens = trees[piece.tree], piece.tokens
@@ -423,6 +436,10 @@ def _assemble(
         trained = tokens[piece.trained]
         ordinal = np.cumsum(tree.actions()) - 1
         token_ids = tree.ints("token_ids")
+        if is_tempered:
+            temperatures.append(tree.temperature[ordinal[trained]])
+        if most_kept:
+            rows.append(tree.kept(most_kept)[ordinal[trained]])
         columns.append(
             (
                 token_ids[tokens],
@@ -437,4 +454,6 @@ def _assemble(
     ids, positions, end, source, targets, index = (
         np.concatenate(column).astype(np.int64) for column in zip(*columns, strict=True)
     )
-    return MicroBatch(ids, positions, end, source, targets, index, layout)
+    temperature = np.concatenate(temperatures) if is_tempered else None
+    kept = np.concatenate(rows) if most_kept else None
+    return MicroBatch(ids, positions, end, source, targets, index, layout, temperature, kept)

@@ -1,8 +1,9 @@
 """Log-probs of trained tokens from a Hugging Face causal language model on packed trees.
 
 `LogprobHead` gives log-probs, entropies and arg-max of given tokens without logits of the whole
-batch. For a token with logits z (W h + b, scaled and capped as the model does), target y,
-p = softmax(z), H = -sum p log p:
+batch. For a token with logits z (W h + b, scaled and capped as the model does, divided by the
+temperature of its turn, -inf outside the ids that its sampling kept), target y, p = softmax(z),
+H = -sum p log p:
 
     d log p(y) / dz = onehot(y) - p          d H / dz = -p (log p + H)
 
@@ -91,18 +92,23 @@ class LogprobHead(nn.Linear):
         return head.train(linear.training)
 
     def forward(  # type: ignore[override]
-        self, hidden: Tensor, targets: Tensor | None = None
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        temperature: Tensor | None = None,
+        kept: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """The product, which the model shapes; with targets log-probs, entropies and likeliest
         ids of the shaped logits, each [tokens].
 
-        hidden: [tokens, width], targets: int64 [tokens]. Log-probs and entropies (nats) are at
+        hidden: [tokens, width], targets: int64 [tokens], temperature: [tokens] (None: 1), which
+        divides the shaped logits, kept: see MicroBatch. Log-probs and entropies (nats) are at
         least float32 and both differentiable; an unneeded gradient costs nothing.
         """
         if targets is None:
             return super().forward(hidden)
         figures: tuple[Tensor, Tensor, Tensor] = SelectedLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden, self.weight, self.bias, targets, self.shape
+            hidden, self.weight, self.bias, targets, self.shape, temperature, kept
         )
         return figures
 
@@ -118,8 +124,12 @@ class SelectedLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         shape: LogitShape = PLAIN,
+        temperature: Tensor | None = None,
+        kept_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_tokens, dtype = len(targets), torch.promote_types(hidden.dtype, torch.float32)
+        if temperature is not None:
+            temperature = temperature.to(dtype)[:, None]
         chunks = torch.split(hidden, chunk_tokens(weight, dtype))
         logprobs, entropy, log_total = hidden.new_empty(3, num_tokens, dtype=dtype)
         likeliest = torch.empty_like(targets)
@@ -128,19 +138,25 @@ class SelectedLogprobs(torch.autograd.Function):
         for chunk in chunks:
             span = slice(start, start + len(chunk))
             logits = shape.apply_(_logits(chunk, weight, bias, dtype))
+            if temperature is not None:
+                logits /= temperature[span]
+            outside = None if kept_ids is None else truncate_(logits, kept_ids[span])
             highest, likeliest[span] = logits.max(-1)
             chosen = logits.gather(-1, targets[span, None])[:, 0]
             probabilities = torch.softmax(logits, -1)
             top = probabilities.gather(-1, likeliest[span, None])[:, 0]
             log_total[span] = highest - top.log()
             logprobs[span] = chosen - log_total[span]
+            if outside is not None:
+                logits.masked_fill_(outside, 0.0)
             entropy[span] = log_total[span] - torch.linalg.vecdot(probabilities, logits)
             kept = probabilities if len(chunks) == 1 and shape.cap is None else None
             start = span.stop
         ctx.dtype, ctx.shape = dtype, shape
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(likeliest)
-        ctx.save_for_backward(hidden, weight, bias, targets, log_total, entropy, kept)
+        given = hidden, weight, bias, targets, temperature, kept_ids
+        ctx.save_for_backward(*given, log_total, entropy, kept)
         return logprobs, entropy, likeliest
 
     @staticmethod
@@ -148,9 +164,10 @@ class SelectedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, log_total, entropy, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, temperature, kept_ids, *found = ctx.saved_tensors
+        log_total, entropy, kept = found
         if grad is None and grad_entropy is None:
-            return None, None, None, None, None
+            return (None,) * 7
         grad_hidden = torch.empty_like(hidden)
         # Sums over chunks are at least float32, for any dtype of the weight.
         grad_weight = torch.zeros_like(weight, dtype=ctx.dtype) if ctx.needs_input_grad[1] else None
@@ -163,6 +180,10 @@ class SelectedLogprobs(torch.autograd.Function):
             if probabilities is None:
                 probabilities = ctx.shape.apply_(_logits(chunk, weight, bias, ctx.dtype))
                 logits = probabilities.clone() if ctx.shape.cap is not None else None
+                if temperature is not None:
+                    probabilities /= temperature[span]
+                if kept_ids is not None:
+                    truncate_(probabilities, kept_ids[span])
                 probabilities.sub_(log_total[span, None]).exp_()
             of_logits = torch.zeros_like(probabilities)
             if grad is not None:
@@ -172,15 +193,26 @@ class SelectedLogprobs(torch.autograd.Function):
                 rise = torch.special.xlogy(probabilities, probabilities)
                 rise.addcmul_(probabilities, entropy[span, None])
                 of_logits.addcmul_(rise, grad_entropy[span, None], value=-1.0)
+            if temperature is not None:
+                of_logits /= temperature[span]
             ctx.shape.back_(of_logits, logits)
             if grad_bias is not None:
                 grad_bias += of_logits.sum(0)
             grad_hidden[span] = _back(of_logits, chunk, weight, grad_weight)
-        found = (
+        grads = (
             None if one is None else one.to(hidden.dtype)
             for one in (grad_hidden, grad_weight, grad_bias)
         )
-        return *found, None, None
+        return *grads, None, None, None, None
+
+
+def truncate_(logits: Tensor, kept: Tensor) -> Tensor:
+    """Set the logits to -inf outside the kept ids of each row, which all are if they are -1;
+    returns where."""
+    outside = (kept[:, :1] >= 0).repeat(1, logits.shape[1])
+    outside.scatter_(1, kept.clamp(min=0), value=False)
+    logits.masked_fill_(outside, -torch.inf)
+    return outside
 
 
 def chunk_tokens(weight: Tensor, dtype: torch.dtype) -> int:
@@ -288,6 +320,8 @@ class Policy(nn.Module):
         layout: TreeLayout,
         source: Tensor,
         targets: Tensor,
+        temperature: Tensor | None = None,
+        kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """log-probs, entropies (nats; both with gradient) and arg-max matches, [tokens].
 
@@ -316,7 +350,7 @@ class Policy(nn.Module):
             active = config.num_experts_per_tok
             self.router_loss = self._balance(logits, logits[0].shape[-1], active)
         logprobs, entropy, likeliest = causal.get_output_embeddings()(
-            hidden.flatten(0, 1).index_select(0, source), targets
+            hidden.flatten(0, 1).index_select(0, source), targets, temperature, kept
         )
         figures = logprobs, entropy, likeliest == targets
         return figures if layout.share is None else layout.share.joined(*figures)
@@ -398,4 +432,8 @@ def tensors(
     token_ids, position_ids, source, targets = (torch.from_numpy(a).to(device) for a in arrays)
     form = None if batch.layout == "tree" else batch.layout
     layout = TreeLayout(batch.end, device, form, share)
-    return token_ids, position_ids, layout, source, targets
+    given = token_ids, position_ids, layout, source, targets
+    more = (batch.temperature, batch.kept)
+    if all(one is None for one in more):
+        return given
+    return *given, *(None if one is None else torch.from_numpy(one).to(device) for one in more)

@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from agentenv.contract.engine import EngineConfig
 from agentenv.launchers import sft, train
 from tests.support.golden import Golden
 from tests.support.warehouse import ROOT
+
+
+class Silent(EngineConfig, frozen=True, kw_only=True, tag="silent", tag_field="name"):
+    """An engine that declares nothing about its log-probs."""
 
 
 def refused(capsys: pytest.CaptureFixture[str], code: int) -> str:
@@ -39,10 +44,9 @@ CONFIGURATIONS = [
     "learner={}",
     "train.num_epochs=1.0",
     "sampling.train.top_p=0.9",
-    "sampling.train.top_k=5",
-    "sampling.train.min_p=0.1",
     "sampling.train.repetition_penalty=1.1",
-    "sampling.train.temperature=0.5",
+    "sampling.train.temperature=0",
+    "sampling.schedule=[[3,1.0],[1,0.5]]",
     "data.train=/nowhere/x.jsonl",
     "model.path=/nowhere",
     "env.module=nowhere",
@@ -144,6 +148,11 @@ SETTINGS = [  # of the quick start
     "algorithm.name=dapo algorithm.overlong_tokens=10",
     "algorithm.name=grpo algorithm.token_mask={low=1.5,high=2.0}",
     "sampling.train.top_k=0",
+    "sampling.train.top_k=5000",
+    "sampling.train.top_p=0.9",
+    "sampling.train.top_k=20 engine.name=vllm",
+    "sampling.schedule=[[0,1.2]] sampling.train.temperature=0.5",
+    "sampling.schedule=[[0,1.0],[9,0.5]] engine={name='tests.commands.test_bad_input:Silent'}",
     "sampling.train.stop=['']",
     "temperature=0.5",
     "train.max_tool_calls=3",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from agentenv.base.config import load_config
 from agentenv.base.errors import LearnerError
 from agentenv.base.types import Chunk
 from agentenv.contract.request import PartEnd, ServerRequest
+from agentenv.launchers import train
 from agentenv.learners.keys import Score
 from agentenv.learners.trees.encoded_tree import EncodedTree
 from agentenv.training.loop.parity import PROBE_S, Gap, ParityCheck, ParityGap, ParityProbe
 from tests.engines.faulty_server import FaultyServer
 from tests.engines.pool_bench import bench, write_folder
+from tests.support.runs import rows_of
 from tests.support.virtual_clock import on_virtual_clock
 from tests.support.warehouse import ROOT
 
@@ -91,6 +94,25 @@ async def test_an_unresponsive_server_is_excluded_in_time(tmp_path: Path) -> Non
         assert gap.num_tokens == NUM_TOKENS
         assert loop.time() - begin <= PROBE_S
         b.servers[0].kill()
+
+
+@pytest.mark.heavy
+@pytest.mark.usefixtures("here")
+def test_a_run_at_changing_temperatures_with_truncation_is_on_policy(tmp_path: Path) -> None:
+    keys = (
+        *(f"run.dir={tmp_path}", "run.name=cut", "sft=none", "eval.sets={}", "train.num_steps=3"),
+        *("sampling.schedule=[[0,1.5],[2,0.7]]", "sampling.train.top_k=100"),
+        *("sampling.train.top_p=0.9", "learner.proximal=always", "queue.max_staleness=0"),
+        "algorithm.entropy_bonus=0.01",,
+    )
+    assert train.main([str(ROOT / "tests" / "support" / "small_quickstart.toml"), *keys]) == 0
+    rows = [row for row in rows_of(tmp_path / "cut") if "learner/loss" in row]
+    assert len(rows) == 3
+    for row in rows:
+        assert row["parity/logprob_gap_max"] < 1e-4
+        assert row["learner/effective_sample_size"] == pytest.approx(1, abs=1e-6)
+    last = (tmp_path / "cut" / "trajectories" / "step-000003.jsonl").read_text().splitlines()
+    assert {one for line in last for one in json.loads(line)["temperatures"]} == {0.7}
 
 
 class Versioned:

@@ -25,6 +25,7 @@ from agentenv.rollout.frames import (
     Began,
     Finished,
     Frame,
+    Grown,
     Started,
     Trained,
     framed,
@@ -113,6 +114,29 @@ def test_equal_seeds_make_equal_trees(warehouse: Path) -> None:
         if left.name != "metrics.jsonl":
             assert left.read_bytes() == right.read_bytes(), left.name
     assert json.loads((first / "summary.json").read_text())["wall_s"]["rl"] > 4 * 300
+
+
+def test_turns_have_the_temperature_of_the_start_of_their_tree(warehouse: Path) -> None:
+    """The schedule is by policy version; trees of two versions are in flight."""
+    run = finished_run(warehouse, "virtual-cooling", *KEPT, "sampling.schedule=[[1,1.2],[5,0.4]]")
+    written = frames(run)
+    began = {frame.tree: frame.policy_version for frame in of(Began, written)}
+    expected = {tree: min(1.2, max(0.4, 1.4 - 0.2 * v)) for tree, v in began.items()}
+    assert len({*expected.values()}) > 3
+    turns = [
+        (frame.tree, turn.node.temperature)
+        for frame in (*of(Grown, written), *of(Finished, written))
+        for turn in frame.turns
+        if turn.node.action_ids
+    ]
+    assert turns
+    for tree, temperature in turns:
+        assert temperature == pytest.approx(expected[tree])
+    for line in (run / "trajectories" / "step-000001.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        assert row["temperatures"] == pytest.approx(
+            [expected[row["tree"]]] * len(row["temperatures"])
+        )
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3ForCausalLM
 
 from agentenv.base.types import SamplingParams
 from agentenv.engines.embedded.model import avoid_cudnn
 from agentenv.engines.embedded.sampler import TokenSampler
+from agentenv.learners.trees.encoded_tree import encode_sequence
+from agentenv.learners.trees.partition import pack
+from agentenv.learners.trees.policy import Policy, tensors
+from tests.engines.reference import processed
 from tests.engines.small_models import VOCAB, prompt, serving
 
 
@@ -31,6 +36,42 @@ async def test_rows_with_and_without_penalties_share_a_batch(tiny: tuple[Path, A
     for one, other in zip(alone, together, strict=True):
         assert one.token_ids == other.token_ids
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+CASES: list[dict[str, float]] = [
+    *({"temperature": 0.4}, {"temperature": 1.7}, {"top_k": 7}),
+    {"temperature": 1.7, "top_k": 40, "top_p": 0.7, "min_p": 0.02},
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_the_learner_scores_a_turn_as_the_engine_and_transformers_do(
+    tiny: tuple[Path, Any], case: dict[str, Any]
+) -> None:
+    """Next to a turn of which nothing is kept."""
+    folder, model = tiny
+    ids = prompt(6, 12)
+    sampling = SamplingParams(20, seed=3, returns_kept="top_k" in case, **case)
+    plain = SamplingParams(20, top_k=3)
+    async with serving(folder) as engine:
+        done, other = await asyncio.gather(
+            *(engine.generate(ids, one, session="s") for one in (sampling, plain))
+        )
+    assert (other.num_kept, other.kept_ids) == ([], [])
+    rows = processed(model, ids, done.token_ids, **case)
+    expected = [float(row[token]) for row, token in zip(rows, done.token_ids, strict=True)]
+    assert done.logprobs == pytest.approx(expected, abs=1e-4)
+    if sampling.returns_kept:
+        assert done.num_kept == (rows > -torch.inf).sum(-1).tolist()
+        assert done.kept_ids == (rows > -torch.inf).nonzero()[:, 1].tolist()
+    mask = [False] * len(ids) + [True] * 20
+    kept = {"num_kept": done.num_kept, "kept_ids": done.kept_ids}
+    sequence = encode_sequence(ids + done.token_ids, mask, sampling.temperature, **kept)
+    (batch,) = pack([sequence], 100)
+    policy = Policy(Qwen3ForCausalLM.from_pretrained(folder))
+    logprobs, entropies, _ = policy(*tensors(batch, torch.device("cpu")))
+    assert logprobs.tolist() == pytest.approx(done.logprobs, abs=1e-4)
+    assert entropies.tolist() == pytest.approx(done.entropies, abs=1e-4)
 
 
 def test_a_penalty_counts_a_token_from_the_next_step() -> None:

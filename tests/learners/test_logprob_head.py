@@ -35,34 +35,54 @@ def example(
     return head, hidden, torch.randint(VOCABULARY, (TOKENS,))
 
 
-def reference(head: LogprobHead, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def reference(
+    head: LogprobHead,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: Tensor | None = None,
+    kept: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     logits = head.shape.scale * nn.functional.linear(hidden, head.weight, head.bias)
     if head.shape.cap is not None:
         logits = head.shape.cap * torch.tanh(logits / head.shape.cap)
+    if temperature is not None:
+        logits = logits / temperature[:, None]
+    if kept is not None:
+        outside = torch.tensor([[i not in row for i in range(VOCABULARY)] for row in kept.tolist()])
+        logits = logits.masked_fill(outside & (kept[:, :1] >= 0), -torch.inf)
     logprobs = logits.log_softmax(-1)
-    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    entropy = -(logprobs.exp() * logprobs.clamp(min=-1e9)).sum(-1)
     return logprobs.gather(-1, targets[:, None])[:, 0], entropy, logits.argmax(-1)
 
 
 @pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize("is_changed", [False, True])
 @pytest.mark.parametrize(
     ("bias", "shape"),
     [(True, PLAIN), (False, PLAIN), (True, LogitShape(0.25)), (False, LogitShape(2.0, cap=3.0))],
 )
-def test_values_and_gradients_equal_those_of_whole_logits(bias: bool, shape: LogitShape) -> None:
+def test_values_and_gradients_equal_those_of_whole_logits(
+    bias: bool, shape: LogitShape, is_changed: bool
+) -> None:
+    """Also at temperatures, of the ids that a truncation kept; of some tokens all."""
     head, hidden, targets = example(torch.float64, bias, shape)
-    found = head(hidden, targets)
-    expected = reference(head, hidden, targets)
+    inputs: tuple[Tensor, ...] = (hidden, targets)
+    if is_changed:
+        kept = torch.cat([targets[:, None], torch.randint(VOCABULARY, (TOKENS, 4))], 1)
+        kept[3:5] = -1
+        inputs += torch.linspace(0.3, 2.0, TOKENS), kept
+    found = head(*inputs)
+    expected = reference(head, *inputs)
     assert torch.equal(found[2], expected[2])
     coefficients = torch.randn(2, TOKENS, dtype=torch.float64)
-    inputs = [hidden, *head.parameters()]
+    weights = [hidden, *head.parameters()]
     for used in ((1, 0), (0, 1), (1, 1)):
         losses = [
             sum(use * (c * f).sum() for use, c, f in zip(used, coefficients, figures, strict=False))
             for figures in (found, expected)
         ]
         torch.testing.assert_close(*losses)
-        grads = [torch.autograd.grad(loss, inputs, retain_graph=True) for loss in losses]
+        grads = [torch.autograd.grad(loss, weights, retain_graph=True) for loss in losses]
         for one, other in zip(*grads, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 

@@ -7,21 +7,23 @@ model, with its own advantage.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import chain, product
 from random import Random
 
 import pytest
 import torch
 from torch import Tensor
 
-from agentenv.base.tree import TrajectoryTree
+from agentenv.base.errors import DataError
+from agentenv.base.tree import TrajectoryTree, of_frame, to_frame
 from agentenv.learners.algorithms.aepo import AEPO
 from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.algorithms.baselines import GRPO
 from agentenv.learners.trees import attention as attention_blocked
 from agentenv.learners.trees.encoded_tree import LAYOUTS, ActionTokens, EncodedTree, Layout, encode
-from agentenv.learners.trees.partition import pack
+from agentenv.learners.trees.partition import pack, partition
 from agentenv.learners.trees.policy import Policy, tensors
 from tests.learners.trees import MODELS, flat_loss, random_tree, tiny_model, tree_loss
 
@@ -41,8 +43,17 @@ def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return iter([None])
 
 
-def some_trees(seed: int) -> tuple[list[TrajectoryTree], list[EncodedTree]]:
+def some_trees(
+    seed: int, temperatures: Sequence[float] = (1.0,)
+) -> tuple[list[TrajectoryTree], list[EncodedTree]]:
     trees = [random_tree(Random(seed * 100 + i), index=i, num_leaves=8) for i in range(3)]
+    for tree in trees[1:]:
+        for node in tree.nodes[1:]:
+            node.temperature = temperatures[node.index % len(temperatures)]
+            if node.temperature > 1:
+                rows = [{token, *range(1, 60, 7 + token % 30)} for token in node.action_ids]
+                node.num_kept = array("i", map(len, rows))
+                node.kept_ids = array("i", chain.from_iterable(rows))
     credits = [GRPO(group_size=6).credit(tree) for tree in trees]
     return trees, [encode(tree, credit, 0) for tree, credit in zip(trees, credits, strict=True)]
 
@@ -59,11 +70,11 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 def assert_equal_to_flat(
     plain: torch.nn.Module, model: torch.nn.Module, algorithm: Algorithm, limit: float,
-    layouts: Sequence[Layout] = ("tree",),
+    layouts: Sequence[Layout] = ("tree",), temperatures: Sequence[float] = (1.0,),
 ) -> None:  # fmt: skip
     """The loss of some trees and its gradient, in micro-batches of any size, are those of their
     separate sequences."""
-    trees, encoded = some_trees(7)
+    trees, encoded = some_trees(7, temperatures)
     flat = flat_loss(plain, trees, algorithm)
     expected = gradients(plain, flat)
     for max_tokens, layout in product((WHOLE, 60), layouts):
@@ -81,6 +92,26 @@ def test_loss_and_gradient_equal_the_flat_ones(
 ) -> None:
     plain, model = tiny_model(name, dtype), tiny_model(name, dtype)
     assert_equal_to_flat(plain, model, ALGORITHMS[algorithm], limit, LAYOUTS)
+
+
+@pytest.mark.usefixtures("float64_norms")
+def test_turns_of_a_tree_may_have_different_temperatures_and_truncations() -> None:
+    """Next to a tree at temperature 1, also on a rank with a part of a tree."""
+    plain, model = (tiny_model(dtype=torch.float64) for _ in range(2))
+    algorithm = GRPO(group_size=6)
+    temperatures = (0.5, 1.0, 1.7)
+    assert_equal_to_flat(plain, model, algorithm, 1e-9, LAYOUTS, temperatures)
+    trees, encoded = some_trees(7, temperatures)
+    parts, _ = partition(encoded, 2, WHOLE)
+    assert any(one.whole is not None and one.temperatures and one.num_kept for one in parts[0])
+    found = [tree_loss(model, one, algorithm) * ActionTokens(one).weight.sum() for one in parts]
+    total = sum(found) / ActionTokens(encoded).weight.sum()
+    assert relative(total, flat_loss(plain, trees, algorithm)) < 1e-9
+    assert not any(one.temperatures + one.num_kept for one in some_trees(7)[1])
+    assert encode(of_frame(to_frame(trees[2])), algorithm.credit(trees[2]), 0) == encoded[2]
+    trees[0].nodes[1].temperature = 0.0
+    with pytest.raises(DataError, match="greedy"):
+        encode(trees[0], algorithm.credit(trees[0]), 0)
 
 
 def test_the_trees_cover_both_signs_and_every_clip_edge() -> None:

@@ -184,6 +184,18 @@ def tree_loss(
     return total
 
 
+def truncation(path: Sequence[Node], logits: Tensor) -> Tensor:
+    """-inf for ids that the sampling of the next token did not keep, else 0."""
+    found, place = torch.zeros_like(logits), -1
+    for node in path:
+        kept = iter(node.kept_ids)
+        for row, size in enumerate(node.num_kept, place):
+            found[row] = -torch.inf
+            found[row, [next(kept) for _ in range(size)]] = 0.0
+        place += len(node.action_ids) + len(node.observation_ids)
+    return found
+
+
 def flat_loss(model: PreTrainedModel, trees: list[TrajectoryTree], algorithm: Algorithm) -> Tensor:
     """The same loss, one trajectory at a time, each with its own advantage."""
     parts = []
@@ -193,6 +205,10 @@ def flat_loss(model: PreTrainedModel, trees: list[TrajectoryTree], algorithm: Al
         for path, advantage in zip(paths, advantages, strict=True):
             ids, mask = torch.tensor([path.token_ids]), torch.tensor(path.loss_mask)[1:]
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+            sizes = [(one, len(one.action_ids + one.observation_ids)) for one in path.path]
+            temperature = [one.temperature for one, size in sizes for _ in range(size)]
+            logits = logits / torch.tensor(temperature[1:], dtype=logits.dtype)[:, None]
+            logits = logits + truncation(path.path, logits)
             logprobs = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0][mask]
             old = [value for node in path.path for value in node.logprobs]
             entropies = [value for node in path.path for value in node.entropies]

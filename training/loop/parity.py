@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from agentenv.assembly.keys.rl import TrainConfig, TrainingConfig
 from agentenv.assembly.serving.gpus import trains_on_gpu
@@ -59,26 +60,30 @@ class ParityGap(Struct):
 
 @dataclass(eq=False)
 class ParityProbe:
-    """After a publish, the engine (each server of a pool) samples a few tokens for fixed prompts.
-    Before its next step the learner, still at that version, scores the same tokens."""
+    """After a publish, the engine (each server of a pool) samples a few tokens for fixed prompts,
+    as `sampling_at` says for its policy version. Before its next step the learner, still at that
+    version, scores the same tokens."""
 
     engine: Engine
     learner: DeepSpeedLearner
     prompts: Sequence[list[int]]
     num_tokens: int = 16
+    sampling_at: Callable[[int], SamplingParams] = lambda version: SamplingParams(1)
 
     def __post_init__(self) -> None:
         self._sampling: asyncio.Future[list[dict[str, Completion]]] | None = None
 
     def start(self) -> None:
         """Let the engine sample; call right after a publish."""
+        given = self.sampling_at(self.engine.policy_version)
+        self._params = replace(given, max_tokens=self.num_tokens, stop=())
         self._sampling = asyncio.gather(
             *(self._sample(number, prompt) for number, prompt in enumerate(self.prompts))
         )
 
     async def _sample(self, number: int, prompt: list[int]) -> dict[str, Completion]:
         """Completions by the name of the server; late servers are omitted."""
-        sampling = SamplingParams(self.num_tokens, seed=number)
+        sampling = replace(self._params, seed=number)
         return await self.engine.generate_on_each(prompt, sampling, PROBE_S)
 
     async def sampled(self) -> None:
@@ -102,6 +107,9 @@ class ParityProbe:
             encode_sequence(
                 prompt + completion.token_ids,
                 [False] * len(prompt) + [True] * len(completion.token_ids),
+                self._params.temperature,
+                num_kept=completion.num_kept,
+                kept_ids=completion.kept_ids,
             )
             for _, prompt, completion in sampled
         ]
@@ -152,7 +160,7 @@ class ParityCheck:
                 f"{gap.worst or 'the engine'} and the learner disagree by {gap.worst_mean:.2g} "
                 f"nats a token at policy version {version}, more than train.stop_logprob_gap = "
                 f"{stop:g}: they do not compute the same model; check for a different dtype, "
-                "quantization or model path"
+                "quantization or model path, or a server with log-probs before temperature"
             )
         if gap.worst_mean > allowed:
             logger.warning(

@@ -294,7 +294,7 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
         if self._starting is not None:
             await self._starting
         learner, engine = await self.learner_and_engine()
-        probe = ParityProbe(engine, learner, prompts)
+        probe = ParityProbe(engine, learner, prompts, sampling_at=config.sampling.at)
         self.stack.push_async_callback(probe.close)
         trained = questions[TRAINED]
         encode_in_process(trained.renderer, self.stack)

@@ -135,7 +135,8 @@ class SelfCritic:
         count = min(self.config.num_questions, len(self.tasks))
         chosen = [self.tasks[place] for place in rng.sample(range(len(self.tasks)), count)]
         own, seed = self.actor, f"{self.seed}/{number}"
-        actor = Actor(own.engine, own.renderer, own.make_env, own.limits, own.sampling, seed)
+        sampling = own.sampling_at(own.engine.policy_version)
+        actor = Actor(own.engine, own.renderer, own.make_env, own.limits, sampling, seed)
         return await evaluate(actor, chosen, num_samples=self.config.num_samples)
 
     async def _train(self, rows: Sequence[PairRow], number: int) -> Metrics:

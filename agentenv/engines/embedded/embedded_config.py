@@ -14,7 +14,9 @@ from agentenv.engines.embedded.settings import NUM_CACHED_SEQS, EmbeddedSettings
 class EmbeddedConfig(EmbeddedSettings, frozen=True, kw_only=True, tag="embedded", tag_field="name"):
     """Settings of the embedded engine."""
 
-    capabilities: ClassVar = EngineCapabilities(is_exact=True, can_sleep=True)
+    capabilities: ClassVar = EngineCapabilities(
+        is_exact=True, has_temperature=True, has_kept=True, can_sleep=True
+    )
 
     @property
     def local_model(self) -> LocalModel:

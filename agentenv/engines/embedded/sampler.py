@@ -13,7 +13,8 @@ from agentenv.base.types import SamplingParams
 class TokenSampler:
     """The sampling parameters of a batch of rows as tensors.
 
-    `seen` has a row's tokens so far, prompt and output; it is used only with a penalty.
+    `seen` has a row's tokens so far, prompt and output; it is used only with a penalty. `kept`: by
+    row the ids that could be sampled in the last call; empty for rows that do not request them.
     """
 
     def __init__(
@@ -36,6 +37,8 @@ class TokenSampler:
         self._top_k = column([p.top_k if p.top_k > 0 else 2**31 for p in random], 2**31)
         self._top_p = column([p.top_p for p in random], 1.0)
         self._min_p = column([p.min_p for p in random], 0.0)
+        self._keeps = column([p.returns_kept for p in params], False)
+        self.kept: list[list[int]] = [[]] * len(params)
         self._penalty = column([p.repetition_penalty for p in params], 1.0)
         self._seen: Tensor | None = None  # bool [S, vocab_size], with a penalty only
         if self._penalty is not None:
@@ -71,6 +74,10 @@ class TokenSampler:
         logprobs = probs.gather(1, tokens).log_()
         # H = log Z - E[score], and log Z = score of the token - its log-probability.
         log_total = scores.gather(1, tokens) - logprobs
+        if self._keeps is not None:
+            kept = (scores > -torch.inf) & self._keeps
+            parts = kept.nonzero()[:, 1].split(kept.sum(-1).tolist())
+            self.kept = [ids.tolist() for ids in parts]
         if any(one is not None for one in (self._top_k, self._top_p, self._min_p)):
             scores = scores.masked_fill(probs == 0, 0.0)
         if self._seen is not None:

@@ -260,7 +260,8 @@ class Scheduler:
         if fresh:
             self._step = None
         token_ids = sampled.tolist()
-        self._record(step.requests, token_ids, logprobs.tolist(), entropies.tolist())
+        figures = logprobs.tolist(), entropies.tolist()
+        self._record(step.requests, token_ids, *figures, step.sampler.kept)
         if self._step is step:
             step.advance(sampled, token_ids)
 
@@ -312,6 +313,7 @@ class Scheduler:
         token_ids: list[int],
         logprobs: list[float],
         entropies: list[float],
+        kept: list[list[int]],
     ) -> None:
         """Store each row's token, create the events, and release finished rows."""
         self.counts["steps"] += 1
@@ -319,13 +321,16 @@ class Scheduler:
         if not math.isfinite(sum(logprobs)):
             raise EngineError(f"the logits of policy version {self.policy_version} are not finite")
         done: list[EmbeddedRequest] = []
-        for request, token, logprob, entropy in zip(
-            requests, token_ids, logprobs, entropies, strict=True
+        for request, token, logprob, entropy, ids in zip(
+            requests, token_ids, logprobs, entropies, kept, strict=True
         ):
             turn, completion = request.turn, None
             turn.token_ids.append(token)
             turn.logprobs.append(logprob)
             turn.entropies.append(entropy)
+            if ids:
+                turn.num_kept.append(len(ids))
+                turn.kept_ids += ids
             num_tokens = len(turn.token_ids)
             span = VersionSpan(self.policy_version, num_tokens - 1, num_tokens)
             extend_spans(turn.version_spans, span)

@@ -14,11 +14,13 @@ from agentenv.base.errors import ConfigError
 from agentenv.base.model_files import num_stretched_positions, read_eos_ids, vocab_size
 from agentenv.base.offload import in_thread
 from agentenv.base.urls import checked_url
-from agentenv.contract.engine import EngineConfig, EngineStart, check_context
+from agentenv.contract.engine import EngineCapabilities, EngineConfig, EngineStart, check_context
 from agentenv.contract.http_client import why_unreachable
 from agentenv.contract.server_config import MAX_SHARE, PoolConfig, Served, ServersConfig, read_key
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.remote.weight_sync import Server
+
+SERVERS = EngineCapabilities(has_temperature=True, can_sleep=True, can_guide=True)
 
 
 class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -96,7 +96,7 @@ class PooledTurn:
         self.loop = asyncio.get_running_loop()
         self._broken_at = -1  # number of tokens when a connection broke
         self._ended: asyncio.Future[None] | None = None  # the current part, or the turn
-        self.prompt_ids, self.guide, self._sampling = prompt_ids, sampling.guide, sampling
+        self.prompt_ids, self.guide, self.sampling = prompt_ids, sampling.guide, sampling
         self._on_tokens, self._stream_interval = on_tokens, stream_interval
         self._eos_ids, self._matcher = eos_ids, matcher
         self._logprobs, self._entropies = array("d"), array("d")  # nats
@@ -121,7 +121,7 @@ class PooledTurn:
         stop tokens for its end."""
         whole = self._matcher.whole if self._matcher is not None and not self.guide else ()
         stops = tuple(sorted({*whole, *self._eos_ids}))  # a server may know other ends of a turn
-        sampling, done = self._sampling, len(self.token_ids)
+        sampling, done = self.sampling, len(self.token_ids)
         window = None if has_free_entropies else self._num_entropies
         wanted = window is None or done < window
         self._ends_window = window is not None and done < window < sampling.max_tokens
@@ -181,7 +181,7 @@ class PooledTurn:
             return self._complete("stop", None)
         if (stop := self._match(length)) is not None:
             return self._complete("stop", stop)
-        if length >= self._sampling.max_tokens:
+        if length >= self.sampling.max_tokens:
             return self._complete("length", None)
         return None
 
@@ -376,7 +376,7 @@ class TurnEngine(Engine, Generic[S]):
                 if turn.is_stopped:
                     turn.end_part(None)
                 if turn.completion is not None:
-                    await self._mark_changed(slot, turn.completion, turn.prompt_ids)
+                    await self._mark_changed(slot, turn.completion, turn)
         finally:
             outcome = self.release(slot, outcome)
         if isinstance(outcome, Lost) or (isinstance(outcome, Aborted) and outcome.problem):
@@ -390,12 +390,13 @@ class TurnEngine(Engine, Generic[S]):
         self._entropy_kind = turn.entropy_kind
         return outcome
 
-    async def _mark_changed(self, slot: S, done: Completion, prompt_ids: Sequence[int]) -> None:
-        """Set the log-probs to nan that a grammar has changed, or that cannot be compared."""
-        ids = [*prompt_ids, *done.token_ids]
+    async def _mark_changed(self, slot: S, done: Completion, turn: PooledTurn) -> None:
+        """Set the log-probs to nan that a grammar has changed, or that cannot be compared: servers
+        score texts at temperature 1."""
+        ids = [*turn.prompt_ids, *done.token_ids]
         plain = [nan] * len(done.token_ids)
-        if slot.closed() is None:
-            task = asyncio.create_task(slot.client.scores(ids, len(prompt_ids)))
+        if slot.closed() is None and turn.sampling.temperature in (0.0, 1.0):
+            task = asyncio.create_task(slot.client.scores(ids, len(turn.prompt_ids)))
             wait = waiting()
             slot.run(task, wait)  # it ends with the server, and its clock pauses with it
             try:
