@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 
 from agentenv.adapters.testing import check_tool_env
-from agentenv.adapters.trial import Replays, try_contract, watched
+from agentenv.adapters.trial import BranchReplays, try_contract, watched
 from agentenv.assembly.run.terminal import is_shown
 from agentenv.base.errors import ConfigError, CrashError, ToolError
 from agentenv.base.types import Message, Task, ToolCall, ToolResult
@@ -365,7 +365,7 @@ async def test_forks_of_a_run_are_replayed(
             await act(one, word)
             await one.step(Message("assistant", "done"))
             await one.close()
-        await asyncio.gather(*shared("replays of branches", Replays).replaying)
+        await asyncio.gather(*shared("replays of branches", BranchReplays).replaying)
     lines = [one.getMessage() for one in caplog.records if is_shown(one)]
     assert len(lines) == (kind is Vault)
     for line in lines:

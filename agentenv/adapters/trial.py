@@ -37,6 +37,7 @@ from agentenv.contract.env import (
 )
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import state_of
+from agentenv.rollout.actor_parts import ActorParts
 from agentenv.text.call_syntax import sample_call
 
 Make = Callable[[Task], Env]
@@ -358,13 +359,19 @@ def values_of(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 # In a run.
 
 
+def watch(actor: ActorParts, config: Any) -> None:
+    """Let the actor of a training whose algorithm forks make environments that are `watched`."""
+    if config.env.trial and config.algorithm.may_fork:
+        actor.make_env = watched(actor.make_env)
+
+
 def watched(make: Make) -> Make:
-    """`make` for a run with forks: the calls of the first NUM_REPLAYS branches of custom
+    """`make` for a run: the calls of the first NUM_REPLAYS branches of custom
     environments that forked are played again, each after its end, in a fresh environment. A
     difference is counted, and the first one is a warning."""
 
     def made(task: Task) -> Env:
-        env, replays = make(task), shared("replays of branches", Replays)
+        env, replays = make(task), shared("replays of branches", BranchReplays)
         is_watched = replays.num_left and theirs(env)
         return Watched(env, Trial(make, task, ()), replays) if is_watched else env
 
@@ -377,7 +384,7 @@ class Watched(EnvWrapper):
 
     keeps, has_forked = True, False
 
-    def __init__(self, env: Env, trial: Trial, replays: Replays) -> None:
+    def __init__(self, env: Env, trial: Trial, replays: BranchReplays) -> None:
         super().__init__(env)
         self.trial, self.replays = trial, replays
 
@@ -418,7 +425,7 @@ def is_client(named: tuple[str, Any]) -> bool:
     return str(module).startswith(OUTSIDE)
 
 
-class Replays:
+class BranchReplays:
     """Plays calls of a run's branches again, one branch at a time, beside the run."""
 
     def __init__(self) -> None:

@@ -174,7 +174,7 @@ EPISODES = "first episodes"
 START: tuple[Check, ...] = (
     Check("sizes divide", "configuration", TRAIN, start_checks.sizes, NOTHING),
     Check("time-outs", "configuration", TRAIN, start_checks.time_outs, NOTHING),
-    Check("advantages", "configuration", TRAIN, start_checks.advantages, NOTHING),
+    Check("algorithm", "configuration", TRAIN, start_checks.algorithm, NOTHING),
     Check("cold start and renderer", "configuration", TRAIN, start_checks.demonstrations, NOTHING),
     Check(
         "names of evaluation sets", "configuration", TRAIN, start_checks.evaluation_sets, NOTHING

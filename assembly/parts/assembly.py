@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from agentenv.adapters.trial import watched
 from agentenv.assembly.keys.evaluation import EvaluateConfig, PolicyConfig
 from agentenv.assembly.keys.rl import DataConfig, Sampling, TrainConfig
 from agentenv.assembly.keys.run import RunConfig
@@ -180,9 +179,7 @@ def actor_of(
     """An actor of a run, whose seed determines all randomness of its rollouts."""
     sampling: Sampling = getattr(config.sampling, use)
     seed = config.run.seed if sampling.seed is None else sampling.seed
-    is_watched = use == "train" and make_env.config.trial and config.algorithm.may_fork
-    make = watched(make_env) if is_watched else make_env
-    return Actor(engine, renderer, make, config.limits, sampling.params(), f"{seed}/{use}")
+    return Actor(engine, renderer, make_env, config.limits, sampling.params(), f"{seed}/{use}")
 
 
 class Questions(NamedTuple):
