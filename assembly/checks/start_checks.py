@@ -587,9 +587,9 @@ async def check_graders(make_env: Callable[[Task], Env], tasks: Iterable[Task]) 
 
 
 async def trials(assembly: RolloutAssembly[TrainConfig]) -> str:
-    """Forks of each custom environment are independent, and nothing outlives its episodes, before a
-    training whose algorithm forks."""
-    if not assembly.config.algorithm.may_fork:
+    """Forks of each custom environment are independent, and nothing outlives its episodes: in the
+    doctor, in a dry run, and before a training whose algorithm forks."""
+    if not (assembly.tries_all or assembly.config.algorithm.may_fork):
         return "not tried: the algorithm does not fork"
     for maker, sets in (await assembly.shared()).items():
         tasks = {task.env_id: task for rows in sets.values() for task in rows}

@@ -152,7 +152,7 @@ class EnvConfig(EnvChoice, frozen=True, kw_only=True):
         about("[env.variants.NAME]: a NAME for rows' env_id, data.env_by, data.mix"),
     ] = field(default_factory=dict)
     trial: Annotated[
-        bool, Meta(description="training with forks tries custom environments, before it and in it")
+        bool, Meta(description="dry run, doctor and training with forks try custom environments")
     ] = True
 
 
