@@ -16,7 +16,7 @@ from agentenv.evaluation import statistics
 from agentenv.evaluation.scores import Scorer, Votes, count_votes, for_each, score_rows
 from agentenv.evaluation.statistics import Floats, cohen_kappa, majority_at_k, pass_at_k
 from agentenv.rollout.failures import faults_of
-from agentenv.rollout.metrics import failure_kind_of
+from agentenv.rollout.metrics import failure_kind_of, part_means
 from agentenv.text.call_syntax import without_thoughts
 
 
@@ -68,6 +68,7 @@ class Figures(Struct, kw_only=True):
     did. `num_retries`: number of failed attempts that were retried, over all trajectories.
     `num_empty`: number of trajectories with an empty reply of the model; `num_padded`: of sampled
     ids beyond the tokenizer's.
+    `parts`: means of the parts of rewards, as in training.
     `num_misformatted`: number of answers that equal a gold (em) but are wrong because of their
     format.
 
@@ -93,6 +94,7 @@ class Figures(Struct, kw_only=True):
     agreement: Agreement | None
     assist: dict[str, float] = {}  # totals of EvalRow.assist
     endpoint: dict[str, float] = {}  # totals of EvalRow.endpoint, with failed trajectories
+    parts: dict[str, float] = {}
     num_retries: int = 0
     num_misformatted: int = 0
     num_empty: int = 0
@@ -102,7 +104,8 @@ class Figures(Struct, kw_only=True):
 class Summary(Struct, kw_only=True):
     """The content of summary.json. `groups`: figures by field and value; fields are dataset, kind,
     and those of a benchmark, e.g. groups["gaia level"]["1"]. `average`: the unweighted mean of the
-    datasets' success, as in the tables of the papers.
+    datasets' success, as in the tables of the papers. `env`: counts of environments, as the metrics
+    env/NAME of training, over all commands that sampled.
     """
 
     name: str
@@ -111,6 +114,7 @@ class Summary(Struct, kw_only=True):
     average: float | None
     overall: Figures
     groups: dict[str, dict[str, Figures]]
+    env: dict[str, float] = {}
 
 
 T = TypeVar("T")
@@ -186,6 +190,7 @@ def figures_of(
         agreement=agreement_of(done),
         assist=_total(row.assist for row in done),
         endpoint=_total(row.endpoint for row in rows),
+        parts=part_means([row.parts for row in done]),
         num_retries=sum(row.num_retries for row in rows),
         num_misformatted=sum(map(_is_misformatted, done)),
         num_padded=sum(row.padded_tokens for row in rows),

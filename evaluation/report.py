@@ -16,7 +16,7 @@ from agentenv.base.offload import in_thread
 from agentenv.contract.env import close_shared
 from agentenv.evaluation.figures import SCORES, Agreement, Estimate, Figures, Summary, summarize
 from agentenv.evaluation.scores import Compat, Scorer, make_scorer, stored_rows
-from agentenv.evaluation.store import load_saved
+from agentenv.evaluation.store import load_saved, read_env
 from agentenv.reference.helpers import HELPERS
 from agentenv.rollout.metrics import PADDED
 
@@ -43,7 +43,9 @@ async def figures(
     """The summary of these rows of the evaluation in `folder`. Also writes scores into the rows."""
     saved = load_saved(folder)
     name = f"{folder.name}: {saved.subject.get('name', '')}".rstrip(": ")
-    return await summarize(name, rows, scorer, ks=ks)
+    found = await summarize(name, rows, scorer, ks=ks)
+    found.env = read_env(folder)
+    return found
 
 
 async def show_report(folder: Path, summary: Summary, view: View) -> Summary:
@@ -140,6 +142,12 @@ def tables_of(summary: Summary, *, short: bool = False) -> list[Table]:
         tables.append(_helpers(overall))
     if short:
         return tables
+    if overall.parts:
+        cells = {name: _part(name) for name in overall.parts}
+        tables.append(_grouped("Parts of the reward", summary, cells, "Means, as in training."))
+    if summary.env:
+        rows = [[name, f"{count:g}"] for name, count in summary.env.items()]
+        tables.append(Table(title="Counts of environments", columns=["env/", "count"], rows=rows))
     if overall.truncations or overall.num_failed or overall.num_empty:
         tables.append(_ends(overall))
     if overall.agreement is not None:
@@ -232,6 +240,10 @@ def _by_k(summary: Summary, title: str, of: Callable[[Figures], dict[int, Estima
 
 def _value_of(name: str) -> Cell:
     return lambda figures: number(getattr(figures.estimates.get(name), "value", None))
+
+
+def _part(name: str) -> Cell:
+    return lambda figures: number(figures.parts.get(name))
 
 
 def _spread_of(name: str, *figure: str) -> Cell:

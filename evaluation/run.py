@@ -219,7 +219,8 @@ async def run_evaluation(
             return 0, None
         engine = (await assembly.engine()).stats()
         asked = {f"engine/num_{name}": engine.get(name) for name in ("requests", "retries")}
-        counts = {**shared_stats(), **asked}
+        store.count(stats := shared_stats())
+        counts = {**stats, **asked}
         if counted := [f"{name} {value:g}" for name, value in counts.items() if value]:
             view.log(f"environments: {', '.join(counted)}")
         failed = [row for row in store.rows.values() if row.end == FAILED]

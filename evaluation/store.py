@@ -2,11 +2,13 @@
 
 DIR/config.json    the subject and the configuration; any other evaluation is rejected
 DIR/rows.jsonl     an EvalRow per line, written when its trajectory ends
+DIR/env.json       counts of environments
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from threading import Lock as ThreadLock
@@ -35,7 +37,7 @@ def lock(folder: Path) -> Lock:
         return Lock(folder / LOCK_FILE, "or stop it", takes_over=True)
 
 
-CONFIG_FILE, ROWS_FILE = "config.json", "rows.jsonl"
+CONFIG_FILE, ROWS_FILE, ENV_FILE = "config.json", "rows.jsonl", "env.json"
 
 # Keys without effect on a trajectory: speed, number of questions and samples, paths.
 _FREE = {"concurrency", "num_samples", "roles", "engine"}
@@ -87,6 +89,12 @@ class Store:
             append_whole(self.path / ROWS_FILE, line)
             self.rows[row.key] = row
 
+    def count(self, stats: Mapping[str, float]) -> None:
+        """Add the counts of environments of this command (`shared_stats`)."""
+        total = Counter(read_env(self.path))
+        total.update(stats)
+        write_whole(self.path / ENV_FILE, msgspec.json.encode(total, order="sorted"))
+
     def missing(self, wanted: Iterable[Wanted]) -> list[Wanted]:
         """The trajectories still to sample, including failed ones. Raises ConfigError if a stored
         row with the same key has another question."""
@@ -118,6 +126,12 @@ class Store:
             _refuse_changes(self.path, before, saved)
             saved.config["sets"] = {**before.config.get("sets", {}), **saved.config["sets"]}
         save(self.path, saved)
+
+
+def read_env(folder: Path) -> dict[str, float]:
+    """The counts of environments of an evaluation, over all its commands."""
+    path = folder / ENV_FILE
+    return read_object(path, "counts of environments") if path.exists() else {}
 
 
 def replace_rows(folder: Path, rows: Sequence[EvalRow], keep_as: str = "") -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -12,10 +14,11 @@ from typing import Any, ClassVar
 import pytest
 
 from agentenv.adapters.testing import check_tool_env
-from agentenv.adapters.trial import try_contract
+from agentenv.adapters.trial import BranchReplays, try_contract, watched
+from agentenv.assembly.run.terminal import is_shown
 from agentenv.base.errors import ConfigError, CrashError, ToolError
 from agentenv.base.types import Message, Task, ToolCall, ToolResult
-from agentenv.contract.env import EnvWrapper, Grade
+from agentenv.contract.env import EnvWrapper, Grade, isolated_shared, shared
 from agentenv.contract.function_tool import FunctionTool, argument_schema, tool
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import StatelessTool
@@ -242,8 +245,8 @@ EPISODE = [*(Message("assistant", "", (call,)) for call in CALLS), Message("assi
 
 @pytest.mark.parametrize("name", MISTAKES)
 async def test_a_mistake_is_named_before_the_run_and_by_the_kit(name: str, tmp_path: Path) -> None:
-    for shared in (EVERYWHERE, OfClass.slots, Default.calendar.__defaults__[0]):  # type: ignore[index]
-        shared.clear()
+    for taken in (EVERYWHERE, OfClass.slots, Default.calendar.__defaults__[0]):  # type: ignore[index]
+        taken.clear()
     make, says = maker(name, tmp_path), MISTAKES[name][1]
     with pytest.raises(ConfigError, match=f"(?s)random calls.*{says}.*env.trial = false"):
         await try_contract(make, TASK)
@@ -312,3 +315,63 @@ async def test_a_doubt_is_a_line(tmp_path: Path) -> None:
     assert "'LUCK' of tests.test_trial" in await try_contract(at_luck, TASK)
     (tmp_path / "calendar.txt").touch()
     assert "share a file" in await try_contract(maker("kept", tmp_path), TASK)
+
+
+class Vault(Shallow):
+    """A booking takes the word of another answer, which no random call has."""
+
+    def start(self, seed: int | None) -> Any:
+        return {"word": f"w{seed}", "taken": []}
+
+    async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
+        is_known = arguments["room"] == state["word"]
+        return await super().call(arguments, state) if is_known else ToolResult(state["word"])
+
+
+class Copied(Vault):
+    fork = Book.fork
+
+
+class Api(Vault):
+    def __init__(self) -> None:
+        from agentenv.contract.http import HttpClient
+
+        self.client = HttpClient("http://127.0.0.1:9")
+
+
+class Unsteady(Vault):
+    async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
+        found = await super().call(arguments, state)
+        return ToolResult(f"{found.text} {os.urandom(8).hex()}")
+
+
+@pytest.mark.parametrize("kind", [Vault, Copied, Api, Unsteady])
+async def test_forks_of_a_run_are_replayed(
+    kind: type[Vault], caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a fresh environment, unless there is a client of a network; equal calls that differ there
+    too are no mistake."""
+
+    async def act(env: Any, room: str) -> str:
+        call = ToolCall("book", {"room": room, "hour": 9})
+        (found,) = (await env.step(Message("assistant", "", (call,))))[0]
+        return str(found.content.split()[0])
+
+    async with isolated_shared():
+        env = watched(lambda task: AnswerEnv(task, kind()))(TASK)
+        await env.reset(seed=7)
+        word = await act(env, "?")
+        for one in (await env.fork(), env):
+            await act(one, word)
+            await one.step(Message("assistant", "done"))
+            await one.close()
+        await asyncio.gather(*shared("replays of branches", BranchReplays).replaying)
+    lines = [one.getMessage() for one in caplog.records if is_shown(one)]
+    assert len(lines) == (kind is Vault)
+    for line in lines:
+        found = r"task t: a .*'book', called with {'room': 'w\d+'.*taken at 9.*Booked"
+        assert re.search(f"{found}.*{COPY}", line)
+
+
+async def test_random_calls_do_not_see_it() -> None:
+    assert await try_contract(lambda task: AnswerEnv(task, Vault()), TASK) == ""

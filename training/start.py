@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
+from agentenv.adapters.trial import watch
 from agentenv.assembly.checks.checks import refuse
 from agentenv.assembly.keys.cluster import FOLDER, ExternalCluster, RayCluster, Setup, SpreadCluster
 from agentenv.assembly.keys.rl import TrainConfig
@@ -139,7 +140,9 @@ async def build_parts(
         await refuse(assembly, "files")
     async with assembly.starting():
         await refuse(assembly, first="model" if checkpoint is None else "configuration")
-        return await assembly.parts()
+        parts = await assembly.parts()
+    watch(parts.actor, config)
+    return parts
 
 
 ADDED: dict[str, Any] = {  # arguments of Training

@@ -1,35 +1,51 @@
 """An episode that is tried: forks are independent, and nothing outlives an episode.
 
 A test chooses the episode (`agentenv/adapters/testing.py`); before a run, `try_contract` plays
-random calls. A difference is reported with the place of the state that should not be shared.
+random calls; in a run, `watched` plays the policy's calls again. A difference is reported with the
+place of the state that should not be shared.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
+import logging
 import pickle
 import sys
 import types
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from contextvars import Context
 from io import BytesIO
 from itertools import zip_longest
 from random import Random
-from typing import Any
+from typing import Any, Self
 
 from agentenv.base.crashes import OURS, guarded
 from agentenv.base.errors import AgentEnvError, ConfigError, CrashError, InfraError, OutageError
-from agentenv.base.types import Message, Task
-from agentenv.contract.env import Env, EnvWrapper, StepResult, check_reset, check_step
+from agentenv.base.types import Info, Message, Task
+from agentenv.base.untrusted import shortened
+from agentenv.contract.env import (
+    Env,
+    EnvWrapper,
+    StepResult,
+    check_reset,
+    check_step,
+    shared,
+    tally,
+)
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import state_of
+from agentenv.rollout.actor_parts import ActorParts
 from agentenv.text.call_syntax import sample_call
 
 Make = Callable[[Task], Env]
 Outcome = tuple[list[Message], float, bool, bool]
 
-SEED = 20  # of every episode
+logger = logging.getLogger(__name__)
+
+SEED = 20  # of every episode before a run
 COPY = "return a copy from `fork`, also of what the state contains"
 KEEP = "keep it in the state that a tool's `start` returns, and copy it in `fork`"
 MAX_BYTES = 1 << 20  # of a pickled object; larger ones are not compared
@@ -38,6 +54,9 @@ TRIAL_S = 60.0
 NUM_EPISODES = 3
 NUM_CALLS = 8
 LAST = Message("assistant", "<answer>unknown</answer>")
+NUM_REPLAYS = 8  # branches of a run whose calls are played again
+MAX_SHOWN = 300  # characters of a call and of its outcome
+OUTSIDE = ("agentenv.contract.http", "aiohttp", "httpx", "openai", "requests", "socket", "urllib")
 
 
 class Trial:
@@ -45,6 +64,8 @@ class Trial:
     `changed` the objects that may be the cause of a difference."""
 
     is_steady = True  # whether equal actions have equal outcomes
+    seed: int | None = SEED
+    raised: tuple[type[AgentEnvError], ...] = (ConfigError, InfraError, OutageError)  # by `step`
 
     def __init__(self, make: Make, task: Task, actions: Sequence[Message]) -> None:
         self.make, self.task, self.actions = make, task, actions
@@ -52,10 +73,10 @@ class Trial:
 
     @asynccontextmanager
     async def begun(self, num_actions: int) -> AsyncIterator[Env]:
-        """An episode with SEED after the first actions; closed at the end."""
+        """An episode with `seed` after the first actions; closed at the end."""
         env = self.make(self.task)
         try:
-            begun = await guarded(env.reset(seed=SEED), "the environment's reset")
+            begun = await guarded(env.reset(seed=self.seed), "the environment's reset")
             self.info, self.fork_mode = refuse(check_reset, begun)[1], env.fork_mode
             await self.act(env, self.actions[:num_actions])
             yield env
@@ -63,7 +84,7 @@ class Trial:
             await guarded(env.close(), "the environment's close")
 
     async def play(self) -> list[Outcome]:
-        """The outcomes of one whole episode with SEED."""
+        """The outcomes of one whole episode."""
         async with self.begun(0) as env:
             return await self.act(env, self.actions)
 
@@ -78,12 +99,12 @@ class Trial:
         return outcomes
 
     async def step(self, env: Env, action: Message) -> StepResult:
-        """The result of a step; a failure is a result too."""
+        """The result of a step; a failure is a result too, except those in `raised`."""
         try:
             return check_step(await guarded(env.step(action), "the environment's step"))
-        except (ConfigError, InfraError, OutageError):
-            raise
         except AgentEnvError as error:
+            if isinstance(error, self.raised):
+                raise
             return [Message("tool", str(error))], 0.0, False, False, {}
 
     async def check_episodes(self) -> None:
@@ -127,9 +148,14 @@ class Trial:
         for number, (one, other) in enumerate(zip_longest(self.reference[place:], found)):
             if self.is_steady and one != other:
                 calls = self.actions[place + number].tool_calls
-                step = ", ".join([f"step {number}", *(f"the tool {one.name!r}" for one in calls)])
+                named = (f"the tool {one.name!r}, called with {one.arguments}" for one in calls)
+                step = shortened(", ".join([f"step {number}", *named]), MAX_SHOWN)
                 cause = f"; {self.changed[0]} changed and is shared: {KEEP}" if self.changed else ""
-                raise AssertionError(f"{what} differ at {step}:\n  {one}\n  {other}{cause}")
+                pair: list[Any] = [one, other]
+                if one and other and one[1:] == other[1:]:
+                    pair = [[message.content for message in each[0]] for each in (one, other)]
+                shown = "\n  ".join(shortened(str(each), MAX_SHOWN) for each in pair)
+                raise AssertionError(f"{what} differ at {step}:\n  {shown}{cause}")
 
 
 # Where state may lie.
@@ -219,6 +245,17 @@ def is_theirs(one: Any) -> bool:
     return is_own(type(one)) or is_own(getattr(one, "function", None))
 
 
+def tools_of(env: Env) -> dict[str, Any]:
+    """The tools of an environment by name."""
+    inner = unwrapped(env)
+    return dict(inner.tools) if isinstance(inner, ToolEnv) else {}
+
+
+def theirs(env: Env) -> list[Any]:
+    """The environment and its tools that are a user's own; others have tests of their own."""
+    return [one for one in (unwrapped(env), *tools_of(env).values()) if is_theirs(one)]
+
+
 def refuse(check: Callable[..., Any], *given: Any) -> Any:
     """The result of a rollout's check. Converts its error to AssertionError."""
     try:
@@ -267,10 +304,9 @@ async def try_contract(make: Make, task: Task) -> str:
 
 async def _try_episode(trial: Trial, rng: Random) -> str:
     async with trial.begun(0) as env:
-        inner = unwrapped(env)
-        known = inner.tools if isinstance(inner, ToolEnv) else {}
-    if not any(map(is_theirs, (inner, *known.values()))):
-        return ""  # it has tests of its own
+        inner, known = unwrapped(env), tools_of(env)
+    if not theirs(env):
+        return ""
     tools = [one for one in trial.info.get("tools", ()) if is_theirs(known.get(one["name"], inner))]
     trial.actions = [*random_calls(tools, trial.task, rng), LAST]
     finding = ""
@@ -318,3 +354,109 @@ def values_of(key: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from values_of(key, inner)
     else:
         yield key, value
+
+
+# In a run.
+
+
+def watch(actor: ActorParts, config: Any) -> None:
+    """Let the actor of a training whose algorithm forks make environments that are `watched`."""
+    if config.env.trial and config.algorithm.may_fork:
+        actor.make_env = watched(actor.make_env)
+
+
+def watched(make: Make) -> Make:
+    """`make` for a run: the calls of the first NUM_REPLAYS branches of custom
+    environments that forked are played again, each after its end, in a fresh environment. A
+    difference is counted, and the first one is a warning."""
+
+    def made(task: Task) -> Env:
+        env, replays = make(task), shared("replays of branches", BranchReplays)
+        is_watched = replays.num_left and theirs(env)
+        return Watched(env, Trial(make, task, ()), replays) if is_watched else env
+
+    return made
+
+
+class Watched(EnvWrapper):
+    """Keeps the calls of an episode with their outcomes, up to a turn that failed, ended the
+    episode, or has a call of a tool that is neither a user's own nor in a sandbox."""
+
+    keeps, has_forked = True, False
+
+    def __init__(self, env: Env, trial: Trial, replays: BranchReplays) -> None:
+        super().__init__(env)
+        self.trial, self.replays = trial, replays
+
+    async def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[list[Message], Info]:
+        self.trial.seed = seed
+        return await super().reset(seed=seed, options=options)
+
+    async def step(self, action: Message) -> StepResult:
+        called = [tools_of(self.env).get(one.name) for one in action.tool_calls]
+        is_ours = any(one and not (is_theirs(one) or hasattr(one, "sandbox")) for one in called)
+        keeps, self.keeps = self.keeps and bool(called) and not is_ours, False
+        outcome = check_step(await super().step(action))
+        if keeps and not (outcome[2] or outcome[3]):
+            self.keeps, trial = True, self.trial
+            trial.actions = [*trial.actions, action]
+            trial.reference = [*trial.reference, outcome[:4]]
+        return outcome
+
+    async def fork(self) -> Self:
+        other = await super().fork()
+        other.trial = copy.copy(self.trial)
+        with suppress(Exception):  # of a user's objects
+            self.has_forked = other.has_forked = not any(map(is_client, objects(self.env)))
+        return other
+
+    async def close(self) -> None:
+        await super().close()
+        if self.has_forked and self.trial.actions:
+            self.has_forked = False  # once
+            self.replays.add(self.trial)
+
+
+def is_client(named: tuple[str, Any]) -> bool:
+    """Whether an object is, or makes, a client of a network."""
+    module = getattr(named[1], "__module__", None) or getattr(named[1], "__name__", "")
+    return str(module).startswith(OUTSIDE)
+
+
+class BranchReplays:
+    """Plays calls of a run's branches again, one branch at a time, beside the run."""
+
+    def __init__(self) -> None:
+        self.num_left, self._one_at_a_time = NUM_REPLAYS, asyncio.Lock()
+        self.replaying = set[asyncio.Task[None]]()
+
+    def add(self, trial: Trial) -> None:
+        """Replay a branch that has ended, unless there were enough."""
+        if self.num_left:
+            self.num_left -= 1
+            replay = self._replay(trial)
+            self.replaying.add(asyncio.create_task(replay, context=Context()))  # without its clock
+
+    async def close(self) -> None:
+        """Cancel unfinished replays."""
+        for task in self.replaying:
+            task.cancel()
+        await asyncio.gather(*self.replaying, return_exceptions=True)
+
+    async def _replay(self, trial: Trial) -> None:
+        who = f"{trial.task.env_id}, task {trial.task.id}"
+        what = "a branch of the run that forked and its calls in a fresh environment"
+        trial.raised = (AgentEnvError,)  # such as of a sandbox, closed at the end of the run
+        try:
+            async with self._one_at_a_time, asyncio.timeout(TRIAL_S):
+                found = await trial.play()
+                if found != trial.reference and found == await trial.play():  # else by themselves
+                    trial.same(found, what)
+        except AssertionError as error:
+            text = f"{who}: {' '.join(str(error).split())}; branches or episodes share a state: "
+            text += f"{COPY}, or {KEEP} (env.trial = false skips this check)"
+            tally("num_shared_states").add(1, text)
+        except Exception as error:  # of the environment, or no end within TRIAL_S
+            logger.info("%s: a branch was not replayed: %r", who, error)

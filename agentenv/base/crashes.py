@@ -10,11 +10,12 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from agentenv.base.errors import AgentEnvError, ConfigError, CrashError
 from agentenv.base.installation import PACKAGES
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -55,6 +56,29 @@ async def at_start(work: Awaitable[T], what: str) -> T:
         return await guarded(work, what)
     except CrashError as error:
         raise ConfigError(str(error)) from error
+
+
+def called(function: Callable[P, T], *given: P.args, **keys: P.kwargs) -> T:
+    """The result of a function, or of a method of a part, that a user may have written. Converts an
+    exception of a user's code to ConfigError with class, method and place."""
+    try:
+        return function(*given, **keys)
+    except AgentEnvError:
+        raise
+    except Exception as error:
+        name, place = name_of(function), place_of(error)
+        if not place and name.startswith(f"{OURS}."):
+            raise  # a bug of this project needs its traceback
+        why = f"{type(error).__name__}: {error}{place or f' ({origin_of(error)})'}"
+        raise ConfigError(f"{name} raised {why}") from error
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function, or of a method with that of its object's class."""
+    owner: Any = type(getattr(function, "__self__", None))
+    if owner is type(None):
+        return f"{function.__module__}:{getattr(function, '__qualname__', function)}"
+    return f"{owner.__module__}:{owner.__qualname__}.{function.__name__}"
 
 
 def not_a_text(name: str, found: Any, function: Any) -> CrashError:

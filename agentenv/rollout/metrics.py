@@ -129,15 +129,18 @@ def _trajectory_metrics(paths: Sequence[tuple[Trajectory, str]], failed_share: f
             for path in done
         ),
     }
-    parts: dict[str, list[float]] = {}
-    for path in done:
-        for name, value in path.leaf.info.get("parts", {}).items():
-            parts.setdefault(f"reward/{name}", []).append(value)
-    metrics |= {name: fmean(values) for name, values in parts.items()}
-    if "reward/format" in parts:
-        metrics["reward/format_errors"] = fmean(value < 0 for value in parts["reward/format"])
+    parts = [path.leaf.info.get("parts", {}) for path in done]
+    metrics |= {f"reward/{name}": mean for name, mean in part_means(parts).items()}
+    if formats := [one["format"] for one in parts if "format" in one]:
+        metrics["reward/format_errors"] = fmean(value < 0 for value in formats)
     limits = Counter(path.leaf.limit for path in done if path.leaf.limit)
     return metrics | {f"truncated/{limit}": num / len(done) for limit, num in limits.items()}
+
+
+def part_means(parts: Sequence[Mapping[str, float]]) -> Metrics:
+    """The mean of each part of a reward (`Grade.parts`), over the trajectories that have it."""
+    names = dict.fromkeys(name for one in parts for name in one)
+    return {name: fmean(one[name] for one in parts if name in one) for name in names}
 
 
 Trained = Sequence[tuple[TrajectoryTree, Sequence[Node]]]  # trees with the leaves that counted

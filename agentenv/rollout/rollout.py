@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
+from agentenv.base.crashes import called
 from agentenv.base.deadline import Alarm, Deadline, WorkClock, working
 from agentenv.base.errors import (
     AgentEnvError,
@@ -101,7 +102,7 @@ class Rollout(Growth):
         try:
             async with self._group:
                 if recorded is None:
-                    number = self.plan.on_start(self.tree)
+                    number = called(self.plan.on_start, self.tree)
                     if number == 1 < self.plan.group_size:
                         self._probes_since = asyncio.get_running_loop().time()
                     self._start_roots(number)
@@ -238,7 +239,7 @@ class Rollout(Growth):
         try:
             rng = Random(self._recovery.key(branch, "fork"))
             first = array("f", entropies)  # in the precision of nodes, so that equal values match
-            wanted = self.plan.on_fork_point(self.tree, place, first, rng)
+            wanted = called(self.plan.on_fork_point, self.tree, place, first, rng)
             place.num_forks = 0 if self._is_over else wanted
             if self.record is not None:
                 self.record.decided(place)
@@ -339,7 +340,7 @@ class Rollout(Growth):
     def _end(self, leaf: Node, branch: Branch) -> None:
         """A trajectory of the group has ended; the plan decides on new branches."""
         self.tree.num_live -= 1
-        wanted = self.plan.on_leaf_end(self.tree, leaf)
+        wanted = called(self.plan.on_leaf_end, self.tree, leaf)
         places = [(self.tree.root, wanted)] if isinstance(wanted, int) else wanted
         if any(number for _, number in places) and self._probes_since is not None:
             self.actor.probes.append(asyncio.get_running_loop().time() - self._probes_since)

@@ -174,7 +174,7 @@ EPISODES = "first episodes"
 START: tuple[Check, ...] = (
     Check("sizes divide", "configuration", TRAIN, start_checks.sizes, NOTHING),
     Check("time-outs", "configuration", TRAIN, start_checks.time_outs, NOTHING),
-    Check("advantages", "configuration", TRAIN, start_checks.advantages, NOTHING),
+    Check("algorithm", "configuration", TRAIN, start_checks.algorithm, NOTHING),
     Check("cold start and renderer", "configuration", TRAIN, start_checks.demonstrations, NOTHING),
     Check(
         "names of evaluation sets", "configuration", TRAIN, start_checks.evaluation_sets, NOTHING
@@ -224,7 +224,7 @@ START: tuple[Check, ...] = (
     Check("special tokens in questions", "parts", SAMPLING, start_checks.tokens_of_questions, ROWS),
     Check("observations", "parts", SAMPLING, start_checks.observations, ENV, after=EPISODES),
     Check("graders", "parts", SAMPLING, start_checks.graders, after=EPISODES),
-    Check("trials of environments", "parts", TRAIN, start_checks.trials, after=EPISODES),
+    Check("trials of environments", "parts", TRAIN, start_checks.trials, ENV, after=EPISODES),
     # every set has a prompt that fits the limits
     Check("prompts", "parts", SAMPLING, part("questions"), PROMPT, after=EPISODES),
     # the tools that helpers repair exist; those that they repeat are repeatable

@@ -12,7 +12,6 @@ from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from msgspec import Struct, to_builtins
 from msgspec import inspect as mi
 
@@ -47,14 +46,13 @@ from agentenv.base.registry import joined, marks_of, type_info
 from agentenv.base.types import Message, Task
 from agentenv.contract.engine import EngineConfig, check_context
 from agentenv.contract.env import Env, check_observation, check_step
-from agentenv.contract.plan import Independent
 from agentenv.contract.server_config import LaunchConfig, RoleConfig, Served
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.data.data_files import is_generated
 from agentenv.engines.openai import OpenAIConfig
 from agentenv.envs.grading.keys import grader_config
 from agentenv.envs.grading.reward import NUM_CHECKED_ROWS, check_grader
-from agentenv.learners.algorithms.credit import advantages_of
+from agentenv.learners.algorithms.check import check_algorithm
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.optimizer import OptimizerConfig
 from agentenv.text.native import NativeConfig, NativeRenderer
@@ -189,12 +187,9 @@ def _timeouts(path: str, value: Any) -> Iterator[tuple[str, float]]:
         yield from _timeouts(f"{path}.{name}", one)
 
 
-async def advantages(assembly: Assembly[TrainConfig]) -> None:
-    """The estimator returns an advantage for each return, also if all are equal."""
-    algorithm = assembly.config.algorithm
-    returns = np.arange(algorithm.group_size, dtype=np.float64) % 2
-    for group in (returns, np.ones_like(returns)):
-        advantages_of(algorithm.advantages, group)
+async def algorithm(assembly: Assembly[TrainConfig]) -> None:
+    """Plan, advantages and credit of the algorithm fit their contracts, also for equal returns."""
+    check_algorithm(assembly.config.algorithm)
 
 
 async def demonstrations(assembly: Assembly[TrainConfig]) -> None:
@@ -592,9 +587,9 @@ async def check_graders(make_env: Callable[[Task], Env], tasks: Iterable[Task]) 
 
 
 async def trials(assembly: RolloutAssembly[TrainConfig]) -> str:
-    """Forks of each custom environment are independent, and nothing outlives its episodes, before a
-    training whose algorithm forks."""
-    if type(assembly.config.algorithm.plan(2)) is Independent:
+    """Forks of each custom environment are independent, and nothing outlives its episodes: in the
+    doctor, in a dry run, and before a training whose algorithm forks."""
+    if not (assembly.tries_all or assembly.config.algorithm.may_fork):
         return "not tried: the algorithm does not fork"
     for maker, sets in (await assembly.shared()).items():
         tasks = {task.env_id: task for rows in sets.values() for task in rows}

@@ -155,8 +155,7 @@ class EnvConfig(EnvChoice, frozen=True, kw_only=True):
         about("[env.variants.NAME]: a NAME for rows' env_id, data.env_by, data.mix"),
     ] = field(default_factory=dict)
     trial: Annotated[
-        bool,
-        Meta(description="before training with forks, try custom environments by random calls"),
+        bool, Meta(description="dry run, doctor and training with forks try custom environments")
     ] = True
 
 

@@ -216,6 +216,7 @@ class RolloutAssembly(Assembly[WithRoles]):
     logs to `folder`."""
 
     is_whole = False  # whether `sets` are all of a run, so that unused environments are mistakes
+    tries_all = False  # environments are tried although the algorithm does not fork
 
     sets: Mapping[str, SetConfig] = field(kw_only=True)
 

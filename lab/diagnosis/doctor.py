@@ -82,6 +82,7 @@ async def examine(
     with tempfile.TemporaryDirectory(prefix="agentenv-doctor-") as place:
         async with AsyncExitStack() as stack:
             assembly = TrainingAssembly(config, Path(place), None, stack, report)
+            assembly.tries_all = True
             for check in select(CHECKS, config, "configuration", "measured"):
                 if check.remote and is_offline:
                     yield CheckResult(check.name, "skipped", "--offline sends no requests")

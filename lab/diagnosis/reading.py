@@ -217,6 +217,7 @@ async def _read_sets(
     """Read the questions of each set that exist, and try one of each."""
     config = assembly.config
     assembly.is_whole = False  # only the ends of large files are read
+    assembly.tries_all = True
     assembly.built["urls"] = dict.fromkeys(config.roles, NOWHERE)
     keys = ("", *(f"{one.key}." for one in assembly.sets.values()))
     has_env = not any(_lacks(absent, f"{key}{name}") for key in keys for name in ENV_TABLES)

@@ -246,6 +246,11 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         """The rollout plan of one question; vocab_size normalizes entropies."""
         return Independent(self.group_size)
 
+    @property
+    def may_fork(self) -> bool:
+        """Whether the plan may fork."""
+        return type(self.plan(2)) is not Independent
+
     def advantages(self, returns: Floats) -> Floats:
         """Advantages of one group from its returns; equal returns give exactly 0. An algorithm with
         the key normalize_by_std divides by their deviation as that says, others always."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentenv.base.crashes import place_of
+from agentenv.base.crashes import called, name_of
 from agentenv.base.errors import ConfigError
 from agentenv.base.tree import Node, Trajectory, TrajectoryTree
 from agentenv.base.types import Limit
@@ -95,21 +95,26 @@ def soft_length_penalty(num_tokens: int, max_tokens: int, buffer: int) -> float:
 def advantages_of(estimator: Estimator, returns: Floats) -> Floats:
     """The advantages of a group, float64 [len(returns)]. Raises ConfigError for a user's estimator
     that raises, or returns a wrong number of advantages or non-finite ones."""
-    name = getattr(estimator, "__qualname__", repr(estimator))
-    try:
-        found = np.asarray(estimator(returns), np.float64)
-    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-        if getattr(estimator, "__module__", "").startswith("agentenv."):
-            raise  # a bug of this project needs its traceback
-        why = f"{type(error).__name__}: {error}{place_of(error)}"
-        raise ConfigError(f"{name} raised {why}; expected advantages(returns)") from error
-    problem = ""
-    if found.shape != returns.shape:
-        problem = f"an array of shape {found.shape} for {len(returns)} returns"
-    elif not np.isfinite(found).all():
-        problem = f"{found.tolist()} for the returns {returns.tolist()}"
-    if problem:
-        raise ConfigError(f"{name} returned {problem}; expected a finite number for each return")
+    found = np.asarray(called(estimator, returns), np.float64)
+    if found.shape != returns.shape or not np.isfinite(found).all():
+        raise ConfigError(
+            f"{name_of(estimator)} returned {found.tolist()} for the returns {returns.tolist()}; "
+            "expected a finite number for each return"
+        )
+    return found
+
+
+def credit_of(algorithm: Any, tree: TrajectoryTree) -> TreeCredit | None:
+    """The tree's credit. Raises ConfigError if a custom algorithm raises or its credit is not
+    finite."""
+    found: TreeCredit | None = called(algorithm.credit, tree)
+    for key in ("adv_pos", "adv_neg", "weight") if found is not None else ():
+        values = np.asarray(getattr(found, key, None), np.float64)
+        if values.shape != (len(tree.nodes),) or not np.isfinite(values).all():
+            raise ConfigError(
+                f"{name_of(algorithm.credit)} returned {key} that is not a finite number for each "
+                f"of {len(tree.nodes)} nodes, for tree {tree.index}"
+            )
     return found
 
 

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from agentenv.base.errors import ConfigError, LearnerError
 from agentenv.base.model_files import load_config, load_pretrained
+from agentenv.learners.algorithms.check import check_loss
 from agentenv.learners.keys import LearnerConfig, SavedLearner
 from agentenv.learners.lora import add_adapters, empty_model
 from agentenv.learners.ranks import checkpoint
@@ -58,7 +59,8 @@ class Rank:
         self.backend = make_backend(init)
         if self.backend.num_ranks > 1:
             torch.manual_seed(init.seed + self.backend.rank)
-        self.trainer = Trainer(self.backend, init.make_algorithm(), init.config)
+        check_loss(algorithm := init.make_algorithm())
+        self.trainer = Trainer(self.backend, algorithm, init.config)
         self.broadcaster = Broadcaster(self.backend, interrupted, host)
         self.policy_version = 0
         self.untrained = untrained(self.backend.policy.model, self.source)
@@ -242,6 +244,8 @@ def check_settings(directory: Path, config: LearnerConfig, algorithm: Any = None
     """Raises the ConfigErrors of a learner's start, except those about its machine, for a model
     directory, whose weights are not loaded."""
     check_start(config, algorithm, directory)
+    if algorithm is not None:
+        check_loss(algorithm)
     if any(directory.glob("*.safetensors")):
         model = whole_model(directory, device_map="meta")
     else:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agentenv.base.crashes import called
 from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.algorithms.credit import Floats
 from agentenv.learners.keys import Agreement, LearnerConfig, Metrics, Score
@@ -208,7 +209,7 @@ class Trainer:
             logprobs, entropies, _ = self.backend.forward(batch)
             minibatch.record(batch.index, logprobs, entropies)
             loss_batch = minibatch.loss_batch(batch.index, logprobs, terms)
-            loss, metrics = self.algorithm.loss(loss_batch, logprobs, entropies)
+            loss, metrics = called(self.algorithm.loss, loss_batch, logprobs, entropies)
             self.backend.backward(self._with_router(loss, batch, num_computed))
             sums["num_computed_tokens"] += len(batch.token_ids)
             if batch.layout == "segments":

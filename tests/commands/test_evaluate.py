@@ -65,6 +65,18 @@ def test_a_row_holds_the_whole_trajectory(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "report.md").is_file()
 
 
+def test_figures_of_an_environment_are_in_summary_and_report(run: Run, tmp_path: Path) -> None:
+    for number in ("1", "3"):  # the second command samples the rest
+        assert run("out", "--n", number, "limits.max_tool_result_tokens=1") == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    overall = summary["overall"]
+    assert overall["parts"] == {"accuracy": overall["estimates"]["success"]["value"]}
+    assert summary["env"] == {"num_results_cut/stock": 2}
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "accuracy" in report
+    assert "cut/stock | 2 |" in report
+
+
 def test_sets_of_a_file_have_their_own_keys(
     run: Run, warehouse: Path, tmp_path: Path, prompts: list[str]
 ) -> None:

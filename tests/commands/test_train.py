@@ -41,6 +41,7 @@ def test_each_evaluation_set_has_its_own_cadence_and_name(finished: Path) -> Non
     assert counted["eval/b/trajectories"] == 48
     assert 0.3 < counted["eval/b/success"] < 0.95
     assert counted["eval/b/bolts/trajectories"] == 16
+    assert counted["eval/b/reward/accuracy"] == counted["eval/b/success"]
 
 
 def test_checkpoints_are_rotated_and_the_best_is_kept(finished: Path) -> None:

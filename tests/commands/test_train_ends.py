@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -18,7 +19,12 @@ from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.base.config import load_config
 from agentenv.base.errors import ConfigError
 from agentenv.base.installation import PACKAGES
+from agentenv.base.tree import Node, TrajectoryTree
+from agentenv.contract.plan import Independent
 from agentenv.launchers import train
+from agentenv.learners.algorithms.baselines import GRPO
+from agentenv.learners.algorithms.check import SIZE
+from agentenv.learners.algorithms.losses import LossBatch
 from agentenv.training import start
 from tests.support.forks import TRAIN, Command, project
 from tests.support.forkserver import Forked
@@ -147,3 +153,35 @@ async def test_weights_of_a_killed_run_in_shared_memory_are_removed_first(
             await start.build_parts(config, run, None, stack, lambda text: None)
     run.close()
     assert list(memory.iterdir()) == []
+
+
+class Lossy(GRPO, frozen=True, kw_only=True, tag="lossy"):
+    def loss(self, batch: LossBatch, logprobs: Any, entropies: Any) -> Any:
+        if len(logprobs) > SIZE:
+            raise KeyError("price")
+        return super().loss(batch, logprobs, entropies)
+
+
+class Second(Independent):
+    def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int:
+        if tree.index == 1:
+            raise KeyError("price")
+        return 0
+
+
+class Planned(GRPO, frozen=True, kw_only=True, tag="planned"):
+    def plan(self, vocab_size: int) -> Second:
+        return Second(self.group_size)
+
+
+@pytest.mark.parametrize("name", ["Lossy.loss", "Second.on_leaf_end"])
+def test_a_bug_of_an_algorithm_is_one_line(
+    warehouse: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    own = "Lossy" if "Lossy" in name else "Planned"
+    keys = [f"run.name={own}", f"algorithm.name={__name__}:{own}"]
+    text = warehouse.read_text().replace("entropy_window = 4\n", "")
+    (config := warehouse.with_name(f"{own}.toml")).write_text(text)
+    assert train.main([str(config), *keys]) != 0
+    line = rf"error: {__name__}:{name} raised KeyError: 'price' \(test_train_ends.py, line \d+\)"
+    assert re.search(line, capsys.readouterr().err)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +14,9 @@ from agentenv.base.registry import decode_part
 from agentenv.base.types import Limit
 from agentenv.contract.plan import Independent
 from agentenv.learners.algorithms.aepo import AEPOPlan
-from agentenv.learners.algorithms.arpo import ARPOPlan
+from agentenv.learners.algorithms.arpo import ARPO, ARPOPlan
+from agentenv.learners.algorithms.baselines import GRPO
+from agentenv.learners.algorithms.check import check_algorithm, check_loss
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks.messages import Init
 
@@ -74,3 +78,45 @@ def test_dapo_masks_overlong_trajectories_and_refills() -> None:
     assert chosen[Limit.RESPONSE_TOKENS] == chosen[Limit.TURN_TOKENS] == "mask"
     assert chosen[Limit.TURNS] == "zero"
     assert (dapo.clip_low, dapo.clip_high) == (0.2, 0.28)
+
+
+def boom(*given: Any) -> Any:
+    return {}["price"]
+
+
+def plan_with(method: str, act: Callable[..., Any]) -> Callable[..., Any]:
+    kind = type("Plan", (ARPOPlan,), {method: act})
+    return lambda self, vocab_size: kind(ARPO(), vocab_size)
+
+
+FAULTS: dict[str, tuple[str, Callable[..., Any], str]] = {
+    "plan": ("plan", boom, r"Own\.boom raised KeyError: 'price' .test_algorithm.py, line"),
+    "start": ("plan", plan_with("on_start", boom), r"Plan\.boom raised KeyError"),
+    "fork": ("plan", plan_with("on_fork_point", lambda *given: -1), r"not -1"),
+    "leaf": ("plan", plan_with("on_leaf_end", lambda *given: None), r"Plan.* must .* None"),
+    "credit": ("credit", boom, r"Own\.boom raised"),
+    "no credit": ("credit", lambda self, tree: 3, r"Own.* returned adv_pos"),
+    "update": ("over_update", boom, r"Own\.boom raised"),
+    "loss": ("loss", boom, r"Own\.boom raised"),
+    "a number": ("loss", lambda self, batch, logprobs, entropies: logprobs.sum(), "a scalar"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_method_of_an_algorithm_is_called_before_a_run(fault: str) -> None:
+    method, act, says = FAULTS[fault]
+    own: Any = msgspec.defstruct(
+        "Own", [], bases=(GRPO,), namespace={method: act}, frozen=True, kw_only=True, tag="own"
+    )
+    with pytest.raises(ConfigError, match=says):
+        (check_loss if method == "loss" else check_algorithm)(own())
+
+
+@pytest.mark.parametrize("keys", [{}, {"kl_reward": 0.1}, {"group_size": 2}])
+@pytest.mark.parametrize("name", [*NAMES, "gigpo", "tree_grpo"])
+def test_the_algorithms_of_this_project_pass(name: str, keys: dict[str, Any]) -> None:
+    if keys.get("kl_reward") and name in ("reinforce_pp", "gigpo", "tree_grpo"):
+        keys = {}
+    chosen = algorithm(name=name, **keys)
+    check_algorithm(chosen)
+    check_loss(chosen)

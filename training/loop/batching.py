@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.base.crashes import place_of
-from agentenv.base.errors import AgentEnvError, ConfigError, EnvError
+from agentenv.base.crashes import called
+from agentenv.base.errors import EnvError
 from agentenv.base.tree import TrajectoryTree
 from agentenv.learners.algorithms.algorithm import Algorithm
-from agentenv.learners.algorithms.credit import CreditedTree, TreeCredit
+from agentenv.learners.algorithms.credit import CreditedTree, TreeCredit, credit_of
 from agentenv.learners.keys import Metrics
 from agentenv.rollout.archive import Fate
 from agentenv.rollout.failures import faults_of
@@ -24,8 +22,7 @@ from agentenv.rollout.metrics import failure_kind
 from agentenv.training.loop.alarms import EQUAL, MANY_CALLS, Alarms, calls_of
 from agentenv.training.loop.state import RunState
 
-# Refusals to train on the trees of a step: failures that are not the policy's, and a custom
-# algorithm whose credit is not finite.
+# Refusals to train on the trees of a step: failures that are not the policy's.
 
 
 class RefusedStepError(EnvError):
@@ -60,25 +57,6 @@ def refuse_total_failure(trees: list[TrajectoryTree]) -> None:
             f"all {len(failures)} trajectories of a step failed; the first: {failures[0].error}",
             [tree for tree in trees if not tree.is_cancelled],
         )
-
-
-def credit_of(algorithm: Algorithm, tree: TrajectoryTree) -> TreeCredit | None:
-    """The tree's credit. Raises ConfigError if a custom algorithm raises or its credit is not
-    finite."""
-    kind = type(algorithm)
-    name = f"{kind.__module__}:{kind.__qualname__}.credit"
-    try:
-        found = algorithm.credit(tree)
-    except AgentEnvError:
-        raise
-    except Exception as error:
-        if not (place := place_of(error)):
-            raise  # a bug of agentenv, with its traceback
-        raise ConfigError(f"{name} raised {type(error).__name__}: {error}{place}") from error
-    for key in ("adv_pos", "adv_neg", "weight") if found is not None else ():
-        if not np.isfinite(getattr(found, key)).all():
-            raise ConfigError(f"{name} returned {key} that is not finite, for tree {tree.index}")
-    return found
 
 
 class Settled(NamedTuple):
@@ -238,5 +216,5 @@ def credits_of_update(
     """Credit of the trees of a step. Of the trees in `is_taken`, the algorithm may normalize the
     credit over the update; the other trees keep `own`, their individual credit."""
     taken = [one if is_one else None for one, is_one in zip(own, is_taken, strict=True)]
-    found = zip(algorithm.over_update(trees, taken), own, is_taken, strict=True)
+    found = zip(called(algorithm.over_update, trees, taken), own, is_taken, strict=True)
     return [after if is_one else before for after, before, is_one in found]

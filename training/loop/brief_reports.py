@@ -17,6 +17,7 @@ class BriefFigures(Struct, frozen=True):
     reward: float | None
     tool_calls: float | None
     action_tokens: float | None
+    parts: dict[str, float] = {}  # means of the parts of the reward
 
     @property
     def failed_share(self) -> float:

@@ -34,7 +34,7 @@ from agentenv.evaluation import statistics
 from agentenv.evaluation.run import broken, named_causes, sample_into
 from agentenv.evaluation.store import Saved, Store, identity, load_saved, read_rows
 from agentenv.evaluation.subject import evaluation_of
-from agentenv.rollout.metrics import PADDED
+from agentenv.rollout.metrics import PADDED, part_means
 from agentenv.training.loop.brief_reports import EVALUATIONS, PHASES, BriefFigures, BriefReport
 from agentenv.training.loop.clocks import PhaseClock
 from agentenv.training.loop.parts import Parts
@@ -261,6 +261,7 @@ def _figures(rows: Sequence[EvalRow]) -> BriefFigures:
         reward=fmean(row.reward for row in done) if done else None,
         tool_calls=fmean(len(row.tool_calls) for row in done) if done else None,
         action_tokens=fmean(row.action_tokens for row in done) if done else None,
+        parts=part_means([row.parts for row in done]),
     )
 
 

@@ -215,6 +215,7 @@ def report_metrics(report: BriefReport) -> dict[str, Any]:
             low, high = score.interval
             row |= {f"{place}/success_low": low, f"{place}/success_high": high}
         row |= {f"{place}/{name.removeprefix('num_')}": getattr(score, name) for name in names}
+        row |= {f"{place}/reward/{name}": mean for name, mean in score.parts.items()}
     return row
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from agentenv.adapters.trial import watch
 from agentenv.assembly.keys.cluster import Setup, SpreadCluster, read_setup
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.parts.assembly import TRAINED, RolloutAssembly, actor_of, training_set
@@ -257,6 +258,7 @@ async def build(
     engine = await make_engine(assembly, setup, link)
     stack.push_async_callback(engine.close)
     actor = actor_of(config, engine, renderer, (await assembly.makers())[TRAINED])
+    watch(actor, config)
     lag = LoopLag()
     waits = WaitWatch(lambda: [actor], lambda text: worker.notify(text))
 
