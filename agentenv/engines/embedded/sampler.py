@@ -76,7 +76,7 @@ class TokenSampler:
         log_total = scores.gather(1, tokens) - logprobs
         if self._keeps is not None:
             kept = (scores > -torch.inf) & self._keeps
-            parts = kept.nonzero()[:, 1].split(kept.sum(-1).tolist())
+            parts = torch.split(kept.nonzero()[:, 1], kept.sum(-1).tolist())
             self.kept = [ids.tolist() for ids in parts]
         if any(one is not None for one in (self._top_k, self._top_p, self._min_p)):
             scores = scores.masked_fill(probs == 0, 0.0)
