@@ -216,8 +216,9 @@ class SamplingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     schedule: Annotated[
         list[tuple[Annotated[int, Meta(ge=0)], float]],
         about(
-            "sampling.train.temperature by policy version, as pairs: [[0, 1.2], [200, 0.8]] is "
-            "linear in between, constant before and after; a tree has that of its start"
+            "sampling.train.temperature by policy version (published updates, a cold start is "
+            "one), as pairs: [[0, 1.2], [200, 0.8]] is linear in between, constant before and "
+            "after; a tree has that of its start"
         ),
     ] = field(default_factory=list)
 

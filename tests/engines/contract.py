@@ -326,3 +326,6 @@ async def check_changed_logprobs(engine: Engine, world: World, version: int) -> 
         else:
             assert done.token_ids == [EOS]
             check_sampled({version: world.models[version]}, ids, done)
+            warm = replace(sampling, temperature=0.7)  # at which servers score no texts
+            done = await engine.generate(ids, warm, session="guided")
+            assert all(map(isnan, done.logprobs))
