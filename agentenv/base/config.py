@@ -19,7 +19,7 @@ from msgspec import inspect as mi
 from msgspec.structs import fields
 
 from agentenv.base.config_hints import hint_for, meant_file
-from agentenv.base.errors import ConfigError
+from agentenv.base.errors import ConfigError, reported_as
 from agentenv.base.model_files import place_on_hub
 from agentenv.base.overrides import blaming, override_kinds
 from agentenv.base.registry import (
@@ -240,10 +240,8 @@ def _chosen(raw: Tree, kind: mi.Type, path: str, source: str) -> mi.StructType |
     """The struct of `raw`; its tag selects one of several kinds."""
     registry = registry_of(kind)
     if registry is not None:
-        try:
+        with reported_as(ConfigError, f"{source}: {joined(path, 'name')}", ConfigError):
             return struct_type(registry.find(raw.get("name")))
-        except ConfigError as error:
-            raise ConfigError(f"{source}: {joined(path, 'name')}: {error}") from error
     structs = struct_types(kind)
     if len(structs) <= 1:
         return structs[0] if structs else None

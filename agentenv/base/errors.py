@@ -26,6 +26,8 @@ other exception of the core is a bug of this project: it ends the run with its t
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from agentenv.base.secrets import SECRETS
@@ -153,3 +155,15 @@ def named(who: str, error: ErrorT) -> ErrorT:
     found, text = copy.copy(error), str(error)
     found.args = (text if who in text else f"{who}: {text}",)
     return found
+
+
+@contextmanager
+def reported_as(
+    kind: type[Exception], who: str, *caught: type[Exception], end: str = ""
+) -> Iterator[None]:
+    """Within the block, an error that is `caught` becomes one of this kind: "who: its text", and
+    `end`, such as the remedy."""
+    try:
+        yield
+    except caught as error:
+        raise kind(f"{who}: {error}{end}") from error

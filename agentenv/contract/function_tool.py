@@ -15,7 +15,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 import msgspec
 
 from agentenv.base.crashes import A_TEXT, code_place, not_a_text
-from agentenv.base.errors import ConfigError, ForeignError, ToolError
+from agentenv.base.errors import ConfigError, ForeignError, ToolError, reported_as
 from agentenv.base.types import ToolResult
 from agentenv.base.untrusted import convert
 from agentenv.contract.tools import StatelessTool
@@ -57,10 +57,8 @@ def tool(function: Callable[..., Any]) -> FunctionTool:
 
 def read_arguments(name: str, arguments: dict[str, Any], kind: type[T], strict: bool = True) -> T:
     """The arguments of a call of the tool `name` as a struct. Raises ToolError."""
-    try:
+    with reported_as(ToolError, name, ForeignError):
         return convert(arguments, kind, strict=strict)
-    except ForeignError as error:
-        raise ToolError(f"{name}: {error}") from error
 
 
 def argument_schema(arguments: type[msgspec.Struct]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from agentenv.base.errors import (
     ForeignError,
     InfraError,
     ToolError,
+    reported_as,
 )
 from agentenv.base.secrets import SECRETS
 from agentenv.base.untrusted import decode
@@ -269,10 +270,8 @@ class HttpClient:
             raise error
         if "json" not in headers.get("Content-Type", ""):
             return text or None
-        try:
+        with reported_as(InfraError, f"{what}: the body is not valid JSON", ForeignError):
             return decode(text)
-        except ForeignError as error:
-            raise InfraError(f"{what}: the body is not valid JSON: {error}") from error
 
     async def _authorized(
         self, method: str, path: str, what: str, options: Mapping[str, Any]

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct, field
 
 from agentenv.base.config import about, build_config, substituted
-from agentenv.base.errors import AgentEnvError, ConfigError
+from agentenv.base.errors import AgentEnvError, ConfigError, reported_as
 from agentenv.base.registry import loaded
 from agentenv.contract.env import shared
 from agentenv.contract.function_tool import FunctionTool
@@ -76,10 +76,8 @@ def load_tools(
 
 
 def _load(path: str, kwargs: dict[str, Any], key: str) -> Tool | ToolSource:
-    try:
+    with reported_as(ConfigError, f"{key}.name: {path!r} cannot be loaded", ConfigError):
         made = loaded(path)
-    except ConfigError as error:
-        raise ConfigError(f"{key}.name: {path!r} cannot be loaded: {error}") from error
     if not isinstance(made, FunctionTool):
         try:
             made = made(**kwargs)

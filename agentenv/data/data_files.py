@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from agentenv.base.disk import undecodable
-from agentenv.base.errors import DataError, ForeignError
+from agentenv.base.errors import DataError, ForeignError, reported_as
 from agentenv.base.registry import loaded
 from agentenv.base.untrusted import decode_loose
 from agentenv.data.file_formats import (
@@ -102,13 +102,11 @@ def read_rows(path: Path, ends: int = 0) -> Iterator[RawRow]:
             f"{path}: unknown file type; expected a file that ends in {', '.join(SUFFIXES)}, or a "
             "folder of such files"
         )
-    try:
+    with reported_as(DataError, f"{path}: cannot be read", OSError, UnicodeDecodeError):
         if ends and reader in (_read_jsonl, read_arrow):  # they need not parse the rows between
             yield from reader(path, ends)
         else:
             yield from of_both_ends(reader(path), ends)
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
 
 
 def plain(value: Any) -> Any:
@@ -148,10 +146,8 @@ def _saved(path: Path) -> Row | None:
     """The object in a JSON file of the datasets library; None without such a file."""
     if not path.is_file():
         return None
-    try:
+    with reported_as(DataError, f"{path}: cannot be read", OSError, ForeignError):
         value = decode_loose(path.read_bytes())
-    except (OSError, ForeignError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
     return value if isinstance(value, dict) else None
 
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.base.errors import ConfigError, EngineError
+from agentenv.base.errors import ConfigError, EngineError, reported_as
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Chunk
 from agentenv.contract.engine import check_request
@@ -348,7 +348,7 @@ class VLLMServer(WeightSync[probes.VLLMFacts]):
             "num_bytes": weights.num_bytes,
             "memory": weights.exports_of(number),
         }
-        try:
+        with reported_as(ServerLostError, "its weight version is unknown", EngineError):
             if self._is_asleep:
                 await self._post("/wake_up", None, self._load_s, tags="weights")
             await self._post(self.transfer.start, self.transfer.empty)
@@ -357,8 +357,6 @@ class VLLMServer(WeightSync[probes.VLLMFacts]):
             if self._is_asleep:
                 await release()
                 await self._post("/wake_up", None, self._load_s, tags="kv_cache")
-        except EngineError as error:
-            raise ServerLostError(f"its weight version is unknown: {error}") from error
 
     async def num_ranks(self) -> int:
         params = {"include_dp": "true"}

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, Protocol
 import msgspec
 from msgspec import Struct
 
-from agentenv.base.errors import ConfigError, WorkerError
+from agentenv.base.errors import ConfigError, WorkerError, reported_as
 from agentenv.base.installation import PACKAGES
 from agentenv.base.offload import in_thread, kill, start_process
 from agentenv.base.retries import Restarts
@@ -254,10 +254,8 @@ class Supervisor:
         """Return when the minimum number of workers is ready. Raises WorkerError for a worker that
         does not start, and the error that a worker sends."""
         host, port = self._placement.host, self._spec.port
-        try:
+        with reported_as(ConfigError, f"{self._spec.table}.host and port", ConfigError):
             await self._reception.open(host, port)
-        except ConfigError as error:
-            raise ConfigError(f"{self._spec.table}.host and port: {error}") from error
         self._kept = set(range(self._spec.num))
         starting = [asyncio.create_task(self._start(number)) for number in self._kept]
         try:

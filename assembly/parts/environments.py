@@ -25,7 +25,7 @@ from agentenv.assembly.keys.rl import (
 )
 from agentenv.base.config import Resolve, substituted
 from agentenv.base.crashes import at_start
-from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.errors import ConfigError, DataError, reported_as
 from agentenv.base.registry import decode_part, loaded, not_one_of
 from agentenv.base.types import Constraints, Info, Limits, Message, Task
 from agentenv.contract.env import Env, Grader, check_reset
@@ -169,10 +169,8 @@ class EnvMaker:
 
     def _recipe(self, variant: EnvChoice, key: str) -> Recipe:
         spec = self._spec(variant.id, f"{key}.id")
-        try:
+        with reported_as(ConfigError, f"{key}.id", ConfigError):
             factory = spec.load()
-        except ConfigError as error:
-            raise ConfigError(f"{key}.id: {error}") from error
         parameters = _parameters(key, factory)
         keywords = _keywords(parameters)
         kwargs = substituted(variant.kwargs, self._resolve)
@@ -206,10 +204,8 @@ def tables_of(config: Any) -> Tables:
 def import_envs(module: str) -> None:
     """Import the built-in environments, and the module that registers the user's."""
     importlib.import_module("agentenv.envs")
-    try:
+    with reported_as(ConfigError, f"env.module: {module!r} cannot be imported", ConfigError):
         loaded(module)
-    except ConfigError as error:
-        raise ConfigError(f"env.module: {module!r} cannot be imported: {error}") from error
 
 
 async def try_env(make_env: Callable[[Task], Env], task: Task) -> tuple[list[Message], Info]:

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from agentenv.base.disk import own_folder
-from agentenv.base.errors import ConfigError, ForeignError, InfraError
+from agentenv.base.errors import ConfigError, ForeignError, InfraError, reported_as
 from agentenv.base.untrusted import decode
 from agentenv.envs.sandbox import confine
 from agentenv.envs.sandbox.keys import PythonConfig
@@ -116,10 +116,8 @@ class SessionProcess:
             size += len(pieces[-1])
         if size > end:
             raise ChannelClosedError("it sent a message without a request")
-        try:
+        with reported_as(ChannelClosedError, "not an answer", ForeignError):
             return decode(b"".join(pieces)[HEADER_BYTES:], CellAnswer)
-        except ForeignError as error:
-            raise ChannelClosedError(f"not an answer: {error}") from error
 
     def stop(self) -> None:
         """Stop the process until the next request."""

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 
 from agentenv.base.config import PATH, about
-from agentenv.base.errors import ConfigError, DataError, InfraError
+from agentenv.base.errors import ConfigError, DataError, InfraError, reported_as
 from agentenv.base.installation import needed
 from agentenv.base.model_files import load_pretrained
 from agentenv.envs.search.corpus import (
@@ -180,11 +180,9 @@ class VectorEncoder:
         needed("transformers", "train", what)
         self._torch: Any = torch
         self._config = config
-        try:
+        with reported_as(ConfigError, "search.backend.encoder", ConfigError):
             tokenizer = load_pretrained("AutoTokenizer", config.encoder, local_files_only=False)
             model = load_pretrained("AutoModel", config.encoder, local_files_only=False)
-        except ConfigError as error:
-            raise ConfigError(f"search.backend.encoder: {error}") from error
         self._tokenizer = tokenizer
         self._model = model.eval().to(config.device)
         self.size = int(model.config.hidden_size)

@@ -22,7 +22,14 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from agentenv.base.deadline import admitted
-from agentenv.base.errors import SHOWN, ConfigError, InfraError, MissingError, ToolError
+from agentenv.base.errors import (
+    SHOWN,
+    ConfigError,
+    InfraError,
+    MissingError,
+    ToolError,
+    reported_as,
+)
 from agentenv.base.installation import install_hint
 from agentenv.base.result_cache import ResultCache
 from agentenv.base.retries import retried
@@ -253,11 +260,9 @@ class PageFetcher:
         the resolver does not see."""
         to = printable(address)[:200]
         wrong = requested if base is None else f"{requested} redirects to {to}, which"
-        try:
+        with reported_as(ToolError, f"{wrong} is not an address", ValueError, end="."):
             url = URL(address) if base is None else base.join(URL(address))
             host, port = url.raw_host or "", url.port
-        except ValueError as error:
-            raise ToolError(f"{wrong} is not an address: {error}.") from error
         if url.scheme not in ("http", "https") or not host or port is None:
             raise ToolError(f"{wrong} is not an http or https address.")
         if ":" in host or _ENDS_IN_NUMBER.search(host):

@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from agentenv.base.config import ESSENTIAL, about
-from agentenv.base.errors import ConfigError, ForeignError, InfraError, ToolError
+from agentenv.base.errors import ConfigError, ForeignError, InfraError, ToolError, reported_as
 from agentenv.base.secrets import SECRETS
 from agentenv.base.untrusted import convert, decode
 from agentenv.base.urls import public_url
@@ -336,10 +336,8 @@ def retrieved_hits(reply: Reply, url: str) -> list[Hit]:
     rows: Any = _decoded(reply, _Retrieved, name, _RETRIEVED).result
     if rows and isinstance(rows[0], list):
         rows = rows[0]
-    try:
+    with reported_as(InfraError, name, ForeignError, end=f"; expected {_RETRIEVED}"):
         found = [convert(row if "document" in row else {"document": row}, _Scored) for row in rows]
-    except ForeignError as error:
-        raise InfraError(f"{name}: {error}; expected {_RETRIEVED}") from error
     return [_retrieved_hit(one.document, one.score or 0.0) for one in found]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from agentenv.assembly.reports.records import FAILED, EvalRow
-from agentenv.base.errors import DataError, ForeignError
+from agentenv.base.errors import DataError, ForeignError, reported_as
 from agentenv.base.secrets import SECRETS
 from agentenv.base.untrusted import decode, decode_loose
 from agentenv.evaluation.store import CONFIG_FILE, ROWS_FILE
@@ -82,10 +82,8 @@ class Evaluation:
         with (self.folder / ROWS_FILE).open("rb") as file:
             for row, place, size in self._read()[number * CHUNK : (number + 1) * CHUNK]:
                 file.seek(place)
-                try:
+                with reported_as(DataError, f"{self.folder}: row {row.key}", ForeignError):
                     whole = decode(file.read(size), EvalRow)
-                except ForeignError as error:
-                    raise DataError(f"{self.folder}: row {row.key}: {error}") from error
                 found.append({name: getattr(whole, name) for name in EvalRow.__struct_fields__})
         return found
 

@@ -33,6 +33,7 @@ from torch._C._distributed_c10d import BroadcastOptions
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
 
+from agentenv.base.errors import reported_as
 from agentenv.base.ports import hold_port, port_of
 from agentenv.contract.weights import Address, Bucket, Group
 from agentenv.learners.ranks.backend import RankBackend
@@ -286,10 +287,8 @@ class NcclLink:
 
     def __init__(self, device: torch.device) -> None:
         """Raises RuntimeError without NCCL."""
-        try:
+        with reported_as(RuntimeError, "NCCL is needed to broadcast to vLLM", OSError):
             self._library = ctypes.CDLL(self.LIBRARY)
-        except OSError as error:
-            raise RuntimeError(f"NCCL is needed to broadcast to vLLM: {error}") from error
         self._library.ncclGetErrorString.restype = ctypes.c_char_p
         self._device = device
         self._comm = ctypes.c_void_p()

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, dtype
 
 from agentenv.base.disk import removing, sync, write_whole
-from agentenv.base.errors import DataError
+from agentenv.base.errors import DataError, reported_as
 from agentenv.base.model_files import (
     GENERATION,
     WEIGHTS_SUFFIXES,
@@ -306,10 +306,8 @@ def check_written(directory: Path) -> None:
 
 def _open(path: Path) -> Any:
     """A file of weights, after reading its header. Raises DataError."""
-    try:
+    with reported_as(DataError, f"{path}: its tensors cannot be read", OSError, SafetensorError):
         return safe_open(path, "pt")
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"{path}: its tensors cannot be read: {error}") from error
 
 
 def _config_with(path: Path, dtype: str) -> str:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from agentenv.base.disk import finished_folder
-from agentenv.base.errors import DataError
+from agentenv.base.errors import DataError, reported_as
 from agentenv.learners.keys import read_saved
 from agentenv.learners.ranks.backend import RankBackend
 from agentenv.learners.ranks.checkpoint import (
@@ -38,10 +38,8 @@ class Checkpoint:
         self._parts: dict[tuple[str, str], list[tuple[int, int, Any]]] = {}
         for rank in range(self.meta.num_ranks):
             path = directory / shard_name(rank, self.meta.num_ranks)
-            try:
+            with reported_as(DataError, f"{path}: cannot be read", OSError, SafetensorError):
                 self._index(safe_open(path, "pt"))
-            except (OSError, SafetensorError) as error:
-                raise DataError(f"{path}: cannot be read: {error}") from error
 
     def _index(self, file: Any) -> None:
         for name, entry in json.loads(file.metadata()["fragments"]).items():

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from agentenv.assembly.keys.supervised import ChatColumns, ChatDataConfig, Format
-from agentenv.base.errors import DataError, ForeignError
+from agentenv.base.errors import DataError, ForeignError, reported_as
 from agentenv.base.registry import meant
 from agentenv.base.types import Message, ToolCall
 from agentenv.base.untrusted import convert, decode_loose
@@ -68,10 +68,8 @@ def converted(raw: Any, kind: type[T], where: str = "") -> T:
 def read_messages(row: Row, column: str, form: RowFormat) -> list[Message]:
     value = row.get(column)
     if isinstance(value, str):  # CSV and some parquet files keep the list as a text
-        try:
+        with reported_as(DataError, f"key {column!r}: not a list of messages", ForeignError):
             value = decode_loose(value)
-        except ForeignError as error:
-            raise DataError(f"key {column!r}: not a list of messages: {error}") from error
     if not isinstance(value, list) or not value:
         raise DataError(
             f"key {column or 'messages'!r}: expected a list of messages, got {value!r:.60}"

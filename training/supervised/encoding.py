@@ -21,7 +21,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import ArrayLike, NDArray
 
-from agentenv.base.errors import ConfigError, CrashError, DataError
+from agentenv.base.errors import ConfigError, CrashError, DataError, reported_as
 from agentenv.base.model_files import GENERATION
 from agentenv.base.types import SYSTEM_KEY, Completion, Message, Task
 from agentenv.contract.instruction import Instruction
@@ -182,10 +182,8 @@ class ChatEncoder:
 
     def _with_calls(self, text: str, answer: Message, tools: Sequence[dict[str, Any]]) -> str:
         calls = answer.tool_calls
-        try:
+        with reported_as(DataError, f"the call {calls[0].name} cannot be rendered", ConfigError):
             whole = self.renderer.calling(text, calls, tools)
-        except ConfigError as error:
-            raise DataError(f"the call {calls[0].name} cannot be rendered: {error}") from error
         if isinstance(self.renderer, TagRenderer):
             return whole
         done = Completion([*self.renderer.encode(whole), self.end_id], [], [], "stop", [])

@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 
 from msgspec import Struct
 
-from agentenv.base.errors import EngineError
+from agentenv.base.errors import EngineError, reported_as
 from agentenv.base.offload import in_thread
 from agentenv.contract.http_client import FailedError, RefusedError
 from agentenv.contract.request import ServerLostError
@@ -196,13 +196,11 @@ class WeightSync(RemoteServer[F]):
             with suppress(EngineError):
                 await self._post(routes.finish, routes.empty)
             await self._post(routes.start, routes.empty)
-        try:
+        with reported_as(ServerLostError, "its weight version is unknown", EngineError):
             for bucket in manifest.buckets:
                 body = self._bucket_body(group, bucket)
                 await self._post(routes.receive, body, group.timeout_s + SLACK_S)
             await self._post(routes.finish, routes.empty, self._load_s)
-        except EngineError as error:
-            raise ServerLostError(f"its weight version is unknown: {error}") from error
 
     # what differs
 
