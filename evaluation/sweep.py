@@ -29,7 +29,7 @@ from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.base.config import load_config, read_toml
 from agentenv.base.disk import make_folder, write_whole
 from agentenv.base.errors import ConfigError
-from agentenv.base.model_files import read_as
+from agentenv.base.model_files import read_as, read_object
 from agentenv.base.offload import in_thread, start_process
 from agentenv.base.secrets import SECRETS
 from agentenv.processes.supervisor import log_tail
@@ -205,6 +205,7 @@ def runs_of(folder: Path, made: Made) -> Iterator[SweepRun]:
             yield SweepRun(arm, seed, folder / arm / f"seed-{seed}", tuple(filled))
 
 
+FORKLESS = "the algorithm never forked"
 Report = Callable[[SweepRun, str, str], None]  # run, outcome, its log's last line
 
 
@@ -222,7 +223,8 @@ async def train_all(
         async with slots:
             code = await _train(config, run, threads)
         if code == 0 and run.state() == "finished":
-            report(run, "finished", "")
+            summary = await in_thread(read_object, run.path / "summary.json", "summary of a run")
+            report(run, "finished", FORKLESS if summary.get("never_forked") else "")
             return True
         failed.append(run)
         last = (await in_thread(log_tail, run.log)).rpartition("\n")[2].strip()

@@ -332,6 +332,10 @@ class Copied(Vault):
     fork = Book.fork
 
 
+class Single(Vault):
+    fork_mode = "none"
+
+
 class Api(Vault):
     def __init__(self) -> None:
         from agentenv.contract.http import HttpClient

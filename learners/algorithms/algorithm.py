@@ -248,8 +248,9 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
     @property
     def may_fork(self) -> bool:
-        """Whether the plan may fork."""
-        return type(self.plan(2)) is not Independent
+        """Whether the plan may fork, also late."""
+        plan = self.plan(2)
+        return plan.fork_window > 0 or not isinstance(plan, Independent)
 
     def advantages(self, returns: Floats) -> Floats:
         """Advantages of one group from its returns; equal returns give exactly 0. An algorithm with

@@ -196,11 +196,13 @@ def test_many_groups_without_a_signal_are_reported_with_a_remedy(
         assert not told or "algorithm.group_size" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["arpo", "tree_grpo"])
 @pytest.mark.parametrize("num_forks", [None, 0])
 def test_an_algorithm_that_finds_no_fork_point_is_reported(
-    num_forks: int | None, caplog: pytest.LogCaptureFixture
+    num_forks: int | None, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ours = Alarms(load_config(TrainConfig, CONFIG, ["algorithm.name=arpo"]))
+    ours = Alarms(load_config(TrainConfig, CONFIG, [f"algorithm.name={name}"]))
+    caplog.clear()
     tree = group(0, *[1.0, 0.0] * 8)
     for node in tree.nodes[1:]:
         node.end, node.num_forks = None, num_forks

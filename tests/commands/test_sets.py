@@ -166,11 +166,12 @@ def test_an_arm_that_needs_half_the_calls_has_a_ratio_of_one_half(
 def test_a_run_that_misses_a_level_needs_no_fewer_calls_than_the_longest_run() -> None:
     def curve(calls: list[float], success: list[float]) -> sets.Curve:
         right = np.array([[1.0] * round(8 * one) + [0.0] * (8 - round(8 * one)) for one in success])
-        return sets.Curve(np.array(calls), right, np.array(calls) * 10)
+        return sets.Curve(np.array(calls), right, np.array(calls) * 10, is_forkless=not any(success))
 
     learned = {seed: curve([0, 100, 200, 300], [0.0, 0.25, 0.5, 0.75]) for seed in (1, 2)}
     gave_up = {seed: curve([0, 20, 22, 23], [0.0, 0.0, 0.0, 0.0]) for seed in (1, 2)}
     found = sets.compare_curves({"grpo": learned, "collapsed": gave_up}, "grpo", (0.5,))
+    assert sets.tables(found)[0].rows[1][0] == "collapsed\nnever forked: 2"
     ratio = found.arms["collapsed"].calls_ratio["0.5"]
     assert ratio.value == pytest.approx(300 / 200)
     assert ratio.low is not None
@@ -305,7 +306,8 @@ def test_a_failed_run_is_listed_and_the_others_are_trained(
     arguments[arguments.index("0-1")] = "0"
     arguments = [one for one in arguments if one != "algorithm.group_size=2,4"]
     arguments.remove("--vary")
+    arguments.append("limits.max_turns=1")
     assert sweep_command.main(arguments) == 1
     said = capsys.readouterr()
     assert "env.id" in said.out + said.err or "id=no_Env-v0 seed 0" in said.out
-    assert "id=me_Warehouse-v0 seed 0" in said.out
+    assert "id=me_Warehouse-v0 seed 0: finished (1 of 2): the algorithm never" in said.out

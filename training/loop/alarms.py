@@ -100,7 +100,7 @@ class Alarms:
     def _check_forks(self, delivered: Sequence[TrajectoryTree]) -> None:
         """Warn when an algorithm that forks finds no place for one in the first trajectories."""
         plan = self.config.algorithm.plan(NUM_WORDS)
-        if not plan.fork_window or self._num_without_forks is None:
+        if not self.config.algorithm.may_fork or self._num_without_forks is None:
             return
         for tree in delivered:
             if any(node.num_forks is not None for node in tree.nodes):

@@ -409,7 +409,7 @@ class RunRecorder:
             "seed": config.run.seed,
             "algorithm": config.algorithm_name,
             **summarize(state, self.report_set, in_flight, failures),
-            "never_forked": bool(config.algorithm.plan(2).fork_window) and not state.totals.forks,
+            "never_forked": config.algorithm.may_fork and not state.totals.forks,
             **figures,
         }
         self.run.write_json("summary.json", summary)
