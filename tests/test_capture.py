@@ -563,7 +563,13 @@ async def in_threads(client: Client) -> float:
     return 1.0
 
 
-@pytest.mark.parametrize("program", [in_turn, at_once, in_threads])
+async def in_choices(client: Client) -> float:
+    await client.ask(QUESTIONS[0], n=3)
+    await asyncio.gather(*map(client.ask, QUESTIONS[3:]))
+    return 1.0
+
+
+@pytest.mark.parametrize("program", [in_turn, at_once, in_threads, in_choices])
 def test_all_delivered_answers_are_trained_however_the_program_waits(program: Program) -> None:
     for _ in range(20):
         tree = captured(program, said)
@@ -678,7 +684,7 @@ def test_replies_of_another_form_are_counted_and_keys_without_an_effect() -> Non
     async def program(client: Client) -> float:
         form = {"type": "json_object"}
         image = {"role": "tool", "tool_call_id": "x", "content": [{"type": "image_url"}]}
-        await client.ask([user("one"), image], response_format=form, temperature=0.2, user="me")
+        await client.ask([user("one"), image], response_format=form, presence_penalty=1, user="me")
         return 1.0
 
     for text, invalid in (("{}", 0), ("no", 1)):
@@ -686,7 +692,7 @@ def test_replies_of_another_form_are_counted_and_keys_without_an_effect() -> Non
         counts = leaf.info["endpoint"]
         assert counts.get("invalid_output", 0) == invalid
         ignored = {name for name in counts if name.startswith("ignored/")}
-        keys = ("temperature", "user", "part.image_url", "tool_call_id")
+        keys = ("presence_penalty", "user", "part.image_url", "tool_call_id")
         assert ignored == {f"ignored/{key}" for key in keys}
 
 

@@ -25,7 +25,8 @@ from agentenv.adapters.cold_start import tiny_tokenizer
 from agentenv.adapters.testing import check_tool_env
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.model_files import check_model_directory, load_tokenizer, read_model_config
-from agentenv.contract.env import ForkMode, close_shared, shared
+from agentenv.base.types import Message, NextTurn
+from agentenv.contract.env import ForkMode, StepResult, close_shared, shared
 from agentenv.envs.grading.reward import ExactMatch
 
 NONE: dict[str, Any] = {"type": "object", "properties": {}}
@@ -92,6 +93,20 @@ def test_a_row_has_the_messages_and_the_reward_of_its_episode(tmp_path: Path) ->
 def test_an_episode_that_does_not_end_is_refused() -> None:
     with pytest.raises(DataError, match=r"row-1.*100"):
         demonstrate(BagEnv, [ROW], lambda task, results: "<count></count>")
+
+
+class AlteringEnv(BagEnv):
+    """A program that does not return what the policy said."""
+
+    async def step(self, action: Message) -> StepResult:
+        *outcome, info = await super().step(action)
+        then = NextTurn(prompt=(Message("user", "?"),), kind="altered", cause="text")
+        return (*outcome, info | {"turn": then})  # type: ignore[return-value]
+
+
+def test_a_demonstration_has_one_context() -> None:
+    with pytest.raises(DataError, match=r"row-1.*<put>a.*altered/text.*thoughts"):
+        demonstrate(AlteringEnv, [ROW], solve)
 
 
 def test_a_row_without_an_answer_is_refused() -> None:

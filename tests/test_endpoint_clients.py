@@ -79,10 +79,11 @@ def check_object(kind: Any, name: str, place: str, seen: set[Any]) -> None:
 
 
 def listed(table: Any) -> set[str]:
-    groups = [table.done, table.neutral, table.sampling, table.served, *table.refused.values()]
+    own = table.sampling, table.unserved, table.served
+    groups = [table.done, table.neutral, *own, *table.refused.values()]
     found = set().union(*groups)
     assert sum(map(len, groups)) == len(found), "each key is in one group"
-    assert table.usual.keys() <= set().union(*table.refused.values())
+    assert table.usual.keys() <= set().union(table.unserved, *table.refused.values())
     return found
 
 
@@ -122,6 +123,7 @@ def page() -> str:
         groups: dict[str, Any] = {
             "done": table.done,
             "neutral in a run, done by `serve`": table.sampling,
+            "neutral in a run, refused by `serve`": table.unserved,
             "refused in a run, done by `serve`": table.served,
             "neutral": table.neutral,
             **{f"refused ({remedy})": keys for remedy, keys in sorted(table.refused.items())},

@@ -29,7 +29,7 @@ from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.installation import require_train
 from agentenv.base.offload import in_new_thread, result_of
 from agentenv.base.retries import through_outage
-from agentenv.base.types import Message, Task
+from agentenv.base.types import Message, NextTurn, Task
 from agentenv.contract.env import Env, check_observation, check_reset, check_step, isolated_shared
 from agentenv.contract.tool_env import grades_state
 from agentenv.data.data_files import plain
@@ -64,8 +64,8 @@ def demonstrate(
     text in the tag protocol, or a Message with `tool_calls`, whose rows also have "tools" and suit
     any renderer. A turn without a call ends the episode. If an event loop is running, as in a
     notebook, the episodes run in a thread. An episode whose infrastructure fails is retried. Raises
-    DataError for an episode that does not end, CrashError for invalid results of the environment,
-    and the environment's own errors for bugs and long outages.
+    DataError for an episode that does not end or opens a context, CrashError for invalid results of
+    the environment, and the environment's own errors for bugs and long outages.
     """
     reader = RowReader(RowsConfig(), "demonstrated")
     reader.needs_answer = lambda _: not grades_state(make)
@@ -115,6 +115,14 @@ async def _demonstration(
                 shown.append(action)
             outcome = check_step(await env.step(action))
             found, reward, terminated, truncated, step_info = outcome
+            then = step_info.get("turn")
+            if isinstance(then, NextTurn) and then.prompt:
+                raise DataError(
+                    f"task {task.id}: after {action.content!r:.80} the program began another "
+                    f"context ({then.kind}/{then.cause}), and a demonstration has only one; some "
+                    'programs need env.kwargs.program.thoughts = "text", others turns without '
+                    "thoughts"
+                )
             shown += found
             results += [message.content for message in found]
             if terminated or truncated:

@@ -173,6 +173,7 @@ class CaptureSession:
         self._written: set[str] = set()  # ids of replies; of a repeated call one may be lost too
         self._reported: set[int] = set()  # lost turns that the rollout knows
         self._keyed: dict[str, _Pending] = {}  # by the key of idempotency
+        self._parts: dict[str, list[Request]] = {}  # a call of each choice, by the id of the reply
         self._waiting: deque[_Pending] = deque()
         self._current: _Pending | None = None
         self._opened: Kind | None = None  # by the current call
@@ -308,14 +309,19 @@ class CaptureSession:
 
     async def answer(self, request: Request, delta: Delta | None) -> Sequence[ServedTurn]:
         """Wait for the rollout's answer to a call. Raises ApiError."""
-        if request.n > 1 or request.logprobs or request.raw:
-            key = "n" if request.n > 1 else "logprobs" if request.logprobs else "raw"
+        if request.logprobs or request.raw:
+            key = "logprobs" if request.logprobs else "raw"
             raise ApiError("unsupported", f"{key} is not supported in a run; omit it", key)
         if request.forced and self._constraints == "none":
-            what = "the engine of this run cannot force a call; use auto, or engine.name = 'vllm'"
+            what = (
+                "the engine of this run cannot force a call; use auto or response_format in the "
+                "program, or engine.name = 'vllm' or 'sglang'"
+            )
             raise ApiError("unsupported", what, "tool_choice")
         if self._closed:
             raise ApiError(self._error, self._closed)
+        if request.n > 1:
+            return await self._choices(request)
         self.counts["calls"] += 1
         self._note_ignored(request)
         call = self._keyed.get(request.repeats) if request.repeats else None
@@ -341,14 +347,28 @@ class CaptureSession:
         self._came.set()
         return [await call.answered()]
 
+    async def _choices(self, request: Request) -> Sequence[ServedTurn]:
+        """The answers to `n` concurrent calls."""
+        again = request.repeats
+        self._parts[request.id] = [
+            replace(request, n=1, id=self.new_id(), repeats=again and f"{again} {index}")
+            for index in range(request.n)
+        ]
+        calls = (self.answer(one, None) for one in self._parts[request.id])
+        return [turn for (turn,) in await asyncio.gather(*calls)]
+
     def written(self, request: Request) -> None:
         """Its turn is trained."""
+        for part in self._parts.pop(request.id, ()):
+            self.written(part)
         self._written.add(request.id)
         self._lost.discard(self._numbers.get(request.id, -1))
 
     def lost(self, request: Request) -> None:
         """Its turn, also one that is still sampled, is not trained, unless it was written to
         another connection."""
+        for part in self._parts.pop(request.id, ()):
+            self.lost(part)
         self._gone.add(request.id)
         if request.id in self._numbers and request.id not in self._written:
             self._lost.add(self._numbers[request.id])
@@ -724,7 +744,8 @@ class Endpoint:
     def _find(self, key: str) -> CaptureSession:
         session = self._sessions.get(key)
         if session is None:
-            raise ApiError("no_key", "no branch has this key, or it has ended")
+            what = "no branch has this key, or it has ended; send OPENAI_API_KEY of the program"
+            raise ApiError("no_key", what)
         return session
 
 

@@ -10,6 +10,7 @@ from agentenv.base.untrusted import decode
 from agentenv.endpoint.messages import (
     ERRORS,
     INPUT,
+    KEYS,
     MAX_CALLS,
     MAX_CHOICES,
     MAX_MESSAGES,
@@ -147,13 +148,14 @@ def common(body: Json, api: Api) -> Json:
     ignored: set[str] = set()
     check_keys(body, api, ignored)
     sampling = {key for key in BOUNDS if body.get(key) is not None}
+    unserved = {key for key in KEYS[api].unserved if number(body, key, float, -2, 2)}
     return {
         "model": get(body, "model", str, ""),
         "stream": get(body, "stream", bool, False),
         **{key: number(body, key, *BOUNDS[key]) for key in sampling},
         "session": get(body, "prompt_cache_key", str, ""),
         "raw": get(body, "raw", bool, False),
-        "own_sampling": sampling,
+        "own_sampling": sampling | unserved,
         "ignored": ignored,
         "body": body,
         **read_tools(body, api, ignored),

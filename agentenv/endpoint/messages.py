@@ -195,13 +195,14 @@ class Keys(Struct, frozen=True, forbid_unknown_fields=True):
     neutral: frozenset[str] = frozenset()
     sampling: frozenset[str] = frozenset()
     served: frozenset[str] = frozenset()
+    unserved: frozenset[str] = frozenset()
     usual: Json = {}
     refused: dict[str, frozenset[str]] = {}
     within: dict[str, str] = {}
 
     def ignores(self, name: str, param: str) -> bool:
         """Whether a key or type is neutral. Raises ApiError unless it is known."""
-        if name in self.done or name in self.sampling or name in self.served:
+        if name in self.done | self.sampling | self.served | self.unserved:
             return False
         if name not in self.neutral:
             remedies = (remedy for remedy, names in self.refused.items() if name in names)

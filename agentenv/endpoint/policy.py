@@ -29,6 +29,7 @@ from agentenv.base.types import Chunk, Completion, Constraints, Message, Samplin
 from agentenv.contract.engine import MIN_TEMPERATURE, Engine
 from agentenv.contract.stop_strings import PARTIAL
 from agentenv.endpoint.messages import (
+    KEYS,
     ApiError,
     Finish,
     Given,
@@ -104,6 +105,9 @@ class PolicyHandler:
         if request.model not in self.names:
             what = f"unknown model {request.model!r:.200}; this endpoint serves {self.names[0]!r}"
             raise ApiError("no_model", what, "model")
+        if unserved := request.own_sampling & KEYS["chat"].unserved:
+            what = f"{min(unserved)}: no engine of a policy applies it; omit it"
+            raise ApiError("unsupported", what, min(unserved))
         if request.forced and self._constraints == "none":
             what = "this engine cannot force a call; use auto, or serve with vLLM or SGLang"
             raise ApiError("unsupported", what, "tool_choice")
