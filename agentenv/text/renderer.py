@@ -219,10 +219,10 @@ class TextCodec:
             ids = array("i", [token for token in ids if token not in forged])
         is_cut = len(ids) > max_tokens or len(text) > max_tokens * MAX_CHARS_A_TOKEN
         tool = source or "the environment"
-        self.num_results[tool] += 1
+        self.num_results[tool] += not self.is_probe
         limit = f"limits.max_tool_result_tokens = {max_tokens}"
         shown = f"a result of {tool} exceeds {limit}: raise it, or return less"
-        tally(f"num_results_cut/{tool}").add(is_cut, shown)
+        tally(f"num_results_cut/{tool}").add(is_cut and not self.is_probe, shown)
         if len(ids) > max_tokens:
             marker = array("i", self.encode(CUT_MARKER))
             room = max(0, max_tokens - len(marker))

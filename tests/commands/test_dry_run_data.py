@@ -216,6 +216,21 @@ def test_demonstrations_without_their_questions_are_not_read(
     assert "data.train = trian.jsonl" in told.out.partition("missing:")[2]
 
 
+def test_the_share_of_cut_results_of_demonstrations_is_a_line_before_the_start(
+    warehouse: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = warehouse.with_name("cut.jsonl")
+    rows = [
+        [{"action": "<stock>nuts</stock>", "result": text}, {"action": "<answer>3</answer>"}]
+        for text in ("3", "7", " 310" * 30)
+    ]
+    write_rows(path, [{"question": "How many nuts?", "turns": turns} for turns in rows])
+    keys = [f"sft.data={path}", f"sft.gate={path}", "sft.stages=[{num_steps=1}]"]
+    assert dry(train.main, str(warehouse), *keys, "limits.max_tool_result_tokens=20") == 0
+    (line,) = (one for one in capsys.readouterr().out.splitlines() if "sft: " in one)
+    assert "sft: 1 of 3 results of stock" in line
+
+
 def test_rows_are_read_without_a_tokenizer(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "test.jsonl").unlink()
     code = dry(train.main, "train.toml", "model.path=models/Qwen2.5-3B", "--gpu-memory", "200")

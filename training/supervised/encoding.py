@@ -104,7 +104,8 @@ class ChatEncoder:
         for place, group in enumerate(groups):
             if group[0].role != "assistant":
                 turn_ids = parts[-1][0]
-                parts.append((self._between(group, tools, turn_ids), False))
+                named = self._named(group, groups[place - 1][-1].content, tools)
+                parts.append((self._between(named, tools, turn_ids), False))
             else:
                 follower = groups[place + 1][0].role if place + 1 < len(groups) else ""
                 is_trained = number >= first_trained
@@ -175,10 +176,20 @@ class ChatEncoder:
         start = 0
         for one in found:
             yield self.renderer.encode(text[start : one.start()]), True
-            result = Message("tool", one[1].strip())
-            yield list(self.renderer.observation([result], tools, self.max_result_tokens)), False
+            group = self._named([Message("tool", one[1].strip())], text[start : one.start()], tools)
+            yield self._between(group, tools, ()), False
             start = one.end()
         yield self.renderer.encode(text[start:]), True
+
+    def _named(
+        self, group: Sequence[Message], text: str, tools: Sequence[dict[str, Any]]
+    ) -> list[Message]:
+        """The messages, of which the result of a call in tags has the name of its tool, by which
+        results are counted."""
+        names = [] if self.is_native else [call.name for call in tag_calls(text, tools)]
+        if not names or group[0].role != "tool":
+            return [*group]
+        return [replace(group[0], name=group[0].name or names[0]), *group[1:]]
 
     def _with_calls(self, text: str, answer: Message, tools: Sequence[dict[str, Any]]) -> str:
         calls = answer.tool_calls
@@ -194,7 +205,7 @@ class ChatEncoder:
         return whole
 
     def _between(
-        self, group: list[Message], tools: Sequence[dict[str, Any]], turn_ids: list[int]
+        self, group: list[Message], tools: Sequence[dict[str, Any]], turn_ids: Sequence[int]
     ) -> list[int]:
         """The token ids between two answers: tool results and user messages."""
         try:
