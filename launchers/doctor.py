@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from rich.markup import escape
 
 from agentenv.assembly.run.exits import exit_code_of, run_until_done
 from agentenv.assembly.run.terminal import View
@@ -67,11 +66,7 @@ async def _run(arguments: argparse.Namespace, view: View) -> int:
         arguments.overrides,
         is_offline=arguments.offline,
         is_quick=arguments.quick,
-        report=lambda text: (
-            None
-            if arguments.json
-            else view.console.print(f"[dim]{escape(text)}[/]", soft_wrap=True)
-        ),
+        report=lambda text: None if arguments.json else view.log(text),
         on_begin=lambda name: None if arguments.json else view.wait_for(f"checking {name}"),
     ):
         view.end()

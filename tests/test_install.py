@@ -186,6 +186,11 @@ def test_the_base_installation_has_no_training_packages(base: Path, tmp_path: Pa
     assert done(base, tmp_path, "python", "-c", code).strip() == "[]"
 
 
+def test_the_doctor_passes_on_the_base_installation(base: Path, tmp_path: Path) -> None:
+    said = done(base, tmp_path, "agentenv", "doctor", "--offline")
+    assert f"for training and models: pip install '{DISTRIBUTION}[train]" in " ".join(said.split())
+
+
 def test_an_author_writes_and_checks_an_environment(base: Path, tmp_path: Path) -> None:
     """The environment of the README, held against the contract."""
     readme_env(tmp_path)

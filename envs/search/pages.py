@@ -54,17 +54,10 @@ class RefusedAddress(OSError):
 
 # Networks that Python 3.11 wrongly counts as public: metadata services of Azure and Oracle, 6to4
 # relays, site-local, and documentation addresses.
-_NOT_PUBLIC = tuple(
-    ipaddress.ip_network(network)
-    for network in (
-        "168.63.129.16/32",
-        "192.0.0.0/24",
-        "192.88.99.0/24",
-        "fec0::/10",
-        "3fff::/20",
-        "5f00::/16",
-    )
-)
+_NOT_PUBLIC = [
+    *map(ipaddress.ip_network, ("168.63.129.16/32", "192.0.0.0/24", "192.88.99.0/24")),
+    *map(ipaddress.ip_network, ("fec0::/10", "3fff::/20", "5f00::/16")),
+]
 # Networks of IPv6 that stand for IPv4 addresses, with the places of their bytes: compatible,
 # mapped, translated, NAT64 (of local use: of each length of prefix, RFC 6052), 6to4.
 _STANDS_FOR = {
