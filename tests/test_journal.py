@@ -137,11 +137,10 @@ def content(tree: TrajectoryTree) -> Any:
         return [*map(plain, value)] if isinstance(value, list | tuple) else value
 
     nodes = [{name: getattr(node, name) for name in node.__struct_fields__} for node in tree.nodes]
-    for node in nodes:
-        for name in ("action_ids", "logprobs", "entropies", "observation_ids"):
-            node[name] = list(node[name])
     rest = {name: getattr(tree, name) for name in tree.__struct_fields__ if name != "nodes"}
-    return plain({**rest, "nodes": msgspec.to_builtins(nodes), "task": rest["task"].id})
+    return plain(
+        {**rest, "nodes": msgspec.to_builtins(nodes, enc_hook=list), "task": rest["task"].id}
+    )
 
 
 PLANS: dict[str, RolloutPlan] = {
