@@ -142,12 +142,11 @@ def tables_of(summary: Summary, *, short: bool = False) -> list[Table]:
         tables.append(_helpers(overall))
     if short:
         return tables
-    if overall.parts:
-        cells = {name: _part(name) for name in overall.parts}
-        tables.append(_grouped("Parts of the reward", summary, cells, "Means, as in training."))
-    if summary.env:
-        rows = [[name, f"{count:g}"] for name, count in summary.env.items()]
-        tables.append(Table(title="Counts of environments", columns=["env/", "count"], rows=rows))
+    found = {f"reward/{name}": mean for name, mean in overall.parts.items()}
+    found |= {f"env/{name}": count for name, count in summary.env.items()}
+    if found:
+        rows = [[name, f"{value:.4g}"] for name, value in found.items()]
+        tables.append(Table(title="As in training", columns=["metric", "value"], rows=rows))
     if overall.truncations or overall.num_failed or overall.num_empty:
         tables.append(_ends(overall))
     if overall.agreement is not None:
@@ -240,10 +239,6 @@ def _by_k(summary: Summary, title: str, of: Callable[[Figures], dict[int, Estima
 
 def _value_of(name: str) -> Cell:
     return lambda figures: number(getattr(figures.estimates.get(name), "value", None))
-
-
-def _part(name: str) -> Cell:
-    return lambda figures: number(figures.parts.get(name))
 
 
 def _spread_of(name: str, *figure: str) -> Cell:

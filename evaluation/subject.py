@@ -270,19 +270,28 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
 
     @once
     async def helpers(self) -> Assist | None:
-        """The helpers of [assist]; None without the table. Raises ConfigError if the backtracer
-        needs to fork an environment that cannot be forked, or no environment has the debugger's
-        tool."""
+        """The helpers of [assist]; None without the table. Raises ConfigError for an unreachable
+        server."""
+        await self.check_helpers()
         config = fill_roles(self.config, await self.urls()).assist
         if config is None:
             return None
         assist = Assist(config)
         self.stack.push_async_callback(assist.close)
         await assist.start()
-        fits = False
-        for name, one in (await self.questions()).items():
-            env = one.make_env(one.tasks[0])
-            fits |= assist.fits(env)
+        return assist
+
+    @once
+    async def check_helpers(self) -> None:
+        """Raises ConfigError if the backtracer needs to fork an environment that cannot be forked,
+        or no environment has the debugger's tool."""
+        config, fits = self.config.assist, False
+        if config is None:
+            return
+        tasks = await self.tasks()
+        for name, make_env in (await self.makers()).items():
+            env = make_env(tasks[name][0])
+            fits |= config.fits(env)
             mode = env.fork_mode
             await env.close()
             if config.backtracer is not None and mode == "none":
@@ -295,7 +304,6 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
                 f"assist.debugger: no set's environment has a tool {config.debugger.tool!r}; set "
                 "assist.debugger.tool to the tool that runs code, or remove the table"
             )
-        return assist
 
     @once
     async def engine(self) -> Engine:

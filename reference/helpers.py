@@ -238,6 +238,11 @@ class AssistConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     backtracer: Annotated[BacktracerConfig | None, about("the tool-use backtracer")] = None
     refiner: Annotated[RefinerConfig | None, about("the reasoning-chain refiner")] = None
 
+    def fits(self, env: Env) -> bool:
+        """Whether the env has the debugger's tool."""
+        found = self.debugger
+        return found is not None and isinstance(env, ToolEnv) and found.tool in env.tools
+
 
 HELPERS = ("debugger", "backtracer", "refiner", "browser")
 
@@ -272,11 +277,6 @@ class Assist:
         """Find the models. Raises ConfigError for an unreachable server."""
         for model in self.models:
             await model.endpoint.start()
-
-    def fits(self, env: Env) -> bool:
-        """Whether the env has the debugger's tool."""
-        config = self.config.debugger
-        return config is not None and isinstance(env, ToolEnv) and config.tool in env.tools
 
     async def close(self) -> None:
         """Close the models; idempotent."""
@@ -488,7 +488,7 @@ def assist_actor(actor: Actor, assist: Assist) -> None:
 
     def debuggable(task: Task) -> Env:
         env = make_env(task)
-        if assist.fits(env):
+        if assist.config.fits(env):
             assert isinstance(env, ToolEnv)
             assert assist.config.debugger is not None
             assert assist.debugger is not None

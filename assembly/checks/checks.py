@@ -185,6 +185,7 @@ START: tuple[Check, ...] = (
     Check("disk", "files", RUNS, start_checks.disk, MACHINE),
     Check("hub", "files", ALL, start_checks.of_the_hub),
     Check("files", "files", RUNS, start_checks.files),
+    Check("DeepSpeed's file", "files", RUNS, start_checks.deepspeed_file, MACHINE),
     Check("set-up", "files", RUNS, start_checks.set_up, NOTHING),
     Check("classes of environments", "files", TRAIN, start_checks.environment_classes),
     Check("needs of environments", "files", TRAIN, start_checks.needs_of_environments),
@@ -228,7 +229,8 @@ START: tuple[Check, ...] = (
     # every set has a prompt that fits the limits
     Check("prompts", "parts", SAMPLING, part("questions"), PROMPT, after=EPISODES),
     # the tools that helpers repair exist; those that they repeat are repeatable
-    Check("helpers and tools", "parts", EVALUATE, part("helpers")),
+    Check("helpers and tools", "parts", EVALUATE, part("check_helpers"), ENV),
+    Check("models of helpers", "parts", EVALUATE, part("helpers")),
     # demonstrations can be read, and every stage of the cold start has some
     Check("demonstrations", "parts", TRAIN, part("demonstrations"), SFT),
     # there are enough questions for an update

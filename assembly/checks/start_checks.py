@@ -29,6 +29,7 @@ from agentenv.assembly.parts.environments import (
     try_env,
 )
 from agentenv.assembly.run.rundir import check_writable
+from agentenv.assembly.serving.gpus import trains_on_gpu
 from agentenv.assembly.serving.server_command import find_python
 from agentenv.assembly.serving.servers import check_roles
 from agentenv.base.errors import ConfigError, CrashError, DataError
@@ -53,6 +54,7 @@ from agentenv.engines.openai import OpenAIConfig
 from agentenv.envs.grading.keys import grader_config
 from agentenv.envs.grading.reward import NUM_CHECKED_ROWS, check_grader
 from agentenv.learners.algorithms.check import check_algorithm
+from agentenv.learners.deepspeed_settings import deepspeed_settings
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.optimizer import OptimizerConfig
 from agentenv.text.native import NativeConfig, NativeRenderer
@@ -190,6 +192,12 @@ def _timeouts(path: str, value: Any) -> Iterator[tuple[str, float]]:
 async def algorithm(assembly: Assembly[TrainConfig]) -> None:
     """Plan, advantages and credit of the algorithm fit their contracts, also for equal returns."""
     check_algorithm(assembly.config.algorithm)
+
+
+async def deepspeed_file(assembly: Assembly[Any]) -> None:
+    """learner.deepspeed_config fits the other keys of the learner, on the device of its ranks."""
+    config = assembly.config
+    deepspeed_settings(config.learner.resolved(on_gpu=trains_on_gpu(config)))
 
 
 async def demonstrations(assembly: Assembly[TrainConfig]) -> None:

@@ -19,7 +19,6 @@ from agentenv.processes.supervisor import GPUS
 
 if TYPE_CHECKING:
     from agentenv.assembly.keys.cluster import ResourcesConfig
-    from agentenv.assembly.keys.rl import TrainConfig
 
 GIB = 2.0**30
 ASSUMED_GPU_GIB = 80.0
@@ -76,9 +75,11 @@ def visible_gpus() -> list[str]:
     return [str(number) for number in range(count)]
 
 
-def trains_on_gpu(config: TrainConfig) -> bool:
-    """Whether the learner's ranks have GPUs. Ranks on other machines are assumed to have some."""
-    elsewhere = isinstance(config.cluster, RayCluster) and config.cluster.learner
+def trains_on_gpu(config: Any) -> bool:
+    """Whether the ranks of a run's learner have GPUs. Those on other machines are assumed to have
+    some."""
+    cluster = getattr(config, "cluster", None)
+    elsewhere = isinstance(cluster, RayCluster) and cluster.learner
     return bool(elsewhere or config.learner.launch == "external" or visible_gpus())
 
 

@@ -274,6 +274,6 @@ def _filled(keys: Keys, where: str, kind: GraderKind, reward: Reward, partial_cr
         raise ConfigError(f'{where}.compat = "reference" needs {where}.reward = "tools"')
     needed, what = _NEEDED.get(keys.kind or "", ("kind", ""))
     if not getattr(keys, needed):
-        what = what.replace("grader", where)
+        what = what.replace("grader.", f"{where}.")
         raise ConfigError(f'{where}.kind = "{keys.kind}" needs {what}')
     return keys

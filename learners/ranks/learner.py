@@ -19,7 +19,6 @@ from agentenv.base.offload import in_thread
 from agentenv.base.tree import TrajectoryTree
 from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.algorithms.credit import CreditedTree
-from agentenv.learners.deepspeed_settings import deepspeed_settings
 from agentenv.learners.keys import Agreement, LearnerConfig, Metrics, Score, check_heads
 from agentenv.learners.lora import check_installed
 from agentenv.learners.optimizer import OptimizerConfig, optimizer_of
@@ -290,11 +289,6 @@ def check_start(config: LearnerConfig, algorithm: Any, model_dir: Path) -> None:
         )
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"{model_dir}: not a Hugging Face model directory (no config.json)")
-    if config.deepspeed_config:
-        try:
-            deepspeed_settings(config.resolved(on_gpu=True))
-        except ConfigError:  # the ranks may have only CPUs, and check again
-            deepspeed_settings(config.resolved(on_gpu=False))
     if config.lora is not None:
         check_installed()
     num_heads = read_model_config(model_dir).get("num_attention_heads")

@@ -56,6 +56,16 @@ async def test_a_run_that_can_start_passes_each_check_of_training(
     assert {one.state for one in results.values()} == {"passed"}
 
 
+async def test_bf16_in_the_file_of_deepspeed_is_refused_without_a_gpu(
+    warehouse: Path, tmp_path: Path
+) -> None:
+    (path := tmp_path / "ds.json").write_text('{"bf16": {"enabled": true}}')
+    keys = ["learner.optimizer=adamw", f"learner.deepspeed_config={path}"]
+    results = await found(warehouse, tmp_path, keys)
+    assert failed(results) == ["DeepSpeed's file"]
+    assert "from learner.dtype" in results["DeepSpeed's file"].message
+
+
 def test_check_names_are_unique() -> None:
     assert len({check.name for check in CHECKS}) == len(CHECKS)
 

@@ -73,7 +73,7 @@ def test_figures_of_an_environment_are_in_summary_and_report(run: Run, tmp_path:
     assert overall["parts"] == {"accuracy": overall["estimates"]["success"]["value"]}
     assert summary["env"] == {"num_results_cut/stock": 2}
     report = (tmp_path / "out" / "report.md").read_text()
-    assert "accuracy" in report
+    assert "| reward/accuracy |" in report
     assert "cut/stock | 2 |" in report
 
 

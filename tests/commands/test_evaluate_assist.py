@@ -137,8 +137,9 @@ def test_equal_seeds_give_equal_rows_and_other_helpers_are_another_evaluation(
 def test_a_debugger_of_a_tool_that_no_environment_has_is_refused(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("out", "assist.debugger.tool=python") == 2
-    assert "tool 'python'" in refused(capsys)
+    for dry in ([], ["--dry-run"]):
+        assert run("out", "assist.debugger.tool=python", *dry) == 2
+        assert "tool 'python'" in refused(capsys)
     assert not (tmp_path / "out").exists()
 
 

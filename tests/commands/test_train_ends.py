@@ -155,33 +155,28 @@ async def test_weights_of_a_killed_run_in_shared_memory_are_removed_first(
     assert list(memory.iterdir()) == []
 
 
-class Lossy(GRPO, frozen=True, kw_only=True, tag="lossy"):
+class Second(Independent):
+    def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int:
+        return {0: 0}[tree.index]
+
+
+class Buggy(GRPO, frozen=True, kw_only=True, tag="buggy"):
+    where: str
+
+    def plan(self, vocab_size: int) -> Independent:
+        return (Second if self.where == "plan" else Independent)(self.group_size)
+
     def loss(self, batch: LossBatch, logprobs: Any, entropies: Any) -> Any:
-        if len(logprobs) > SIZE:
-            raise KeyError("price")
+        if self.where == "loss" and len(logprobs) > SIZE:
+            raise KeyError(SIZE)
         return super().loss(batch, logprobs, entropies)
 
 
-class Second(Independent):
-    def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int:
-        if tree.index == 1:
-            raise KeyError("price")
-        return 0
-
-
-class Planned(GRPO, frozen=True, kw_only=True, tag="planned"):
-    def plan(self, vocab_size: int) -> Second:
-        return Second(self.group_size)
-
-
-@pytest.mark.parametrize("name", ["Lossy.loss", "Second.on_leaf_end"])
+@pytest.mark.parametrize(("where", "method"), [("loss", "loss"), ("plan", "on_leaf_end")])
 def test_a_bug_of_an_algorithm_is_one_line(
-    warehouse: Path, capsys: pytest.CaptureFixture[str], name: str
+    warehouse: Path, capsys: pytest.CaptureFixture[str], where: str, method: str
 ) -> None:
-    own = "Lossy" if "Lossy" in name else "Planned"
-    keys = [f"run.name={own}", f"algorithm.name={__name__}:{own}"]
-    text = warehouse.read_text().replace("entropy_window = 4\n", "")
-    (config := warehouse.with_name(f"{own}.toml")).write_text(text)
-    assert train.main([str(config), *keys]) != 0
-    line = rf"error: {__name__}:{name} raised KeyError: 'price' \(test_train_ends.py, line \d+\)"
+    keys = [f"run.name=buggy-{where}", f"algorithm={{name='{__name__}:Buggy',where='{where}'}}"]
+    assert train.main([str(warehouse), *keys]) != 0
+    line = rf"error: {__name__}:\w+\.{method} raised KeyError: .* \(test_train_ends.py, line \d+\)"
     assert re.search(line, capsys.readouterr().err)
