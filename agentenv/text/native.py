@@ -38,8 +38,8 @@ _PYTHON_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _STAND_IN = "qZ{}Zq"  # a placeholder that no template changes
 _TEXT = "qSaidq"
 _EMPTY_THOUGHT = re.compile(r"\A<think>\s*</think>\s*")
-_QUESTION = {"role": "user", "content": "qQuestionq"}
-_SAMPLE_TOOL = {
+QUESTION = {"role": "user", "content": "qQuestionq"}
+SAMPLE_TOOL = {
     "name": "sample_tool",
     "description": "A sample.",
     "parameters": {
@@ -54,7 +54,7 @@ _SAMPLE_TOOL = {
         "required": ["text"],
     },
 }
-_SAMPLE_CALLS = (
+SAMPLE_CALLS = (
     ToolCall(
         "sample_tool",
         {
@@ -84,7 +84,81 @@ class _CallForm(NamedTuple):
     one_a_turn: bool
 
 
-class NativeRenderer(TextCodec):
+class CallRenderer(TextCodec):
+    """The base of renderers whose calls have the model's own format. `key` is renderer.name."""
+
+    key = "native"
+    called_name = _CALLED_NAME
+
+    def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]:
+        """The token ids of the prompt of the first turn, with the tools' schemas where the template
+        puts them."""
+        return self._prompt(for_native_calls(messages, tools), tools)
+
+    def check_tools(self, tools: ToolSchemas) -> None:
+        """Raises ConfigError for a tool whose name this format cannot express."""
+        for tool in tools:
+            if not self.called_name.fullmatch(name := str(tool["name"])):
+                raise ConfigError(
+                    f"renderer.name = {self.key!r}: the tool-call form {self.style!r} cannot "
+                    f"express the tool name {name!r}; rename it with letters, digits and "
+                    "underscores"
+                )
+
+    def stop(self, tools: ToolSchemas) -> tuple[str, ...]:
+        """No stop strings: a turn ends with an end-of-sequence token."""
+        return ()
+
+    def parse(
+        self, completion: Completion, tools: ToolSchemas, prefix_ids: Sequence[int] = ()
+    ) -> Message:
+        """The action as a message; a truncated turn has no calls."""
+        text, ids = self.written(completion, prefix_ids), completion.token_ids
+        is_whole = completion.finish_reason == "stop"
+        calls = self._calls(text, ids, tools, prefix_ids) if is_whole else ()
+        return count_tagged_call(Message("assistant", text, calls), tools)
+
+    def observation(
+        self,
+        messages: Sequence[Message],
+        tools: ToolSchemas,
+        max_tokens: int,
+        turn_ids: Sequence[int] = (),
+    ) -> array[int]:
+        """The token ids from the end of the turn to the beginning of the next one; a longer text
+        keeps its head and tail within max_tokens."""
+        texts = self.texts(messages, tools)
+        frames, _ = self._frames_around(messages, tools, turn_ids)
+        is_open = turn_ids and not self.is_ended(turn_ids)
+        ids = array("i", [self.end_id] if is_open else [])
+        ids.extend(self.encode(frames[0]))
+        for message, text, frame in zip(messages, texts, frames[1:], strict=True):
+            ids += self.encode_foreign(text, tools, max_tokens, message.name)
+            ids.extend(self.encode(frame))
+        return ids
+
+    def texts(self, messages: Sequence[Message], tools: ToolSchemas) -> list[str]:
+        """The texts of an observation, as the template quotes them."""
+        check_observation(messages, ANSWERS)
+        texts = [message.content for message in messages]
+        if not self._frames_around(messages, tools)[1]:
+            return texts
+        return [json.dumps(text, ensure_ascii=False)[1:-1] for text in texts]
+
+    def _frames_around(
+        self, messages: Sequence[Message], tools: ToolSchemas, turn_ids: Sequence[int] = ()
+    ) -> tuple[list[str], bool]:
+        """The texts between these messages, and whether the messages are quoted as JSON."""
+        raise NotImplementedError
+
+    def _calls(
+        self, text: str, ids: Sequence[int], tools: ToolSchemas, prefix_ids: Sequence[int]
+    ) -> tuple[ToolCall, ...]:
+        """The calls of a turn."""
+        raise NotImplementedError
+
+
+class NativeRenderer(CallRenderer):
     """Renders by the chat template. Raises ConfigError for a template that cannot be used.
 
     `eos_ids` are all tokens that end a turn. Earlier thoughts remain, even if the template would
@@ -105,9 +179,10 @@ class NativeRenderer(TextCodec):
             )
         if getattr(tokenizer, "chat_template", None) is None:
             raise ConfigError("renderer.name = 'native': the tokenizer has no chat template")
-        if self._try([_QUESTION]) == self._try([_QUESTION], tools=()):
+        if self._try([QUESTION]) == self._try([QUESTION], tools=()):
             raise self._refusal("ignores the list of tools")
         self._form = self._find_form()
+        self.called_name = _PYTHON_NAME if self.style == "lfm" else _CALLED_NAME
         self._frames_of = cache(self._find_frames)
         self._check_appends()
         self._frames_of((("tool", "sample_tool"),))
@@ -117,67 +192,15 @@ class NativeRenderer(TextCodec):
         """The format of calls that the template writes."""
         return self._form.style
 
-    def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]:
-        """The token ids of the prompt of the first turn, with the tools' schemas where the template
-        puts them."""
-        return self._prompt(for_native_calls(messages, tools), tools)
-
-    def check_tools(self, tools: ToolSchemas) -> None:
-        """Raises ConfigError for a tool whose name this format cannot express."""
-        for tool in tools:
-            name = str(tool["name"])
-            fits = _PYTHON_NAME if self.style == "lfm" else _CALLED_NAME
-            if not fits.fullmatch(name):
-                raise ConfigError(
-                    f"the tool-call form {self.style!r} cannot express the tool name {name!r}; "
-                    "rename it with letters, digits and underscores"
-                )
-
-    def stop(self, tools: ToolSchemas) -> tuple[str, ...]:
-        """No stop strings: a turn ends with an end-of-sequence token."""
-        return ()
-
-    def parse(
-        self, completion: Completion, tools: ToolSchemas, prefix_ids: Sequence[int] = ()
-    ) -> Message:
-        """The action as a message; a truncated turn has no calls."""
-        text = self.written(completion, prefix_ids)
-        calls = self._form.parse(text, tools) if completion.finish_reason == "stop" else ()
-        return count_tagged_call(Message("assistant", text, calls), tools)
-
-    def observation(
-        self,
-        messages: Sequence[Message],
-        tools: ToolSchemas,
-        max_tokens: int,
-        turn_ids: Sequence[int] = (),
-    ) -> array[int]:
-        """The token ids from the end of the turn to the beginning of the next one; a longer text
-        keeps its head and tail within max_tokens."""
-        texts = self.texts(messages, tools)
-        frames, _ = self._frames_around(messages, tools)
-        is_open = turn_ids and not self.is_ended(turn_ids)
-        ids = array("i", [self.end_id] if is_open else [])
-        ids.extend(self.encode(frames[0]))
-        for message, text, frame in zip(messages, texts, frames[1:], strict=True):
-            ids += self.encode_foreign(text, tools, max_tokens, message.name)
-            ids.extend(self.encode(frame))
-        return ids
-
-    def texts(self, messages: Sequence[Message], tools: ToolSchemas) -> list[str]:
-        """The texts of an observation, as the template quotes them."""
-        check_observation(messages, ANSWERS)
-        texts = [message.content for message in messages]
-        if not self._frames_around(messages, tools)[1]:
-            return texts
-        return [json.dumps(text, ensure_ascii=False)[1:-1] for text in texts]
+    def _calls(
+        self, text: str, ids: Sequence[int], tools: ToolSchemas, prefix_ids: Sequence[int]
+    ) -> tuple[ToolCall, ...]:
+        return self._form.parse(text, tools)
 
     def _frames_around(
-        self, messages: Sequence[Message], tools: ToolSchemas
+        self, messages: Sequence[Message], tools: ToolSchemas, turn_ids: Sequence[int] = ()
     ) -> tuple[list[str], bool]:
-        known = {None, *(tool["name"] for tool in tools)}
-        names = (m.name if m.name in known else UNKNOWN_TOOL for m in messages)
-        return self._frames_of(tuple((m.role, n) for m, n in zip(messages, names, strict=True)))
+        return self._frames_of(senders_of(messages, tools))
 
     def _around(self, roles: Sequence[Role]) -> object:
         named = ((role, "sample_tool" if role == "tool" else None) for role in roles)
@@ -208,7 +231,7 @@ class NativeRenderer(TextCodec):
         chat: list[dict[str, Any]],
         *,
         generation: bool = False,
-        tools: ToolSchemas = (_SAMPLE_TOOL,),
+        tools: ToolSchemas = (SAMPLE_TOOL,),
     ) -> str:
         try:
             return self._chat(chat, tools, generation=generation)
@@ -221,12 +244,12 @@ class NativeRenderer(TextCodec):
         problem = ConfigError()
         for as_text in (False, True):
             try:
-                written = self._sampled(_SAMPLE_CALLS[:1], as_text)
+                written = self._sampled(SAMPLE_CALLS[:1], as_text)
             except ConfigError as error:
                 problem = problem if problem.args else error
                 continue
             for name, parse in PARSERS.items():
-                if parse(written, [_SAMPLE_TOOL]) == _SAMPLE_CALLS[:1]:
+                if parse(written, [SAMPLE_TOOL]) == SAMPLE_CALLS[:1]:
                     return _CallForm(name, parse, as_text, self._is_one_a_turn(parse, as_text))
             if "sample_tool" not in written:
                 problem = self._refusal("omits the calls of earlier turns")
@@ -240,32 +263,32 @@ class NativeRenderer(TextCodec):
     def _is_one_a_turn(self, parse: Parser, as_text: bool) -> bool:
         """Whether the template rejects or omits a second call of a turn."""
         try:
-            written = self._sampled(_SAMPLE_CALLS, as_text)
+            written = self._sampled(SAMPLE_CALLS, as_text)
         except ConfigError:
             return True
-        calls = parse(written, [_SAMPLE_TOOL])
-        if calls not in (_SAMPLE_CALLS, _SAMPLE_CALLS[:1]):
+        calls = parse(written, [SAMPLE_TOOL])
+        if calls not in (SAMPLE_CALLS, SAMPLE_CALLS[:1]):
             raise self._refusal(
                 f"writes two calls as {written[-300:]!r}, which are read as {list(calls)}"
             )
-        return calls != _SAMPLE_CALLS
+        return calls != SAMPLE_CALLS
 
     def _sampled(self, calls: Sequence[ToolCall], as_text: bool, text_mark: str = "") -> str:
         """The text that the policy would sample for a turn with these calls."""
         results = [
-            {"role": "tool", "name": call.name, "tool_call_id": _call_id(n), "content": _result(n)}
+            {"role": "tool", "name": call.name, "tool_call_id": _call_id(n), "content": mark_of(n)}
             for n, call in enumerate(calls)
         ]
-        return self._split_turn({**_calling(calls, as_text), "content": text_mark}, results)[0]
+        return self._split_turn({**turn_of(calls, as_text), "content": text_mark}, results)[0]
 
     def _split_turn(self, turn: dict[str, Any], answers: list[dict[str, Any]]) -> tuple[str, str]:
         """A turn as the policy would sample it, and the template's text from its end token to the
         beginning of the next turn."""
-        text = self._try([_QUESTION, turn, *answers], generation=True)
+        text = self._try([QUESTION, turn, *answers], generation=True)
         roles = [answer["role"] for answer in answers]
-        before = self._try([_QUESTION])
+        before = self._try([QUESTION])
         self._must_start(text, before, f"an answer and {roles}")
-        prompt = self._try([_QUESTION], generation=True)
+        prompt = self._try([QUESTION], generation=True)
         start = num_common(text, prompt)
         if start < len(prompt):  # not within a tag that both begin with
             start = max(len(before), *(text.rfind(mark, 0, start) + 1 for mark in "\n>"))
@@ -284,12 +307,12 @@ class NativeRenderer(TextCodec):
 
     def _check_appends(self) -> None:
         """Appending messages must not change earlier text."""
-        chat: list[dict[str, Any]] = [_QUESTION]
+        chat: list[dict[str, Any]] = [QUESTION]
         self._must_start(self._try(chat, generation=True), self._try(chat), "the answer's header")
         shorter = self._try(chat)
         for number in (1, 2):
             call = ToolCall("sample_tool", {"text": f"qCall{number}q"})
-            chat.append(_calling([call], self._form.as_text))
+            chat.append(turn_of([call], self._form.as_text))
             result = {"role": "tool", "name": "sample_tool", "tool_call_id": _call_id(0)}
             chat.append({**result, "content": f"qResult{number}q"})
             longer = self._try(chat)
@@ -311,7 +334,7 @@ class NativeRenderer(TextCodec):
         answers: list[dict[str, Any]] = []
         calls: list[ToolCall] = []
         for number, (role, name) in enumerate(senders):
-            answer: dict[str, Any] = {"role": role, "content": _result(number)}
+            answer: dict[str, Any] = {"role": role, "content": mark_of(number)}
             if name is not None:
                 answer["name"] = name
             if role == "tool":
@@ -320,12 +343,12 @@ class NativeRenderer(TextCodec):
             answers.append(answer)
         turn: dict[str, Any] = {"role": "assistant", "content": "qTurnq"}
         if calls:
-            turn = _calling(calls[:1] if self._form.one_a_turn else calls, self._form.as_text)
+            turn = turn_of(calls[:1] if self._form.one_a_turn else calls, self._form.as_text)
         rest = self._split_turn(turn, answers)[1]
-        quoted = bool(answers) and _result(0) not in rest
+        quoted = bool(answers) and mark_of(0) not in rest
         frames = []
         for number in range(len(answers)):
-            stand_in = _result(number)
+            stand_in = mark_of(number)
             before, found, rest = rest.partition(
                 stand_in.replace('"', r"\"") if quoted else stand_in
             )
@@ -340,7 +363,14 @@ class NativeRenderer(TextCodec):
         return ConfigError(f"renderer.name = 'native': {template} {problem}; {WAY_OUT}")
 
 
-def _calling(calls: Sequence[ToolCall], as_text: bool) -> dict[str, Any]:
+def senders_of(messages: Sequence[Message], tools: ToolSchemas) -> Senders:
+    """Roles and tools; a tool that the policy invented is none of them."""
+    known = {None, *(tool["name"] for tool in tools)}
+    names = (m.name if m.name in known else UNKNOWN_TOOL for m in messages)
+    return tuple((m.role, n) for m, n in zip(messages, names, strict=True))
+
+
+def turn_of(calls: Sequence[ToolCall], as_text: bool) -> dict[str, Any]:
     """A chat message of the policy with these calls."""
     written = [
         {
@@ -360,5 +390,5 @@ def _call_id(number: int) -> str:
     return f"call{number:05d}"  # nine letters and digits, as some templates require
 
 
-def _result(number: int) -> str:
+def mark_of(number: int) -> str:
     return _STAND_IN.format(number) + '"'

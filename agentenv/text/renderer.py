@@ -136,11 +136,18 @@ class TextCodec:
     own_tags: tuple[str, ...] = ()
     prompt_config = PromptConfig()
 
-    def __init__(self, tokenizer: Any, eos_ids: Collection[int] = (), control: Any = None) -> None:
-        """`control`: a pattern of control tokens, for a tokenizer that is unknown."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        eos_ids: Collection[int] = (),
+        control: Any = None,
+        written_ids: Collection[int] = (),
+    ) -> None:
+        """`control`: a pattern of control tokens, for a tokenizer that is unknown. `written_ids`
+        have those that the protocol writes and no template shows."""
         self.tokenizer = tokenizer
         self.eos_ids = frozenset(eos_ids) or frozenset({tokenizer.eos_token_id})
-        self.control_tokens = control_tokens(tokenizer, self.eos_ids)
+        self.control_tokens = control_tokens(tokenizer, {*self.eos_ids, *written_ids})
         self.special_ids = frozenset(
             (*self.control_tokens, *getattr(tokenizer, "all_special_ids", ()))
         )
@@ -341,17 +348,21 @@ class TextCodec:
         )
 
     def _prompt(self, messages: Sequence[Message], tools: ToolSchemas = ()) -> list[int]:
-        """The ids of a prompt without a duplicate leading begin-of-sequence token, which a template
-        may add. Raises DataError for messages that the template rejects wherever they stand."""
+        """The ids of a prompt. Raises DataError for messages that the template rejects wherever
+        they stand."""
         messages = self.placed(messages, after_turn=False)
         chat = [{"role": message.role, "content": message.content} for message in messages]
         try:
-            text = self._chat(chat, tools)
+            return self._chat_ids(chat, tools)
         except template_errors() as error:
             raise DataError(
                 f"the chat template rejects a prompt of {[turn['role'] for turn in chat]}: {error}"
             ) from error
-        ids = self.encode(text)
+
+    def _chat_ids(self, chat: list[dict[str, Any]], tools: ToolSchemas = ()) -> list[int]:
+        """The ids of messages without a duplicate leading begin-of-sequence token, which a template
+        may add."""
+        ids = self.encode(self._chat(chat, tools))
         bos = getattr(self.tokenizer, "bos_token_id", None)
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
