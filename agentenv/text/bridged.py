@@ -27,8 +27,10 @@ from agentenv.text.native import (
     SAMPLE_CALLS,
     SAMPLE_TOOL,
     CallRenderer,
+    Frames,
     Senders,
     mark_of,
+    padded,
     senders_of,
     turn_of,
 )
@@ -179,41 +181,38 @@ class BridgedRenderer(CallRenderer):
 
     def _frames_around(
         self, messages: Sequence[Message], tools: ToolSchemas, turn_ids: Sequence[int] = ()
-    ) -> tuple[list[str], bool]:
+    ) -> Frames:
         end = turn_ids[-1] if self.is_ended(turn_ids) else self.end_id
         senders = senders_of(messages, tools)
         attempts = self._attempts(turn_ids, tools, self._header) if len(turn_ids) else []
-        ids = tuple(str(getattr(one, "id", "")) for one in attempts)
-        return self._frames_of(end, senders, ids), False
+        ids = tuple(str(getattr(one, "id", None) or "") for one in attempts)
+        return self._frames_of(end, senders, ids)
 
     def _around(self, roles: Sequence[Role]) -> object:
         return self._frames_of(self.end_id, tuple((role, None) for role in roles), ())
 
-    def _find_frames(self, end: int, senders: Senders, call_ids: tuple[str, ...]) -> list[str]:
+    def _find_frames(self, end: int, senders: Senders, call_ids: tuple[str, ...]) -> Frames:
         """The texts around messages after a turn with this end and these calls."""
+        answers = _answers(senders, call_ids)
+        return self._cut(lambda blanks: self._between(end, padded(answers, blanks)), len(answers))
+
+    def _between(self, end: int, answers: list[dict[str, Any]]) -> str:
+        """The text from this end of a turn to the beginning of the next one."""
         for body in _BODIES:
-            before = [*self._header, *self.encode(body), end]
-            given = before[: len(self._header)], before[len(self._header) :]
-            answers, tools = _answers(senders, call_ids), _functions([SAMPLE_TOOL])
+            turn = [*self.encode(body), end]
+            given = self._header, turn, answers
             try:
-                found = self._theirs.bridge_to_next_turn(*given, answers, tools=tools)
+                found = self._theirs.bridge_to_next_turn(*given, tools=_functions([SAMPLE_TOOL]))
             except ERRORS as error:
                 raise self._refusal(f"cannot continue a turn: {error}") from error
-            if found is not None:
-                break
-        else:
-            roles = [role for role, _ in senders]
-            raise self._refusal(f"cannot append {roles} to a turn that ends with {end}")
-        ids = list(found.token_ids)
-        if ids[: len(before)] != before:
-            raise self._refusal("alters sampled tokens")
-        rest, frames = self.decode(ids[len(before) :]), list[str]()
-        for number in range(len(senders)):
-            frame, mark, rest = rest.partition(mark_of(number))
-            if not mark:
-                raise self._refusal("omits or changes the texts of an answer")
-            frames.append(frame)
-        return [*frames, rest]
+            if found is None:  # it would render the conversation again
+                continue
+            before, ids = [*self._header, *turn], list(found.token_ids)
+            if ids[: len(before)] != before:
+                raise self._refusal("alters sampled tokens")
+            return self.decode(ids[len(before) :])
+        roles = [answer["role"] for answer in answers]
+        raise self._refusal(f"cannot append {roles} to a turn that ends with {end}")
 
     def _refusal(self, problem: str) -> ConfigError:
         return ConfigError(f"renderer.name = 'renderers': the family {self._family!r} {problem}")
@@ -234,8 +233,7 @@ def _answers(senders: Senders, call_ids: Sequence[str] = ()) -> list[dict[str, A
         answer = {"role": role, "content": mark_of(number)}
         if role == "tool":
             own = call_ids[number] if number < len(call_ids) else ""
-            is_safe = _CALL_ID.fullmatch(own) and own != "None"
-            answer["tool_call_id"] = own if is_safe else _call_id(number, name)
+            answer["tool_call_id"] = own if _CALL_ID.fullmatch(own) else _call_id(number, name)
             answer["name"] = name or "tool"
         answers.append(answer)
     return answers

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -84,6 +84,15 @@ class _CallForm(NamedTuple):
     one_a_turn: bool
 
 
+class Frames(NamedTuple):
+    """The texts between messages, and how a template changes the messages: quotes them as JSON, or
+    removes their outer blanks."""
+
+    texts: list[str]
+    quotes: bool
+    trims: bool
+
+
 class CallRenderer(TextCodec):
     """The base of renderers whose calls have the model's own format. `key` is renderer.name."""
 
@@ -128,7 +137,7 @@ class CallRenderer(TextCodec):
         """The token ids from the end of the turn to the beginning of the next one; a longer text
         keeps its head and tail within max_tokens."""
         texts = self.texts(messages, tools)
-        frames, _ = self._frames_around(messages, tools, turn_ids)
+        frames = self._frames_around(messages, tools, turn_ids).texts
         is_open = turn_ids and not self.is_ended(turn_ids)
         ids = array("i", [self.end_id] if is_open else [])
         ids.extend(self.encode(frames[0]))
@@ -140,15 +149,30 @@ class CallRenderer(TextCodec):
     def texts(self, messages: Sequence[Message], tools: ToolSchemas) -> list[str]:
         """The texts of an observation, as the template quotes them."""
         check_observation(messages, ANSWERS)
-        texts = [message.content for message in messages]
-        if not self._frames_around(messages, tools)[1]:
-            return texts
-        return [json.dumps(text, ensure_ascii=False)[1:-1] for text in texts]
+        _, quotes, trims = self._frames_around(messages, tools)
+        texts = [one.content.strip() if trims else one.content for one in messages]
+        return [json.dumps(text, ensure_ascii=False)[1:-1] for text in texts] if quotes else texts
 
     def _frames_around(
         self, messages: Sequence[Message], tools: ToolSchemas, turn_ids: Sequence[int] = ()
-    ) -> tuple[list[str], bool]:
-        """The texts between these messages, and whether the messages are quoted as JSON."""
+    ) -> Frames:
+        raise NotImplementedError
+
+    def _cut(self, written: Callable[[str], str], number: int) -> Frames:
+        """The frames of a text between two turns; `written` returns it for `number` placeholders
+        with these blanks around them."""
+        rest, texts = written(""), list[str]()
+        trims = written("\n") == rest
+        quotes = bool(number) and mark_of(0) not in rest
+        for place in range(number):
+            mark = mark_of(place)
+            text, found, rest = rest.partition(mark.replace('"', r"\"") if quotes else mark)
+            if not found:
+                raise self._refusal("omits or changes the text of tool results")
+            texts.append(text)
+        return Frames([*texts, rest], quotes, trims)
+
+    def _refusal(self, problem: str) -> ConfigError:
         raise NotImplementedError
 
     def _calls(
@@ -199,7 +223,7 @@ class NativeRenderer(CallRenderer):
 
     def _frames_around(
         self, messages: Sequence[Message], tools: ToolSchemas, turn_ids: Sequence[int] = ()
-    ) -> tuple[list[str], bool]:
+    ) -> Frames:
         return self._frames_of(senders_of(messages, tools))
 
     def _around(self, roles: Sequence[Role]) -> object:
@@ -328,9 +352,8 @@ class NativeRenderer(CallRenderer):
             f"{shorter[place : place + 40]!r} stood"
         )
 
-    def _find_frames(self, senders: Senders) -> tuple[list[str], bool]:
-        """The template's texts between these messages, and whether it quotes the messages as
-        JSON."""
+    def _find_frames(self, senders: Senders) -> Frames:
+        """The template's texts between these messages."""
         answers: list[dict[str, Any]] = []
         calls: list[ToolCall] = []
         for number, (role, name) in enumerate(senders):
@@ -344,18 +367,9 @@ class NativeRenderer(CallRenderer):
         turn: dict[str, Any] = {"role": "assistant", "content": "qTurnq"}
         if calls:
             turn = turn_of(calls[:1] if self._form.one_a_turn else calls, self._form.as_text)
-        rest = self._split_turn(turn, answers)[1]
-        quoted = bool(answers) and mark_of(0) not in rest
-        frames = []
-        for number in range(len(answers)):
-            stand_in = mark_of(number)
-            before, found, rest = rest.partition(
-                stand_in.replace('"', r"\"") if quoted else stand_in
-            )
-            if not found:
-                raise self._refusal("omits or changes the text of tool results")
-            frames.append(before)
-        return [*frames, rest], quoted
+        return self._cut(
+            lambda blanks: self._split_turn(turn, padded(answers, blanks))[1], len(answers)
+        )
 
     def _refusal(self, problem: str) -> ConfigError:
         model = getattr(self.tokenizer, "name_or_path", "")
@@ -388,6 +402,10 @@ def turn_of(calls: Sequence[ToolCall], as_text: bool) -> dict[str, Any]:
 
 def _call_id(number: int) -> str:
     return f"call{number:05d}"  # nine letters and digits, as some templates require
+
+
+def padded(answers: Sequence[dict[str, Any]], blanks: str) -> list[dict[str, Any]]:
+    return [{**one, "content": f"{blanks}{one['content']}{blanks}"} for one in answers]
 
 
 def mark_of(number: int) -> str:

@@ -57,8 +57,10 @@ from agentenv.envs.grading.reward import NUM_CHECKED_ROWS, check_grader
 from agentenv.learners.algorithms.credit import advantages_of
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.optimizer import OptimizerConfig
-from agentenv.text.native import NativeConfig, NativeRenderer
-from agentenv.text.renderer import TagRenderer, ToolSchemas
+from agentenv.text.bridged import BridgedRenderer
+from agentenv.text.contexts import for_programs
+from agentenv.text.native import CallRenderer
+from agentenv.text.renderer import TagRenderer, TagsConfig, TextCodec, ToolSchemas
 
 # The paths in a configuration: files, rows, and names on the hub.
 
@@ -200,7 +202,7 @@ async def advantages(assembly: Assembly[TrainConfig]) -> None:
 async def demonstrations(assembly: Assembly[TrainConfig]) -> None:
     """The renderer supports the tag protocol of the cold start's demonstrations."""
     config = assembly.config
-    if config.sft is not None and isinstance(config.renderer, NativeConfig):
+    if config.sft is not None and not isinstance(config.renderer, TagsConfig):
         raise ConfigError(
             "renderer.name: the demonstrations of [sft] use the tag protocol; choose 'tags', or "
             "remove [sft]"
@@ -430,9 +432,10 @@ async def turn_end(assembly: Assembly[Any]) -> None:
     if model is None or (isinstance(engine, EngineConfig) and not engine.capabilities.has_weights):
         return  # an external server has its own files
     for renderer in (await assembly.renderers()).values():
-        if isinstance(renderer, TagRenderer | NativeRenderer):
-            prompt = renderer.prompt_config
-            kwargs = prompt.chat_template_kwargs if prompt.apply_chat_template else None
+        if isinstance(renderer, TextCodec):
+            prompt, has_own = renderer.prompt_config, isinstance(renderer, BridgedRenderer)
+            applies = prompt.apply_chat_template and not has_own
+            kwargs = prompt.chat_template_kwargs if applies else None
             await in_thread(check_turn_end, model, renderer.tokenizer, kwargs)
 
 
@@ -461,10 +464,12 @@ async def environments(assembly: RolloutAssembly[Any]) -> None:
 
 
 async def callable_tools(assembly: RolloutAssembly[Any]) -> None:
-    """The renderer can express a call of each tool."""
+    """The renderer can express a call of each tool, and the turns of programs."""
     episodes, renderers = await assembly.episodes(), await assembly.renderers()
     for name, (_, info) in episodes.items():
         one = assembly.sets[name]
+        if "turn" in info:
+            for_programs(renderers[name], one.env.id)
         try:
             renderers[name].check_tools(info.get("tools", ()))
         except ConfigError as error:
@@ -476,12 +481,12 @@ async def control_tokens(assembly: RolloutAssembly[Any]) -> str:
     renderers, episodes = await assembly.renderers(), await assembly.episodes()
     number = 0
     for name, renderer in renderers.items():
-        if isinstance(renderer, TagRenderer | NativeRenderer):
+        if isinstance(renderer, TagRenderer | CallRenderer):
             number += refuse_forged(renderer, episodes[name][1].get("tools", ()))
     return f"{number} tokens and tags" if number else ""
 
 
-def refuse_forged(renderer: TagRenderer | NativeRenderer, tools: ToolSchemas) -> int:
+def refuse_forged(renderer: TagRenderer | CallRenderer, tools: ToolSchemas) -> int:
     """Raises ConfigError if an added token of the tokenizer, or a tag, that is the text of a tool
     result becomes a control token, or a tag of the protocol. Returns the number of texts."""
     probe = copy(renderer)
