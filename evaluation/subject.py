@@ -242,10 +242,7 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
             )
         renderer, endpoint = self.config.renderer, await self.endpoint()
         if isinstance(renderer, BridgedConfig):
-            raise ConfigError(
-                "renderer.name = 'renderers' writes tokens, and an endpoint of chat messages its "
-                "own format: use 'native', or pass --tokenizer"
-            )
+            raise ConfigError("renderer.name: this endpoint has its own format: choose 'native'")
         breaks = cast(OpenAIConfig, self.config.engine).break_control_tokens
         is_ours = isinstance(endpoint, ChatEngine) and endpoint.is_ours
         if is_ours or isinstance(renderer, NativeConfig):

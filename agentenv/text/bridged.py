@@ -1,9 +1,8 @@
 """Tool calls by the package `renderers`, for families whose chat template `native` refuses.
 
-Its renderer of a family writes the prompt and reads the calls of sampled tokens. The texts between
-two turns are those of its bridge, found once with placeholders for the messages: sampled tokens
-stay as they are, also where it would render the conversation again (after an unclosed thought), and
-texts of tools and users cannot forge control tokens.
+Its renderer of a family writes the messages instead of the chat template, and reads the calls of
+the sampled tokens. As with `native`, sampled tokens stay as they are, and texts of tools and users
+cannot forge control tokens.
 """
 
 from __future__ import annotations
@@ -11,33 +10,26 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Sequence
-from functools import lru_cache
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
 from agentenv.base.errors import ConfigError, ForeignError
 from agentenv.base.installation import needed
-from agentenv.base.types import Message, Role, ToolCall
+from agentenv.base.types import Message, ToolCall
 from agentenv.base.untrusted import decode
-from agentenv.text.call_syntax import THOUGHT_CLOSE, THOUGHT_OPEN, malformed
-from agentenv.text.contexts import num_common
+from agentenv.text.call_syntax import THOUGHT_CLOSE, malformed
 from agentenv.text.native import (
     QUESTION,
-    SAMPLE_CALLS,
     SAMPLE_TOOL,
-    CallRenderer,
     Frames,
-    Senders,
-    mark_of,
-    padded,
+    NativeConfig,
+    NativeRenderer,
     senders_of,
-    turn_of,
 )
 from agentenv.text.prompt import PromptConfig
-from agentenv.text.renderer import ToolSchemas
+from agentenv.text.renderer import TagsConfig, TextCodec, ToolSchemas
 
-NUM_KNOWN_FRAMES = 1024
 NUM_HEADER_IDS = 256  # of a prompt; they have the header of the turn
 READ = ("ok", "unknown_tool")  # the status of calls that have a name and arguments
 # a foreign package raises any of these for what it cannot render or read
@@ -45,7 +37,6 @@ ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupEr
           TypeError, ValueError)  # fmt: skip
 
 _CALL_ID = re.compile(r"[\w.:-]{1,100}")
-_BODIES = ("qTurnq", f"{THOUGHT_CLOSE}qTurnq")  # the other where the prompt opens a thought
 
 
 class BridgedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="renderers",
@@ -61,15 +52,18 @@ class BridgedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ]
 
 
-class BridgedRenderer(CallRenderer):
-    """Renders by the package's renderer of `family`. Raises ConfigError for one that cannot be used
-    with this tokenizer, alters sampled tokens, or does not read the calls that it writes.
+AnyRenderer = TagsConfig | NativeConfig | BridgedConfig
 
-    It has no `turn`: the conversations of programs have turns that were not sampled.
+
+class BridgedRenderer(NativeRenderer):
+    """Renders by the package's renderer of `family`. Raises ConfigError for one that cannot be used
+    with this tokenizer, rewrites earlier text, or does not read the calls that it writes.
+
+    The conversations of programs, whose turns were not all sampled, are refused.
     """
 
-    key = "renderers"
-    own_tags = ("tool_call", "tool_response", "tools", "response", "minimax:tool_call")
+    turn = None  # type: ignore[assignment]
+    own_tags: tuple[str, ...] = (*NativeRenderer.own_tags, "response", "minimax:tool_call")
 
     def __init__(
         self,
@@ -82,64 +76,37 @@ class BridgedRenderer(CallRenderer):
         if not self.prompt_config.apply_chat_template:
             raise self._refusal("needs prompt.apply_chat_template = true")
         self._theirs = self._made(tokenizer)
+        self._parsers = {family: lambda text, tools: self._calls("", self.encode(text), tools)}
         stops = frozenset(map(int, self._theirs.get_stop_token_ids()))
-        sample = [QUESTION, self._called("qSaidq", SAMPLE_CALLS[:1], "qThoughtq"),
-                  *_answers((("tool", "sample_tool"),)), QUESTION]  # fmt: skip
+        called = self._turn_of([ToolCall("sample_tool", {"text": "qTextq"})], as_text=False)
+        result = {"role": "tool", "name": "sample_tool", "tool_call_id": self._call_id(0, "f")}
+        sample = [QUESTION, {**called, "reasoning_content": "qThoughtq"},
+                  {**result, "content": "qResultq"}, QUESTION]  # fmt: skip
         try:
-            self._header = self._chat_ids([QUESTION], [SAMPLE_TOOL])
             written_ids = self._chat_ids(sample, [SAMPLE_TOOL])
+            header = self._chat_ids([QUESTION], [SAMPLE_TOOL])
         except ValueError as error:
             raise self._refusal(f"rejects a dialogue with tools: {error}") from error
-        super().__init__(tokenizer, eos_ids or stops, written_ids=written_ids)
+        self._header = header[-NUM_HEADER_IDS:]
+        ends = frozenset(eos_ids) or stops
+        TextCodec.__init__(self, tokenizer, ends.union(written_ids))  # which control the format
+        self.eos_ids = ends
         if not stops & self.eos_ids:
             raise self._refusal(
                 f"ends a turn with {[self.decode([one]) for one in sorted(stops)]}, at which "
                 "generation does not stop; add it to eos_token_id in generation_config.json"
             )
         self.end_id = min(stops & self.eos_ids)
-        self._frames_of = lru_cache(NUM_KNOWN_FRAMES)(self._find_frames)
-        for end in self.eos_ids:
-            for sender in (("tool", "sample_tool"), ("user", None)):
-                self._frames_of(end, (sender,), ())
-        for call in SAMPLE_CALLS:
-            text = self.calling("", [call])
-            ids = [*self.encode(text), self.end_id]
-            found = self._calls(text, ids, [SAMPLE_TOOL], self._header)
-            if found != (call,):
-                raise self._refusal(f"writes a call as {text!r}, which it reads as {list(found)}")
-
-    @property
-    def style(self) -> str:
-        """The family."""
-        return self._family
-
-    def calling(self, text: str, calls: Sequence[ToolCall], tools: ToolSchemas = ()) -> str:
-        """The text of a turn with `text` (thoughts included) and these calls, up to its end token.
-        Raises ConfigError if the renderer rejects them."""
-        thought, _, said = text.rpartition(THOUGHT_CLOSE)
-        turn = self._called(said.strip(), calls, thought.replace(THOUGHT_OPEN, "").strip())
-        given = tools or [SAMPLE_TOOL]
-        try:
-            header = self._chat_ids([QUESTION], given)
-            ids = self._chat_ids([QUESTION, turn], given, generation=False)
-        except ValueError as error:
-            raise self._refusal(f"rejects a turn: {error}") from error
-        ids = ids[num_common(ids, header) :]
-        ends = (place for place, one in enumerate(ids) if one in self.eos_ids)
-        text = self.decode(ids[: next(ends, len(ids))])
-        is_open = self.opens_thought(header) and THOUGHT_CLOSE not in text
-        return THOUGHT_CLOSE + text if is_open else text
-
-    # inner workings
+        self._learn()
 
     def _made(self, tokenizer: Any) -> Any:
         package = needed("renderers", "renderers", "renderer.name = 'renderers'")
         if self._family not in (known := sorted({*package.base.MODEL_RENDERER_MAP.values()})):
             raise ConfigError(f"renderer.family: {self._family!r}; expected one of {known}")
-        keys = {**self.prompt_config.chat_template_kwargs, "thinking_retention": "all"}
         try:
             kind = type(package.configs.config_from_name(self._family))
-            return package.create_renderer(tokenizer, kind.model_validate(keys))
+            config = kind.model_validate(self.prompt_config.chat_template_kwargs)
+            return package.create_renderer(tokenizer, config)
         except ERRORS as error:
             cause = " ".join(str(error).split())
             raise self._refusal(f"cannot be made with this tokenizer: {cause}") from error
@@ -159,60 +126,38 @@ class BridgedRenderer(CallRenderer):
     ) -> str:
         return self.decode(self._chat_ids(chat, tools, generation=generation))
 
-    def _called(self, text: str, calls: Sequence[ToolCall], thought: str) -> dict[str, Any]:
-        """A chat message of the policy."""
-        turn = turn_of(calls, as_text=False)
-        for place, call in enumerate(turn["tool_calls"]):
-            call["id"] = _call_id(place, call["function"]["name"])
-        return {**turn, "content": text, "reasoning_content": thought}
+    def _sampled(self, calls: Sequence[ToolCall], as_text: bool, text_mark: str = "") -> str:
+        text = super()._sampled(calls, as_text, text_mark)
+        is_open = self.opens_thought(self._header) and THOUGHT_CLOSE not in text
+        return THOUGHT_CLOSE + text if is_open else text
 
-    def _attempts(self, ids: Sequence[int], tools: ToolSchemas, header: Sequence[int]) -> list[Any]:
+    def _calls(
+        self, text: str, ids: Sequence[int], tools: ToolSchemas, prefix_ids: Sequence[int] = ()
+    ) -> tuple[ToolCall, ...]:
+        return tuple(map(_call, self._attempts(ids, tools, prefix_ids)))
+
+    def _attempts(
+        self, ids: Sequence[int], tools: ToolSchemas, prefix_ids: Sequence[int] = ()
+    ) -> list[Any]:
         """The calls of a turn as the package reads them, or the error if it cannot."""
-        keys = {"tools": _functions(tools), "prompt_ids": [*header[-NUM_HEADER_IDS:]]}
+        header = prefix_ids[-NUM_HEADER_IDS:] if len(prefix_ids) else self._header
+        keys = {"tools": _functions(tools), "prompt_ids": [*header]}
         try:
             return list(self._theirs.parse_response([*ids], **keys).tool_calls)
         except ERRORS as error:  # such as a nesting that is too deep
             return [error]
 
-    def _calls(
-        self, text: str, ids: Sequence[int], tools: ToolSchemas, prefix_ids: Sequence[int]
-    ) -> tuple[ToolCall, ...]:
-        return tuple(map(_read, self._attempts(ids, tools, prefix_ids)))
-
     def _frames_around(
         self, messages: Sequence[Message], tools: ToolSchemas, turn_ids: Sequence[int] = ()
     ) -> Frames:
-        end = turn_ids[-1] if self.is_ended(turn_ids) else self.end_id
-        senders = senders_of(messages, tools)
-        attempts = self._attempts(turn_ids, tools, self._header) if len(turn_ids) else []
-        ids = tuple(str(getattr(one, "id", None) or "") for one in attempts)
-        return self._frames_of(end, senders, ids)
+        """A result has the id that was sampled for its call, which Kimi's format writes."""
+        attempts = self._attempts(turn_ids, tools) if len(turn_ids) else []
+        ids = (str(getattr(one, "id", None) or "") for one in attempts)
+        safe = tuple(one if _CALL_ID.fullmatch(one) else "" for one in ids)
+        return self._frames_of(senders_of(messages, tools), safe)
 
-    def _around(self, roles: Sequence[Role]) -> object:
-        return self._frames_of(self.end_id, tuple((role, None) for role in roles), ())
-
-    def _find_frames(self, end: int, senders: Senders, call_ids: tuple[str, ...]) -> Frames:
-        """The texts around messages after a turn with this end and these calls."""
-        answers = _answers(senders, call_ids)
-        return self._cut(lambda blanks: self._between(end, padded(answers, blanks)), len(answers))
-
-    def _between(self, end: int, answers: list[dict[str, Any]]) -> str:
-        """The text from this end of a turn to the beginning of the next one."""
-        for body in _BODIES:
-            turn = [*self.encode(body), end]
-            given = self._header, turn, answers
-            try:
-                found = self._theirs.bridge_to_next_turn(*given, tools=_functions([SAMPLE_TOOL]))
-            except ERRORS as error:
-                raise self._refusal(f"cannot continue a turn: {error}") from error
-            if found is None:  # it would render the conversation again
-                continue
-            before, ids = [*self._header, *turn], list(found.token_ids)
-            if ids[: len(before)] != before:
-                raise self._refusal("alters sampled tokens")
-            return self.decode(ids[len(before) :])
-        roles = [answer["role"] for answer in answers]
-        raise self._refusal(f"cannot append {roles} to a turn that ends with {end}")
+    def _call_id(self, number: int, name: str) -> str:
+        return f"functions.{name}:{number}"  # as Kimi's; the others write none
 
     def _refusal(self, problem: str) -> ConfigError:
         return ConfigError(f"renderer.name = 'renderers': the family {self._family!r} {problem}")
@@ -222,24 +167,7 @@ def _functions(tools: ToolSchemas) -> list[dict[str, Any]] | None:
     return [{"type": "function", "function": dict(tool)} for tool in tools] or None
 
 
-def _call_id(number: int, name: str | None) -> str:
-    return f"functions.{name}:{number}"  # the form of Kimi; the others write none
-
-
-def _answers(senders: Senders, call_ids: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Placeholders for messages. A result has the id that was sampled for its call."""
-    answers: list[dict[str, Any]] = []
-    for number, (role, name) in enumerate(senders):
-        answer = {"role": role, "content": mark_of(number)}
-        if role == "tool":
-            own = call_ids[number] if number < len(call_ids) else ""
-            answer["tool_call_id"] = own if _CALL_ID.fullmatch(own) else _call_id(number, name)
-            answer["name"] = name or "tool"
-        answers.append(answer)
-    return answers
-
-
-def _read(attempt: Any) -> ToolCall:
+def _call(attempt: Any) -> ToolCall:
     """A call as the package has read it; its arguments are foreign."""
     problem = str(getattr(attempt, "status", attempt))
     if problem in READ and isinstance(attempt.arguments, dict) and attempt.name:

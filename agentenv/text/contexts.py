@@ -13,7 +13,7 @@ from agentenv.text.renderer import ContextRenderer, ToolSchemas
 
 def for_programs(renderer: Any, where: str) -> ContextRenderer:
     """The renderer, if it can write turns that were not sampled. Raises ConfigError."""
-    if not hasattr(renderer, "turn"):  # faster than `isinstance` with ContextRenderer
+    if getattr(renderer, "turn", None) is None:  # faster than `isinstance` with ContextRenderer
         raise ConfigError(
             f"{where}: turns of programs need an engine of tokens and renderer.name = 'native' or "
             "'tags', which write turns that were not sampled"

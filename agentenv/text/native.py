@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Callable, Collection, Sequence
-from functools import cache
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from msgspec import Struct
@@ -31,6 +31,7 @@ from agentenv.text.renderer import TextCodec, ToolSchemas, template_errors
 Senders = tuple[tuple[str, str | None], ...]  # (role, tool) of each message of an observation
 
 ANSWERS: tuple[Role, ...] = ("user", "system")  # to a turn, after the tool results
+NUM_KNOWN_FRAMES = 1024
 WAY_OUT = "use renderer.name = 'tags'"
 
 _CALLED_NAME = re.compile(r"[\w.:/-]+")
@@ -54,7 +55,7 @@ SAMPLE_TOOL = {
         "required": ["text"],
     },
 }
-SAMPLE_CALLS = (
+_SAMPLE_CALLS = (
     ToolCall(
         "sample_tool",
         {
@@ -93,11 +94,43 @@ class Frames(NamedTuple):
     trims: bool
 
 
-class CallRenderer(TextCodec):
-    """The base of renderers whose calls have the model's own format. `key` is renderer.name."""
+class NativeRenderer(TextCodec):
+    """Renders by the chat template. Raises ConfigError for a template that cannot be used.
 
-    key = "native"
-    called_name = _CALLED_NAME
+    `eos_ids` are all tokens that end a turn. Earlier thoughts remain, even if the template would
+    drop them.
+    """
+
+    own_tags: tuple[str, ...] = ("tool_call", "tool_response", "tool_output", "tools")
+
+    def __init__(
+        self, tokenizer: Any, prompt: PromptConfig | None = None, eos_ids: Collection[int] = ()
+    ) -> None:
+        super().__init__(tokenizer, eos_ids)
+        self._parsers: Mapping[str, Parser] = PARSERS
+        self.prompt_config = prompt or PromptConfig()
+        if not self.prompt_config.apply_chat_template:
+            raise ConfigError(
+                "renderer.name = 'native' uses the chat template; with prompt.apply_chat_template "
+                "= false use renderer.name = 'tags'"
+            )
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ConfigError("renderer.name = 'native': the tokenizer has no chat template")
+        self._learn()
+
+    def _learn(self) -> None:
+        """Find what the template writes, and check it."""
+        if self._try([QUESTION]) == self._try([QUESTION], tools=()):
+            raise self._refusal("ignores the list of tools")
+        self._form = self._find_form()
+        self._frames_of = lru_cache(NUM_KNOWN_FRAMES)(self._find_frames)
+        self._check_appends()
+        self._frames_of((("tool", "sample_tool"),))
+
+    @property
+    def style(self) -> str:
+        """The format of calls that the template writes."""
+        return self._form.style
 
     def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]:
         """The token ids of the prompt of the first turn, with the tools' schemas where the template
@@ -107,11 +140,12 @@ class CallRenderer(TextCodec):
     def check_tools(self, tools: ToolSchemas) -> None:
         """Raises ConfigError for a tool whose name this format cannot express."""
         for tool in tools:
-            if not self.called_name.fullmatch(name := str(tool["name"])):
+            name = str(tool["name"])
+            fits = _PYTHON_NAME if self.style == "lfm" else _CALLED_NAME
+            if not fits.fullmatch(name):
                 raise ConfigError(
-                    f"renderer.name = {self.key!r}: the tool-call form {self.style!r} cannot "
-                    f"express the tool name {name!r}; rename it with letters, digits and "
-                    "underscores"
+                    f"the tool-call form {self.style!r} cannot express the tool name {name!r}; "
+                    "rename it with letters, digits and underscores"
                 )
 
     def stop(self, tools: ToolSchemas) -> tuple[str, ...]:
@@ -152,69 +186,6 @@ class CallRenderer(TextCodec):
         _, quotes, trims = self._frames_around(messages, tools)
         texts = [one.content.strip() if trims else one.content for one in messages]
         return [json.dumps(text, ensure_ascii=False)[1:-1] for text in texts] if quotes else texts
-
-    def _frames_around(
-        self, messages: Sequence[Message], tools: ToolSchemas, turn_ids: Sequence[int] = ()
-    ) -> Frames:
-        raise NotImplementedError
-
-    def _cut(self, written: Callable[[str], str], number: int) -> Frames:
-        """The frames of a text between two turns; `written` returns it for `number` placeholders
-        with these blanks around them."""
-        rest, texts = written(""), list[str]()
-        trims = written("\n") == rest
-        quotes = bool(number) and mark_of(0) not in rest
-        for place in range(number):
-            mark = mark_of(place)
-            text, found, rest = rest.partition(mark.replace('"', r"\"") if quotes else mark)
-            if not found:
-                raise self._refusal("omits or changes the text of tool results")
-            texts.append(text)
-        return Frames([*texts, rest], quotes, trims)
-
-    def _refusal(self, problem: str) -> ConfigError:
-        raise NotImplementedError
-
-    def _calls(
-        self, text: str, ids: Sequence[int], tools: ToolSchemas, prefix_ids: Sequence[int]
-    ) -> tuple[ToolCall, ...]:
-        """The calls of a turn."""
-        raise NotImplementedError
-
-
-class NativeRenderer(CallRenderer):
-    """Renders by the chat template. Raises ConfigError for a template that cannot be used.
-
-    `eos_ids` are all tokens that end a turn. Earlier thoughts remain, even if the template would
-    drop them.
-    """
-
-    own_tags = ("tool_call", "tool_response", "tool_output", "tools")
-
-    def __init__(
-        self, tokenizer: Any, prompt: PromptConfig | None = None, eos_ids: Collection[int] = ()
-    ) -> None:
-        super().__init__(tokenizer, eos_ids)
-        self.prompt_config = prompt or PromptConfig()
-        if not self.prompt_config.apply_chat_template:
-            raise ConfigError(
-                "renderer.name = 'native' uses the chat template; with prompt.apply_chat_template "
-                "= false use renderer.name = 'tags'"
-            )
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise ConfigError("renderer.name = 'native': the tokenizer has no chat template")
-        if self._try([QUESTION]) == self._try([QUESTION], tools=()):
-            raise self._refusal("ignores the list of tools")
-        self._form = self._find_form()
-        self.called_name = _PYTHON_NAME if self.style == "lfm" else _CALLED_NAME
-        self._frames_of = cache(self._find_frames)
-        self._check_appends()
-        self._frames_of((("tool", "sample_tool"),))
-
-    @property
-    def style(self) -> str:
-        """The format of calls that the template writes."""
-        return self._form.style
 
     def _calls(
         self, text: str, ids: Sequence[int], tools: ToolSchemas, prefix_ids: Sequence[int]
@@ -268,42 +239,43 @@ class NativeRenderer(CallRenderer):
         problem = ConfigError()
         for as_text in (False, True):
             try:
-                written = self._sampled(SAMPLE_CALLS[:1], as_text)
+                written = self._sampled(_SAMPLE_CALLS[:1], as_text)
             except ConfigError as error:
                 problem = problem if problem.args else error
                 continue
-            for name, parse in PARSERS.items():
-                if parse(written, [SAMPLE_TOOL]) == SAMPLE_CALLS[:1]:
+            for name, parse in self._parsers.items():
+                if parse(written, [SAMPLE_TOOL]) == _SAMPLE_CALLS[:1]:
                     return _CallForm(name, parse, as_text, self._is_one_a_turn(parse, as_text))
             if "sample_tool" not in written:
                 problem = self._refusal("omits the calls of earlier turns")
             elif not as_text or not problem.args:
                 problem = self._refusal(
                     f"writes a call as {written[-600:]!r}, which none of the styles "
-                    f"{sorted(PARSERS)} reads as that call"
+                    f"{sorted(self._parsers)} reads as that call"
                 )
         raise problem
 
     def _is_one_a_turn(self, parse: Parser, as_text: bool) -> bool:
         """Whether the template rejects or omits a second call of a turn."""
         try:
-            written = self._sampled(SAMPLE_CALLS, as_text)
+            written = self._sampled(_SAMPLE_CALLS, as_text)
         except ConfigError:
             return True
         calls = parse(written, [SAMPLE_TOOL])
-        if calls not in (SAMPLE_CALLS, SAMPLE_CALLS[:1]):
+        if calls not in (_SAMPLE_CALLS, _SAMPLE_CALLS[:1]):
             raise self._refusal(
                 f"writes two calls as {written[-300:]!r}, which are read as {list(calls)}"
             )
-        return calls != SAMPLE_CALLS
+        return calls != _SAMPLE_CALLS
 
     def _sampled(self, calls: Sequence[ToolCall], as_text: bool, text_mark: str = "") -> str:
         """The text that the policy would sample for a turn with these calls."""
+        turn = self._turn_of(calls, as_text)
         results = [
-            {"role": "tool", "name": call.name, "tool_call_id": _call_id(n), "content": mark_of(n)}
-            for n, call in enumerate(calls)
+            {"role": "tool", "name": call.name, "tool_call_id": own["id"], "content": _mark(n)}
+            for n, (call, own) in enumerate(zip(calls, turn["tool_calls"], strict=True))
         ]
-        return self._split_turn({**turn_of(calls, as_text), "content": text_mark}, results)[0]
+        return self._split_turn({**turn, "content": text_mark}, results)[0]
 
     def _split_turn(self, turn: dict[str, Any], answers: list[dict[str, Any]]) -> tuple[str, str]:
         """A turn as the policy would sample it, and the template's text from its end token to the
@@ -336,9 +308,9 @@ class NativeRenderer(CallRenderer):
         shorter = self._try(chat)
         for number in (1, 2):
             call = ToolCall("sample_tool", {"text": f"qCall{number}q"})
-            chat.append(turn_of([call], self._form.as_text))
-            result = {"role": "tool", "name": "sample_tool", "tool_call_id": _call_id(0)}
-            chat.append({**result, "content": f"qResult{number}q"})
+            chat.append(self._turn_of([call], self._form.as_text))
+            result = {"role": "tool", "name": "sample_tool", "content": f"qResult{number}q"}
+            chat.append({**result, "tool_call_id": chat[-1]["tool_calls"][0]["id"]})
             longer = self._try(chat)
             self._must_start(longer, shorter, f"turn {number} and its tool result")
             shorter = longer
@@ -352,24 +324,58 @@ class NativeRenderer(CallRenderer):
             f"{shorter[place : place + 40]!r} stood"
         )
 
-    def _find_frames(self, senders: Senders) -> Frames:
-        """The template's texts between these messages."""
+    def _cut(self, written: Callable[[str], str], number: int) -> Frames:
+        """The frames of a text between two turns; `written` returns it for `number` placeholders
+        with these blanks around them."""
+        rest, texts = written(""), list[str]()
+        trims = written("\n") == rest
+        quotes = bool(number) and _mark(0) not in rest
+        for place in range(number):
+            mark = _mark(place)
+            text, found, rest = rest.partition(mark.replace('"', r"\"") if quotes else mark)
+            if not found:
+                raise self._refusal("omits or changes the text of tool results")
+            texts.append(text)
+        return Frames([*texts, rest], quotes, trims)
+
+    def _find_frames(self, senders: Senders, call_ids: tuple[str, ...] = ()) -> Frames:
+        """The template's texts between these messages, which answer calls with these ids."""
         answers: list[dict[str, Any]] = []
         calls: list[ToolCall] = []
         for number, (role, name) in enumerate(senders):
-            answer: dict[str, Any] = {"role": role, "content": mark_of(number)}
+            answer: dict[str, Any] = {"role": role, "content": _mark(number)}
             if name is not None:
                 answer["name"] = name
             if role == "tool":
-                answer["tool_call_id"] = _call_id(len(calls))
+                number = len(calls)
                 calls.append(ToolCall(name or "sample_tool", {"text": "qTurnq"}))
+                own = call_ids[number] if number < len(call_ids) else ""
+                answer["tool_call_id"] = own or self._call_id(number, calls[-1].name)
             answers.append(answer)
         turn: dict[str, Any] = {"role": "assistant", "content": "qTurnq"}
         if calls:
-            turn = turn_of(calls[:1] if self._form.one_a_turn else calls, self._form.as_text)
+            turn = self._turn_of(calls[:1] if self._form.one_a_turn else calls, self._form.as_text)
         return self._cut(
-            lambda blanks: self._split_turn(turn, padded(answers, blanks))[1], len(answers)
+            lambda blanks: self._split_turn(turn, _padded(answers, blanks))[1], len(answers)
         )
+
+    def _turn_of(self, calls: Sequence[ToolCall], as_text: bool) -> dict[str, Any]:
+        """A chat message of the policy with these calls."""
+        written = [
+            {
+                "id": self._call_id(number, call.name),
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": json.dumps(call.arguments) if as_text else call.arguments,
+                },
+            }
+            for number, call in enumerate(calls)
+        ]
+        return {"role": "assistant", "content": "", "tool_calls": written}
+
+    def _call_id(self, number: int, name: str) -> str:
+        return f"call{number:05d}"  # nine letters and digits, as some templates require
 
     def _refusal(self, problem: str) -> ConfigError:
         model = getattr(self.tokenizer, "name_or_path", "")
@@ -384,29 +390,9 @@ def senders_of(messages: Sequence[Message], tools: ToolSchemas) -> Senders:
     return tuple((m.role, n) for m, n in zip(messages, names, strict=True))
 
 
-def turn_of(calls: Sequence[ToolCall], as_text: bool) -> dict[str, Any]:
-    """A chat message of the policy with these calls."""
-    written = [
-        {
-            "id": _call_id(number),
-            "type": "function",
-            "function": {
-                "name": call.name,
-                "arguments": json.dumps(call.arguments) if as_text else call.arguments,
-            },
-        }
-        for number, call in enumerate(calls)
-    ]
-    return {"role": "assistant", "content": "", "tool_calls": written}
-
-
-def _call_id(number: int) -> str:
-    return f"call{number:05d}"  # nine letters and digits, as some templates require
-
-
-def padded(answers: Sequence[dict[str, Any]], blanks: str) -> list[dict[str, Any]]:
+def _padded(answers: Sequence[dict[str, Any]], blanks: str) -> list[dict[str, Any]]:
     return [{**one, "content": f"{blanks}{one['content']}{blanks}"} for one in answers]
 
 
-def mark_of(number: int) -> str:
+def _mark(number: int) -> str:
     return _STAND_IN.format(number) + '"'

@@ -136,18 +136,11 @@ class TextCodec:
     own_tags: tuple[str, ...] = ()
     prompt_config = PromptConfig()
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        eos_ids: Collection[int] = (),
-        control: Any = None,
-        written_ids: Collection[int] = (),
-    ) -> None:
-        """`control`: a pattern of control tokens, for a tokenizer that is unknown. `written_ids`
-        have those that the protocol writes and no template shows."""
+    def __init__(self, tokenizer: Any, eos_ids: Collection[int] = (), control: Any = None) -> None:
+        """`control`: a pattern of control tokens, for a tokenizer that is unknown."""
         self.tokenizer = tokenizer
         self.eos_ids = frozenset(eos_ids) or frozenset({tokenizer.eos_token_id})
-        self.control_tokens = control_tokens(tokenizer, {*self.eos_ids, *written_ids})
+        self.control_tokens = control_tokens(tokenizer, self.eos_ids)
         self.special_ids = frozenset(
             (*self.control_tokens, *getattr(tokenizer, "all_special_ids", ()))
         )

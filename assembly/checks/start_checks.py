@@ -59,8 +59,8 @@ from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.optimizer import OptimizerConfig
 from agentenv.text.bridged import BridgedRenderer
 from agentenv.text.contexts import for_programs
-from agentenv.text.native import CallRenderer
-from agentenv.text.renderer import TagRenderer, TagsConfig, TextCodec, ToolSchemas
+from agentenv.text.native import NativeRenderer
+from agentenv.text.renderer import TagRenderer, TagsConfig, ToolSchemas
 
 # The paths in a configuration: files, rows, and names on the hub.
 
@@ -432,7 +432,7 @@ async def turn_end(assembly: Assembly[Any]) -> None:
     if model is None or (isinstance(engine, EngineConfig) and not engine.capabilities.has_weights):
         return  # an external server has its own files
     for renderer in (await assembly.renderers()).values():
-        if isinstance(renderer, TextCodec):
+        if isinstance(renderer, TagRenderer | NativeRenderer):
             prompt, has_own = renderer.prompt_config, isinstance(renderer, BridgedRenderer)
             applies = prompt.apply_chat_template and not has_own
             kwargs = prompt.chat_template_kwargs if applies else None
@@ -481,12 +481,12 @@ async def control_tokens(assembly: RolloutAssembly[Any]) -> str:
     renderers, episodes = await assembly.renderers(), await assembly.episodes()
     number = 0
     for name, renderer in renderers.items():
-        if isinstance(renderer, TagRenderer | CallRenderer):
+        if isinstance(renderer, TagRenderer | NativeRenderer):
             number += refuse_forged(renderer, episodes[name][1].get("tools", ()))
     return f"{number} tokens and tags" if number else ""
 
 
-def refuse_forged(renderer: TagRenderer | CallRenderer, tools: ToolSchemas) -> int:
+def refuse_forged(renderer: TagRenderer | NativeRenderer, tools: ToolSchemas) -> int:
     """Raises ConfigError if an added token of the tokenizer, or a tag, that is the text of a tool
     result becomes a control token, or a tag of the protocol. Returns the number of texts."""
     probe = copy(renderer)

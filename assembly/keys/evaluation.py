@@ -30,7 +30,7 @@ from agentenv.contract.server_config import ClientKeyEnv, ListenHost, ListenPort
 from agentenv.data.rows import RowsConfig
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.reference.helpers import AssistConfig
-from agentenv.text.bridged import BridgedConfig
+from agentenv.text.bridged import AnyRenderer
 from agentenv.text.native import NativeConfig
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.renderer import TagsConfig
@@ -104,7 +104,7 @@ class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = ""
     prompt: PromptConfig = PromptConfig()
-    renderer: TagsConfig | NativeConfig | BridgedConfig = TagsConfig()
+    renderer: AnyRenderer = TagsConfig()
     limits: Limits = Limits()
     sampling: Sampling = Sampling()
     engine: EvaluationEngine = EmbeddedConfig()
@@ -126,7 +126,7 @@ class PolicyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     prompt: Annotated[
         PromptConfig, about("prompt format; the template is ignored: clients send their own")
     ] = PromptConfig()
-    renderer: TagsConfig | NativeConfig | BridgedConfig = NativeConfig()
+    renderer: AnyRenderer = NativeConfig()
     sampling: Annotated[Sampling, about("defaults for values that a request omits")] = Sampling()
     engine: EvaluationEngine = EmbeddedConfig()
     max_tokens: Annotated[int, about("tokens of a turn, if a request omits it", ge=1)] = 4096

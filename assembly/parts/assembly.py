@@ -40,11 +40,11 @@ from agentenv.contract.env import close_shared
 from agentenv.data.dataset import TaskMix, load_mix, load_tasks
 from agentenv.data.rows import RowsConfig
 from agentenv.rollout.actor import Actor
-from agentenv.text.bridged import BridgedConfig, BridgedRenderer
+from agentenv.text.bridged import AnyRenderer, BridgedConfig, BridgedRenderer
 from agentenv.text.native import NativeConfig, NativeRenderer
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.prompt_fitting import PromptFitter
-from agentenv.text.renderer import Renderer, TagRenderer, TagsConfig
+from agentenv.text.renderer import Renderer, TagRenderer
 
 P = TypeVar("P")
 A = TypeVar("A", bound="Assembly[Any]")
@@ -318,10 +318,7 @@ async def start_engine(
 
 
 def make_renderer(
-    config: TagsConfig | NativeConfig | BridgedConfig,
-    prompt: PromptConfig,
-    tokenizer: Any,
-    model: Path,
+    config: AnyRenderer, prompt: PromptConfig, tokenizer: Any, model: Path
 ) -> Renderer:
     """The configured renderer. Raises ConfigError for an unsuitable chat template."""
     eos_ids = read_eos_ids(model, tokenizer)

@@ -31,7 +31,6 @@ from agentenv.engines.scripted import ScriptedConfig
 from agentenv.envs.grading.reward import AnswerReward
 from agentenv.envs.search.corpus import Query
 from agentenv.envs.search.providers import RemoteSearchConfig, WebConfig
-from agentenv.text.bridged import BridgedRenderer
 from agentenv.text.call_syntax import TEXT, sample_call
 from agentenv.text.native import NativeRenderer
 from agentenv.text.renderer import Renderer, TagRenderer, ToolSchemas
@@ -57,7 +56,7 @@ def refuse_lost_call(
     renderer: Renderer, prompt: Sequence[int], tools: ToolSchemas, tool: dict[str, Any]
 ) -> None:
     """Raises ConfigError if the parser does not recover a call of this tool."""
-    assert isinstance(renderer, TagRenderer | NativeRenderer | BridgedRenderer)
+    assert isinstance(renderer, TagRenderer | NativeRenderer)
     wanted, stop = sample_call(tool), None
     name = wanted.name
     if isinstance(renderer, TagRenderer):
