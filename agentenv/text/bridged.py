@@ -19,6 +19,7 @@ from agentenv.base.installation import needed
 from agentenv.base.types import Message, ToolCall
 from agentenv.base.untrusted import decode
 from agentenv.text.call_syntax import THOUGHT_CLOSE, malformed
+from agentenv.text.contexts import num_common
 from agentenv.text.native import (
     QUESTION,
     SAMPLE_TOOL,
@@ -91,12 +92,13 @@ class BridgedRenderer(NativeRenderer):
         ends = frozenset(eos_ids) or stops
         TextCodec.__init__(self, tokenizer, ends.union(written_ids))  # which control the format
         self.eos_ids = ends
-        if not stops & self.eos_ids:
+        if not stops & ends:
             raise self._refusal(
                 f"ends a turn with {[self.decode([one]) for one in sorted(stops)]}, at which "
                 "generation does not stop; add it to eos_token_id in generation_config.json"
             )
-        self.end_id = min(stops & self.eos_ids)
+        after = written_ids[num_common(written_ids, header) :]
+        self.end_id = next(one for one in (*after, *ends) if one in stops & ends)
         self._learn()
 
     def _made(self, tokenizer: Any) -> Any:
