@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from functools import cache
+from random import Random
 from typing import Any
 
 import pytest
 from renderers import create_renderer
 from renderers.configs import config_from_name
 
-from agentenv.base.errors import ConfigError
-from agentenv.base.types import MALFORMED_CALL, Completion, Message, ToolCall
+from agentenv.base.errors import ConfigError, MissingError
+from agentenv.base.types import (
+    MALFORMED_CALL,
+    Completion,
+    Limits,
+    Message,
+    SamplingParams,
+    ToolCall,
+)
+from agentenv.contract.plan import Independent
+from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
+from agentenv.rollout.actor import Actor
 from agentenv.text.bridged import BridgedRenderer
 from agentenv.text.contexts import for_programs
 from agentenv.text.native import SAMPLE_TOOL, NativeRenderer
 from agentenv.text.prompt import PromptConfig
 from tests.support.chat_models import byte_tokenizer
 from tests.support.trl_templates import TEMPLATES, ends_of, longest, markers_of
-from tests.test_native_templates import ONE_A_TURN, TOOLS
+from tests.support.virtual_clock import run_virtual
+from tests.test_native_rollout import TASK, SearchEnv
+from tests.test_native_templates import ONE_A_TURN, RIGHT, TOOLS
 
 MISSING = re.compile(r"oken (?:for )?'(.+?)'(?: not found|, got)")
 FUNCTIONS = [{"type": "function", "function": tool} for tool in (*TOOLS, SAMPLE_TOOL)]
@@ -33,25 +47,14 @@ CALLS = [
 ]
 EXACT = [ToolCall("sample_tool", {"text": "a", "exact": True})]
 
-# native templates: the package's family, and its keys for this checkpoint
-OPINIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma4": ("gemma4", {}),
-    "gemma4_v5": ("gemma4", {}),
-    "glm4moe": ("glm-4.5", {}),
-    "llama3_1": ("llama-3", {}),
-    "llama3_2": ("llama-3", {"date_string": "26 Jul 2024"}),
-    "nemotron_3_5_lightning": ("nemotron-3.5", {}),
-    "nemotron_3_nano": ("nemotron-3", {}),
-    "nemotron_3_super": ("nemotron-3", {}),
-    "nemotron_3_ultra": ("nemotron-3-ultra", {}),
-    "qwen3": ("qwen3", {}),
-    "qwen3_5_nothink": ("qwen3.5", {"enable_thinking": False}),
-    "qwen3_5_think": ("qwen3.5", {}),
-    "qwen3_6": ("qwen3.6", {}),
-    "qwen3_8": ("qwen3.8", {}),
-    "qwen3_instruct_2507": ("qwen3", {}),
-    "qwen3_vl": ("qwen3-vl", {}),
-}
+# the package's family by the beginning of a native template's name, and keys for checkpoints
+KINDS = {
+    "gemma4": "gemma4", "glm4moe": "glm-4.5", "llama3": "llama-3", "nemotron_3": "nemotron-3",
+    "nemotron_3_5": "nemotron-3.5", "nemotron_3_ultra": "nemotron-3-ultra", "qwen3": "qwen3",
+    "qwen3_5": "qwen3.5", "qwen3_6": "qwen3.6", "qwen3_8": "qwen3.8", "qwen3_vl": "qwen3-vl",
+}  # fmt: skip
+KEYS = {"qwen3_5_nothink": {"enable_thinking": False}, "llama3_2": {"date_string": "26 Jul 2024"}}
+OPINIONS = [one for one in RIGHT if longest(one, KINDS) and not one.endswith("_training")]
 # where it differs: its reading of True, which these templates write, is a text
 BOOLEANS = ("nemotron", "qwen3_5")
 # and its bridge renders the conversation again after several results
@@ -66,7 +69,7 @@ FAMILIES = [
 REFUSED = {
     "deepseek-r1": "ignores the list of tools",
     "deepseek-v3": "ignores the list of tools",
-    "gpt-oss": "vocab file|vocabulary",  # it downloads a vocabulary of its own
+    "gpt-oss": "invalid tiktoken vocab file",  # it downloads one, whatever the tokenizer
     "nemotron-3": "writes a call as",
     "none": "expected one of .*'kimi-k2.5'",
 }
@@ -101,7 +104,7 @@ def ours(family: str) -> tuple[NativeRenderer, Any]:
     if family not in OPINIONS:
         own = made(lambda tokenizer: BridgedRenderer(tokenizer, family))
         return own, theirs(own.tokenizer, family)
-    kind, keys = OPINIONS[family]
+    kind, keys = longest(family, KINDS), KEYS.get(family, {})
     other = made(lambda tokenizer: theirs(tokenizer, kind, **keys), family)
     tokenizer = other._tokenizer
     prompt = PromptConfig(chat_template_kwargs=keys)
@@ -152,7 +155,7 @@ def test_a_dialogue_with_tools_has_the_same_ids(family: str) -> None:
     assert [*before, *said, *appended] == bridged(other, before, said, answer)
 
 
-@pytest.mark.parametrize("family", [*OPINIONS])
+@pytest.mark.parametrize("family", OPINIONS)
 def test_booleans_of_python_are_read_here_and_not_always_there(family: str) -> None:
     own, other = ours(family)
     turn = sampled(own, family, EXACT)
@@ -176,7 +179,7 @@ def test_a_bridged_result_forges_nothing(family: str) -> None:
 def test_a_result_has_the_id_that_was_sampled_for_its_call() -> None:
     own, _ = ours("kimi-k2")
     for sampled, shown in (("functions.search:3", "functions.search:3"),
-                           ("functions.search:3<|im_end|>", "functions.search:0")):  # fmt: skip
+                           ("functions.search:3<|im_user|>", "functions.search:0")):  # fmt: skip
         text = own.calling("", CALLS[1:]).replace("functions.search:0", sampled)
         turn = [*own.encode(text), own.end_id]
         result = own.observation([Message("tool", "Lima", name="search")], TOOLS, 9, turn)
@@ -196,12 +199,15 @@ def test_arguments_that_cannot_be_read_are_malformed(arguments: str) -> None:
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_a_family_that_cannot_be_used_is_refused(family: str) -> None:
+def test_a_family_that_cannot_be_used_is_refused(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIKTOKEN_ENCODINGS_BASE", "/nowhere")
     with pytest.raises(ConfigError, match=REFUSED[family]):
         made(lambda tokenizer: BridgedRenderer(tokenizer, family))
 
 
-def test_settings_that_a_family_cannot_use_are_refused() -> None:
+def test_settings_that_a_family_cannot_use_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = ours("kimi-k2")[0].tokenizer
     for problem, keys in {
         "apply_chat_template": {"prompt": PromptConfig(apply_chat_template=False)},
@@ -212,3 +218,26 @@ def test_settings_that_a_family_cannot_use_are_refused() -> None:
             BridgedRenderer(tokenizer, "kimi-k2", **keys)
     with pytest.raises(ConfigError, match="programs need"):
         for_programs(ours("kimi-k2")[0], "env")
+    monkeypatch.setitem(sys.modules, "renderers", None)
+    with pytest.raises(MissingError, match=r"\[renderers\]"):
+        BridgedRenderer(tokenizer, "kimi-k2")
+
+
+def test_a_rollout_in_the_calls_of_a_family() -> None:
+    """Each call is answered, and the trained tokens are those that were sampled."""
+    known, _ = ours("kimi-k2.5")
+    eos_ids = [known.end_id, known.tokenizer.eos_token_id]  # the engine's script writes the latter
+    own = BridgedRenderer(known.tokenizer, "kimi-k2.5", eos_ids=eos_ids)
+    called = own.calling("", [ToolCall("search", {"query": "Peru"})])
+
+    def policy(prompt: str, rng: Random) -> str:
+        return "known</think>It is Lima" if "## Return of" in prompt else called
+
+    engine = ScriptedEngine(ScriptedConfig(max_model_len=9000), own.tokenizer, script=policy)
+    actor = Actor(engine, own, SearchEnv, Limits(), SamplingParams(max_tokens=1), seed=7)
+    for trajectory in run_virtual(actor.rollout(TASK, Independent(2))).trajectories():
+        assert (trajectory.reward, trajectory.leaf.info["parts"]) == (1.0, {"calls": 1.0})
+        ids = zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
+        said = called + "<eos>known</think>It is Lima<eos>"
+        assert own.decode([token for token, mask in ids if mask]) == said
+        assert own.decode(trajectory.token_ids).count("<|im_user|>") == 1
