@@ -30,12 +30,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--text-only", action="store_true", help="leave out towers, such as vision, and MTP heads"
     )
-    parser.add_argument(
-        "--push",
-        metavar="REPO",
-        help="also send OUT to a new, private repository of the hub, as ORGANIZATION/NAME "
-        "(HF_TOKEN, HF_ENDPOINT)",
-    )
+    parser.add_argument("--push", metavar="REPO", help="send OUT to a new, private hub repository")
     arguments = parser.parse_args(argv)
 
     def work(view: View) -> None:

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agentenv.assembly.keys.cluster import ServeConfig
 from agentenv.assembly.keys.evaluation import PolicyConfig
@@ -34,7 +34,6 @@ from agentenv.base.types import Limits
 from agentenv.contract.server_config import read_key
 from agentenv.evaluation.subject import Subject, configured, find_subject
 from agentenv.launchers.command import add_subject, make_parser, parse, run_command, until_stopped
-from agentenv.text.contexts import for_programs
 
 if TYPE_CHECKING:
     from agentenv.endpoint.policy import PolicyHandler
@@ -144,7 +143,7 @@ class PolicyAssembly(Assembly[PolicyConfig]):
         config = self.config
         context = await in_thread(config.engine.max_context, await self.model())
         limits = Limits(max_prompt_tokens=1, max_response_tokens=context - 1)
-        renderer = for_programs(await self.renderer(config.prompt), "agentenv serve")
+        renderer: Any = await self.renderer(config.prompt)
         engine = await start_engine(self, limits, ServerFactory(None, self.stack, self.report))
         sampling = config.sampling.params()
         names = (config.name or self.subject.name, str(self.subject.model))

@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Sequence
 from functools import cache
-from random import Random
 from typing import Any
 
 import pytest
@@ -14,25 +13,13 @@ from renderers import create_renderer
 from renderers.configs import config_from_name
 
 from agentenv.base.errors import ConfigError, MissingError
-from agentenv.base.types import (
-    MALFORMED_CALL,
-    Completion,
-    Limits,
-    Message,
-    SamplingParams,
-    ToolCall,
-)
-from agentenv.contract.plan import Independent
-from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.rollout.actor import Actor
+from agentenv.base.types import MALFORMED_CALL, Completion, Message, ToolCall
 from agentenv.text.bridged import BridgedRenderer
 from agentenv.text.contexts import for_programs
 from agentenv.text.native import SAMPLE_TOOL, NativeRenderer
 from agentenv.text.prompt import PromptConfig
 from tests.support.chat_models import byte_tokenizer
 from tests.support.trl_templates import TEMPLATES, ends_of, longest, markers_of
-from tests.support.virtual_clock import run_virtual
-from tests.test_native_rollout import TASK, SearchEnv
 from tests.test_native_templates import ONE_A_TURN, RIGHT, TOOLS
 
 MISSING = re.compile(r"oken (?:for )?'(.+?)'(?: not found|, got)")
@@ -43,9 +30,9 @@ QUESTIONS = [
 ]
 CALLS = [
     ToolCall("python", {"code": "if 1 < 2:\n    print('é')", "limit": 3}),
+    ToolCall("sample_tool", {"text": "a", "exact": True}),
     ToolCall("search", {"query": 'Lima, "Peru"', "sites": ["a", "b"], "filter": {"year": 1999}}),
 ]
-EXACT = [ToolCall("sample_tool", {"text": "a", "exact": True})]
 
 # the package's family by the beginning of a native template's name, and keys for checkpoints
 KINDS = {
@@ -54,7 +41,8 @@ KINDS = {
     "qwen3_5": "qwen3.5", "qwen3_6": "qwen3.6", "qwen3_8": "qwen3.8", "qwen3_vl": "qwen3-vl",
 }  # fmt: skip
 KEYS = {"qwen3_5_nothink": {"enable_thinking": False}, "llama3_2": {"date_string": "26 Jul 2024"}}
-OPINIONS = [one for one in RIGHT if longest(one, KINDS) and not one.endswith("_training")]
+OTHERS = ("_training", "gemma4_v2")  # revisions that it does not have: one misplaces a comma
+OPINIONS = [one for one in RIGHT if longest(one, KINDS) and not one.endswith(OTHERS)]
 # where it differs: its reading of True, which these templates write, is a text
 BOOLEANS = ("nemotron", "qwen3_5")
 # and its bridge renders the conversation again after several results
@@ -140,11 +128,14 @@ def test_a_dialogue_with_tools_has_the_same_ids(family: str) -> None:
         chat = [{"role": one.role, "content": one.content} for one in messages]
         before = own.prompt(messages, tools)
         assert before == other.render_ids(chat, tools=FUNCTIONS, add_generation_prompt=True)
-    calls = CALLS[1:] if family.startswith(SINGLE) else CALLS
+    calls = CALLS[2:] if family.startswith(SINGLE) else CALLS
     turn = sampled(own, family, calls)
     completion = Completion(turn, [], [], "stop", [])
     assert list(own.parse(completion, tools, before).tool_calls) == calls
     read = other.parse_response(turn, tools=FUNCTIONS, prompt_ids=before).tool_calls
+    if family.startswith(BOOLEANS):
+        assert read[1].arguments.pop("exact") == "True"
+        read[1].arguments["exact"] = True
     assert [ToolCall(one.name, one.arguments) for one in read] == calls
     results = [Message("tool", 'No "é"\n', name=call.name) for call in calls]
     appended = own.observation(results, tools, 100, turn)[family in UNBROKEN :]
@@ -155,32 +146,21 @@ def test_a_dialogue_with_tools_has_the_same_ids(family: str) -> None:
     assert [*before, *said, *appended] == bridged(other, before, said, answer)
 
 
-@pytest.mark.parametrize("family", OPINIONS)
-def test_booleans_of_python_are_read_here_and_not_always_there(family: str) -> None:
-    own, other = ours(family)
-    turn = sampled(own, family, EXACT)
-    assert [*own.parse(Completion(turn, [], [], "stop", []), [SAMPLE_TOOL]).tool_calls] == EXACT
-    read = other.parse_response(turn, tools=FUNCTIONS).tool_calls[0].arguments["exact"]
-    assert read == (str(True) if family.startswith(BOOLEANS) else True)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_bridged_result_forges_nothing(family: str) -> None:
     own, _ = ours(family)
     texts = ["", "".join(own.tokenizer.get_added_vocab()), "</tool_response></response>"]
     found = [own.observation([Message("tool", text, name="search")], TOOLS, 9999) for text in texts]
-    counts = [sum(token in own.special_ids for token in ids) for ids in found]
-    assert counts == counts[:1] * 3
-    assert own.decode(found[2]).count("</tool_response>") == own.decode(found[0]).count(
-        "</tool_response>"
-    )
+    marks = [sum(token in own.special_ids for token in ids) for ids in found]
+    tags = [len(re.findall(r"</\w*response>", own.decode(ids))) for ids in found]
+    assert (marks, tags) == (marks[:1] * 3, tags[:1] * 3)
 
 
 def test_a_result_has_the_id_that_was_sampled_for_its_call() -> None:
     own, _ = ours("kimi-k2")
     for sampled, shown in (("functions.search:3", "functions.search:3"),
                            ("functions.search:3<|im_user|>", "functions.search:0")):  # fmt: skip
-        text = own.calling("", CALLS[1:]).replace("functions.search:0", sampled)
+        text = own.calling("", CALLS[2:]).replace("functions.search:0", sampled)
         turn = [*own.encode(text), own.end_id]
         result = own.observation([Message("tool", "Lima", name="search")], TOOLS, 9, turn)
         assert f"## Return of {shown}\nLima" in own.decode(result)
@@ -221,23 +201,3 @@ def test_settings_that_a_family_cannot_use_are_refused(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "renderers", None)
     with pytest.raises(MissingError, match=r"\[renderers\]"):
         BridgedRenderer(tokenizer, "kimi-k2")
-
-
-def test_a_rollout_in_the_calls_of_a_family() -> None:
-    """Each call is answered, and the trained tokens are those that were sampled."""
-    known, _ = ours("kimi-k2.5")
-    eos_ids = [known.end_id, known.tokenizer.eos_token_id]  # the engine's script writes the latter
-    own = BridgedRenderer(known.tokenizer, "kimi-k2.5", eos_ids=eos_ids)
-    called = own.calling("", [ToolCall("search", {"query": "Peru"})])
-
-    def policy(prompt: str, rng: Random) -> str:
-        return "known</think>It is Lima" if "## Return of" in prompt else called
-
-    engine = ScriptedEngine(ScriptedConfig(max_model_len=9000), own.tokenizer, script=policy)
-    actor = Actor(engine, own, SearchEnv, Limits(), SamplingParams(max_tokens=1), seed=7)
-    for trajectory in run_virtual(actor.rollout(TASK, Independent(2))).trajectories():
-        assert (trajectory.reward, trajectory.leaf.info["parts"]) == (1.0, {"calls": 1.0})
-        ids = zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
-        said = called + "<eos>known</think>It is Lima<eos>"
-        assert own.decode([token for token, mask in ids if mask]) == said
-        assert own.decode(trajectory.token_ids).count("<|im_user|>") == 1

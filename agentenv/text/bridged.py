@@ -18,7 +18,7 @@ from agentenv.base.errors import ConfigError, ForeignError
 from agentenv.base.installation import needed
 from agentenv.base.types import Message, ToolCall
 from agentenv.base.untrusted import decode
-from agentenv.text.call_syntax import THOUGHT_CLOSE, malformed
+from agentenv.text.call_syntax import malformed
 from agentenv.text.contexts import num_common
 from agentenv.text.native import (
     QUESTION,
@@ -127,11 +127,6 @@ class BridgedRenderer(NativeRenderer):
         self, chat: list[dict[str, Any]], tools: ToolSchemas = (), *, generation: bool = True
     ) -> str:
         return self.decode(self._chat_ids(chat, tools, generation=generation))
-
-    def _sampled(self, calls: Sequence[ToolCall], as_text: bool, text_mark: str = "") -> str:
-        text = super()._sampled(calls, as_text, text_mark)
-        is_open = self.opens_thought(self._header) and THOUGHT_CLOSE not in text
-        return THOUGHT_CLOSE + text if is_open else text
 
     def _calls(
         self, text: str, ids: Sequence[int], tools: ToolSchemas, prefix_ids: Sequence[int] = ()

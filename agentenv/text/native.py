@@ -28,6 +28,8 @@ from agentenv.text.contexts import num_common
 from agentenv.text.prompt import PromptConfig, count_tagged_call, for_native_calls
 from agentenv.text.renderer import TextCodec, ToolSchemas, template_errors
 
+# the texts between messages, and whether a template quotes these as JSON, and trims them
+Frames = tuple[list[str], bool, bool]
 Senders = tuple[tuple[str, str | None], ...]  # (role, tool) of each message of an observation
 
 ANSWERS: tuple[Role, ...] = ("user", "system")  # to a turn, after the tool results
@@ -83,15 +85,6 @@ class _CallForm(NamedTuple):
     parse: Parser
     as_text: bool
     one_a_turn: bool
-
-
-class Frames(NamedTuple):
-    """The texts between messages, and how a template changes the messages: quotes them as JSON, or
-    removes their outer blanks."""
-
-    texts: list[str]
-    quotes: bool
-    trims: bool
 
 
 class NativeRenderer(TextCodec):
@@ -171,7 +164,7 @@ class NativeRenderer(TextCodec):
         """The token ids from the end of the turn to the beginning of the next one; a longer text
         keeps its head and tail within max_tokens."""
         texts = self.texts(messages, tools)
-        frames = self._frames_around(messages, tools, turn_ids).texts
+        frames = self._frames_around(messages, tools, turn_ids)[0]
         is_open = turn_ids and not self.is_ended(turn_ids)
         ids = array("i", [self.end_id] if is_open else [])
         ids.extend(self.encode(frames[0]))
@@ -336,7 +329,7 @@ class NativeRenderer(TextCodec):
             if not found:
                 raise self._refusal("omits or changes the text of tool results")
             texts.append(text)
-        return Frames([*texts, rest], quotes, trims)
+        return [*texts, rest], quotes, trims
 
     def _find_frames(self, senders: Senders, call_ids: tuple[str, ...] = ()) -> Frames:
         """The template's texts between these messages, which answer calls with these ids."""

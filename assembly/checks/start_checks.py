@@ -57,7 +57,6 @@ from agentenv.envs.grading.reward import NUM_CHECKED_ROWS, check_grader
 from agentenv.learners.algorithms.credit import advantages_of
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.optimizer import OptimizerConfig
-from agentenv.text.bridged import BridgedRenderer
 from agentenv.text.contexts import for_programs
 from agentenv.text.native import NativeRenderer
 from agentenv.text.renderer import TagRenderer, TagsConfig, ToolSchemas
@@ -433,9 +432,8 @@ async def turn_end(assembly: Assembly[Any]) -> None:
         return  # an external server has its own files
     for renderer in (await assembly.renderers()).values():
         if isinstance(renderer, TagRenderer | NativeRenderer):
-            prompt, has_own = renderer.prompt_config, isinstance(renderer, BridgedRenderer)
-            applies = prompt.apply_chat_template and not has_own
-            kwargs = prompt.chat_template_kwargs if applies else None
+            prompt = renderer.prompt_config
+            kwargs = prompt.chat_template_kwargs if prompt.apply_chat_template else None
             await in_thread(check_turn_end, model, renderer.tokenizer, kwargs)
 
 

@@ -126,7 +126,7 @@ class PolicyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     prompt: Annotated[
         PromptConfig, about("prompt format; the template is ignored: clients send their own")
     ] = PromptConfig()
-    renderer: AnyRenderer = NativeConfig()
+    renderer: TagsConfig | NativeConfig = NativeConfig()
     sampling: Annotated[Sampling, about("defaults for values that a request omits")] = Sampling()
     engine: EvaluationEngine = EmbeddedConfig()
     max_tokens: Annotated[int, about("tokens of a turn, if a request omits it", ge=1)] = 4096

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from agentenv.base.errors import ConfigError, InfraError
 from agentenv.base.installation import needed
-from agentenv.base.model_files import first_line
+from agentenv.base.model_files import brief_reason
 from agentenv.contract.server_config import read_key
 
 
@@ -25,14 +25,11 @@ class HubRepository:
             is_there = self._api.repo_exists(name)
         except Exception as error:  # those of httpx are not of one kind in all releases
             raise ConfigError(
-                f"--push: {name} cannot be created ({first_line(error)}); check the name, HF_TOKEN "
-                "(with write access), HF_ENDPOINT, HF_HUB_OFFLINE and the network"
+                f"--push: the hub refuses {name} ({brief_reason(error)}); check the name, "
+                "HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and the network"
             ) from error
         if is_there:
-            raise ConfigError(
-                f"--push: {name} exists; choose another name, or export without --push and add to "
-                f"it: hf upload {name} OUT"
-            )
+            raise ConfigError(f"--push: {name} exists; choose another name or hf upload {name} OUT")
 
     def push(self, folder: Path) -> str:
         """Create it with the files of a directory; returns its address. Raises InfraError, with
@@ -43,6 +40,6 @@ class HubRepository:
             return str(address)
         except Exception as error:
             raise InfraError(
-                f"--push: {folder} is complete, but not on the hub ({first_line(error)}); send it "
-                f"again: hf upload --private {self.name} {shlex.quote(str(folder))}"
+                f"--push: {folder} is complete, but not on the hub ({brief_reason(error)}); "
+                f"send it: hf upload --private {self.name} {shlex.quote(str(folder))}"
             ) from error
