@@ -13,8 +13,8 @@ from agentenv.contract.server_config import read_key
 
 
 class HubRepository:
-    """A repository that is not there yet, on the server HF_ENDPOINT, by the token HF_TOKEN. Raises
-    ConfigError, before anything is written, where they do not allow it."""
+    """A repository that does not exist yet, on the server HF_ENDPOINT, by the token HF_TOKEN.
+    Raises ConfigError, before anything is written, where they do not allow it."""
 
     def __init__(self, name: str) -> None:
         hub = needed("huggingface_hub", "train", "--push")
