@@ -91,7 +91,7 @@ def theirs(tokenizer: Any, family: str, **keys: Any) -> Any:
 def ours(family: str) -> tuple[NativeRenderer, Any]:
     """Our renderer of a template of OPINIONS, or of one of FAMILIES, and theirs."""
     if family not in OPINIONS:
-        own = made(lambda tokenizer: BridgedRenderer(tokenizer, family))
+        own = made(lambda tokenizer: BridgedRenderer(tokenizer, family, PromptConfig()))
         return own, theirs(own.tokenizer, family)
     kind, keys = longest(family, KINDS), KEYS.get(family, {})
     other = made(lambda tokenizer: theirs(tokenizer, kind, **keys), family)
@@ -184,20 +184,20 @@ def test_a_family_that_cannot_be_used_is_refused(
 ) -> None:
     monkeypatch.setenv("TIKTOKEN_ENCODINGS_BASE", "/nowhere")
     with pytest.raises(ConfigError, match=REFUSED[family]):
-        made(lambda tokenizer: BridgedRenderer(tokenizer, family))
+        made(lambda tokenizer: BridgedRenderer(tokenizer, family, PromptConfig()))
 
 
 def test_settings_that_a_family_cannot_use_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = ours("kimi-k2")[0].tokenizer
-    for problem, keys in {
-        "apply_chat_template": {"prompt": PromptConfig(apply_chat_template=False)},
-        "odd": {"prompt": PromptConfig(chat_template_kwargs={"odd": 1})},
-        "eos_token_id": {"eos_ids": tokenizer.convert_tokens_to_ids(["<|im_user|>"])},
+    for problem, prompt in {
+        "apply_chat_template": PromptConfig(apply_chat_template=False),
+        "odd": PromptConfig(chat_template_kwargs={"odd": 1}),
+        "eos_token_id": PromptConfig(),
     }.items():
         with pytest.raises(ConfigError, match=f"kimi-k2.*{problem}"):
-            BridgedRenderer(tokenizer, "kimi-k2", **keys)
+            BridgedRenderer(tokenizer, "kimi-k2", prompt, [tokenizer.bos_token_id])
     with pytest.raises(ConfigError, match="programs need"):
         for_programs(ours("kimi-k2")[0], "env")
     monkeypatch.setitem(sys.modules, "renderers", None)
     with pytest.raises(MissingError, match=r"\[renderers\]"):
-        BridgedRenderer(tokenizer, "kimi-k2")
+        BridgedRenderer(tokenizer, "kimi-k2", PromptConfig())

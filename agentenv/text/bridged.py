@@ -44,13 +44,7 @@ class BridgedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                     tag_field="name"):  # fmt: skip
     """Tool calls by the package `renderers`, which has families that `native` lacks."""
 
-    family: Annotated[
-        str,
-        Meta(
-            description="a renderer of the package, such as 'kimi-k2.5', 'deepseek-v4', "
-            "'minimax-m2' or 'glm-5'"
-        ),
-    ]
+    family: Annotated[str, Meta(description="such as 'kimi-k2.5', 'deepseek-v4' or 'glm-5'")]
 
 
 AnyRenderer = TagsConfig | NativeConfig | BridgedConfig
@@ -67,13 +61,9 @@ class BridgedRenderer(NativeRenderer):
     own_tags: tuple[str, ...] = (*NativeRenderer.own_tags, "response", "minimax:tool_call")
 
     def __init__(
-        self,
-        tokenizer: Any,
-        family: str,
-        prompt: PromptConfig | None = None,
-        eos_ids: Collection[int] = (),
+        self, tokenizer: Any, family: str, prompt: PromptConfig, eos_ids: Collection[int] = ()
     ) -> None:
-        self._family, self.prompt_config = family, prompt or PromptConfig()
+        self._family, self.prompt_config = family, prompt
         if not self.prompt_config.apply_chat_template:
             raise self._refusal("needs prompt.apply_chat_template = true")
         self._theirs = self._made(tokenizer)
@@ -93,10 +83,8 @@ class BridgedRenderer(NativeRenderer):
         TextCodec.__init__(self, tokenizer, ends.union(written_ids))  # which control the format
         self.eos_ids = ends
         if not stops & ends:
-            raise self._refusal(
-                f"ends a turn with {[self.decode([one]) for one in sorted(stops)]}, at which "
-                "generation does not stop; add it to eos_token_id in generation_config.json"
-            )
+            texts = [self.decode([one]) for one in sorted(stops)]
+            raise self._refusal(f"needs one of {texts} in eos_token_id (generation_config.json)")
         after = written_ids[num_common(written_ids, header) :]
         self.end_id = next(one for one in (*after, *ends) if one in stops & ends)
         self._learn()

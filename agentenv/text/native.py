@@ -33,7 +33,6 @@ Frames = tuple[list[str], bool, bool]
 Senders = tuple[tuple[str, str | None], ...]  # (role, tool) of each message of an observation
 
 ANSWERS: tuple[Role, ...] = ("user", "system")  # to a turn, after the tool results
-NUM_KNOWN_FRAMES = 1024
 WAY_OUT = "use renderer.name = 'tags'"
 
 _CALLED_NAME = re.compile(r"[\w.:/-]+")
@@ -116,7 +115,7 @@ class NativeRenderer(TextCodec):
         if self._try([QUESTION]) == self._try([QUESTION], tools=()):
             raise self._refusal("ignores the list of tools")
         self._form = self._find_form()
-        self._frames_of = lru_cache(NUM_KNOWN_FRAMES)(self._find_frames)
+        self._frames_of = lru_cache(1024)(self._find_frames)
         self._check_appends()
         self._frames_of((("tool", "sample_tool"),))
 
