@@ -43,6 +43,7 @@ from agentenv.engines.openai import OpenAIConfig, TokensEngine
 from agentenv.evaluation.store import load_run_config
 from agentenv.reference.helpers import Assist, assist_actor
 from agentenv.rollout.actor import Actor
+from agentenv.text.bridged import BridgedConfig
 from agentenv.text.native import NativeConfig
 from agentenv.text.prompt import WITHOUT_TOOLS, PromptConfig
 from agentenv.text.renderer import Renderer
@@ -240,6 +241,8 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
                 "{chat_template_kwargs = ...} works with vLLM and SGLang), or pass --tokenizer"
             )
         renderer, endpoint = self.config.renderer, await self.endpoint()
+        if isinstance(renderer, BridgedConfig):
+            raise ConfigError("renderer.name: this endpoint has its own format: choose 'native'")
         breaks = cast(OpenAIConfig, self.config.engine).break_control_tokens
         is_ours = isinstance(endpoint, ChatEngine) and endpoint.is_ours
         if is_ours or isinstance(renderer, NativeConfig):

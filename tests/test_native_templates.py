@@ -131,7 +131,7 @@ def test_a_turn_is_written_and_parsed_unchanged(
     chosen = renderer(name)
     tokenizer = chosen.tokenizer
     calls = calls[:1] if name.startswith(ONE_A_TURN) else calls
-    results = [Message("tool", data.draw(TEXTS).strip(), name=call.name) for call in calls]
+    results = [Message("tool", data.draw(TEXTS), name=call.name) for call in calls]
     prompt, turn, rest = whole(name, calls, results)
     prompt_ids = chosen.prompt(QUESTION, TOOLS)
     assert chosen.decode(prompt_ids) == prompt

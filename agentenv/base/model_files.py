@@ -294,7 +294,7 @@ def load_pretrained(kind: str, model: Path | str, **keys: Any) -> Any:
             f"{model}: {kind} of transformers needs a package: {' '.join(str(error).split())}"
         ) from error
     except Exception as error:  # damaged files raise arbitrary errors
-        cause = _reason(error)
+        cause = brief_reason(error)
         if "trust_remote_code" in str(error):
             cause = "it requires code of its own (auto_map), which is never run"
         raise ConfigError(
@@ -403,7 +403,7 @@ def fetch_from_hub(text: str, kind: HubKind, report: Callable[[str], None]) -> P
         pinned = f" at revision {found.revision}" if found.revision else ""
         raise DataError(
             f"{found.name}{pinned} is neither a path here nor a {kind} in the hub's cache "
-            f"(HF_HOME), and the download failed ({_reason(error)}); {_command(found, kind)}"
+            f"(HF_HOME), and the download failed ({brief_reason(error)}); {_command(found, kind)}"
         ) from error
     place = find_on_hub(text, kind)
     if place is None:
@@ -492,7 +492,7 @@ def _command(found: HubId, kind: HubKind) -> str:
     )
 
 
-def _reason(error: BaseException) -> str:
+def brief_reason(error: BaseException) -> str:
     """The first line of an error."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__

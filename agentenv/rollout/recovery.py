@@ -12,12 +12,11 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from itertools import count
 from random import Random
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 from agentenv.base.deadline import WaitKind, working
 from agentenv.base.errors import (
     AgentEnvError,
-    ConfigError,
     CrashError,
     DataError,
     EngineDeadError,
@@ -35,6 +34,7 @@ from agentenv.rollout.actor_parts import ActorParts
 from agentenv.rollout.branch import Branch
 from agentenv.rollout.conversation import Conversation
 from agentenv.rollout.program_conversation import ProgramConversation
+from agentenv.text.contexts import for_programs
 
 FIRST_RETRY_S, MAX_RETRY_S = 0.5, 20.0  # before a retry of a turn or a step
 STEP = "the environment's step"
@@ -143,13 +143,9 @@ class Recovery:
         renderer, most = self._actor.renderer, self._limits.max_tool_result_tokens
         if "turn" not in info:
             branch.conversation = Conversation(renderer, most)
-        elif hasattr(renderer, "turn"):  # faster than `isinstance` with ContextRenderer
-            branch.conversation = ProgramConversation(cast(Any, renderer), most)
         else:
-            raise ConfigError(
-                f"task {self._tree.task.id}: its environment is an agent program, whose calls are "
-                "rendered as tokens; an engine without tokens cannot continue them"
-            )
+            writer = for_programs(renderer, f"task {self._tree.task.id}")
+            branch.conversation = ProgramConversation(writer, most)
         branch.conversation.begin(messages, info)
         return branch.conversation
 

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Any, cast
 
+from agentenv.base.errors import ConfigError
 from agentenv.base.types import Message
 from agentenv.text.renderer import ContextRenderer, ToolSchemas
+
+
+def for_programs(renderer: Any, where: str) -> ContextRenderer:
+    """The renderer, if it can write turns that were not sampled. Raises ConfigError."""
+    if getattr(renderer, "turn", None) is None:  # faster than `isinstance` with ContextRenderer
+        raise ConfigError(
+            f"{where}: turns of programs need an engine of tokens and renderer.name = 'native' or "
+            "'tags', which write turns that were not sampled"
+        )
+    return cast(ContextRenderer, renderer)
 
 
 def context_ids(

@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Collection, Sequence
-from functools import cache
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from msgspec import Struct
@@ -28,6 +28,8 @@ from agentenv.text.contexts import num_common
 from agentenv.text.prompt import PromptConfig, count_tagged_call, for_native_calls
 from agentenv.text.renderer import TextCodec, ToolSchemas, template_errors
 
+# the texts between messages, and whether a template quotes these as JSON, and trims them
+Frames = tuple[list[str], bool, bool]
 Senders = tuple[tuple[str, str | None], ...]  # (role, tool) of each message of an observation
 
 ANSWERS: tuple[Role, ...] = ("user", "system")  # to a turn, after the tool results
@@ -38,8 +40,8 @@ _PYTHON_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _STAND_IN = "qZ{}Zq"  # a placeholder that no template changes
 _TEXT = "qSaidq"
 _EMPTY_THOUGHT = re.compile(r"\A<think>\s*</think>\s*")
-_QUESTION = {"role": "user", "content": "qQuestionq"}
-_SAMPLE_TOOL = {
+QUESTION = {"role": "user", "content": "qQuestionq"}
+SAMPLE_TOOL = {
     "name": "sample_tool",
     "description": "A sample.",
     "parameters": {
@@ -91,12 +93,13 @@ class NativeRenderer(TextCodec):
     drop them.
     """
 
-    own_tags = ("tool_call", "tool_response", "tool_output", "tools")
+    own_tags: tuple[str, ...] = ("tool_call", "tool_response", "tool_output", "tools")
 
     def __init__(
         self, tokenizer: Any, prompt: PromptConfig | None = None, eos_ids: Collection[int] = ()
     ) -> None:
         super().__init__(tokenizer, eos_ids)
+        self._parsers: Mapping[str, Parser] = PARSERS
         self.prompt_config = prompt or PromptConfig()
         if not self.prompt_config.apply_chat_template:
             raise ConfigError(
@@ -105,10 +108,14 @@ class NativeRenderer(TextCodec):
             )
         if getattr(tokenizer, "chat_template", None) is None:
             raise ConfigError("renderer.name = 'native': the tokenizer has no chat template")
-        if self._try([_QUESTION]) == self._try([_QUESTION], tools=()):
+        self._learn()
+
+    def _learn(self) -> None:
+        """Find what the template writes, and check it."""
+        if self._try([QUESTION]) == self._try([QUESTION], tools=()):
             raise self._refusal("ignores the list of tools")
         self._form = self._find_form()
-        self._frames_of = cache(self._find_frames)
+        self._frames_of = lru_cache(1024)(self._find_frames)
         self._check_appends()
         self._frames_of((("tool", "sample_tool"),))
 
@@ -141,8 +148,9 @@ class NativeRenderer(TextCodec):
         self, completion: Completion, tools: ToolSchemas, prefix_ids: Sequence[int] = ()
     ) -> Message:
         """The action as a message; a truncated turn has no calls."""
-        text = self.written(completion, prefix_ids)
-        calls = self._form.parse(text, tools) if completion.finish_reason == "stop" else ()
+        text, ids = self.written(completion, prefix_ids), completion.token_ids
+        is_whole = completion.finish_reason == "stop"
+        calls = self._calls(text, ids, tools, prefix_ids) if is_whole else ()
         return count_tagged_call(Message("assistant", text, calls), tools)
 
     def observation(
@@ -155,7 +163,7 @@ class NativeRenderer(TextCodec):
         """The token ids from the end of the turn to the beginning of the next one; a longer text
         keeps its head and tail within max_tokens."""
         texts = self.texts(messages, tools)
-        frames, _ = self._frames_around(messages, tools)
+        frames = self._frames_around(messages, tools, turn_ids)[0]
         is_open = turn_ids and not self.is_ended(turn_ids)
         ids = array("i", [self.end_id] if is_open else [])
         ids.extend(self.encode(frames[0]))
@@ -167,17 +175,19 @@ class NativeRenderer(TextCodec):
     def texts(self, messages: Sequence[Message], tools: ToolSchemas) -> list[str]:
         """The texts of an observation, as the template quotes them."""
         check_observation(messages, ANSWERS)
-        texts = [message.content for message in messages]
-        if not self._frames_around(messages, tools)[1]:
-            return texts
-        return [json.dumps(text, ensure_ascii=False)[1:-1] for text in texts]
+        _, quotes, trims = self._frames_around(messages, tools)
+        texts = [one.content.strip() if trims else one.content for one in messages]
+        return [json.dumps(text, ensure_ascii=False)[1:-1] for text in texts] if quotes else texts
+
+    def _calls(
+        self, text: str, ids: Sequence[int], tools: ToolSchemas, prefix_ids: Sequence[int]
+    ) -> tuple[ToolCall, ...]:
+        return self._form.parse(text, tools)
 
     def _frames_around(
-        self, messages: Sequence[Message], tools: ToolSchemas
-    ) -> tuple[list[str], bool]:
-        known = {None, *(tool["name"] for tool in tools)}
-        names = (m.name if m.name in known else UNKNOWN_TOOL for m in messages)
-        return self._frames_of(tuple((m.role, n) for m, n in zip(messages, names, strict=True)))
+        self, messages: Sequence[Message], tools: ToolSchemas, turn_ids: Sequence[int] = ()
+    ) -> Frames:
+        return self._frames_of(senders_of(messages, tools))
 
     def _around(self, roles: Sequence[Role]) -> object:
         named = ((role, "sample_tool" if role == "tool" else None) for role in roles)
@@ -208,7 +218,7 @@ class NativeRenderer(TextCodec):
         chat: list[dict[str, Any]],
         *,
         generation: bool = False,
-        tools: ToolSchemas = (_SAMPLE_TOOL,),
+        tools: ToolSchemas = (SAMPLE_TOOL,),
     ) -> str:
         try:
             return self._chat(chat, tools, generation=generation)
@@ -225,15 +235,15 @@ class NativeRenderer(TextCodec):
             except ConfigError as error:
                 problem = problem if problem.args else error
                 continue
-            for name, parse in PARSERS.items():
-                if parse(written, [_SAMPLE_TOOL]) == _SAMPLE_CALLS[:1]:
+            for name, parse in self._parsers.items():
+                if parse(written, [SAMPLE_TOOL]) == _SAMPLE_CALLS[:1]:
                     return _CallForm(name, parse, as_text, self._is_one_a_turn(parse, as_text))
             if "sample_tool" not in written:
                 problem = self._refusal("omits the calls of earlier turns")
             elif not as_text or not problem.args:
                 problem = self._refusal(
                     f"writes a call as {written[-600:]!r}, which none of the styles "
-                    f"{sorted(PARSERS)} reads as that call"
+                    f"{sorted(self._parsers)} reads as that call"
                 )
         raise problem
 
@@ -243,7 +253,7 @@ class NativeRenderer(TextCodec):
             written = self._sampled(_SAMPLE_CALLS, as_text)
         except ConfigError:
             return True
-        calls = parse(written, [_SAMPLE_TOOL])
+        calls = parse(written, [SAMPLE_TOOL])
         if calls not in (_SAMPLE_CALLS, _SAMPLE_CALLS[:1]):
             raise self._refusal(
                 f"writes two calls as {written[-300:]!r}, which are read as {list(calls)}"
@@ -252,20 +262,21 @@ class NativeRenderer(TextCodec):
 
     def _sampled(self, calls: Sequence[ToolCall], as_text: bool, text_mark: str = "") -> str:
         """The text that the policy would sample for a turn with these calls."""
+        turn = self._turn_of(calls, as_text)
         results = [
-            {"role": "tool", "name": call.name, "tool_call_id": _call_id(n), "content": _result(n)}
-            for n, call in enumerate(calls)
+            {"role": "tool", "name": call.name, "tool_call_id": own["id"], "content": _mark(n)}
+            for n, (call, own) in enumerate(zip(calls, turn["tool_calls"], strict=True))
         ]
-        return self._split_turn({**_calling(calls, as_text), "content": text_mark}, results)[0]
+        return self._split_turn({**turn, "content": text_mark}, results)[0]
 
     def _split_turn(self, turn: dict[str, Any], answers: list[dict[str, Any]]) -> tuple[str, str]:
         """A turn as the policy would sample it, and the template's text from its end token to the
         beginning of the next turn."""
-        text = self._try([_QUESTION, turn, *answers], generation=True)
+        text = self._try([QUESTION, turn, *answers], generation=True)
         roles = [answer["role"] for answer in answers]
-        before = self._try([_QUESTION])
+        before = self._try([QUESTION])
         self._must_start(text, before, f"an answer and {roles}")
-        prompt = self._try([_QUESTION], generation=True)
+        prompt = self._try([QUESTION], generation=True)
         start = num_common(text, prompt)
         if start < len(prompt):  # not within a tag that both begin with
             start = max(len(before), *(text.rfind(mark, 0, start) + 1 for mark in "\n>"))
@@ -284,14 +295,14 @@ class NativeRenderer(TextCodec):
 
     def _check_appends(self) -> None:
         """Appending messages must not change earlier text."""
-        chat: list[dict[str, Any]] = [_QUESTION]
+        chat: list[dict[str, Any]] = [QUESTION]
         self._must_start(self._try(chat, generation=True), self._try(chat), "the answer's header")
         shorter = self._try(chat)
         for number in (1, 2):
             call = ToolCall("sample_tool", {"text": f"qCall{number}q"})
-            chat.append(_calling([call], self._form.as_text))
-            result = {"role": "tool", "name": "sample_tool", "tool_call_id": _call_id(0)}
-            chat.append({**result, "content": f"qResult{number}q"})
+            chat.append(self._turn_of([call], self._form.as_text))
+            result = {"role": "tool", "name": "sample_tool", "content": f"qResult{number}q"}
+            chat.append({**result, "tool_call_id": chat[-1]["tool_calls"][0]["id"]})
             longer = self._try(chat)
             self._must_start(longer, shorter, f"turn {number} and its tool result")
             shorter = longer
@@ -305,34 +316,58 @@ class NativeRenderer(TextCodec):
             f"{shorter[place : place + 40]!r} stood"
         )
 
-    def _find_frames(self, senders: Senders) -> tuple[list[str], bool]:
-        """The template's texts between these messages, and whether it quotes the messages as
-        JSON."""
+    def _cut(self, written: Callable[[str], str], number: int) -> Frames:
+        """The frames of a text between two turns; `written` returns it for `number` placeholders
+        with these blanks around them."""
+        rest, texts = written(""), list[str]()
+        trims = written("\n") == rest
+        quotes = bool(number) and _mark(0) not in rest
+        for place in range(number):
+            mark = _mark(place)
+            text, found, rest = rest.partition(mark.replace('"', r"\"") if quotes else mark)
+            if not found:
+                raise self._refusal("omits or changes the text of tool results")
+            texts.append(text)
+        return [*texts, rest], quotes, trims
+
+    def _find_frames(self, senders: Senders, call_ids: tuple[str, ...] = ()) -> Frames:
+        """The template's texts between these messages, which answer calls with these ids."""
         answers: list[dict[str, Any]] = []
         calls: list[ToolCall] = []
         for number, (role, name) in enumerate(senders):
-            answer: dict[str, Any] = {"role": role, "content": _result(number)}
+            answer: dict[str, Any] = {"role": role, "content": _mark(number)}
             if name is not None:
                 answer["name"] = name
             if role == "tool":
-                answer["tool_call_id"] = _call_id(len(calls))
+                number = len(calls)
                 calls.append(ToolCall(name or "sample_tool", {"text": "qTurnq"}))
+                own = call_ids[number] if number < len(call_ids) else ""
+                answer["tool_call_id"] = own or self._call_id(number, calls[-1].name)
             answers.append(answer)
         turn: dict[str, Any] = {"role": "assistant", "content": "qTurnq"}
         if calls:
-            turn = _calling(calls[:1] if self._form.one_a_turn else calls, self._form.as_text)
-        rest = self._split_turn(turn, answers)[1]
-        quoted = bool(answers) and _result(0) not in rest
-        frames = []
-        for number in range(len(answers)):
-            stand_in = _result(number)
-            before, found, rest = rest.partition(
-                stand_in.replace('"', r"\"") if quoted else stand_in
-            )
-            if not found:
-                raise self._refusal("omits or changes the text of tool results")
-            frames.append(before)
-        return [*frames, rest], quoted
+            turn = self._turn_of(calls[:1] if self._form.one_a_turn else calls, self._form.as_text)
+        return self._cut(
+            lambda blanks: self._split_turn(turn, _padded(answers, blanks))[1], len(answers)
+        )
+
+    def _turn_of(self, calls: Sequence[ToolCall], as_text: bool) -> dict[str, Any]:
+        """A chat message of the policy with these calls."""
+        written = [
+            {
+                "id": self._call_id(number, call.name),
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": json.dumps(call.arguments) if as_text else call.arguments,
+                },
+            }
+            for number, call in enumerate(calls)
+        ]
+        return {"role": "assistant", "content": "", "tool_calls": written}
+
+    def _call_id(self, number: int, name: str) -> str:
+        return f"call{number:05d}"  # nine letters and digits, as some templates require
 
     def _refusal(self, problem: str) -> ConfigError:
         model = getattr(self.tokenizer, "name_or_path", "")
@@ -340,25 +375,16 @@ class NativeRenderer(TextCodec):
         return ConfigError(f"renderer.name = 'native': {template} {problem}; {WAY_OUT}")
 
 
-def _calling(calls: Sequence[ToolCall], as_text: bool) -> dict[str, Any]:
-    """A chat message of the policy with these calls."""
-    written = [
-        {
-            "id": _call_id(number),
-            "type": "function",
-            "function": {
-                "name": call.name,
-                "arguments": json.dumps(call.arguments) if as_text else call.arguments,
-            },
-        }
-        for number, call in enumerate(calls)
-    ]
-    return {"role": "assistant", "content": "", "tool_calls": written}
+def senders_of(messages: Sequence[Message], tools: ToolSchemas) -> Senders:
+    """Roles and tools; a tool that the policy invented is none of them."""
+    known = {None, *(tool["name"] for tool in tools)}
+    names = (m.name if m.name in known else UNKNOWN_TOOL for m in messages)
+    return tuple((m.role, n) for m, n in zip(messages, names, strict=True))
 
 
-def _call_id(number: int) -> str:
-    return f"call{number:05d}"  # nine letters and digits, as some templates require
+def _padded(answers: Sequence[dict[str, Any]], blanks: str) -> list[dict[str, Any]]:
+    return [{**one, "content": f"{blanks}{one['content']}{blanks}"} for one in answers]
 
 
-def _result(number: int) -> str:
+def _mark(number: int) -> str:
     return _STAND_IN.format(number) + '"'

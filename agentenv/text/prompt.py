@@ -122,7 +122,7 @@ def for_native_calls(
     ]
     is_replaced = found != [*messages]
     end = "the preset 'native' replaces it" if is_replaced else "set prompt.template = 'native'"
-    problem = f"renderer.name = 'native', but the prompt teaches calls such as {taught}: {end}"
+    problem = f"calls are not tags, but the prompt teaches some such as {taught}: {end}"
     counted = "num_prompts_replaced" if is_replaced else "num_prompts_with_tags"
     tally(f"native/{counted}").add(1, problem)
     return found
@@ -133,7 +133,7 @@ def count_tagged_call(message: Message, tools: Sequence[Mapping[str, Any]]) -> M
     Returns the turn."""
     tagged = not message.tool_calls and tagged_tool(without_thoughts(message.content), tools)
     if tagged:
-        problem = f"a turn has {tagged}, which is no call under renderer.name = 'native'"
+        problem = f"a turn has {tagged}, which is a call only with renderer.name = 'tags'"
         tally("native/num_turns_with_tags").add(1, problem)
     return message
 

@@ -351,17 +351,21 @@ class TextCodec:
         )
 
     def _prompt(self, messages: Sequence[Message], tools: ToolSchemas = ()) -> list[int]:
-        """The ids of a prompt without a duplicate leading begin-of-sequence token, which a template
-        may add. Raises DataError for messages that the template rejects wherever they stand."""
+        """The ids of a prompt. Raises DataError for messages that the template rejects wherever
+        they stand."""
         messages = self.placed(messages, after_turn=False)
         chat = [{"role": message.role, "content": message.content} for message in messages]
         try:
-            text = self._chat(chat, tools)
+            return self._chat_ids(chat, tools)
         except template_errors() as error:
             raise DataError(
                 f"the chat template rejects a prompt of {[turn['role'] for turn in chat]}: {error}"
             ) from error
-        ids = self.encode(text)
+
+    def _chat_ids(self, chat: list[dict[str, Any]], tools: ToolSchemas = ()) -> list[int]:
+        """The ids of messages without a duplicate leading begin-of-sequence token, which a template
+        may add."""
+        ids = self.encode(self._chat(chat, tools))
         bos = getattr(self.tokenizer, "bos_token_id", None)
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 

@@ -57,8 +57,9 @@ from agentenv.learners.algorithms.check import check_algorithm
 from agentenv.learners.deepspeed_settings import deepspeed_settings
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.optimizer import OptimizerConfig
-from agentenv.text.native import NativeConfig, NativeRenderer
-from agentenv.text.renderer import TagRenderer, ToolSchemas
+from agentenv.text.contexts import for_programs
+from agentenv.text.native import NativeRenderer
+from agentenv.text.renderer import TagRenderer, TagsConfig, ToolSchemas
 
 # The paths in a configuration: files, rows, and names on the hub.
 
@@ -203,7 +204,7 @@ async def deepspeed_file(assembly: Assembly[Any]) -> None:
 async def demonstrations(assembly: Assembly[TrainConfig]) -> None:
     """The renderer supports the tag protocol of the cold start's demonstrations."""
     config = assembly.config
-    if config.sft is not None and isinstance(config.renderer, NativeConfig):
+    if config.sft is not None and not isinstance(config.renderer, TagsConfig):
         raise ConfigError(
             "renderer.name: the demonstrations of [sft] use the tag protocol; choose 'tags', or "
             "remove [sft]"
@@ -464,10 +465,12 @@ async def environments(assembly: RolloutAssembly[Any]) -> None:
 
 
 async def callable_tools(assembly: RolloutAssembly[Any]) -> None:
-    """The renderer can express a call of each tool."""
+    """The renderer can express a call of each tool, and the turns of programs."""
     episodes, renderers = await assembly.episodes(), await assembly.renderers()
     for name, (_, info) in episodes.items():
         one = assembly.sets[name]
+        if "turn" in info:
+            for_programs(renderers[name], one.env.id)
         try:
             renderers[name].check_tools(info.get("tools", ()))
         except ConfigError as error:

@@ -30,6 +30,7 @@ from agentenv.contract.server_config import ClientKeyEnv, ListenHost, ListenPort
 from agentenv.data.rows import RowsConfig
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.reference.helpers import AssistConfig
+from agentenv.text.bridged import AnyRenderer
 from agentenv.text.native import NativeConfig
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.renderer import TagsConfig
@@ -102,7 +103,7 @@ class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = ""
     prompt: PromptConfig = PromptConfig()
-    renderer: TagsConfig | NativeConfig = TagsConfig()
+    renderer: AnyRenderer = TagsConfig()
     limits: Limits = Limits()
     sampling: Sampling = Sampling()
     engine: EvaluationEngine = EmbeddedConfig()
@@ -264,10 +265,8 @@ class SynthesisConfig(EvaluateConfig, frozen=True, kw_only=True):
             raise ConfigError(
                 "assist: a trajectory with helpers is not the policy's alone; remove the table"
             )
-        if isinstance(self.renderer, NativeConfig):
-            raise ConfigError(
-                "renderer.name = 'native': the data is in the tag protocol; expected 'tags'"
-            )
+        if not isinstance(self.renderer, TagsConfig):
+            raise ConfigError("renderer.name: the data is in the tag protocol; expected 'tags'")
 
 
 class SynthesisPlan(Struct, frozen=True):

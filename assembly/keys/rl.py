@@ -38,7 +38,7 @@ from agentenv.envs.search.keys import SearchConfig
 from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.keys import LearnerConfig
 from agentenv.rollout.frames import ArchiveConfig, JournalConfig
-from agentenv.text.native import NativeConfig
+from agentenv.text.bridged import AnyRenderer
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.renderer import TagsConfig
 
@@ -436,7 +436,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     search: SearchTable = None
     grader: GraderTable = None
     prompt: PromptConfig = PromptConfig()
-    renderer: Annotated[TagsConfig | NativeConfig, Meta(extra=ESSENTIAL)] = TagsConfig()
+    renderer: Annotated[AnyRenderer, Meta(extra=ESSENTIAL)] = TagsConfig()
     limits: Limits = Limits()
     sampling: SamplingConfig = SamplingConfig()
     engine: Annotated[AnyEngine, Meta(extra=ESSENTIAL)] = EmbeddedConfig()

@@ -40,10 +40,11 @@ from agentenv.contract.env import close_shared
 from agentenv.data.dataset import TaskMix, load_mix, load_tasks
 from agentenv.data.rows import RowsConfig
 from agentenv.rollout.actor import Actor
+from agentenv.text.bridged import AnyRenderer, BridgedConfig, BridgedRenderer
 from agentenv.text.native import NativeConfig, NativeRenderer
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.prompt_fitting import PromptFitter
-from agentenv.text.renderer import Renderer, TagRenderer, TagsConfig
+from agentenv.text.renderer import Renderer, TagRenderer
 
 P = TypeVar("P")
 A = TypeVar("A", bound="Assembly[Any]")
@@ -322,10 +323,12 @@ async def start_engine(
 
 
 def make_renderer(
-    config: TagsConfig | NativeConfig, prompt: PromptConfig, tokenizer: Any, model: Path
+    config: AnyRenderer, prompt: PromptConfig, tokenizer: Any, model: Path
 ) -> Renderer:
     """The configured renderer. Raises ConfigError for an unsuitable chat template."""
     eos_ids = read_eos_ids(model, tokenizer)
+    if isinstance(config, BridgedConfig):
+        return BridgedRenderer(tokenizer, config.family, prompt, eos_ids)
     if isinstance(config, NativeConfig):
         return NativeRenderer(tokenizer, prompt, eos_ids)
     return TagRenderer(tokenizer, prompt, eos_ids, config.tools_in_prompt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shutil
@@ -15,7 +16,8 @@ from agentenv.base import model_files
 from agentenv.base.config import resolver
 from agentenv.base.errors import DataError
 from agentenv.base.model_files import HubId, fetch_from_hub, find_on_hub, hub_id
-from agentenv.launchers import sft, train
+from agentenv.launchers import export, sft, train
+from tests.support.fake_hub import TOKEN, fake_hub
 from tests.support.hub_cache import COMMIT, hub_cache
 from tests.support.released import sharegpt_row, write_rows
 from tests.support.snippets import run_python
@@ -155,3 +157,36 @@ def test_a_gguf_file_needs_the_package_that_reads_it_and_a_damaged_one_is_named(
     with pytest.raises(DataError, match=r"tiny\.gguf"):
         find_on_hub(str(file), "model")
     assert not [*home.glob("gguf/*")]
+
+
+@pytest.mark.parametrize(
+    "problem", ["", "no token", "token", "exists", "name", "commit", "network"]
+)
+async def test_an_export_is_pushed_to_a_private_repository(
+    warehouse: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    problem: str,
+) -> None:
+    """Or the command ends with one line: before the export, or with all its files."""
+    out, name = tmp_path / "out", "a/b/c" if problem == "name" else "me/tiny"
+    async with fake_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9" if problem == "network" else hub.url)
+        monkeypatch.setenv("HF_TOKEN", {"no token": "", "token": "hf_odd"}.get(problem, TOKEN))
+        hub.files = {"me/tiny": {}} if problem == "exists" else {}
+        hub.failing = "commit" if problem == "commit" else ""
+        command = [str(warehouse.parent / "model"), str(out), "--push", name]
+        code = await asyncio.to_thread(export.main, command)
+    printed = capsys.readouterr()
+    there = {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*")}
+    if not problem:
+        assert (code, hub.files) == (0, {name: there})
+        assert [one["visibility"] for one in hub.created] == ["private"]
+        assert f"{hub.url}/{name}" in printed.out
+        return
+    assert (code, bool(there)) == ((1, True) if problem == "commit" else (2, False))
+    (line,) = printed.err.splitlines()
+    remedy = {"commit": "hf upload --private me/tiny", "exists": "another name"}
+    assert remedy.get(problem, "HF_TOKEN") in line
+    assert TOKEN not in line

@@ -47,9 +47,12 @@ def ends_of(name: str) -> tuple[str, ...]:
     return ends
 
 
+def markers_of(name: str) -> list[str]:
+    return re.findall(r'<\|[\w"]+\|>|<\|\w+>|<\w+\|>', TEMPLATES[name])
+
+
 def tokenizer_of(name: str) -> Any:
     """A byte tokenizer with this template, its markers and its end tokens."""
     template, ends = TEMPLATES[name], ends_of(name)
-    markers = re.findall(r'<\|[\w"]+\|>|<\|\w+>|<\w+\|>', template)
-    special = sorted({*markers, *ends, "<bos>"})
+    special = sorted({*markers_of(name), *ends, "<bos>"})
     return byte_tokenizer(template, special, eos=ends[0], bos="<bos>")
