@@ -53,18 +53,10 @@ from agentenv.envs.grading.judge import Judge
 from agentenv.envs.grading.keys import JudgeConfig
 from agentenv.envs.sandbox.process import SessionProcess
 from agentenv.envs.sandbox.sandbox import Sandbox
+from agentenv.envs.search import providers
 from agentenv.envs.search.corpus import Hit, Query
 from agentenv.envs.search.keys import FetchConfig, SummarizerConfig, TrafficConfig
 from agentenv.envs.search.pages import PageReader
-from agentenv.envs.search.providers import (
-    PROVIDERS,
-    ProviderName,
-    WebBackend,
-    WebConfig,
-    batch_hits,
-    provider_hits,
-    retrieved_hits,
-)
 from agentenv.envs.search.service import Summarizer
 from agentenv.envs.search.upstream import Reply
 from agentenv.launchers.retriever import Retriever, RetrieverConfig
@@ -166,13 +158,13 @@ BATCH = [[[{"id": "1", "contents": "x"}]], [[0.5]]]
 
 
 @fuzzed()
-@given(damaged_json(PROVIDER, RETRIEVED, FLAT, BATCH), st.sampled_from(sorted(PROVIDERS)))
-def test_replies_of_providers(body: bytes, name: ProviderName) -> None:
-    config, reply = WebConfig(provider=name, url="http://x"), Reply(200, body)
+@given(damaged_json(PROVIDER, RETRIEVED, FLAT, BATCH), st.sampled_from(sorted(providers.PROVIDERS)))
+def test_replies_of_providers(body: bytes, name: providers.ProviderName) -> None:
+    config, reply = providers.WebConfig(provider=name, url="http://x"), Reply(200, body)
     known = (InfraError, ToolError, ConfigError)
-    written(ended("providers", lambda: provider_hits(config, reply, 5), *known))
-    written(ended("retrievers", lambda: retrieved_hits(reply, "u"), InfraError))
-    written(ended("retrievers", lambda: batch_hits(reply, "u"), InfraError))
+    written(ended("providers", lambda: providers.provider_hits(config, reply, 5), *known))
+    written(ended("retrievers", lambda: providers.retrieved_hits(reply, "u"), InfraError))
+    written(ended("retrievers", lambda: providers.batch_hits(reply, "u"), InfraError))
 
 
 CALL = {"id": "c", "type": "function", "index": 0,
@@ -416,7 +408,9 @@ async def test_pages(reply: bytes, server: RawServer, reader: PageReader) -> Non
 async def test_services(reply: bytes, server: RawServer) -> None:
     server.answer = reply
     traffic = TrafficConfig(rate_per_s=0, num_retries=1, timeout_s=5.0)
-    backend = WebBackend(WebConfig(provider="searxng", url=server.url, traffic=traffic))
+    backend = providers.WebBackend(
+        providers.WebConfig(provider="searxng", url=server.url, traffic=traffic)
+    )
     known = (InfraError, ToolError, ConfigError)
     written(await ended_async("searches", backend.search(Query("a")), *known))
     await backend.close()

@@ -12,13 +12,7 @@ import pytest
 from agentenv.assembly.keys.supervised import ChatColumns, ChatDataConfig
 from agentenv.base.types import Message, ToolCall
 from agentenv.launchers import sft
-from agentenv.training.supervised.dialogues import (
-    ChatTags,
-    RowFormat,
-    find_sources,
-    read_conversation,
-    read_preference,
-)
+from agentenv.training.supervised import dialogues
 from tests.commands.supervised import make_supervised
 from tests.support.golden import Golden
 
@@ -31,7 +25,7 @@ MESSAGES = [
 
 
 def read(row: dict[str, Any], **keys: Any) -> tuple[Message, ...]:
-    return read_conversation(row, RowFormat(**keys)).messages
+    return dialogues.read_conversation(row, dialogues.RowFormat(**keys)).messages
 
 
 @pytest.mark.parametrize(
@@ -88,14 +82,14 @@ def test_tools_and_calls() -> None:
     )  # fmt: skip
     asked = Message("assistant", "", (ToolCall("search", {"query": "me"}),))
     for row in rows:
-        found = read_conversation(row, RowFormat())
+        found = dialogues.read_conversation(row, dialogues.RowFormat())
         assert found.messages == (USER, asked, Message("tool", "found"), ANSWER)
         assert found.tools == [schema]
 
 
 def test_names_of_columns_and_roles_are_configurable() -> None:
     row = {"talk": [{"who": "q", "what": "Who?"}, {"who": "a", "what": "<answer>me</answer>"}]}
-    tags = ChatTags(role_tag="who", content_tag="what", user_tag="q", assistant_tag="a")
+    tags = dialogues.ChatTags(role_tag="who", content_tag="what", user_tag="q", assistant_tag="a")
     assert read(row, columns=ChatColumns(messages="talk"), tags=tags) == (USER, ANSWER)
 
 
@@ -114,7 +108,7 @@ def test_names_of_columns_and_roles_are_configurable() -> None:
     ],
 )  # fmt: skip
 def test_every_form_of_a_preference(row: dict[str, Any]) -> None:
-    found = read_preference(row, RowFormat())
+    found = dialogues.read_preference(row, dialogues.RowFormat())
     assert found.prompt.messages == (USER,)
     assert found.chosen == (ANSWER,)
     assert found.rejected == (Message("assistant", "no"),)
@@ -136,11 +130,11 @@ def test_a_name_in_dataset_info_refers_to_its_file(tmp_path: Path) -> None:
         "num_samples": 7,
     }  # fmt: skip
     config = registry(tmp_path, entry)
-    (source,) = find_sources(config, ["cold_start"])
+    (source,) = dialogues.find_sources(config, ["cold_start"])
     assert source.path == tmp_path / "d.json"
     assert source.max_samples == 7
     row = {"talk": MESSAGES, "sys": "Be brief.", "tools": "not read, as columns do not name it"}
-    assert read_conversation(row, source.form).messages == (
+    assert dialogues.read_conversation(row, source.form).messages == (
         Message("system", "Be brief."),
         USER,
         ANSWER,

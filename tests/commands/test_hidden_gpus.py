@@ -9,13 +9,7 @@ import pytest
 
 from agentenv.assembly.keys.cluster import SpreadCluster
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.assembly.serving.gpus import (
-    GpuPlan,
-    encodes_on_gpu,
-    gpus_for_others,
-    gpus_of_ranks,
-    visible_gpus,
-)
+from agentenv.assembly.serving import gpus
 from agentenv.base.config import load_config
 from agentenv.processes.supervisor import Supervisor
 from agentenv.processes.worker_group import Hello, WorkerGroup
@@ -53,12 +47,12 @@ def test_a_controller_without_a_model_hides_all_gpus_and_passes_them_on(
     keys: tuple[str, ...], hides: bool, named: str | None
 ) -> None:
     theirs = named.split(",") if named else ["0", "1"]
-    with gpus_for_others(config_of(*keys)):
+    with gpus.gpus_for_others(config_of(*keys)):
         assert os.environ.get("CUDA_VISIBLE_DEVICES") == ("" if hides else named)
-        assert gpus_of_ranks() == (theirs if hides else [])
-        assert not hides or visible_gpus() == GpuPlan().visible == theirs
+        assert gpus.gpus_of_ranks() == (theirs if hides else [])
+        assert not hides or gpus.visible_gpus() == gpus.GpuPlan().visible == theirs
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == named
-    assert gpus_of_ranks() == []
+    assert gpus.gpus_of_ranks() == []
 
 
 @pytest.mark.parametrize(("keys", "hides"), [((), True), ((ENCODER,), False)])
@@ -67,7 +61,7 @@ def test_rollout_workers_see_no_gpus_unless_they_encode(
 ) -> None:
     config = config_of("cluster.kind=processes", *keys)
     assert isinstance(config.cluster, SpreadCluster)
-    spec = config.cluster.processes()._replace(sees_gpus=encodes_on_gpu(config))
+    spec = config.cluster.processes()._replace(sees_gpus=gpus.encodes_on_gpu(config))
     started = Supervisor(spec, WorkerGroup(print), Hello("", 0, 0), tmp_path, print)
     monkeypatch.setattr(Supervisor, "address", "here")
     assert ("CUDA_VISIBLE_DEVICES" in started._process(0).env) is hides

@@ -20,13 +20,7 @@ from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.optimizer import OptimizerConfig
 from agentenv.learners.ranks.learner import DeepSpeedLearner
 from agentenv.learners.trees.encoded_tree import EncodedTree, encode, encode_sequence
-from tests.learners.ranks import (
-    OF_THE_RANKS,
-    largest_difference,
-    plain_torch,
-    weights_in,
-    weights_of,
-)
+from tests.learners import ranks
 from tests.learners.trees import credited, random_tree
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -73,7 +67,7 @@ def encode_trees(trees: list[TrajectoryTree], algorithm: Algorithm) -> list[Enco
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return largest_difference(a, b) == 0
+    return ranks.largest_difference(a, b) == 0
 
 
 async def test_update_equals_plain_torch(
@@ -84,18 +78,18 @@ async def test_update_equals_plain_torch(
     assert metrics["num_steps"] == 2
     assert "behaviour_ratio/staleness_0" not in metrics, "no fresh token was measured"
 
-    plain = plain_torch(model_dir, CONFIG, torch.float32, ALGORITHM)
+    plain = ranks.plain_torch(model_dir, CONFIG, torch.float32, ALGORITHM)
     encoded = encode_trees(trees, ALGORITHM)
     cut = len(encoded) // 2
     expected = plain.update([encoded[:cut], encoded[cut:]], 0.5)
-    for name in expected.keys() - OF_THE_RANKS:
+    for name in expected.keys() - ranks.OF_THE_RANKS:
         assert metrics[name] == expected[name], name
     published = await learner.publish(tmp_path / "published")
     assert learner.policy_version == 1
     assert (published / "tokenizer_config.json").is_file()
     loaded = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
     found = {name: param.detach() for name, param in loaded.named_parameters()}
-    assert same(found, weights_of(plain))
+    assert same(found, ranks.weights_of(plain))
 
 
 async def test_resume_is_bit_exact(learner: DeepSpeedLearner, tmp_path: Path) -> None:
@@ -108,10 +102,10 @@ async def test_resume_is_bit_exact(learner: DeepSpeedLearner, tmp_path: Path) ->
         await learner.load(tmp_path / "checkpoint")
         assert learner.policy_version == 1
         await learner.update(credited(some_trees(4, version=1), learner.algorithm))
-        results.append(weights_in(await learner.export(tmp_path / "export")))
+        results.append(ranks.weights_in(await learner.export(tmp_path / "export")))
     assert learner.policy_version == 1
     assert same(*results)
-    assert not same(results[0], weights_in(tmp_path / "one"))
+    assert not same(results[0], ranks.weights_in(tmp_path / "one"))
     with pytest.raises(LearnerError, match="readable learner checkpoint"):
         await learner.load(tmp_path / "one")
 
@@ -149,7 +143,7 @@ async def test_stale_tokens_are_corrected(learner: DeepSpeedLearner, tmp_path: P
 async def test_an_update_without_a_signal_takes_no_step(
     learner: DeepSpeedLearner, tmp_path: Path
 ) -> None:
-    before = weights_in(await learner.export(tmp_path / "before"))
+    before = ranks.weights_in(await learner.export(tmp_path / "before"))
     trees = some_trees(3)
     for tree in trees:
         for node in tree.nodes:
@@ -158,18 +152,18 @@ async def test_an_update_without_a_signal_takes_no_step(
         leaf.end = "failed"
     metrics = await learner.update(credited(trees, learner.algorithm))
     assert metrics == {"num_trained": 0, "num_equal_groups": 0, "num_steps": 0}
-    assert same(before, weights_in(await learner.export(tmp_path / "after")))
+    assert same(before, ranks.weights_in(await learner.export(tmp_path / "after")))
 
 
 async def test_non_finite_steps_are_skipped(
     learner: DeepSpeedLearner, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = weights_in(await learner.export(tmp_path / "before"))
+    before = ranks.weights_in(await learner.export(tmp_path / "before"))
     trees = some_trees(2)
     trees[0].nodes[1].logprobs[0] = float("nan")
     metrics = await learner.update(credited(trees, learner.algorithm))
     assert metrics["num_skipped"] == 1
-    assert same(before, weights_in(await learner.export(tmp_path / "after")))
+    assert same(before, ranks.weights_in(await learner.export(tmp_path / "after")))
     assert caplog.text.count("was skipped") == caplog.text.count("tree 0 (t0)") == 1
     assert [is_shown(one) for one in caplog.records if "was skipped" in one.message] == [True]
 

@@ -15,18 +15,10 @@ import torch
 from torch import Tensor
 
 from agentenv.base.tree import TrajectoryTree
+from agentenv.learners.algorithms import baselines
 from agentenv.learners.algorithms.aepo import AEPO
 from agentenv.learners.algorithms.algorithm import Algorithm, Band
 from agentenv.learners.algorithms.arpo import ARPO
-from agentenv.learners.algorithms.baselines import (
-    CISPO,
-    DAPO,
-    GRPO,
-    GSPO,
-    RLOO,
-    DrGRPO,
-    ReinforcePP,
-)
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks.backend import RankBackend
 from agentenv.learners.ranks.learner import encode_groups, in_order
@@ -39,8 +31,9 @@ from tests.learners.trees import VOCABULARY, tiny_model
 
 EPOCHS = 2
 KINDS: dict[str, type[Algorithm]] = {
-    "grpo": GRPO, "dr_grpo": DrGRPO, "dapo": DAPO, "rloo": RLOO, "reinforce_pp": ReinforcePP,
-    "gspo": GSPO, "cispo": CISPO, "arpo": ARPO, "aepo": AEPO,
+    "grpo": baselines.GRPO, "dr_grpo": baselines.DrGRPO, "dapo": baselines.DAPO,
+    "rloo": baselines.RLOO, "reinforce_pp": baselines.ReinforcePP, "gspo": baselines.GSPO,
+    "cispo": baselines.CISPO, "arpo": ARPO, "aepo": AEPO,
 }  # fmt: skip
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((kind, {}) for kind in KINDS),

@@ -13,13 +13,7 @@ import aiohttp
 from agentenv.base.errors import EnvError
 from agentenv.base.types import Info, Limit, Message, NextTurn, Task
 from agentenv.contract.env import ForkMode, StepResult
-from agentenv.endpoint.capture import (
-    CaptureSession,
-    ProgramCall,
-    Refused,
-    Thoughts,
-    shared_endpoint,
-)
+from agentenv.endpoint import capture
 from tests.support.toy import TOOL
 
 Json = dict[str, Any]
@@ -44,7 +38,7 @@ class Client:
             raise EnvError(reply["error"]["message"])
         return dict(reply["choices"][0]["message"])
 
-    async def abandon(self, messages: list[Json], session: CaptureSession) -> None:
+    async def abandon(self, messages: list[Json], session: capture.CaptureSession) -> None:
         """End the connection of a call while it is sampled, which must take longer than 0.1 s."""
         asking = asyncio.ensure_future(self.ask(messages))
         await asyncio.wait([asking], timeout=0.1)
@@ -60,9 +54,9 @@ class ProgramEnv:
     """An episode of a program, which returns its reward; a fork replays it."""
 
     fork_mode: ForkMode = "replay"
-    last: CaptureSession
-    thoughts: Thoughts = "apart"
-    refused: Refused = "fail"
+    last: capture.CaptureSession
+    thoughts: capture.Thoughts = "apart"
+    refused: capture.Refused = "fail"
     discards = False  # abandoned answers
 
     def __init__(self, task: Task, program: Program) -> None:
@@ -70,7 +64,7 @@ class ProgramEnv:
         self.running: asyncio.Task[float] | None = None
 
     async def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.endpoint = await shared_endpoint()
+        self.endpoint = await capture.shared_endpoint()
         self._begin(self.endpoint.open(thoughts=self.thoughts, refused=self.refused))
         call = await self._next()
         assert call is not None
@@ -109,7 +103,7 @@ class ProgramEnv:
             with contextlib.suppress(asyncio.CancelledError, EnvError):
                 await self.running
 
-    def _begin(self, session: CaptureSession) -> None:
+    def _begin(self, session: capture.CaptureSession) -> None:
         self.session = ProgramEnv.last = session
         self.running = asyncio.create_task(self._run())
 
@@ -120,7 +114,7 @@ class ProgramEnv:
         finally:
             await client.http.close()
 
-    async def _next(self) -> ProgramCall | None:
+    async def _next(self) -> capture.ProgramCall | None:
         """The next call; None: the program has ended."""
         assert self.running is not None
         pending = asyncio.create_task(self.session.next())
