@@ -35,9 +35,9 @@ def main(argv: Sequence[str]) -> int:
 
     def work(view: View) -> None:
         checkpoint = find_checkpoint(arguments.checkpoint)
+        repository = HubRepository(arguments.push) if arguments.push else None
         from agentenv.learners.ranks.offline_export import export
 
-        repository = HubRepository(arguments.push) if arguments.push else None
         view.wait_for(f"reading {checkpoint}", "writing")
         dtype, alone = arguments.dtype, arguments.text_only
         export(checkpoint, arguments.out, dtype=dtype, text_only=alone)

@@ -17,10 +17,11 @@ class HubRepository:
     Raises ConfigError, before anything is written, where they do not allow it."""
 
     def __init__(self, name: str) -> None:
-        hub = needed("huggingface_hub", "train", "--push")
-        hub.utils.disable_progress_bars()
-        self.name = name
-        self._api = hub.HfApi(os.environ.get("HF_ENDPOINT"), read_key("HF_TOKEN", "--push"))
+        token = read_key("HF_TOKEN", "--push")
+        needed("huggingface_hub.utils", "train", "--push").disable_progress_bars()
+        from huggingface_hub import HfApi
+
+        self.name, self._api = name, HfApi(os.environ.get("HF_ENDPOINT"), token)
         try:
             is_there = self._api.repo_exists(name)
         except Exception as error:  # those of httpx are not of one kind in all releases
