@@ -397,7 +397,8 @@ class Watched(EnvWrapper):
     async def step(self, action: Message) -> StepResult:
         called = [tools_of(self.env).get(one.name) for one in action.tool_calls]
         is_ours = any(one and not (is_theirs(one) or hasattr(one, "sandbox")) for one in called)
-        keeps, self.keeps = self.keeps and bool(called) and not is_ours, False
+        is_call = bool(called) and action.turn is None  # a program would run again
+        keeps, self.keeps = self.keeps and is_call and not is_ours, False
         outcome = check_step(await super().step(action))
         if keeps and not (outcome[2] or outcome[3]):
             self.keeps, trial = True, self.trial

@@ -74,11 +74,8 @@ def called(function: Callable[P, T], *given: P.args, **keys: P.kwargs) -> T:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name of a function, or of a method with that of its object's class."""
-    owner: Any = type(getattr(function, "__self__", None))
-    if owner is type(None):
-        return f"{function.__module__}:{getattr(function, '__qualname__', function)}"
-    return f"{owner.__module__}:{owner.__qualname__}.{function.__name__}"
+    """The module and the name of a function or method."""
+    return f"{function.__module__}:{function.__qualname__}"
 
 
 def not_a_text(name: str, found: Any, function: Any) -> CrashError:

@@ -15,7 +15,6 @@ from agentenv.base.types import Task, VersionSpan
 from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.algorithms.credit import advantages_of, credit_of
 
-NUM_WORDS = 1000
 SIZE = 4  # tokens of a turn
 TURN: dict[str, Any] = {
     "action_ids": [1] * SIZE,
@@ -28,9 +27,9 @@ TURN: dict[str, Any] = {
 def check_algorithm(algorithm: Algorithm) -> None:
     """Groups of two turns a trajectory, of unequal and of equal rewards. Raises ConfigError for a
     method that raises or returns something else than its contract says."""
-    plan = called(algorithm.plan, NUM_WORDS)
-    numbers = np.arange(algorithm.group_size, dtype=np.float64)
-    for rewards in (numbers % 2, numbers * 0):
+    plan = called(algorithm.plan, 2)
+    size = algorithm.group_size
+    for rewards in np.array([[0.0, 1.0] * size, [1.0, 1.0] * size])[:, :size]:
         advantages_of(algorithm.advantages, rewards)
         tree = TrajectoryTree(Task("trial", "trial", "?", ("1",)))
         root = tree.add(None, observation_ids=[1])
