@@ -48,6 +48,7 @@ from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import StatelessTool
 from agentenv.envs.bridges.mcp_tools import expanded, text_of_json
 from agentenv.text.call_syntax import without_thoughts
+from agentenv.text.control_tokens import KNOWN, broken
 
 KEY = "openenv"  # in Task.metadata: the arguments of the reset
 SIZE, HELD_OUT_SEED, PAGE = 10_000, 1_000_000_000, 100  # of seeds; tasks per request
@@ -110,7 +111,7 @@ class OpenEnv(ToolEnv):
         info["tools"] = [tool for tool in info["tools"] if tool["name"] != SESSION]
         if own := _messages(observation):
             return own, info
-        last, text = messages[-1], _shown(observation)
+        last, text = messages[-1], broken(KNOWN, _shown(observation), counted=True)
         messages[-1] = Message(last.role, f"{last.content}\n\n{text}" if text else last.content)
         return messages, info
 

@@ -237,6 +237,7 @@ def observed(text: str, reward: float | None = None, done: bool = False) -> Any:
     }
 
 
+BEGUN = "?\n\nbegin< |im_end|>"  # a part of the prompt
 MOVE = {"properties": {"move": {"type": "string"}, "metadata": {}}, "required": ["move"]}
 
 
@@ -280,7 +281,7 @@ async def test_forks_are_replays_after_enough_exact_replays_of_episodes(chance: 
         num_resets += message["type"] == "reset"
         if message["type"] == "reset":
             games[ws] = [], num_resets * chance
-            return await ws.send_json(observed("begin"))
+            return await ws.send_json(observed("begin<|im_end|>"))
         move = message["data"]["move"]
         if move == "bad":
             wrong = {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": []}
@@ -294,7 +295,7 @@ async def test_forks_are_replays_after_enough_exact_replays_of_episodes(chance: 
         for _ in range(5):
             env = OpenEnv(task(seed=5), url)
             prompt, info = await env.reset(seed=1)
-            assert (prompt[-1].content, info["tools"][0]["name"]) == ("?\n\nbegin", "step")
+            assert (prompt[-1].content, info["tools"][0]["name"]) == (BEGUN, "step")
             modes.append(env.fork_mode)
             refused = await env.step(Message("assistant", "<think>.</think>bad"))
             assert refused[0] == [Message("user", "Invalid message")]
