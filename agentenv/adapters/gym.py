@@ -27,7 +27,7 @@ from gymnasium.error import CustomSpaceError
 from gymnasium.spaces import Text
 from gymnasium.vector.utils import create_shared_memory
 
-from agentenv.base.errors import ConfigError, EnvError
+from agentenv.base.errors import ConfigError, EnvError, reported_as
 from agentenv.base.types import Info, Message, Task
 from agentenv.base.untrusted import shortened
 from agentenv.contract import env_registry
@@ -157,10 +157,9 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
         self._transcript = ""
         self._loop: LoopThread | None = None
         found = env_registry.spec(env_id)
-        try:
+        problem = f"{env_id} cannot be made with {sorted(kwargs)}"
+        with reported_as(ConfigError, problem, TypeError):
             inspect.signature(found.load()).bind(None, **{**found.kwargs, **kwargs})
-        except TypeError as error:
-            raise ConfigError(f"{env_id} cannot be made with {sorted(kwargs)}: {error}") from error
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

@@ -123,10 +123,9 @@ def build_config(config_type: type[T], raw: Tree, source: str) -> T:
     """Check `raw` against the struct and convert it; errors name `source` and the key."""
     SECRETS.learn(raw)
     _check_keys(raw, type_info(config_type), source)
-    try:
+    # of an entry that should be a table
+    with reported_as(ConfigError, source, msgspec.ValidationError):
         return msgspec.convert(raw, config_type, strict=True, dec_hook=decode_part)
-    except msgspec.ValidationError as error:  # of an entry that should be a table
-        raise ConfigError(f"{source}: {error}") from error
 
 
 def resolver(run: Path | str) -> Resolve:

@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from agentenv.base.errors import ConfigError, DataError, ForeignError, MissingError
+from agentenv.base.errors import ConfigError, DataError, ForeignError, MissingError, reported_as
 from agentenv.base.untrusted import decode
 
 GENERATION = "generation_config.json"
@@ -307,10 +307,9 @@ def load_tokenizer(model: Path, with_weights: bool = True) -> Any:
     """The tokenizer of a Hugging Face directory, which must also have weights if `with_weights`.
     Raises DataError, naming the missing file."""
     check_model_directory(model, with_weights)
-    try:
+    problem = f"{model}: its tokenizer cannot be loaded"
+    with reported_as(DataError, problem, ConfigError, RuntimeError):
         return load_pretrained(tokenizer_class(model) or "AutoTokenizer", model)
-    except (ConfigError, RuntimeError) as error:
-        raise DataError(f"{model}: its tokenizer cannot be loaded: {error}") from error
 
 
 PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")  # classes that only need tokenizer.json
@@ -464,12 +463,11 @@ def read_gguf(file: Path) -> Path:
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    # damaged files raise arbitrary errors
+    with reported_as(DataError, f"{file}: transformers cannot read this GGUF file", Exception):
         named = {"gguf_file": file.name}
         read = load_pretrained("AutoModelForCausalLM", file.parent, dtype=torch.float32, **named)
         tokenizer = load_pretrained("AutoTokenizer", file.parent, **named)
-    except Exception as error:  # damaged files raise arbitrary errors
-        raise DataError(f"{file}: transformers cannot read this GGUF file: {error}") from error
     if hasattr(read.config, "quantization_config"):
         del read.config.quantization_config  # the weights are dequantized now
     model = type(read)(read.config)

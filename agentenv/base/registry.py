@@ -28,7 +28,7 @@ from msgspec import Struct
 from msgspec import inspect as mi
 
 from agentenv.base.crashes import place_of
-from agentenv.base.errors import AgentEnvError, ConfigError
+from agentenv.base.errors import AgentEnvError, ConfigError, reported_as
 
 T = TypeVar("T", bound=Struct)
 
@@ -167,10 +167,9 @@ class Registry(Generic[T]):
         return msgspec.convert(raw, self.find(raw.get(TAG)), dec_hook=decode_part)
 
     def _load(self, name: str, path: str) -> type[T]:
-        try:
+        problem = f"{self.noun} {name!r}: {path} cannot be loaded"
+        with reported_as(ConfigError, problem, ConfigError):
             part: Any = loaded(path)
-        except ConfigError as error:
-            raise ConfigError(f"{self.noun} {name!r}: {path} cannot be loaded: {error}") from error
         if not (isinstance(part, type) and issubclass(part, self.base)):
             part = self._adapt(part)
         if part is None:

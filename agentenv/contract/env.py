@@ -193,36 +193,30 @@ MAX_SHOWN = 200  # characters of an invalid result
 
 def check_reset(result: tuple[list[Message], Info]) -> tuple[list[Message], Info]:
     """The validated result of an env's `reset`."""
-    try:
+    with suppress(TypeError, ValueError):
         messages, info = result
         if isinstance(info, dict) and all(map(_is_message, messages)):
             return SECRETS.tree((list(messages), info), only_known=True)
-    except (TypeError, ValueError):
-        pass
     raise _wrong("reset", "(messages, info)", result)
 
 
 def check_finish(result: tuple[float, Info]) -> tuple[float, Info]:
     """The validated result of an env's `finish`."""
-    try:
+    with suppress(TypeError, ValueError):
         reward, info = result
         if isinstance(info, dict):
             return _finite("finish", reward), SECRETS.tree(info, only_known=True)
-    except (TypeError, ValueError):
-        pass
     raise _wrong("finish", "(reward, info)", result)
 
 
 def check_step(result: StepResult) -> StepResult:
     """The validated result of an env's `step`."""
-    try:
+    with suppress(TypeError, ValueError):
         given, reward, terminated, truncated, info = result
         messages = list(given)
         if all(map(_is_message, messages)) and isinstance(info, dict):
             messages, info = SECRETS.tree((messages, info), only_known=True)
             return messages, _finite("step", reward), bool(terminated), bool(truncated), info
-    except (TypeError, ValueError):
-        pass
     raise _wrong("step", "(messages, reward, terminated, truncated, info)", result)
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from agentenv.base.crashes import place_of
-from agentenv.base.errors import ConfigError
+from agentenv.base.errors import ConfigError, reported_as
 from agentenv.base.registry import installed, loaded, meant
 from agentenv.base.types import Task
 from agentenv.contract.env import Env
@@ -38,15 +38,12 @@ class EnvSpec(NamedTuple):
         and the registering package."""
         if not isinstance(self.entry_point, str):
             return self.entry_point
-        try:
+        problem = f"{self.entry_point!r}, registered by {self.source}, cannot be loaded"
+        with reported_as(ConfigError, problem, ConfigError):
             found = loaded(self.entry_point)
             if not callable(found):
                 raise ConfigError(f"it is {found!r:.80}, not a class or function of (task, ...)")
             return found
-        except ConfigError as error:
-            raise ConfigError(
-                f"{self.entry_point!r}, registered by {self.source}, cannot be loaded: {error}"
-            ) from error
 
 
 _registry: dict[str, EnvSpec] = {}

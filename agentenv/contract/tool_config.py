@@ -79,12 +79,9 @@ def _load(path: str, kwargs: dict[str, Any], key: str) -> Tool | ToolSource:
     with reported_as(ConfigError, f"{key}.name: {path!r} cannot be loaded", ConfigError):
         made = loaded(path)
     if not isinstance(made, FunctionTool):
-        try:
+        problem = f"{key}: {path} cannot be made with {sorted(kwargs)}"
+        with reported_as(ConfigError, problem, TypeError):
             made = made(**kwargs)
-        except TypeError as error:
-            raise ConfigError(
-                f"{key}: {path} cannot be made with {sorted(kwargs)}: {error}"
-            ) from error
     elif kwargs:
         raise ConfigError(
             f"{key}.kwargs: {path} is a @tool function, which has no keyword arguments"

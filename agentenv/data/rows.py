@@ -32,7 +32,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from msgspec import Struct, field
 
 from agentenv.base.config import ROWS, about
-from agentenv.base.errors import DataError, ForeignError
+from agentenv.base.errors import DataError, ForeignError, reported_as
 from agentenv.base.types import SYSTEM_KEY, Task
 from agentenv.base.untrusted import decode_loose
 from agentenv.contract.env_registry import needs_answer
@@ -192,12 +192,10 @@ class RowReader:
 
     def task(self, raw: RawRow) -> Task:
         """The task of a row. Raises DataError with file, row, key and expectation."""
-        try:
+        with reported_as(DataError, f"{raw.path}, row {raw.number}", DataError):
             if raw.problem:
                 raise DataError(raw.problem)
             return self._task(raw)
-        except DataError as error:
-            raise DataError(f"{raw.path}, row {raw.number}: {error}") from None
 
     def _task(self, raw: RawRow) -> Task:
         """The task of a row. Raises DataError that names the column."""

@@ -13,6 +13,7 @@ import errno
 import logging
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from copy import copy
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -199,11 +200,9 @@ class Journal:
         to_sync_s: float | None = None  # when the oldest unsynced frame must be synced
         while self._pending or not self._is_closed:
             if not self._pending:
-                try:
+                with suppress(TimeoutError):
                     async with asyncio.timeout_at(to_sync_s):
                         await self._wake.wait()
-                except TimeoutError:
-                    pass
             if self._pending and not self._is_closed:
                 await self._gather()
             self._wake.clear()

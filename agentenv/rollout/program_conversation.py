@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Literal, Self
 
 from msgspec.structs import replace
 
-from agentenv.base.errors import ConfigError, CrashError, DataError, EnvError
+from agentenv.base.errors import ConfigError, CrashError, DataError, EnvError, reported_as
 from agentenv.base.tree import GUIDED, Ids, Node, Prefix, packed_ids
 from agentenv.base.types import Completion, Info, Message, NextTurn, SamplingParams, Turn
 from agentenv.base.untrusted import convert
@@ -167,11 +167,8 @@ class ProgramConversation(Conversation):
         return node.action_ids + packed_ids(end)
 
 
-@contextmanager
-def _of_program() -> Iterator[None]:
+def _of_program() -> AbstractContextManager[None]:
     """Within the block, convert errors of rendering into EnvError, since a program's invalid
     request may fail only its own trajectory."""
-    try:
-        yield
-    except (ConfigError, CrashError, DataError) as error:
-        raise EnvError(f"cannot render a call of the program: {error}") from error
+    problems = ConfigError, CrashError, DataError
+    return reported_as(EnvError, "cannot render a call of the program", *problems)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from msgspec import Struct, field
 
 from agentenv.base.config import ESSENTIAL, about
-from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.errors import ConfigError, DataError, reported_as
 from agentenv.base.registry import meant
 from agentenv.base.types import Message
 from agentenv.contract.env import tally
@@ -71,10 +71,8 @@ def load_instruction(config: PromptConfig, resolve: Callable[[str], Path] = Path
                 f"prompt.template: no such file: {path}; expected the rows that the policy was "
                 f"trained on, or a preset: {', '.join(presets())}"
             )
-        try:
+        with reported_as(ConfigError, "prompt.template", DataError):
             return Instruction(shared_system_prompt(path), config.override_row)
-        except DataError as error:
-            raise ConfigError(f"prompt.template: {error}") from error
     try:
         text = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

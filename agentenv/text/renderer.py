@@ -27,7 +27,7 @@ import msgspec
 from msgspec import Struct
 
 from agentenv.base.config import about
-from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.errors import ConfigError, DataError, reported_as
 from agentenv.base.model_files import template_end
 from agentenv.base.types import Completion, Message, Role, ToolCall
 from agentenv.base.untrusted import decode, shortened
@@ -355,12 +355,9 @@ class TextCodec:
         they stand."""
         messages = self.placed(messages, after_turn=False)
         chat = [{"role": message.role, "content": message.content} for message in messages]
-        try:
+        problem = f"the chat template rejects a prompt of {[turn['role'] for turn in chat]}"
+        with reported_as(DataError, problem, *template_errors()):
             return self._chat_ids(chat, tools)
-        except template_errors() as error:
-            raise DataError(
-                f"the chat template rejects a prompt of {[turn['role'] for turn in chat]}: {error}"
-            ) from error
 
     def _chat_ids(self, chat: list[dict[str, Any]], tools: ToolSchemas = ()) -> list[int]:
         """The ids of messages without a duplicate leading begin-of-sequence token, which a template
@@ -480,12 +477,9 @@ class TagRenderer(TextCodec):
         marks = [f"qZ{place}userZq" for place in range(len(roles))]
         turns = [("user", "qQ"), ("assistant", "qTurnq"), *zip(roles, marks, strict=True)]
         end = self.decode([self.end_id])
-        try:
+        problem = f"{NO_USER} answer: it rejects {', '.join(roles)}"
+        with reported_as(ConfigError, problem, *template_errors()):
             text = self._chat([{"role": role, "content": content} for role, content in turns])
-        except template_errors() as error:
-            raise ConfigError(
-                f"{NO_USER} answer: it rejects {', '.join(roles)}: {error}"
-            ) from error
         rest = text.rpartition("qTurnq")[2]
         texts = re.split("|".join(marks), rest) if marks else [rest]
         if len(texts) != len(roles) + 1 or not texts[0].startswith(end):

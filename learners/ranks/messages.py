@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from agentenv.base.errors import ConfigError
+from agentenv.base.errors import ConfigError, reported_as
 from agentenv.base.registry import loaded
 from agentenv.contract.weights import Address, Bucket, Group, SharedWeights, Wire
 from agentenv.learners.algorithms.algorithm import Algorithm
@@ -129,13 +129,10 @@ class Init(RankCommand[RankDone]):
 
     def make_algorithm(self) -> Algorithm:
         """Decode the algorithm. Raises ConfigError if the rank cannot import its module."""
-        try:
+        problem = f"a learner rank cannot load the algorithm {self.algorithm_class}"
+        remedy = "; install its module where the rank runs"
+        with reported_as(ConfigError, problem, ConfigError, end=remedy):
             kind = loaded(self.algorithm_class)
-        except ConfigError as error:
-            raise ConfigError(
-                f"a learner rank cannot load the algorithm {self.algorithm_class}: {error}; "
-                "install its module where the rank runs"
-            ) from error
         algorithm: Algorithm = msgspec.msgpack.decode(self.algorithm, type=kind)
         return algorithm
 

@@ -13,6 +13,7 @@ of both lists is the prompt.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -262,13 +263,11 @@ def _with_system(messages: Sequence[Message], row: Row, form: RowFormat) -> list
 
 def _tools(row: Row, form: RowFormat) -> list[dict[str, Any]]:
     value = row.get(form.columns.tools) if form.columns.tools else None
-    try:
+    with suppress(ForeignError, AttributeError, KeyError, TypeError):
         schemas = decode_loose(value) if isinstance(value, str) and value.strip() else value
         tools = [schema.get("function", schema) for schema in schemas or ()]
         if all(isinstance(tool["name"], str) for tool in tools):
             return tools
-    except (ForeignError, AttributeError, KeyError, TypeError):
-        pass
     raise DataError(
         f"key {form.columns.tools!r}: expected a list of tools, each with a name, got {value!r:.60}"
     )
@@ -400,10 +399,9 @@ def _source(registry: Path, name: str, *, ranking: bool) -> Source:
 
 
 def _entry(registry: Path, name: str) -> _Entry:
-    try:
+    problem = f"{registry}: not a readable dataset_info.json"
+    with reported_as(DataError, problem, OSError, ForeignError):
         known = decode_loose(registry.read_bytes())
-    except (OSError, ForeignError) as error:
-        raise DataError(f"{registry}: not a readable dataset_info.json: {error}") from error
     raw = known.get(name) if isinstance(known, dict) else None
     if not isinstance(raw, dict):
         hint = meant(name, known, f"it has {sorted(known)[:20]}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from agentenv.base.errors import ConfigError, EngineError
+from agentenv.base.errors import ConfigError, EngineError, reported_as
 from agentenv.base.offload import in_thread
 from agentenv.contract.engine import Engine, EngineCapabilities, EngineStart, LocalModel
 from agentenv.engines.embedded.settings import NUM_CACHED_SEQS, EmbeddedSettings
@@ -25,10 +25,9 @@ class EmbeddedConfig(EmbeddedSettings, frozen=True, kw_only=True, tag="embedded"
     def check_model(self, model: Path) -> None:
         from agentenv.engines.embedded.weights import read_architecture
 
-        try:
+        remedy = "; choose another model, or engine.name"
+        with reported_as(ConfigError, "engine", EngineError, end=remedy):
             read_architecture(model)
-        except EngineError as error:
-            raise ConfigError(f"engine: {error}; choose another model, or engine.name") from error
 
     async def start(self, given: EngineStart) -> Engine:
         engine = await in_thread(self._load, given)
@@ -38,7 +37,5 @@ class EmbeddedConfig(EmbeddedSettings, frozen=True, kw_only=True, tag="embedded"
     def _load(self, given: EngineStart) -> Engine:
         from agentenv.engines.embedded.engine import EmbeddedEngine
 
-        try:
+        with reported_as(ConfigError, "engine", EngineError):
             return EmbeddedEngine(self, given.model, given.policy_version, given.tokenizer)
-        except EngineError as error:
-            raise ConfigError(f"engine: {error}") from error

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from agentenv.base.errors import EngineError
+from agentenv.base.errors import EngineError, reported_as
 from agentenv.base.model_files import read_eos_ids, text_table
 from agentenv.contract.weights import Layout, check_layout, read_json, weight_files
 
@@ -254,10 +254,9 @@ class EmbeddedWeights:
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a file by name, in main memory; a read error of a mapped file would kill the
     process later. Raises EngineError."""
-    try:
+    problems = SafetensorError, OSError, KeyError  # the last: a dtype that torch does not have
+    with reported_as(EngineError, f"cannot read the weights in {path}", *problems):
         tensors: dict[str, Tensor] = load(path.read_bytes())
-    except (SafetensorError, OSError, KeyError) as error:  # of a dtype that torch does not have
-        raise EngineError(f"cannot read the weights in {path}: {error}") from error
     for name, tensor in tensors.items():
         if tensor.dtype not in FLOAT_DTYPES:
             raise EngineError(
