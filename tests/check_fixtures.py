@@ -151,24 +151,16 @@ def eval_extract_answer(case: Case) -> Values:
 
 
 CHECKS: dict[str, Callable[[Case], Values]] = {
-    "agg_loss": agg_loss,
-    "eval_extract_answer": eval_extract_answer,
-    "eval_metrics": eval_metrics,
-    "math_equiv": math_equiv,
-    "reward": reward,
-    "entropy_aware_advantage": scaled_advantages,
-    "grpo_advantage": grpo_advantage,
-    "kl_penalty": kl_penalty,
-    "policy_loss_dual_clip": policy_loss,
-    "policy_loss_entropy_balanced": policy_loss,
-    "policy_loss_gspo": gspo,
-    "branch_decision": rollout_checks.branch_decision,
+    "agg_loss": agg_loss, "eval_extract_answer": eval_extract_answer, "eval_metrics": eval_metrics,
+    "math_equiv": math_equiv, "reward": reward, "entropy_aware_advantage": scaled_advantages,
+    "grpo_advantage": grpo_advantage, "kl_penalty": kl_penalty,
+    "policy_loss_dual_clip": policy_loss, "policy_loss_entropy_balanced": policy_loss,
+    "policy_loss_gspo": gspo, "branch_decision": rollout_checks.branch_decision,
     "dynamic_initial_rollouts": rollout_checks.dynamic_initial_rollouts,
-    "response_mask": rollout_checks.masks,
-    "rollout_traces": rollout_checks.rollout_traces,
+    "response_mask": rollout_checks.masks, "rollout_traces": rollout_checks.rollout_traces,
     "tags_and_rollback": rollout_checks.tags_and_rollback,
     "topk_entropy": rollout_checks.topk_entropy,
-}
+}  # fmt: skip
 
 
 def mismatches(case: Case, values: Values) -> list[str]:

@@ -89,33 +89,16 @@ def test_a_call_within_thoughts_does_not_count(style: str) -> None:
     assert PARSERS[style](thoughts.format("Which?", text), TOOLS) == (CALL,)
 
 
-@pytest.mark.parametrize(
-    ("key", "text", "value"),
-    [
-        ("query", "75001", "75001"),
-        ("query", '"quoted"\n  <b>', '"quoted"\n  <b>'),
-        ("count", "75001", 75001),
-        ("count", "3.0", 3),
-        ("count", "many", "many"),
-        ("count", "true", "true"),
-        ("share", "0.5", 0.5),
-        ("share", "1", 1),
-        ("share", "1e999", "1e999"),
-        ("share", "NaN", "NaN"),
-        ("exact", "True", True),
-        ("exact", "false", False),
-        ("sites", '["a", "b"]', ["a", "b"]),
-        ("sites", "[" * 10_000, "[" * 10_000),
-        ("filter", "None", None),
-        ("filter", '{"year": 2020}', {"year": 2020}),
-        ("either", "7", 7),
-        ("either", "seven", "seven"),
-        ("mode", "1", "1"),
-        ("anything", "[1]", [1]),
-        ("anything", "one", "one"),
-        ("unknown", "9", 9),
-    ],
-)
+@pytest.mark.parametrize(("key", "text", "value"), [
+    ("query", "75001", "75001"), ("query", '"quoted"\n  <b>', '"quoted"\n  <b>'),
+    ("count", "75001", 75001), ("count", "3.0", 3), ("count", "many", "many"),
+    ("count", "true", "true"), ("share", "0.5", 0.5), ("share", "1", 1),
+    ("share", "1e999", "1e999"), ("share", "NaN", "NaN"), ("exact", "True", True),
+    ("exact", "false", False), ("sites", '["a", "b"]', ["a", "b"]),
+    ("sites", "[" * 10_000, "[" * 10_000), ("filter", "None", None),
+    ("filter", '{"year": 2020}', {"year": 2020}), ("either", "7", 7), ("either", "seven", "seven"),
+    ("mode", "1", "1"), ("anything", "[1]", [1]), ("anything", "one", "one"), ("unknown", "9", 9),
+])  # fmt: skip
 def test_a_value_without_a_type_has_that_of_the_schema(key: str, text: str, value: object) -> None:
     """A value of another type stays a text, and the error of the tool explains it."""
     (call,) = PARSERS["qwen_xml"](qwen((key, text)), TOOLS)

@@ -33,15 +33,8 @@ from tests.support.snippets import ran
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "deepspeed", "transformers", "vllm", "sglang", "matplotlib", "pandas")
 PACKAGES = (
-    "assembly",
-    "envs",
-    "evaluation",
-    "lab",
-    "launchers",
-    "learners",
-    "reference",
-    "training",
-)
+    "assembly", "envs", "evaluation", "lab", "launchers", "learners", "reference", "training",
+)  # fmt: skip
 EPISODE = """
 import asyncio, sys
 import agentenv, agentenv.envs, my_env

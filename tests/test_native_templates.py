@@ -17,20 +17,10 @@ from agentenv.text.native import NativeRenderer
 from tests.support.trl_templates import TEMPLATES, ends_of, longest, tokenizer_of
 
 STYLES = {
-    "diffusion_gemma": "gemma",
-    "gemma4": "gemma",
-    "glm4moe": "glm",
-    "gptoss": "harmony",
-    "lfm2": "lfm",
-    "llama3": "llama",
-    "muse": "atem",
-    "nemotron": "qwen_xml",
-    "qwen2_5": "hermes",
-    "qwen3": "hermes",
-    "qwen3_5": "qwen_xml",
-    "qwen3_6": "qwen_xml",
-    "qwen3_8": "qwen_xml",
-}
+    "diffusion_gemma": "gemma", "gemma4": "gemma", "glm4moe": "glm", "gptoss": "harmony",
+    "lfm2": "lfm", "llama3": "llama", "muse": "atem", "nemotron": "qwen_xml", "qwen2_5": "hermes",
+    "qwen3": "hermes", "qwen3_5": "qwen_xml", "qwen3_6": "qwen_xml", "qwen3_8": "qwen_xml",
+}  # fmt: skip
 REFUSED = {
     r"cohere|deepseek|gemma3?(_training)?$|idefics|llama3(_training)?$|llava|phi|qwen2_5_vl|smol": (
         "ignores the list of tools"

@@ -60,20 +60,11 @@ def write_task(folder: Path, **others: Any) -> Path:
     """A task of four rollouts that end at once."""
     form = {"call": [1, 2], "answer": [3, 4], "call_text": "call", "answer_text": "answer"}
     task = {
-        "tokenizer": "none",
-        "num_calls": 4,
-        "group_size": 2,
-        "turn_s": 0.001,
-        "tool_s": 0.001,
-        "first_part": 0.2,
-        "min_steps": 50,
-        "texts": ["one", "two"],
-        "questions": ["Which one is it?"],
-        "logprobs": [[-0.5, -0.25]],
-        "forms": {"tags": form},
-        "sizes": [{"at_once": 4, "scale": 1.0}],
-        **others,
-    }
+        "tokenizer": "none", "num_calls": 4, "group_size": 2, "turn_s": 0.001, "tool_s": 0.001,
+        "first_part": 0.2, "min_steps": 50, "texts": ["one", "two"],
+        "questions": ["Which one is it?"], "logprobs": [[-0.5, -0.25]], "forms": {"tags": form},
+        "sizes": [{"at_once": 4, "scale": 1.0}], **others,
+    }  # fmt: skip
     path = folder / "task.json"
     path.write_text(json.dumps(task))
     return path

@@ -39,36 +39,21 @@ OTHERS = (  # of other tests
 )
 
 SMALL_RL = (
-    "model.path={folder}/runs/cold-start",
-    "data.train={folder}/rl.jsonl",
-    "search.backend={{name='bm25', corpus='{folder}/kb.jsonl'}}",
-    "search.arpo_cache=",
-    "search.cache={folder}/search.db",
-    "limits.max_prompt_tokens=64",
-    "limits.max_response_tokens=192",
-    "limits.max_turn_tokens=64",
-    "limits.max_tool_result_tokens=48",
-    "queue.groups_per_step=2",
-    "learner.groups_per_minibatch=1",
-    "learner.num_ranks=1",
-    "engine.name=embedded",
-    "engine.max_model_len=1024",
+    "model.path={folder}/runs/cold-start", "data.train={folder}/rl.jsonl",
+    "search.backend={{name='bm25', corpus='{folder}/kb.jsonl'}}", "search.arpo_cache=",
+    "search.cache={folder}/search.db", "limits.max_prompt_tokens=64",
+    "limits.max_response_tokens=192", "limits.max_turn_tokens=64",
+    "limits.max_tool_result_tokens=48", "queue.groups_per_step=2", "learner.groups_per_minibatch=1",
+    "learner.num_ranks=1", "engine.name=embedded", "engine.max_model_len=1024",
     "train={{num_steps=1}}",
-)
+)  # fmt: skip
 SMALL_EVALUATION = (
-    "num_samples=1",
-    "prompt.template={folder}/rl.jsonl",
-    "limits.max_prompt_tokens=2048",
-    "limits.max_response_tokens=256",
-    "limits.max_turn_tokens=96",
-    "limits.max_tool_result_tokens=48",
-    "engine.name=embedded",
-    "engine.max_model_len=4096",
-    "search.backend={{name='bm25', corpus='{folder}/kb.jsonl'}}",
-    "search.mode=snippets",
-    "search.cache=",
-    "grader.judge.cache=",
-)
+    "num_samples=1", "prompt.template={folder}/rl.jsonl", "limits.max_prompt_tokens=2048",
+    "limits.max_response_tokens=256", "limits.max_turn_tokens=96",
+    "limits.max_tool_result_tokens=48", "engine.name=embedded", "engine.max_model_len=4096",
+    "search.backend={{name='bm25', corpus='{folder}/kb.jsonl'}}", "search.mode=snippets",
+    "search.cache=", "grader.judge.cache=",
+)  # fmt: skip
 SMALL_SUPERVISED = (
     "model.path={folder}/runs/cold-start",
     "data.dataset_info={folder}/dataset_info.json",

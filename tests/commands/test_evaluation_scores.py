@@ -58,22 +58,15 @@ def test_no_score_is_below_an_exact_match(gold: str) -> None:
     assert scores.text_scores("72", ["72.0"]) == {"em": 1.0, "f1": 1.0, "contains": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("answer", "golds", "em", "f1", "inside"),
-    [
-        ("NYC", ["NYC", "New York"], 1, 1, 1),  # the last gold does not win
-        ("New York", ["NYC", "New York", "Big Apple"], 1, 1, 1),
-        ("The New York.", ["New York"], 1, 1, 1),
-        ("New York City", ["New York"], 0, 0.8, 1),
-        ("a party", ["art"], 0, 0, 0),  # words, not letters
-        ("\u5317\u4eac\u5e02", ["\u5317\u4eac"], 0, 0.8, 1),
-        ("5", ["5.0"], 1, 1, 1),
-        ("yes", ["no"], 0, 0, 0),
-        ("", ["x"], 0, 0, 0),
-        ("x" * 3000, ["x"], 0, 0, 0),
-        ("x", [], 0, 0, 0),
-    ],
-)
+@pytest.mark.parametrize(("answer", "golds", "em", "f1", "inside"), [
+    ("NYC", ["NYC", "New York"], 1, 1, 1),  # the last gold does not win
+    ("New York", ["NYC", "New York", "Big Apple"], 1, 1, 1),
+    ("The New York.", ["New York"], 1, 1, 1), ("New York City", ["New York"], 0, 0.8, 1),
+    ("a party", ["art"], 0, 0, 0),  # words, not letters
+    ("\u5317\u4eac\u5e02", ["\u5317\u4eac"], 0, 0.8, 1), ("5", ["5.0"], 1, 1, 1),
+    ("yes", ["no"], 0, 0, 0), ("", ["x"], 0, 0, 0), ("x" * 3000, ["x"], 0, 0, 0),
+    ("x", [], 0, 0, 0),
+])  # fmt: skip
 def test_text_scores_are_the_best_over_the_golds(answer, golds, em, f1, inside):
     found = scores.text_scores(answer, golds)
     assert found == pytest.approx({"em": em, "f1": f1, "contains": inside})

@@ -55,22 +55,10 @@ def test_checkpoints_are_rotated_and_the_best_is_kept(finished: Path) -> None:
 def test_the_summary_has_all_documented_keys_and_no_tree_is_lost(finished: Path) -> None:
     summary = json.loads((finished / "summary.json").read_text())
     assert set(summary) >= {
-        "seed",
-        "algorithm",
-        "success",
-        "success_by_kind",
-        "reward",
-        "reward_by_kind",
-        "tool_calls_total",
-        "forks_total",
-        "trees",
-        "staleness",
-        "tokens",
-        "wall_s",
-        "policy_version",
-        "engine_learner_logprob_gap",
-        "event_loop",
-    }
+        "seed", "algorithm", "success", "success_by_kind", "reward", "reward_by_kind",
+        "tool_calls_total", "forks_total", "trees", "staleness", "tokens", "wall_s",
+        "policy_version", "engine_learner_logprob_gap", "event_loop",
+    }  # fmt: skip
     assert set(summary["success"]) == {"before_sft", "after_sft", "after_rl"}
     assert set(summary["wall_s"]) >= {"setup", "sft", "rl", "eval", "total"}
     trees = summary["trees"]

@@ -176,17 +176,9 @@ async def test_tokens_right_after_an_update_have_its_version(
     assert done.version_spans == [VersionSpan(0, 0, 5), VersionSpan(1, 5, len(TEXT))]
 
 
-@pytest.mark.parametrize(
-    "outcome",
-    [
-        TurnDone(),
-        Aborted("why"),
-        Busy("full", 2.5),
-        Starved(),
-        Reset("gone"),
-        Lost("failed", "500"),
-    ],
-)
+@pytest.mark.parametrize("outcome", [
+    TurnDone(), Aborted("why"), Busy("full", 2.5), Starved(), Reset("gone"), Lost("failed", "500"),
+])  # fmt: skip
 def test_every_outcome_of_a_lease_survives_encoding(outcome: Outcome) -> None:
     left = SlotRelease(7, 1, 1, 2, {"requests": 1}, outcome)
     assert read_answer(pack(left)) == left

@@ -103,17 +103,9 @@ async def test_the_pause_of_a_slow_server_is_measured() -> None:
 
 
 SESSIONS = [
-    "17",
-    "one: conversation/3",
-    "two\nlines",
-    "two%0Alines",
-    "\r\nX-Other: 1",
-    "問",
-    "\ud800",
-    " a ",
-    "",
-    "x" * 9000,
-]
+    "17", "one: conversation/3", "two\nlines", "two%0Alines", "\r\nX-Other: 1", "問", "\ud800",
+    " a ", "", "x" * 9000,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("session", SESSIONS)

@@ -32,21 +32,11 @@ def publish(root: Path, seed: int) -> Path:
     write_model(source, seed)  # for the tokenizer
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=96,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=MAX_LENGTH,
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=EOS,
-    )
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=96, moe_intermediate_size=64,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=64,
+        num_experts=4, num_experts_per_tok=2, max_position_embeddings=MAX_LENGTH,
+        initializer_range=0.1, bos_token_id=None, eos_token_id=EOS,
+    )  # fmt: skip
     model = Qwen3MoeForCausalLM(config).eval()
     model.save_pretrained(source)
     write_policy(RankBackend(Policy(model), LearnerConfig(zero_stage=0)), source, published)

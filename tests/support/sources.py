@@ -6,16 +6,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
-    "agentenv",
-    "envs",
-    "learners",
-    "reference",
-    "assembly",
-    "evaluation",
-    "training",
-    "lab",
+    "agentenv", "envs", "learners", "reference", "assembly", "evaluation", "training", "lab",
     "launchers",
-)
+)  # fmt: skip
 
 
 def sources(*packages: str) -> list[Path]:

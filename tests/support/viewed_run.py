@@ -163,30 +163,15 @@ def row_of(number: int, sample: int, is_right: bool) -> EvalRow:
 
 def metrics(step: int) -> dict[str, float]:
     return {
-        "reward/mean": step / 10,
-        "reward/success": step / 10,
-        "trees/offered": 3.0 * step,
-        "trees/trained": float(step),
-        "trees/filtered": float(step),
-        "trees/failed": float(step),
-        "trees/in_flight": 2.0,
-        "staleness/max": 1.0,
-        "staleness/bound": 1.0,
-        "queue/ready": 1.0,
-        "time/wait_s": 0.5,
-        "time/update_s": 1.0,
-        "time/publish_s": 0.1,
-        "time/sampled_tokens_per_s": 100.0 * step,
-        "time/run_tokens_per_s": 180.0,
-        "tool/shop/calls": 3.0,
-        "tool/shop/errors": 0.0,
-        "tool/shop/mean_s": 0.25,
-        "failed/by_kind/OutageError": 1.0,
-        "failed/trajectories": 1.0,
-        "failed/share": 0.1,
-        "reward/success_if_failed_wrong": 0.9 * step / 10,
-        "rollout/trajectories": 9.0,
-    }
+        "reward/mean": step / 10, "reward/success": step / 10, "trees/offered": 3.0 * step,
+        "trees/trained": float(step), "trees/filtered": float(step), "trees/failed": float(step),
+        "trees/in_flight": 2.0, "staleness/max": 1.0, "staleness/bound": 1.0, "queue/ready": 1.0,
+        "time/wait_s": 0.5, "time/update_s": 1.0, "time/publish_s": 0.1,
+        "time/sampled_tokens_per_s": 100.0 * step, "time/run_tokens_per_s": 180.0,
+        "tool/shop/calls": 3.0, "tool/shop/errors": 0.0, "tool/shop/mean_s": 0.25,
+        "failed/by_kind/OutageError": 1.0, "failed/trajectories": 1.0, "failed/share": 0.1,
+        "reward/success_if_failed_wrong": 0.9 * step / 10, "rollout/trajectories": 9.0,
+    }  # fmt: skip
 
 
 def evaluated(share: float) -> dict[str, float]:

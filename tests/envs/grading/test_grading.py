@@ -35,28 +35,15 @@ async def test_a_right_answer_is_accepted_by_its_layer(gold: str, answer: str, l
     assert layer in verdict.reason
 
 
-@pytest.mark.parametrize(
-    ("gold", "answer"),
-    [
-        ("5 euros", "$5"),
-        ("[1, 2)", "(1, 2)"),
-        ("(1, 2)", "(2, 1)"),
-        ("Paris", ""),
-        ("B", "Option B is wrong"),
-        ("red and blue", "red or blue"),
-        ("7 to 10 percent", "7 to 11 percent"),
-        ("at most 30", "at least 30"),
-        ("the mid-1700s", "the mid-17th century"),
-        ("3 cats", "3 kg"),
-        ("10 dB", "10 m"),
-        ("10", "10?"),
-        ("\u4e00\u4e07", "\u4e00\u4ebf\u4e00\u4ebf\u4ebf"),
-        ("Paris", "Paris " * 1000),
-        ("The public", "The right arm The public"),
-        ("The liver", "The right lung The liver"),
-        ("Academy Award for Best Animated Short Film", "It is"),
-    ],
-)
+@pytest.mark.parametrize(("gold", "answer"), [
+    ("5 euros", "$5"), ("[1, 2)", "(1, 2)"), ("(1, 2)", "(2, 1)"), ("Paris", ""),
+    ("B", "Option B is wrong"), ("red and blue", "red or blue"),
+    ("7 to 10 percent", "7 to 11 percent"), ("at most 30", "at least 30"),
+    ("the mid-1700s", "the mid-17th century"), ("3 cats", "3 kg"), ("10 dB", "10 m"), ("10", "10?"),
+    ("\u4e00\u4e07", "\u4e00\u4ebf\u4e00\u4ebf\u4ebf"), ("Paris", "Paris " * 1000),
+    ("The public", "The right arm The public"), ("The liver", "The right lung The liver"),
+    ("Academy Award for Best Animated Short Film", "It is"),
+])  # fmt: skip
 async def test_a_wrong_answer_is_refused(gold: str, answer: str) -> None:
     verdict = await Layered(math=False).verdict("?", answer, [gold])
     assert (verdict.right, verdict.score) == (False, 0.0)
@@ -128,22 +115,12 @@ def test_f1_counts_words_or_chinese_characters() -> None:
     assert f1("\u5317\u4eac\u5e02", "\u5317\u4eac") == pytest.approx(0.8)
 
 
-@pytest.mark.parametrize(
-    ("expression", "risk"),
-    [
-        ("10^{10^{10}}", "tower"),
-        ("9^9^9", "tower"),
-        ("(10^{10})!", "factorial"),
-        ("10000!", "factorial"),
-        ("10^{999999}", "exponent"),
-        ("x^{1000}-1", "degree"),
-        (r"\sum_{k=1}^{9} k", "sum"),
-        ("(" * 30 + "1" + ")" * 30, "nested"),
-        ("1+" * 400, "longer"),
-        ("9" * 70, "digits"),
-        (r"\binom{10000}{5000}", "binomial"),
-    ],
-)
+@pytest.mark.parametrize(("expression", "risk"), [
+    ("10^{10^{10}}", "tower"), ("9^9^9", "tower"), ("(10^{10})!", "factorial"),
+    ("10000!", "factorial"), ("10^{999999}", "exponent"), ("x^{1000}-1", "degree"),
+    (r"\sum_{k=1}^{9} k", "sum"), ("(" * 30 + "1" + ")" * 30, "nested"), ("1+" * 400, "longer"),
+    ("9" * 70, "digits"), (r"\binom{10000}{5000}", "binomial"),
+])  # fmt: skip
 def test_risky_expressions_are_named(expression: str, risk: str) -> None:
     assert risk in risk_of(expression)
 

@@ -20,38 +20,17 @@ from tests.support.judge_server import Cut, JudgeServer, grader_of, judge_of
 from tests.test_actor import make_actor, rollout
 
 
-@pytest.mark.parametrize(
-    ("reply", "score"),
-    [
-        ("CORRECT", 1.0),
-        (" correct.\n", 1.0),
-        ("<think>It says CORRECT, but..</think>INCORRECT", 0.0),
-        ("The answer is CORRECT", None),
-        ("<think>CORRECT", None),
-        ("It is what the template began.</think>\n\nCORRECT", 1.0),
-        ("**CORRECT**", 1.0),
-        ("**Incorrect**\n", 0.0),
-        ("```\nINCORRECT\n```\n", 0.0),
-        ('"Incorrect"', 0.0),
-        ("\u300cINCORRECT\u300d", 0.0),
-        ("CORRECT \u2713", 1.0),
-        ("\u2705 **Correct**!", 1.0),
-        ("\u274c INCORRECT", 0.0),
-        ("(correct)", 1.0),
-        ("<CORRECT>", 1.0),
-        ("> CORRECT\r\n\r\n", 1.0),
-        ("CORRECT \u2717", None),
-        ("INCORRECT \u2705", None),
-        ("~~CORRECT~~", None),
-        ("!CORRECT", None),
-        ("CORRECT?", None),
-        ("CORRECT, INCORRECT", None),
-        ("CORRECTLY", None),
-        ("I cannot help with that.", None),
-        ("", None),
-        (None, None),
-    ],
-)
+@pytest.mark.parametrize(("reply", "score"), [
+    ("CORRECT", 1.0), (" correct.\n", 1.0), ("<think>It says CORRECT, but..</think>INCORRECT", 0.0),
+    ("The answer is CORRECT", None), ("<think>CORRECT", None),
+    ("It is what the template began.</think>\n\nCORRECT", 1.0), ("**CORRECT**", 1.0),
+    ("**Incorrect**\n", 0.0), ("```\nINCORRECT\n```\n", 0.0), ('"Incorrect"', 0.0),
+    ("\u300cINCORRECT\u300d", 0.0), ("CORRECT \u2713", 1.0), ("\u2705 **Correct**!", 1.0),
+    ("\u274c INCORRECT", 0.0), ("(correct)", 1.0), ("<CORRECT>", 1.0), ("> CORRECT\r\n\r\n", 1.0),
+    ("CORRECT \u2717", None), ("INCORRECT \u2705", None), ("~~CORRECT~~", None), ("!CORRECT", None),
+    ("CORRECT?", None), ("CORRECT, INCORRECT", None), ("CORRECTLY", None),
+    ("I cannot help with that.", None), ("", None), (None, None),
+])  # fmt: skip
 async def test_only_the_word_correct_or_incorrect_is_a_verdict(
     server: JudgeServer, reply: str | None, score: float | None
 ) -> None:

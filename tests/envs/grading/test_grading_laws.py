@@ -99,16 +99,8 @@ history language flag currency border coast suburb moon death birthplace grave h
 sequel cast producer composer killer assassin servant employer patron philosopher weather armour
 academy profits limits butcher grandfather""")
 KINDS = [
-    "elected",
-    "retired",
-    "former",
-    "first",
-    "exiled",
-    "talented",
-    "abandoned",
-    "late",
-    "failed",
-]
+    "elected", "retired", "former", "first", "exiled", "talented", "abandoned", "late", "failed",
+]  # fmt: skip
 RELATIONS = (
     "the {noun} of {gold}", "a {noun} of {gold}", "the {kind} {noun} of {gold}", "{gold}'s {noun}",
     "It was the {noun} of {gold}.", "{gold}'s {kind} {noun}",

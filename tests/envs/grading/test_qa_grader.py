@@ -24,41 +24,20 @@ async def grade(
     return await grader.grade(task, [Message("assistant", text) for text in texts], calls)
 
 
-@pytest.mark.parametrize(
-    ("answer", "gold"),
-    [
-        ("paris", "Paris"),
-        ("  The  Paris. ", "Paris"),
-        ("O'Brien-Smith", "obriensmith"),
-        ("\N{FULLWIDTH LATIN CAPITAL LETTER P}aris", "Paris"),
-        ("1,234", "1234"),
-        (".5", "0.50"),
-        ("1/2", "0.5"),
-        ("$5.", "5"),
-        ("50%", "50"),
-        ("\N{MINUS SIGN}5", "-5"),
-        ("C++", "c"),
-        ("!", "!"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "gold"), [
+    ("paris", "Paris"), ("  The  Paris. ", "Paris"), ("O'Brien-Smith", "obriensmith"),
+    ("\N{FULLWIDTH LATIN CAPITAL LETTER P}aris", "Paris"), ("1,234", "1234"), (".5", "0.50"),
+    ("1/2", "0.5"), ("$5.", "5"), ("50%", "50"), ("\N{MINUS SIGN}5", "-5"), ("C++", "c"),
+    ("!", "!"),
+])  # fmt: skip
 def test_equal_answers_match(answer: str, gold: str) -> None:
     assert same_answer(answer, gold)
 
 
-@pytest.mark.parametrize(
-    ("answer", "gold"),
-    [
-        ("5", "-5"),
-        ("12", "1/2"),
-        ("- 5", "5"),
-        ("Paris France", "Paris"),
-        ("", "Paris"),
-        ("?", "!"),
-        ("1e3", "1000"),
-        ("1/0", "10"),
-        ("Paris " * 1000, "Paris"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "gold"), [
+    ("5", "-5"), ("12", "1/2"), ("- 5", "5"), ("Paris France", "Paris"), ("", "Paris"), ("?", "!"),
+    ("1e3", "1000"), ("1/0", "10"), ("Paris " * 1000, "Paris"),
+])  # fmt: skip
 def test_different_answers_do_not_match(answer: str, gold: str) -> None:
     assert not same_answer(answer, gold)
 

@@ -12,25 +12,15 @@ from agentenv.envs.sandbox.sandbox import VARIABLES_LOST, Sandbox, SandboxSessio
 from tests.support.sandboxes import RESIDENTS, children, output_of, until_processes
 
 
-@pytest.mark.parametrize(
-    ("code", "output"),
-    [
-        ("4837 * 57", "275709"),
-        ("print(1)\n'two'", "1\n'two'"),
-        ("x = 3", ""),
-        ("None", ""),
-        ("", ""),
-        ("if True:\n    print('a')\n    5", "a"),
-        ("import sys; print('e', file=sys.stderr)", "e"),
-        ("import sys; sys.stdout.buffer.write(b'\\xc3\\xa9\\xff') and None", "\u00e9\\xff"),
-        ("'\\ud800'", "'\\ud800'"),
-        ("print('\\ud800')", "\\ud800"),
-        ("print('\u00e9 \u6771\u4eac')", "\u00e9 \u6771\u4eac"),
-        ("import sys; sys.exit()", ""),
-        ("import statistics, fractions; fractions.Fraction(1, 3)", "Fraction(1, 3)"),
-        ("open('f', 'w').write('hi'); open('f').read()", "'hi'"),
-    ],
-)
+@pytest.mark.parametrize(("code", "output"), [
+    ("4837 * 57", "275709"), ("print(1)\n'two'", "1\n'two'"), ("x = 3", ""), ("None", ""), ("", ""),
+    ("if True:\n    print('a')\n    5", "a"), ("import sys; print('e', file=sys.stderr)", "e"),
+    ("import sys; sys.stdout.buffer.write(b'\\xc3\\xa9\\xff') and None", "\u00e9\\xff"),
+    ("'\\ud800'", "'\\ud800'"), ("print('\\ud800')", "\\ud800"),
+    ("print('\u00e9 \u6771\u4eac')", "\u00e9 \u6771\u4eac"), ("import sys; sys.exit()", ""),
+    ("import statistics, fractions; fractions.Fraction(1, 3)", "Fraction(1, 3)"),
+    ("open('f', 'w').write('hi'); open('f').read()", "'hi'"),
+])  # fmt: skip
 async def test_a_cell_returns_the_output_of_a_repl(
     session: SandboxSession, code: str, output: str
 ) -> None:
