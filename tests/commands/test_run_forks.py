@@ -74,4 +74,4 @@ def test_dry_run_and_doctor_try_environments_of_any_algorithm(
     assert train.main([str(warehouse), *keys, "--dry-run", "env.trial=false"]) == 0
     assert doctor.main(["--config", str(warehouse), *keys, "--quick", "--offline"]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert re.search(rf"FAIL\W+trials of environments .*{COPY}", said)
+    assert re.search(rf"FAIL\W+trials .*{COPY}", said)

@@ -173,7 +173,7 @@ def test_a_run_that_misses_a_level_needs_no_fewer_calls_than_the_longest_run() -
     learned = {seed: curve([0, 100, 200, 300], [0.0, 0.25, 0.5, 0.75]) for seed in (1, 2)}
     gave_up = {seed: curve([0, 20, 22, 23], [0.0, 0.0, 0.0, 0.0]) for seed in (1, 2)}
     found = sets.compare_curves({"grpo": learned, "collapsed": gave_up}, "grpo", (0.5,))
-    assert sets.tables(found)[0].rows[1][0] == "collapsed\nnever forked: 2"
+    assert sets.tables(found)[0].rows[1][0].endswith("never forked: 2")
     ratio = found.arms["collapsed"].calls_ratio["0.5"]
     assert ratio.value == pytest.approx(300 / 200)
     assert ratio.low is not None
@@ -312,4 +312,5 @@ def test_a_failed_run_is_listed_and_the_others_are_trained(
     assert sweep_command.main(arguments) == 1
     said = capsys.readouterr()
     assert "env.id" in said.out + said.err or "id=no_Env-v0 seed 0" in said.out
-    assert "id=me_Warehouse-v0 seed 0: finished (1 of 2): the algorithm never" in said.out
+    assert "id=me_Warehouse-v0 seed 0" in said.out
+    assert "never forked" in said.out
