@@ -77,7 +77,8 @@ _NESTED = (dict, list, tuple)
 _PLAIN = frozenset({type(None), bool, int, float})  # without texts
 _OFTEN_EMPTY = frozenset({str, tuple})
 _REST = re.compile(rf"(?:{_CODE.pattern}|[\w+/=%-])*")  # of a secret that was cut
-_STEPS = _CODE, _CODE, *map(re.compile, map(re.escape, _JOINTS))  # to a bare text
+# to a bare text
+_STEPS = _CODE, _CODE, *(re.compile(f"(?:{re.escape(joint)})+") for joint in _JOINTS)
 Spans = list[tuple[int, int]]
 
 
@@ -202,14 +203,14 @@ def _places(text: str) -> tuple[array[int], array[int]]:
     """Where each character of the bare text begins and ends in the text."""
     firsts, lasts = array("I", range(len(text))), array("I", range(1, len(text) + 1))
     for step in _STEPS:
-        end, parts, kept = 0, list[str](), (array("I"), array("I"))
+        end, kept = 0, (array("I"), array("I"))
         for found in step.finditer(text):
             first, last = found.span()
-            parts += text[end:first], (char := _decoded(found))
-            kept[0].extend(firsts[end : first + len(char)])
-            kept[1].extend(lasts[end:first] + lasts[last - len(char) : last])
+            size = 1 if found.lastindex else 0  # of what replaces it
+            kept[0].extend(firsts[end : first + size])
+            kept[1].extend(lasts[end:first] + lasts[last - size : last])
             end = last
-        text = "".join([*parts, text[end:]])
+        text = step.sub(_decoded, text)
         firsts, lasts = kept[0] + firsts[end:], kept[1] + lasts[end:]
     return firsts, lasts
 
