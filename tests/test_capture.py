@@ -702,13 +702,13 @@ def test_each_trajectory_shows_its_refused_and_ignored_keys_once() -> None:
     async def program(client: Client) -> float:
         messages = [user("one")]
         for _ in range(3):
-            with pytest.raises(EnvError, match="n is not"):
-                await client.ask(messages, n=2)
+            with pytest.raises(EnvError, match="logprobs is not"):
+                await client.ask(messages, logprobs=True)
             messages += [await client.ask(messages, user="me"), result("ok")]
         return 1.0
 
     tree = captured(program, said, Counting, plan=Forks(2))
-    shown = {"ignored/user": 3, "refused/unsupported_value/n": 3, "ignored/tool_call_id": 2}
+    shown = {"ignored/user": 3, "refused/unsupported_value/logprobs": 3, "ignored/tool_call_id": 2}
     assert [row["endpoint"] for row in trajectory_rows(tree, lambda ids: "")] == [shown] * 2
     assert rollout_metrics([tree], 0)["rollout/refused"] == 2
 

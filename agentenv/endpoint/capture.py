@@ -313,10 +313,7 @@ class CaptureSession:
             key = "logprobs" if request.logprobs else "raw"
             raise ApiError("unsupported", f"{key} is not supported in a run; omit it", key)
         if request.forced and self._constraints == "none":
-            what = (
-                "the engine of this run cannot force a call; use auto or response_format in the "
-                "program, or engine.name = 'vllm' or 'sglang'"
-            )
+            what = "this engine cannot force a call; use auto or response_format, or vllm or sglang"
             raise ApiError("unsupported", what, "tool_choice")
         if self._closed:
             raise ApiError(self._error, self._closed)
@@ -744,8 +741,7 @@ class Endpoint:
     def _find(self, key: str) -> CaptureSession:
         session = self._sessions.get(key)
         if session is None:
-            what = "no branch has this key, or it has ended; send OPENAI_API_KEY of the program"
-            raise ApiError("no_key", what)
+            raise ApiError("no_key", "no branch has this key, or it has ended; send OPENAI_API_KEY")
         return session
 
 
