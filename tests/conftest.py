@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import sys
@@ -115,6 +117,16 @@ async def services() -> AsyncIterator[None]:
 
     yield
     await close_shared()
+
+
+@pytest.fixture
+def without_file_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Lustre that is mounted without them."""
+
+    def unknown(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from agentenv.rollout.actor import Actor
 from agentenv.rollout.frames import JournalConfig
 from agentenv.rollout.journal import Journal
 from agentenv.training.workers.rollout_worker import RolloutWorker
-from tests.support.links import linked
+from tests.support.links import connected, linked
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import on_virtual_clock, run_virtual
 from tests.test_actor import TASK, AlwaysFork, make_actor
@@ -417,17 +417,14 @@ async def test_frames_of_any_size_arrive_in_their_order() -> None:
     received: list[bytes] = []
     done = asyncio.Event()
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = Link(reader, writer)
+    async def serve(link: Link) -> None:
         with suppress(EOFError):
             while True:
                 received.append(await link.receive())
         link.close()
         done.set()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        link = Link(*await asyncio.open_connection(*server.sockets[0].getsockname()))
+    async with connected(serve) as link:
         for frame in frames:
             link.send(frame)
             if len(frame) < 3:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import os
 import pkgutil
 import shutil
 import subprocess
@@ -183,15 +180,9 @@ def test_a_folder_is_locked_before_other_processes_can_find_it(
         assert list(tmp_path.iterdir()) == [mine]
 
 
-def test_without_file_locks_folders_are_created_and_none_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("without_file_locks")
+def test_without_file_locks_folders_are_created_and_none_is_removed(tmp_path: Path) -> None:
     """It may be another process's."""
-
-    def unknown(*_: Any) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(fcntl, "flock", unknown)
     left = left_by_a_killed_process(tmp_path)
     with own_folder(tmp_path, "own-") as mine:
         assert set(tmp_path.iterdir()) == {left, mine}

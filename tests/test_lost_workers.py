@@ -20,7 +20,7 @@ from agentenv.processes.link import Link
 from agentenv.processes.supervisor import LocalPlacement, Supervisor
 from agentenv.processes.worker_group import Left, WorkerGroup, WorkerSpec
 from agentenv.rollout.failure_log import Failure
-from tests.support.links import linked
+from tests.support.links import connected, linked
 from tests.support.virtual_clock import on_virtual_clock
 from tests.test_actor import make_actor
 from tests.test_cluster import Cluster
@@ -93,12 +93,10 @@ async def test_frames_of_a_drained_worker_are_received_until_it_ends() -> None:
     workers = RolloutWorkers(make_actor(), silence_s=60.0, report=told.append)
     left: list[Left] = []
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        left.append(await workers.join("a", Link(reader, writer)))
+    async def serve(link: Link) -> None:
+        left.append(await workers.join("a", link))
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        link = Link(*await asyncio.open_connection(*server.sockets[0].getsockname()))
+    async with connected(serve) as link:
         link.send(pack(WorkerFigures()))
         await asyncio.sleep(0.1)
         workers.leave("a", 0.2)
@@ -123,8 +121,7 @@ async def test_a_drained_worker_that_does_not_end_is_disconnected(
     monkeypatch.setattr("agentenv.processes.link.LAST_S", 0.3)
     ends: list[str] = []
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = Link(reader, writer)
+    async def serve(link: Link) -> None:
         link.close(receives=True)
         link.send(b"is lost")
         try:
@@ -132,9 +129,7 @@ async def test_a_drained_worker_that_does_not_end_is_disconnected(
         except EOFError as error:
             ends.append(str(error))
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        link = Link(*await asyncio.open_connection(*server.sockets[0].getsockname()))
+    async with connected(serve) as link:
         with pytest.raises(EOFError):
             await link.receive()
         for _ in range(100):

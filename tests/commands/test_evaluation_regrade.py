@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -190,15 +187,8 @@ def test_the_writer_of_an_evaluation_is_named_with_a_remedy(tmp_path: Path) -> N
                 lock(tmp_path)
 
 
-def test_evaluations_are_written_on_file_systems_without_locks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such as Lustre that is mounted without them."""
-
-    def unknown(*_: Any) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(fcntl, "flock", unknown)
+@pytest.mark.usefixtures("without_file_locks")
+def test_evaluations_are_written_on_file_systems_without_locks(tmp_path: Path) -> None:
     folder = write_evaluation(tmp_path / "e", rows_of({"1": ["Paris"]}), QUICK)
     Store(tmp_path / "new", saved_with(folder, "exact")).close()
 

@@ -18,6 +18,13 @@ from tests.engines.pool_bench import TEXT, Bench, bench, virtual
 from tests.support.virtual_clock import on_virtual_clock, run_virtual
 
 
+async def timed_turn(bench: Bench) -> float:
+    """The seconds that one whole turn charges to its rollout."""
+    with working(WorkClock()) as clock:
+        assert bench.text(await bench.generate()) == TEXT
+    return clock()
+
+
 @virtual(1, max_concurrency=1)
 async def test_later_turns_precede_first_turns_and_older_trees_precede_newer_ones(b: Bench) -> None:
     ended: list[tuple[int, int]] = []
@@ -34,13 +41,7 @@ async def test_later_turns_precede_first_turns_and_older_trees_precede_newer_one
 @virtual(1, max_concurrency=1)
 async def test_the_clock_of_a_rollout_runs_only_while_a_server_processes_its_turn(b: Bench) -> None:
     """Turns of 2.3 s, one after the other."""
-
-    async def take_turn() -> float:
-        with working(WorkClock()) as clock:
-            await b.generate()
-        return clock()
-
-    assert await asyncio.gather(*(take_turn() for _ in range(4))) == pytest.approx([2.3] * 4)
+    assert await asyncio.gather(*(timed_turn(b) for _ in range(4))) == pytest.approx([2.3] * 4)
 
 
 @virtual(2, max_concurrency=8)
@@ -70,12 +71,7 @@ async def test_a_turn_without_a_file_descriptor_waits_and_counts_no_loss(b: Benc
     (server,) = b.servers
     server.num_starved = 40
 
-    async def take_turn() -> float:
-        with working(WorkClock()) as clock:
-            assert b.text(await b.generate()) == TEXT
-        return clock()
-
-    assert await take_turn() == pytest.approx(2.3)
+    assert await timed_turn(b) == pytest.approx(2.3)
     assert asyncio.get_running_loop().time() > 10.0
     stats = b.pool.stats()
     assert (stats["retries"], stats["server/0/lost"], stats["descriptor_waits"]) == (0, 0, 40)
@@ -92,20 +88,15 @@ async def test_a_paused_server_charges_no_time_and_is_not_lost(b: Bench) -> None
 
     server.load_weights = slow  # type: ignore[method-assign]
 
-    async def take_turn() -> float:
-        with working(WorkClock()) as clock:
-            await b.generate()
-        return clock()
-
     async def report_load() -> ServerLoad:
         return ServerLoad(1, 0, 0.1, 0)
 
-    pending = asyncio.create_task(take_turn())
+    pending = asyncio.create_task(timed_turn(b))
     await asyncio.sleep(1.0)
     await b.load(1)
     assert await pending == pytest.approx(1.0)  # this server samples on while it loads
     server.hanging, server.load = True, report_load  # type: ignore[method-assign]
-    pending = asyncio.create_task(take_turn())
+    pending = asyncio.create_task(timed_turn(b))
     await asyncio.sleep(20.0)
     await b.load(2)
     assert b.pool.stats()["server/0/lost"] == 0, "the pause is no silence"

@@ -1,8 +1,10 @@
-"""Links within one process."""
+"""Links within one process, by queues or a socket."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 from agentenv.processes.link import LAST_S, Link
 
@@ -48,3 +50,14 @@ def linked() -> tuple[Link, Link]:
     first: asyncio.Queue[bytes | None] = asyncio.Queue()
     second: asyncio.Queue[bytes | None] = asyncio.Queue()
     return _End(first, second), _End(second, first)
+
+
+@asynccontextmanager
+async def connected(serve: Callable[[Link], Awaitable[None]]) -> AsyncIterator[Link]:
+    """An end of a link over a socket, whose other end is served."""
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await serve(Link(reader, writer))
+
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
+        yield Link(*await asyncio.open_connection(*server.sockets[0].getsockname()))
