@@ -73,17 +73,6 @@ def demonstrate(
         one if isinstance(one, Task) else reader.task(RawRow(Path("row"), number, plain(one)))
         for number, one in enumerate(tasks, 1)
     ]
-    played = partial(_demonstrate, make, read, turn, stage, seed)
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:  # no running loop
-        return asyncio.run(played())
-    return result_of(in_new_thread(lambda: asyncio.run(played()), "demonstrate"))
-
-
-async def _demonstrate(
-    make: Make, tasks: Sequence[Task], turn: Turn, stage: str, seed: int
-) -> list[dict[str, Any]]:
     places = asyncio.Semaphore(NUM_CONCURRENT)
 
     async def one(task: Task) -> dict[str, Any]:
@@ -95,8 +84,15 @@ async def _demonstrate(
                 num_retries=MAX_FAILURES,
             )
 
-    async with isolated_shared():
-        return await asyncio.gather(*map(one, tasks))
+    async def played() -> list[dict[str, Any]]:
+        async with isolated_shared():
+            return await asyncio.gather(*map(one, read))
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:  # no running loop
+        return asyncio.run(played())
+    return result_of(in_new_thread(lambda: asyncio.run(played()), "demonstrate"))
 
 
 async def _demonstration(

@@ -19,6 +19,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from typing import Any, Generic, TypeVar, cast
@@ -117,26 +118,21 @@ class PartKey(metaclass=_Instances):
     """Base of the types of configuration fields that hold a part; see `Registry.key`."""
 
 
+@dataclass(eq=False)
 class Registry(Generic[T]):
     """Parts of one kind: `noun` names the kind in errors, `group` is the group of entry points,
     `base` the base struct of the parts, `own` the parts of this project, "module:Class" by name.
     `adapt` may convert a named object that is not such a struct to one, or return None."""
 
-    def __init__(
-        self,
-        noun: str,
-        group: str,
-        base: type[T],
-        own: Mapping[str, str],
-        adapt: Callable[[Any], type[T] | None] = lambda found: None,
-    ) -> None:
-        self.noun = noun
-        self._adapt = adapt
-        self.group = group
-        self.base = base
-        self.own = dict(own)
+    noun: str
+    group: str
+    base: type[T]
+    own: Mapping[str, str]
+    adapt: Callable[[Any], type[T] | None] = lambda found: None
+
+    def __post_init__(self) -> None:
         self._loaded: dict[str, type[T]] = {}
-        self.key: type[Any] = type(f"Any{base.__name__}", (PartKey,), {"registry": self})
+        self.key: type[Any] = type(f"Any{self.base.__name__}", (PartKey,), {"registry": self})
 
     def find(self, name: object) -> type[T]:
         """The struct of this name. Raises ConfigError, naming the nearest."""
@@ -171,7 +167,7 @@ class Registry(Generic[T]):
         with reported_as(ConfigError, problem, ConfigError):
             part: Any = loaded(path)
         if not (isinstance(part, type) and issubclass(part, self.base)):
-            part = self._adapt(part)
+            part = self.adapt(part)
         if part is None:
             base = f"{self.base.__module__}.{self.base.__qualname__}"
             raise ConfigError(f"{self.noun} {name!r}: {path} is not derived from {base}")

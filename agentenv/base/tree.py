@@ -335,12 +335,7 @@ def to_frame(tree: TrajectoryTree) -> bytes:
     return packed(tree)
 
 
-def of_frame(frame: bytes) -> TrajectoryTree:
-    """The inverse of `to_frame`."""
-    return _read_frame(frame)
-
-
-_read_frame = msgspec.msgpack.Decoder(TrajectoryTree).decode
+of_frame = msgspec.msgpack.Decoder(TrajectoryTree).decode  # the inverse of `to_frame`
 
 
 def to_json(tree: TrajectoryTree) -> str:

@@ -308,9 +308,7 @@ class RowReader:
         return ""
 
     def _repaired(self, text: str) -> str:
-        if self.config.compat == "reference":
-            return text
-        return repaired(text)
+        return text if self.config.compat == "reference" else repaired(text)
 
 
 def with_choices(

@@ -112,8 +112,7 @@ class OpenEnvs:
 
     async def step(self, env: Env, action: Message) -> StepResult:
         """The env's answer. Tools have their own deadlines."""
-        result = await guarded(env.step(action), "the environment's step")
-        return check_step(result)
+        return check_step(await guarded(env.step(action), "the environment's step"))
 
     async def close(self, env: Env, task_id: str) -> None:
         """Close the env, even while being cancelled. A failure is only logged."""

@@ -59,7 +59,10 @@ def rollout_metrics(
     if guided := [node for node in nodes if node.info.get(GUIDED)]:
         metrics["rollout/changed_share"] = changed_share(guided)
     if trees:
-        metrics |= _staleness(trees, learner_version)
+        oldest = [learner_version - tree.oldest_version() for tree in trees]
+        metrics |= {"staleness/max": max(oldest), "staleness/mean": fmean(oldest)}
+        ages = _ages(nodes, learner_version)
+        metrics |= {f"staleness/tokens_{age}": ages[age] / ages.total() for age in sorted(ages)}
         entropies = np.concatenate([np.asarray(node.entropies) for node in nodes])
         known = entropies[~np.isnan(entropies)]
         if len(known):
@@ -92,13 +95,6 @@ def changed_share(guided: Sequence[Node]) -> float:
     trained."""
     known = np.concatenate([np.asarray(node.logprobs) for node in guided])
     return float(np.isnan(known).mean())
-
-
-def _staleness(trees: Sequence[TrajectoryTree], learner_version: int) -> Metrics:
-    oldest = [learner_version - tree.oldest_version() for tree in trees]
-    ages = _ages((node for tree in trees for node in tree.nodes), learner_version)
-    shares = {f"staleness/tokens_{age}": ages[age] / ages.total() for age in sorted(ages)}
-    return {"staleness/max": max(oldest), "staleness/mean": fmean(oldest), **shares}
 
 
 def _ages(nodes: Iterable[Node], learner_version: int) -> Counter[int]:
