@@ -388,16 +388,9 @@ class TreeRecord:
             return
         self._flushing.cancel()
         self._flushing = None
-        self._journal.append(
-            Grown(
-                tree=self._index,
-                opened=self._opened,
-                turns=self._turns,
-                decided=self._decided,
-                counts=self._counts(),
-                mark=self._mark(),
-            )
-        )
+        opened, turns, decided = self._opened, self._turns, self._decided
+        counts, mark = self._counts(), self._mark()
+        self._journal.append(Grown(self._index, opened, turns, decided, counts, mark))
         self._opened, self._turns, self._decided = [], [], []
 
     def _counts(self) -> Counts:

@@ -353,17 +353,11 @@ class NativeRenderer(TextCodec):
 
     def _turn_of(self, calls: Sequence[ToolCall], as_text: bool) -> dict[str, Any]:
         """A chat message of the policy with these calls."""
-        written = [
-            {
-                "id": self._call_id(number, call.name),
-                "type": "function",
-                "function": {
-                    "name": call.name,
-                    "arguments": json.dumps(call.arguments) if as_text else call.arguments,
-                },
-            }
-            for number, call in enumerate(calls)
-        ]
+        written: list[dict[str, Any]] = []
+        for number, call in enumerate(calls):
+            arguments = json.dumps(call.arguments) if as_text else call.arguments
+            own = {"id": self._call_id(number, call.name), "type": "function"}
+            written.append({**own, "function": {"name": call.name, "arguments": arguments}})
         return {"role": "assistant", "content": "", "tool_calls": written}
 
     def _call_id(self, number: int, name: str) -> str:

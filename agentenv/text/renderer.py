@@ -237,7 +237,7 @@ class TextCodec:
         """Insert a space into the strings of tags and of control tokens."""
         if "<" in text:
             tags = (*TAGS, *self.own_tags, *(str(tool["name"]) for tool in tools))
-            text = _opening(tags).sub("< ", text)
+            text = re.sub(rf"<(?=/?(?:{'|'.join(map(re.escape, tags))})>)", "< ", text)
         return broken(self.control, text, counted=not self.is_probe)
 
     def shown(self, tools: ToolSchemas) -> ToolSchemas:
@@ -340,15 +340,8 @@ class TextCodec:
         if not config.apply_chat_template:
             return "\n\n".join(message["content"] for message in chat)
         functions = [{"type": "function", "function": dict(tool)} for tool in tools]
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat,
-                tools=functions or None,
-                add_generation_prompt=generation,
-                tokenize=False,
-                **config.chat_template_kwargs,
-            )
-        )
+        keys = {"tools": functions or None, "add_generation_prompt": generation, "tokenize": False}
+        return str(self.tokenizer.apply_chat_template(chat, **keys, **config.chat_template_kwargs))
 
     def _prompt(self, messages: Sequence[Message], tools: ToolSchemas = ()) -> list[int]:
         """The ids of a prompt. Raises DataError for messages that the template rejects wherever
@@ -518,12 +511,6 @@ def template_errors() -> tuple[type[Exception], ...]:
     from jinja2 import TemplateError  # slow to load
 
     return (TemplateError, TypeError, ValueError, LookupError, AttributeError)
-
-
-@lru_cache
-def _opening(tags: tuple[str, ...]) -> re.Pattern[str]:
-    """The < of opening and closing tags."""
-    return re.compile(rf"<(?=/?(?:{'|'.join(map(re.escape, tags))})>)")
 
 
 def _key(text: str, tools: ToolSchemas, max_tokens: int) -> Known:

@@ -307,10 +307,8 @@ def behavior_ratios(minibatches: Sequence[MiniBatch]) -> dict[str, tuple[float, 
     ratio = np.concatenate(
         [ratios(one.proximal, one.tokens.behavior)[one.is_measured] for one in minibatches]
     )
+    of_age = {age: ratio[staleness == age] for age in np.unique(staleness).tolist()}
     return {
-        f"behaviour_ratio/staleness_{age}": (
-            float(ratio[staleness == age].sum()),
-            int((staleness == age).sum()),
-        )
-        for age in np.unique(staleness).tolist()
+        f"behaviour_ratio/staleness_{age}": (float(found.sum()), len(found))
+        for age, found in of_age.items()
     }

@@ -182,12 +182,11 @@ def encode(tree: TrajectoryTree, credit: TreeCredit, policy_version: int) -> Enc
     action = np.repeat(np.arange(len(sizes)) % 2 == 0, sizes)
     starts = np.concatenate(([0], np.cumsum(sizes)[1:-1:2])).astype(np.int32)
     indices = np.array([node.index for node in nodes])
+    absent = dict.fromkeys(("adv_pos", "adv_neg", "weight"), 0.0)
+    absent |= dict.fromkeys(("returns", "advantages"), np.nan)
     figures: dict[str, ArrayLike] = {
         name: np.where(indices < 0, none, getattr(credit, name)[indices])
-        for name, none in (
-            *((name, 0.0) for name in ("adv_pos", "adv_neg", "weight")),
-            *((name, np.nan) for name in ("returns", "advantages")),
-        )
+        for name, none in absent.items()
     }
     is_trained = np.concatenate([trained(node) for node in nodes])
     figures["behavior"] = _joined("f", [node.logprobs for node in nodes])[is_trained]
@@ -241,9 +240,8 @@ def from_arrays(
     """A tree from arrays as in `EncodedTree`, in pre-order. `figures` has its float arrays,
     including `weight`; missing ones are 0, or empty where allowed."""
     num_actions, num_nodes = int(action.sum()), len(np.asarray(starts))
-    age = np.asarray(staleness, np.int32)
-    ints = (np.asarray(one, np.int32).tobytes() for one in (token_ids, starts, parents))
-    ids, first, above = ints
+    age = staleness if np.size(staleness) else np.zeros(num_actions)
+    ints = {"token_ids": token_ids, "starts": starts, "parents": parents, "staleness": age}
     defaults = {
         "behavior": np.zeros(num_actions),
         "entropies": np.zeros(0),
@@ -254,14 +252,8 @@ def from_arrays(
         name: np.asarray(one, FLOATS.get(name, np.float64)).tobytes()
         for name, one in (defaults | figures).items()
     }
-    return EncodedTree(
-        token_ids=ids,
-        action=action.tobytes(),
-        staleness=(age if len(age) else np.zeros(num_actions, np.int32)).tobytes(),
-        starts=first,
-        parents=above,
-        **packed,
-    )
+    packed |= {name: np.asarray(one, np.int32).tobytes() for name, one in ints.items()}
+    return EncodedTree(action=action.tobytes(), **packed)
 
 
 def encode_sequence(

@@ -134,17 +134,13 @@ class MiniBatch:
             return torch.from_numpy(values[index]).to(like)
 
         value, slope = (None, None) if terms is None else (pick(terms[0]), pick(terms[1]))
+        picked = ("proximal", "entropies", "adv_pos", "adv_neg", "weight", "importance")
         return LossBatch(
             behavior=pick(self.tokens.behavior),
-            proximal=pick(self.proximal),
-            entropies=pick(self.entropies),
-            adv_pos=pick(self.adv_pos),
-            adv_neg=pick(self.adv_neg),
-            weight=pick(self.weight),
+            **{name: pick(getattr(self, name)) for name in picked},
             total_weight=self.denominator,
             entropy_mean=like.new_tensor(self.entropy_mean),
             entropy_std=like.new_tensor(self.entropy_std),
-            importance=pick(self.importance),
             sum_weight=self.sum_weight,
             reference=None if self.reference is None else pick(self.reference),
             value=value,

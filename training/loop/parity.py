@@ -166,11 +166,7 @@ class ParityCheck:
             logger.warning(
                 "%s and learner disagree by %.4f nats a token, up to %.4f, at policy version %d "
                 "(train.max_logprob_gap = %g)",
-                gap.worst or "engine",
-                gap.worst_mean,
-                gap.max,
-                version,
-                allowed,
+                *(gap.worst or "engine", gap.worst_mean, gap.max, version, allowed),
                 extra=SHOWN,
             )
         if version == 0:

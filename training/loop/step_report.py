@@ -68,8 +68,8 @@ def step_score(
                 for span in node.version_spans:
                     age = max(0, policy_version - span.version)  # of a lost checkpoint: 0
                     sum_ages += (span.end - span.start) * age
-    num_sampled = sum(map(_num_sampled, delivered))
-    num_trained = sum(_num_sampled(tree) for tree, _ in trained)
+    num_sampled = sum(tree.num_action_tokens for tree in delivered)
+    num_trained = sum(tree.num_action_tokens for tree, _ in trained)
     rate = num_new / seconds if seconds else 0.0
     freshness = num_accepted / (num_accepted + sum_ages) if num_accepted else 0.0
     factor = min(1.0, len(trained) / groups_per_step)
@@ -80,10 +80,6 @@ def step_score(
         "score/batch_factor": factor,
         "flow/filtered_tokens": 1 - num_trained / num_sampled if num_sampled else 0.0,
     }
-
-
-def _num_sampled(tree: TrajectoryTree) -> int:
-    return sum(len(node.action_ids) for node in tree.nodes)
 
 
 @dataclass(eq=False)

@@ -3,6 +3,8 @@ for evaluations, and the place of new weights."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from agentenv.assembly.checks.memory import WeightPassage, find_passage, stored_bytes
 from agentenv.assembly.parts.assembly import TRAINED, once
 from agentenv.assembly.run.checkpoints import COLD_START
@@ -43,15 +45,9 @@ class TrainingAssembly(LoopAssembly):
         """The place of new weights: on one machine, shared memory if it has enough space."""
         config, model = self.config, await self.model()
         chosen = config.resources.weights_dir
-        return await in_thread(
-            find_passage,
-            self.folder,
-            stored_bytes(
-                self.resolve(config.model.path) if model is None else model,
-                config.learner.resolved(on_gpu=trains_on_gpu(config)),
-                config.engine,
-            ),
-            chosen=self.resolve(chosen).expanduser() if chosen else None,
-            is_wide=self.is_wide,
-            memory=SHARED_MEMORY,
-        )
+        place = self.resolve(chosen).expanduser() if chosen else None
+        path = self.resolve(config.model.path) if model is None else model
+        learner = config.learner.resolved(on_gpu=trains_on_gpu(config))
+        size = stored_bytes(path, learner, config.engine)
+        find = partial(find_passage, is_wide=self.is_wide, memory=SHARED_MEMORY)
+        return await in_thread(find, self.folder, size, chosen=place)

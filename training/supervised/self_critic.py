@@ -111,16 +111,10 @@ class SelfCritic:
     async def learn(self, number: int, trees: Sequence[TrajectoryTree]) -> Metrics:
         """Form pairs and train on them, without publishing the weights. `number` seeds the round.
         Metrics begin with self_critic/; without pairs, no step is trained."""
-        rows = [
-            row
-            for tree in trees
-            for row in pairs_of(
-                tree,
-                self.config.threshold,
-                PAIRS_PER_QUESTION,
-                Random(f"{self.seed}/pairs/{number}/{tree.index}"),
-            )
-        ]
+        rows = list[PairRow]()
+        for tree in trees:
+            rng = Random(f"{self.seed}/pairs/{number}/{tree.index}")
+            rows += pairs_of(tree, self.config.threshold, PAIRS_PER_QUESTION, rng)
         await in_thread(self._write, number, rows)
         counts = num_kinds(trees, self.config.threshold)
         metrics = {f"num_{name}": float(count) for name, count in counts.items()}
