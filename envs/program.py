@@ -45,7 +45,7 @@ from agentenv.base import types
 from agentenv.base.config import ESSENTIAL, about
 from agentenv.base.crashes import guarded
 from agentenv.base.deadline import admitted
-from agentenv.base.errors import SHOWN, ConfigError, CrashError, EnvError
+from agentenv.base.errors import SHOWN, ConfigError, CrashError, EnvError, reported_as
 from agentenv.base.offload import in_thread
 from agentenv.base.registry import loaded
 from agentenv.contract.env import ForkMode, Grade, Grader, StepResult, graded, shared, start_grader
@@ -146,12 +146,10 @@ class ProgramConfig(ProgramSpec, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         for name, pattern in self.normalise.items():
-            try:
+            with reported_as(
+                ConfigError, f"normalise.{name}: {pattern!r} is not a regular expression", re.error
+            ):
                 re.compile(pattern)
-            except re.error as error:
-                raise ConfigError(
-                    f"normalise.{name}: {pattern!r} is not a regular expression: {error}"
-                ) from error
 
 
 class ProgramResult(Struct, frozen=True):

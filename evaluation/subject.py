@@ -24,7 +24,7 @@ from agentenv.assembly.run.kept import BEST, find_checkpoint
 from agentenv.assembly.run.rundir import CONFIG_FILE
 from agentenv.assembly.serving.servers import ServerFactory, fill_roles
 from agentenv.base.config import Reporter, Tree, read_toml, resolver, values_in
-from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.errors import ConfigError, DataError, reported_as
 from agentenv.base.model_files import fetch_from_hub, find_on_hub, read_eos_ids
 from agentenv.base.offload import in_thread
 from agentenv.base.overrides import blaming, leave_out_old_kinds, override_kinds
@@ -156,7 +156,7 @@ def evaluation_of(saved: Tree, names: Sequence[str], more_keys: Collection[str] 
 def weights_digest(model: Path) -> str:
     """A digest of the weights in a directory, from sizes and both ends of each file."""
     digest = hashlib.sha256()
-    try:
+    with reported_as(DataError, f"{model}: cannot be read", OSError):
         for path in sorted(model.glob("*.safetensors")):
             size = path.stat().st_size
             digest.update(f"{path.name} {size}\n".encode())
@@ -164,8 +164,6 @@ def weights_digest(model: Path) -> str:
                 digest.update(file.read(SAMPLE_BYTES))
                 file.seek(max(0, size - SAMPLE_BYTES))
                 digest.update(file.read(SAMPLE_BYTES))
-    except OSError as error:
-        raise DataError(f"{model}: cannot be read: {error}") from error
     return digest.hexdigest()[:16]
 
 

@@ -33,7 +33,7 @@ from agentenv.assembly.serving.gpus import trains_on_gpu
 from agentenv.assembly.serving.server_command import find_python
 from agentenv.assembly.serving.servers import check_roles
 from agentenv.base import model_files
-from agentenv.base.errors import ConfigError, CrashError, DataError
+from agentenv.base.errors import ConfigError, CrashError, DataError, reported_as
 from agentenv.base.offload import in_thread
 from agentenv.base.registry import joined, marks_of, type_info
 from agentenv.base.types import Message, Task
@@ -271,10 +271,8 @@ async def of_the_hub(assembly: Assembly[Any]) -> None:
     for key, text, kind in hub_keys(assembly.config):
         if assembly.checkpoint is not None and key == "model.path":
             continue  # a resumed run has its weights
-        try:
+        with reported_as(DataError, key, DataError):
             await in_thread(model_files.fetch_from_hub, text, kind, prefixed(assembly.report, key))
-        except DataError as error:
-            raise DataError(f"{key}: {error}") from error
 
 
 async def files(assembly: Assembly[Any]) -> None:
@@ -463,10 +461,8 @@ async def callable_tools(assembly: RolloutAssembly[Any]) -> None:
         one = assembly.sets[name]
         if "turn" in info:
             for_programs(renderers[name], one.env.id)
-        try:
+        with reported_as(ConfigError, one.env.id, ConfigError):
             renderers[name].check_tools(info.get("tools", ()))
-        except ConfigError as error:
-            raise ConfigError(f"{one.env.id}: {error}") from error
 
 
 async def control_tokens(assembly: RolloutAssembly[Any]) -> str:
@@ -558,13 +554,11 @@ async def try_turn(make_env: Callable[[Task], Env], task: Task) -> list[Message]
         return []
     finally:
         await env.close()
-    try:
+    with reported_as(ConfigError, f"{task.env_id}, task {task.id}", CrashError):
         messages, _, terminated, truncated, _ = check_step(outcome)
         if terminated or truncated:
             return []
         check_observation(messages)
-    except CrashError as error:
-        raise ConfigError(f"{task.env_id}, task {task.id}: {error}") from error
     return messages
 
 

@@ -92,10 +92,8 @@ def _not_cached(config: AnyRun) -> Iterator[str]:
     """A line for each id of the hub that is not in its cache; cached ones are resolved from now
     on."""
     for key, text, kind in start_checks.hub_keys(config):
-        try:
+        with errors.reported_as(errors.DataError, key, errors.DataError):
             found = find_on_hub(text, kind)
-        except errors.DataError as error:
-            raise errors.DataError(f"{key}: {error}") from error
         if found is None and hub_id(text) is not None:
             yield f"{key} = {text}: no such path; the run will look up this {kind} on the hub"
 
