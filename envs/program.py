@@ -41,22 +41,13 @@ import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from agentenv.base import types
 from agentenv.base.config import ESSENTIAL, about
 from agentenv.base.crashes import guarded
 from agentenv.base.deadline import admitted
-from agentenv.base.errors import SHOWN, ConfigError, CrashError, EnvError
+from agentenv.base.errors import SHOWN, ConfigError, CrashError, EnvError, reported_as
 from agentenv.base.offload import in_thread
 from agentenv.base.registry import loaded
-from agentenv.base.types import (
-    UNKNOWN_TOOL,
-    Constraints,
-    Info,
-    Limit,
-    Message,
-    NextTurn,
-    Task,
-    Turn,
-)
 from agentenv.contract.env import ForkMode, Grade, Grader, StepResult, graded, shared, start_grader
 from agentenv.contract.tool_config import shared_config
 from agentenv.envs.grading.keys import GraderConfig
@@ -155,19 +146,17 @@ class ProgramConfig(ProgramSpec, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         for name, pattern in self.normalise.items():
-            try:
+            with reported_as(
+                ConfigError, f"normalise.{name}: {pattern!r} is not a regular expression", re.error
+            ):
                 re.compile(pattern)
-            except re.error as error:
-                raise ConfigError(
-                    f"normalise.{name}: {pattern!r} is not a regular expression: {error}"
-                ) from error
 
 
 class ProgramResult(Struct, frozen=True):
     """Input of a grading function: `messages` of the policy, how the program ended,
     what it posted, and its files."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[types.Message, ...]
     ended: Ended
     posted: Json | None
     read: Callable[[str], str]
@@ -225,10 +214,10 @@ class ProgramEnv:
 
     def __init__(
         self,
-        task: Task,
+        task: types.Task,
         program: Mapping[str, Any] | ProgramConfig,
         grader: GraderConfig | Mapping[str, Any] | None = None,
-        constraints: Constraints = "none",
+        constraints: types.Constraints = "none",
     ) -> None:
         self.task, self._constraints = task, constraints
         self.config = program_config(program)
@@ -240,7 +229,7 @@ class ProgramEnv:
         self._endpoint: Endpoint | None = None
         self._session: CaptureSession | None = None
         self._program: Program | None = None
-        self._written: list[Message] = []
+        self._written: list[types.Message] = []
         self._worked_s = 0.0
         self._tools: set[str] = set()
         self._ended: Ended | None = None
@@ -257,7 +246,7 @@ class ProgramEnv:
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[list[Message], Info]:
+    ) -> tuple[list[types.Message], types.Info]:
         """Start the program; its first call is the prompt."""
         from agentenv.endpoint.capture import shared_endpoint
 
@@ -283,7 +272,7 @@ class ProgramEnv:
         self._tools = {str(one["name"]) for one in call.tools}
         return call.messages, {"tools": call.tools, "turn": call.turn}
 
-    async def step(self, action: Message) -> StepResult:
+    async def step(self, action: types.Message) -> StepResult:
         """Answer the program's call; its next call is the observation."""
         if self._session is None:
             raise EnvError(f"task {self.task.id}: step before reset or after close")
@@ -304,7 +293,9 @@ class ProgramEnv:
         info |= {"limit": self._ended.limit} if is_over else {}
         return [], reward, not is_over, is_over, info
 
-    async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
+    async def finish(
+        self, reason: types.Limit, action: types.Message | None
+    ) -> tuple[float, types.Info]:
         """End the program, and grade its results."""
         if self._session is None:
             raise EnvError(f"task {self.task.id}: finish before reset or after close")
@@ -353,20 +344,20 @@ class ProgramEnv:
 
     # inner workings
 
-    def _with_turn(self, action: Message) -> Message:
+    def _with_turn(self, action: types.Message) -> types.Message:
         """Parse an action that does not come from a rollout, such as a test's, in the tag
         protocol."""
         if action.turn is not None:
             return action
         own = spoken(action, "tags", [{"name": name} for name in self._tools])
-        turn = Turn(own.thoughts, own.text, "stop", 0, 0, kept=own.kept)
+        turn = types.Turn(own.thoughts, own.text, "stop", 0, 0, kept=own.kept)
         return replace(action, tool_calls=own.calls, turn=turn)
 
-    def _called(self, action: Message) -> list[Info]:
+    def _called(self, action: types.Message) -> list[types.Info]:
         """Records of the calls of a turn; whether the program executed them is unknown."""
         return [
             {
-                "name": one.name if one.name in self._tools else UNKNOWN_TOOL,
+                "name": one.name if one.name in self._tools else types.UNKNOWN_TOOL,
                 "arguments": one.arguments,
             }
             for one in action.tool_calls
@@ -427,16 +418,16 @@ class ProgramEnv:
         if self._program is not None:
             await self._program.stop()
 
-    async def _results(self, ended: Ended) -> tuple[float, Info]:
+    async def _results(self, ended: Ended) -> tuple[float, types.Info]:
         """The grade, the turns that are not trained, and the counts of the calls."""
         assert self._session is not None
         reward, info = await self._grade(ended)
         gone = self._session.take_lost()
         if self.config.abandoned == "discard":
             gone += self._session.take_abandoned()
-        return reward, {**info, "turn": NextTurn(discards=gone), **self._session.info}
+        return reward, {**info, "turn": types.NextTurn(discards=gone), **self._session.info}
 
-    async def _grade(self, ended: Ended) -> tuple[float, Info]:
+    async def _grade(self, ended: Ended) -> tuple[float, types.Info]:
         assert self._session is not None
         config = self.config
         posted = self._session.posted
@@ -449,7 +440,7 @@ class ProgramEnv:
         else:
             written = self._written
             if config.reward != "message":
-                written = [Message("assistant", await self._text(ended))]
+                written = [types.Message("assistant", await self._text(ended))]
             assert self.grader is not None
             grade = await graded(self.grader, self.task, written, {})
         program = {"exit": ended.exit, "cpu_s": ended.cpu_s, "output": ended.output[-MAX_SHOWN:]}

@@ -15,25 +15,15 @@ from agentenv.base.disk import write_whole
 from agentenv.base.errors import DataError
 from agentenv.contract.env import close_shared
 from agentenv.data.file_formats import of_both_ends
-from agentenv.evaluation import statistics
-from agentenv.evaluation.figures import (
-    COSTS,
-    SCORES,
-    QuestionRows,
-    by_group,
-    is_share,
-    questions_of,
-    ratios,
-    success_if_wrong,
-)
+from agentenv.evaluation import figures, statistics
 from agentenv.evaluation.scores import make_scorer, score_rows, stored_rows
 
 
 class QuestionPair(Struct, frozen=True):
     """One question in both evaluations."""
 
-    first: QuestionRows
-    second: QuestionRows
+    first: figures.QuestionRows
+    second: figures.QuestionRows
 
     @property
     def change(self) -> float:
@@ -67,7 +57,9 @@ class Difference(Struct, kw_only=True):
     test: Literal["McNemar", "sign flip"]
 
 
-def pair_up(first: Sequence[QuestionRows], second: Sequence[QuestionRows]) -> Pairing:
+def pair_up(
+    first: Sequence[figures.QuestionRows], second: Sequence[figures.QuestionRows]
+) -> Pairing:
     """Pair questions by dataset and task. Raises DataError if no question is shared, or if the two
     evaluations have different questions under the same name."""
     others = {(one.rows[0].dataset, one.rows[0].task): one for one in second}
@@ -95,19 +87,19 @@ def pair_up(first: Sequence[QuestionRows], second: Sequence[QuestionRows]) -> Pa
     return Pairing(pairs=pairs, only_first=only_first, only_second=only_second, lost=lost)
 
 
-def _names(questions: Sequence[QuestionRows]) -> str:
+def _names(questions: Sequence[figures.QuestionRows]) -> str:
     names = sorted({question.rows[0].dataset for question in questions})
     return ", ".join(names[:8]) or "no questions"
 
 
-def success(question: QuestionRows) -> float:
+def success(question: figures.QuestionRows) -> float:
     """Share of correct samples."""
-    return ratios(question, ())["success"][0]
+    return figures.ratios(question, ())["success"][0]
 
 
 def groups_of(pairs: Sequence[QuestionPair]) -> list[tuple[str, list[QuestionPair]]]:
     """(name, pairs) of each dataset and of each kind of question, as in reports; all pairs last."""
-    found = by_group(pairs, lambda pair: pair.first.rows[0])
+    found = figures.by_group(pairs, lambda pair: pair.first.rows[0])
     datasets = found["dataset"].items() if len(found["dataset"]) > 1 else ()
     return [*datasets, *found.get("kind", {}).items(), ("all", list(pairs))]
 
@@ -122,8 +114,8 @@ def other_differences(pairing: Pairing) -> list[Difference]:
     """Differences in scores, pass@k (with several samples) and cost."""
     pairs = pairing.pairs
     k = min(len(question.done) for pair in pairs for question in (pair.first, pair.second))
-    names = [*SCORES, *([f"pass@{k}"] if k > 1 else [])]
-    return list(differences(pairs, [*names, "tool_calls", *COSTS], k))
+    names = [*figures.SCORES, *([f"pass@{k}"] if k > 1 else [])]
+    return list(differences(pairs, [*names, "tool_calls", *figures.COSTS], k))
 
 
 def differences(
@@ -132,7 +124,9 @@ def differences(
     """The differences of figures, each over the questions that have it in both evaluations. The
     test is McNemar's exact test for the success of single samples, else a sign-flip permutation
     test."""
-    values = [(ratios(pair.first, (k,)), ratios(pair.second, (k,))) for pair in pairs]
+    values = [
+        (figures.ratios(pair.first, (k,)), figures.ratios(pair.second, (k,))) for pair in pairs
+    ]
     counts = [(len(pair.first.done), len(pair.second.done)) for pair in pairs]
     for name in names:
         both = [(one[name], other[name]) for one, other in values]
@@ -142,7 +136,7 @@ def differences(
         first, second = np.array([[one[0], other[0]] for one, other in both])[known].T
         change = second - first
         found: statistics.Floats | None = statistics.ratio(change)
-        if is_share(name):
+        if figures.is_share(name):
             samples = np.array([min(one) for one in counts], float)[known]
             samples = statistics.independent_samples(name, samples)
             found = statistics.difference(first, second, samples)
@@ -170,11 +164,11 @@ class FailedSamples(Struct, frozen=True):
     success_if_wrong: float
 
 
-def failed_of(questions: Sequence[QuestionRows]) -> FailedSamples:
+def failed_of(questions: Sequence[figures.QuestionRows]) -> FailedSamples:
     """The failures, which `success` excludes."""
     num_samples = sum(len(one.rows) for one in questions)
     num_done = sum(len(one.done) for one in questions)
-    return FailedSamples(num_samples - num_done, num_samples, success_if_wrong(questions))
+    return FailedSamples(num_samples - num_done, num_samples, figures.success_if_wrong(questions))
 
 
 def changed(pairing: Pairing) -> list[QuestionPair]:
@@ -190,12 +184,12 @@ async def compare(first: Path, second: Path, out: Path | None, view: View) -> No
     """Score the rows of both with one scorer and show the differences. `out`: a Markdown file for
     all changed questions. Raises DataError if the two share no question."""
     scorer = make_scorer(view.log)
-    sides: list[list[QuestionRows]] = []
+    sides: list[list[figures.QuestionRows]] = []
     try:
         for folder in (first, second):
             async with stored_rows(folder, scorer) as rows:
                 await score_rows(rows, scorer)
-            sides.append(questions_of(rows))
+            sides.append(figures.questions_of(rows))
         pairing = pair_up(*sides)
     finally:
         await close_shared()
@@ -273,6 +267,6 @@ def _changed_row(pair: QuestionPair) -> list[str]:
     return [name, texts[0], _right(pair.first), _right(pair.second), *texts[1:]]
 
 
-def _right(question: QuestionRows) -> str:
+def _right(question: figures.QuestionRows) -> str:
     done = question.done
     return f"{sum(row.success for row in done)}/{len(done)}"

@@ -29,19 +29,10 @@ from agentenv.base.offload import in_thread
 from agentenv.base.overrides import apply_overrides, blaming
 from agentenv.base.types import Task
 from agentenv.contract.env import Grader, close_shared, graded, start_grader
+from agentenv.evaluation import store
 from agentenv.evaluation.report import figures, show_report
 from agentenv.evaluation.run import verdict
 from agentenv.evaluation.scores import for_each, make_scorer
-from agentenv.evaluation.store import (
-    CONFIG_FILE,
-    ROWS_FILE,
-    Saved,
-    load_rows,
-    load_saved,
-    lock,
-    replace_rows,
-    save,
-)
 
 MAX_FAILED_AT_FIRST = 20  # rows; if none of them could be graded, the grader is unavailable
 GRADER_FAILED = "GraderError:"
@@ -169,14 +160,14 @@ MAX_CELL = 60
 async def regrade(folder: Path, overrides: Sequence[str], view: View) -> None:
     """Regrade all rows with the graders of the stored configuration, changed by `overrides`, and
     replace rows and report. Raises ConfigError, DataError and GraderError, without any change."""
-    saved = load_saved(folder)
+    saved = store.load_saved(folder)
     tree = regraded_config(saved.config, overrides)
-    source = str(folder / CONFIG_FILE)
+    source = str(folder / store.CONFIG_FILE)
     with blaming(source, overrides):
         config = build_config(EvaluateConfig, tree, source)
     try:
-        with closing(lock(folder)):
-            rows = await in_thread(load_rows, folder)
+        with closing(store.lock(folder)):
+            rows = await in_thread(store.load_rows, folder)
             scorer = make_scorer(view.log)
             view.begin("regrading", len(rows))
             changes = await regrade_rows(
@@ -186,13 +177,13 @@ async def regrade(folder: Path, overrides: Sequence[str], view: View) -> None:
             after = [two for _, two in changes]
             _show(changes, folder, view)
             found = await figures(folder, after, scorer)
-            replace_rows(folder, after, BEFORE_FILE)
-            new = Saved(subject=saved.subject, run=saved.run, config=to_plain(config))
-            save(folder, new)
+            store.replace_rows(folder, after, BEFORE_FILE)
+            new = store.Saved(subject=saved.subject, run=saved.run, config=to_plain(config))
+            store.save(folder, new)
             await show_report(folder, found, view)
     finally:
         await close_shared()
-    view.log(f"{folder / ROWS_FILE} is regraded; the former rows are in {BEFORE_FILE}")
+    view.log(f"{folder / store.ROWS_FILE} is regraded; the former rows are in {BEFORE_FILE}")
 
 
 def regraded_config(config: Tree, overrides: Sequence[str]) -> Tree:

@@ -19,19 +19,12 @@ from agentenv.assembly.keys.benchmarks import load_benchmark
 from agentenv.assembly.keys.evaluation import EvaluateConfig, QuestionSet, merged
 from agentenv.assembly.keys.help import refuse_verl_keys
 from agentenv.assembly.keys.rl import TABLES
-from agentenv.assembly.parts.assembly import (
-    Questions,
-    RolloutAssembly,
-    SetConfig,
-    once,
-    prefixed,
-    start_engine,
-)
+from agentenv.assembly.parts import assembly
 from agentenv.assembly.run.kept import BEST, find_checkpoint
 from agentenv.assembly.run.rundir import CONFIG_FILE
 from agentenv.assembly.serving.servers import ServerFactory, fill_roles
 from agentenv.base.config import Reporter, Tree, read_toml, resolver, values_in
-from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.errors import ConfigError, DataError, reported_as
 from agentenv.base.model_files import fetch_from_hub, find_on_hub, read_eos_ids
 from agentenv.base.offload import in_thread
 from agentenv.base.overrides import blaming, leave_out_old_kinds, override_kinds
@@ -163,7 +156,7 @@ def evaluation_of(saved: Tree, names: Sequence[str], more_keys: Collection[str] 
 def weights_digest(model: Path) -> str:
     """A digest of the weights in a directory, from sizes and both ends of each file."""
     digest = hashlib.sha256()
-    try:
+    with reported_as(DataError, f"{model}: cannot be read", OSError):
         for path in sorted(model.glob("*.safetensors")):
             size = path.stat().st_size
             digest.update(f"{path.name} {size}\n".encode())
@@ -171,12 +164,10 @@ def weights_digest(model: Path) -> str:
                 digest.update(file.read(SAMPLE_BYTES))
                 file.seek(max(0, size - SAMPLE_BYTES))
                 digest.update(file.read(SAMPLE_BYTES))
-    except OSError as error:
-        raise DataError(f"{model}: cannot be read: {error}") from error
     return digest.hexdigest()[:16]
 
 
-class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
+class EvaluationAssembly(assembly.RolloutAssembly[EvaluateConfig]):
     """Builds the parts of an evaluation of `subject`. For an endpoint of chat messages, there is no
     model."""
 
@@ -184,7 +175,7 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
         self, config: EvaluateConfig, subject: Subject, stack: AsyncExitStack, report: Reporter
     ) -> None:
         sets = {
-            name: SetConfig.of(one, key=f"sets.{name}", rows=one)
+            name: assembly.SetConfig.of(one, key=f"sets.{name}", rows=one)
             for name, one in config.sets.items()
         }
         super().__init__(config, subject.run, stack, report, sets=sets)
@@ -193,7 +184,7 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
         self.pieces = Pieces()  # of text, instead of tokens, for an endpoint of chat messages
         self.has_weights = config.engine.capabilities.has_weights
 
-    @once
+    @assembly.once
     async def model(self) -> Path | None:
         """The directory of the model, or for an endpoint of its tokenizer; None without one."""
         engine = self.config.engine
@@ -205,7 +196,7 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
             raise ConfigError("engine.name = 'openai': give the endpoint's URL as SUBJECT")
         return Path(engine.tokenizer) if engine.tokenizer else None
 
-    @once
+    @assembly.once
     async def endpoint(self) -> ChatEngine | TokensEngine | None:
         """The evaluated endpoint, after it has responded once; None: the engine is ours."""
         engine = self.config.engine
@@ -254,9 +245,9 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
             self.pieces, native=False, tools_in_prompt=shown, break_control_tokens=breaks
         )
 
-    async def read_rows(self, one: SetConfig) -> Sequence[Task]:
+    async def read_rows(self, one: assembly.SetConfig) -> Sequence[Task]:
         rows = cast(QuestionSet, one.rows)
-        report = prefixed(self.report, one.key)
+        report = assembly.prefixed(self.report, one.key)
         if rows.benchmark:
             paths = [
                 self.resolve(path)
@@ -271,7 +262,7 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
             tasks = await super().read_rows(one)
         return with_own_names(tasks, report)
 
-    @once
+    @assembly.once
     async def helpers(self) -> Assist | None:
         """The helpers of [assist]; None without the table. Raises ConfigError for an unreachable
         server."""
@@ -284,7 +275,7 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
         await assist.start()
         return assist
 
-    @once
+    @assembly.once
     async def check_helpers(self) -> None:
         """Raises ConfigError if the backtracer needs to fork an environment that cannot be forked,
         or no environment has the debugger's tool."""
@@ -308,7 +299,7 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
                 "assist.debugger.tool to the tool that runs code, or remove the table"
             )
 
-    @once
+    @assembly.once
     async def engine(self) -> Engine:
         """The engine or endpoint, started."""
         endpoint = await self.endpoint()
@@ -318,11 +309,11 @@ class EvaluationAssembly(RolloutAssembly[EvaluateConfig]):
             (one.limits for one in self.sets.values()),
             key=lambda limits: limits.max_prompt_tokens + limits.max_response_tokens,
         )
-        return await start_engine(self, limits, self.servers, self.config.seed)
+        return await assembly.start_engine(self, limits, self.servers, self.config.seed)
 
     async def actor(self, name: str) -> Actor:
         """The actor of a set. Its seed does not depend on other sets."""
-        questions: Questions = (await self.questions())[name]
+        questions: assembly.Questions = (await self.questions())[name]
         own, assist = questions.config, await self.helpers()
         sampling, seed = own.sampling.params(), f"{self.seed(name)}/eval/{name}"
         parts = await self.engine(), questions.renderer, questions.make_env

@@ -60,7 +60,7 @@ ALLOWED = {
     "envs/grading/equality.py start: install_hint": "of an error that ends the start",
     "envs/sandbox/process.py launch: own_folder": OWN,
     "learners/ranks/rank_group.py start: reception.open": NO_DISK,
-    "envs/sandbox/process.py launch: settings_of": OWN,
+    "envs/sandbox/process.py launch: launch.settings_of": OWN,
     "envs/program.py fork: self._endpoint.open": NO_DISK,
     "envs/program.py reset: self._endpoint.open": NO_DISK,
     "envs/bridges/verifiers_env.py _difference: cast(Endpoint, self._endpoint).open": NO_DISK,

@@ -32,16 +32,8 @@ from agentenv.cluster.messages import WorkerFigures, pack
 from agentenv.contract.engine import Engine
 from agentenv.contract.plan import Independent, RolloutPlan
 from agentenv.engines.pool.pool import EnginePool
+from agentenv.processes import worker_group
 from agentenv.processes.link import Link
-from agentenv.processes.worker_group import (
-    NUM_LOSSES,
-    NUM_TRIALS,
-    Left,
-    PoisonTasks,
-    Worker,
-    WorkerGroup,
-    raised,
-)
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.branch import BranchNow
 from agentenv.rollout.frames import NUM_FIRST, Packed, Recorded, TreeFrames, WorkerLost
@@ -79,7 +71,7 @@ class _Growing:
         return self.frames.recorded(self.task) or self.recorded
 
 
-class _Worker(Worker):
+class _Worker(worker_group.Worker):
     """A connected rollout worker."""
 
     def __init__(self, name: str, link: Link, engine: Engine) -> None:
@@ -102,7 +94,7 @@ def _destination(worker: _Worker) -> str:
     return f"trees {shown}{more} resume on other workers" if shown else "it had no trees"
 
 
-class RolloutWorkers(WorkerGroup[_Worker]):
+class RolloutWorkers(worker_group.WorkerGroup[_Worker]):
     """`rollout` replaces `Actor.rollout`.
 
     `actor` is the controller's: workers use its engine, and its counters include theirs. `plan` is
@@ -127,7 +119,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
         self.num_moved = 0  # trees resumed on other workers
         self._actor = actor
         self._waiting: list[_Growing] = []  # for a worker, or for the trial of a poison task
-        self._poison = PoisonTasks()
+        self._poison = worker_group.PoisonTasks()
         self._num_poison = 0  # poison tasks found since a tree last made progress
         self._numbers = count()
         self._problem: Exception | None = None  # the next requested tree raises it
@@ -183,14 +175,14 @@ class RolloutWorkers(WorkerGroup[_Worker]):
 
     def _place(self, growing: _Growing) -> None:
         """Give the tree to the worker with the fewest, unless it is cancelled."""
-        most = NUM_LOSSES + NUM_TRIALS
+        most = worker_group.NUM_LOSSES + worker_group.NUM_TRIALS
         if self._poison.num_lost(growing.index) >= most and not growing.cancelled:
             self._num_poison += 1
             growing.cancelled = f"{most} workers died while growing it"
             self.report(
                 f"tree {growing.index} (task {growing.task.id}) is abandoned: "
-                f"{NUM_LOSSES + NUM_TRIALS} workers in a row died while it made no progress; check "
-                "their logs and the tool calls that its task allows"
+                f"{most} workers in a row died while it made no progress; check their logs and the "
+                "tool calls that its task allows"
             )
         if growing.cancelled:
             growing.ended.set_result(None)
@@ -258,19 +250,20 @@ class RolloutWorkers(WorkerGroup[_Worker]):
             self._steer(worker)
         self._place_waiting()
 
-    def left(self, worker: _Worker, why: str) -> Left:
+    def left(self, worker: _Worker, why: str) -> worker_group.Left:
         is_drained = worker.draining is not None and not worker.is_hanging
         if is_drained:
             why = "its machine is about to shut down"
         rest = _destination(worker)
         has_come_further = worker.has_come_further or self._finds_poison(worker)
-        return Left(why, worker.num_ended, rest, is_drained, has_come_further)
+        return worker_group.Left(why, worker.num_ended, rest, is_drained, has_come_further)
 
     def _finds_poison(self, worker: _Worker) -> bool:
         """Whether the loss of the worker is a tree's fault, as the last of a poison task's trials;
         after several in a row without progress of any tree, it is the worker's."""
         return self._num_poison < MAX_POISON and any(
-            self._poison.num_lost(one.index) + 1 >= NUM_LOSSES + NUM_TRIALS
+            self._poison.num_lost(one.index) + 1
+            >= worker_group.NUM_LOSSES + worker_group.NUM_TRIALS
             for one in worker.trees.values()
             if not one.has_come_further
         )
@@ -306,7 +299,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
                 growing = worker.trees.pop(message.number, None)
                 self._has_less(worker)
                 if growing is not None and not growing.ended.done():
-                    growing.ended.set_exception(raised(message.kind, message.text))
+                    growing.ended.set_exception(worker_group.raised(message.kind, message.text))
             case WorkerFigures():
                 worker.figures = message
                 self._actor.prefixes.merge(message.hits)

@@ -20,18 +20,11 @@ from agentenv.base.untrusted import decode, shortened
 from agentenv.contract.env import check_observation
 from agentenv.contract.http_client import MalformedReplyError
 from agentenv.engines.openai import EndpointEngine, OpenAIConfig, unmeasured
+from agentenv.text import renderer
 from agentenv.text.chat_model import CHAT_PATH, ChatChoice, ChatReply, ChatUsage, read_chat
 from agentenv.text.control_tokens import KNOWN
 from agentenv.text.endpoint import Json
 from agentenv.text.prompt import count_tagged_call, for_native_calls
-from agentenv.text.renderer import (
-    CUT_MARKER,
-    MAX_CHARS_A_TOKEN,
-    RESULT_CLOSE,
-    RESULT_OPEN,
-    TextCodec,
-    ToolSchemas,
-)
 from agentenv.text.tags import Shown, check_tags, tag_calls, with_tools
 
 FILL = 0
@@ -100,9 +93,11 @@ class ChatRenderer:
         self.pieces = pieces
         self.native = native
         self.tools_in_prompt: Shown = "none" if native else tools_in_prompt
-        self._codec = TextCodec(_Unknown(), control=KNOWN if break_control_tokens else None)
+        self._codec = renderer.TextCodec(
+            _Unknown(), control=KNOWN if break_control_tokens else None
+        )
 
-    def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: renderer.ToolSchemas) -> list[int]:
         tools = self._codec.shown(tools)
         if self.native:
             messages = for_native_calls(messages, tools)
@@ -111,16 +106,16 @@ class ChatRenderer:
         piece = ChatPiece(text=text, messages=tuple(messages), tools=tuple(map(dict, tools)))
         return self.pieces.add(piece, estimated_tokens(text))
 
-    def check_tools(self, tools: ToolSchemas) -> None:
+    def check_tools(self, tools: renderer.ToolSchemas) -> None:
         """Raises ConfigError for a tool that the tag protocol cannot call."""
         if not self.native:
             check_tags(tools)
 
-    def stop(self, tools: ToolSchemas) -> tuple[str, ...]:
+    def stop(self, tools: renderer.ToolSchemas) -> tuple[str, ...]:
         return () if self.native else tuple(f"</{tool['name']}>" for tool in tools)
 
     def parse(
-        self, completion: Completion, tools: ToolSchemas, prefix_ids: Sequence[int] = ()
+        self, completion: Completion, tools: renderer.ToolSchemas, prefix_ids: Sequence[int] = ()
     ) -> Message:
         """The action as a message; a truncated turn has no calls."""
         (piece,) = self.pieces.read(completion.token_ids)
@@ -133,14 +128,14 @@ class ChatRenderer:
         return Message("assistant", piece.text, calls)
 
     async def prepare(
-        self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
+        self, messages: Sequence[Message], tools: renderer.ToolSchemas, max_tokens: int
     ) -> None:
         """Do nothing: there is no tokenization."""
 
     def observation(
         self,
         messages: Sequence[Message],
-        tools: ToolSchemas,
+        tools: renderer.ToolSchemas,
         max_tokens: int,
         turn_ids: Sequence[int] = (),
     ) -> list[int]:
@@ -148,8 +143,8 @@ class ChatRenderer:
         `max_tokens`."""
         check_observation(messages)
         self._check_answered(messages, turn_ids)
-        most = max_tokens * MAX_CHARS_A_TOKEN
-        texts = (shortened(one.content, most, CUT_MARKER) for one in messages)
+        most = max_tokens * renderer.MAX_CHARS_A_TOKEN
+        texts = (shortened(one.content, most, renderer.CUT_MARKER) for one in messages)
         kept = tuple(
             msgspec.structs.replace(one, content=_cut(self.neutralise(text, tools), max_tokens))
             for one, text in zip(messages, texts, strict=True)
@@ -172,7 +167,7 @@ class ChatRenderer:
     def encode(self, text: str) -> list[int]:
         return self.pieces.add(ChatPiece(text=text), estimated_tokens(text))
 
-    def neutralise(self, text: str, tools: ToolSchemas) -> str:
+    def neutralise(self, text: str, tools: renderer.ToolSchemas) -> str:
         """Break tags and control tokens."""
         return self._codec.neutralise(text, tools)
 
@@ -185,7 +180,7 @@ class ChatRenderer:
 def _results(messages: Sequence[Message]) -> str:
     """The tool results in the tag protocol."""
     results = (one.content for one in messages if one.role == "tool")
-    return "".join(RESULT_OPEN + text + RESULT_CLOSE for text in results)
+    return "".join(renderer.RESULT_OPEN + text + renderer.RESULT_CLOSE for text in results)
 
 
 def _shown_results(piece: ChatPiece) -> str:
@@ -220,9 +215,9 @@ def _cut(text: str, max_tokens: int) -> str:
     data, room = text.encode(errors="replace"), max_tokens * BYTES_PER_TOKEN
     if len(data) <= room:
         return text
-    half = max(0, room - len(CUT_MARKER)) // 2
+    half = max(0, room - len(renderer.CUT_MARKER)) // 2
     head, tail = data[:half], data[len(data) - half :]
-    return head.decode(errors="ignore") + CUT_MARKER + tail.decode(errors="ignore")
+    return head.decode(errors="ignore") + renderer.CUT_MARKER + tail.decode(errors="ignore")
 
 
 ENDS = {"stop", "length", "tool_calls", "function_call"}

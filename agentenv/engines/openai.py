@@ -16,14 +16,8 @@ from agentenv.base.config import about
 from agentenv.base.errors import ConfigError, EngineDeadError, EngineError
 from agentenv.base.types import Chunk, Completion, SamplingParams, VersionSpan
 from agentenv.base.urls import checked_url
+from agentenv.contract import http_client
 from agentenv.contract.engine import Engine, EngineCapabilities, EngineConfig
-from agentenv.contract.http_client import (
-    FailedError,
-    RefusedError,
-    SilentServerError,
-    TokenId,
-    read_as,
-)
 from agentenv.contract.request import ServerLostError
 from agentenv.contract.server_config import ChatModelConfig, ExtraBody, ServerKeyEnv
 from agentenv.text.endpoint import ModelEndpoint
@@ -122,12 +116,12 @@ class EndpointEngine(Engine):
             raise EngineDeadError(self._dead)
         try:
             done = await self._turn(prompt_ids, sampling, session)
-        except RefusedError as error:
+        except http_client.RefusedError as error:
             if error.status not in HOPELESS:
                 raise
             self._dead = str(error)
             raise EngineDeadError(self._dead) from error
-        except (FailedError, SilentServerError):
+        except (http_client.FailedError, http_client.SilentServerError):
             raise
         except ServerLostError as error:  # unreachable; a slow or busy one does not end the run
             self._dead = f"{error}; after {self.config.num_retries} retries"
@@ -240,7 +234,7 @@ def _sglang_body(
 class _Choice(Struct):
     """Of /completions."""
 
-    token_ids: list[TokenId]
+    token_ids: list[http_client.TokenId]
     finish_reason: str | None = None
     stop_reason: Any = None
 
@@ -261,18 +255,18 @@ class _Meta(Struct):
 class _Generated(Struct):
     """A reply of SGLang's /generate."""
 
-    output_ids: list[TokenId]
+    output_ids: list[http_client.TokenId]
     meta_info: _Meta
 
 
 def _read(reply: Any) -> Completion:
     what = "not a completion with token_ids, which require vLLM 0.11 or newer"
-    choice = read_as(_Reply, reply, what).choices[0]
+    choice = http_client.read_as(_Reply, reply, what).choices[0]
     return _completion(choice.token_ids, choice.finish_reason, choice.stop_reason)
 
 
 def _read_sglang(reply: Any) -> Completion:
-    found = read_as(_Generated, reply, "not a generated turn")
+    found = http_client.read_as(_Generated, reply, "not a generated turn")
     why = found.meta_info.finish_reason
     return _completion(found.output_ids, why.type, why.matched)
 

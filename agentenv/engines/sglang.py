@@ -19,7 +19,7 @@ from uuid import uuid4
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.base.errors import EngineError, ForeignError
+from agentenv.base.errors import EngineError, ForeignError, reported_as
 from agentenv.base.types import Chunk, SamplingParams, VersionSpan
 from agentenv.base.untrusted import decode
 from agentenv.contract.engine import check_request
@@ -358,11 +358,10 @@ class SGLangServer(WeightSync[probes.SGLangFacts]):
             raise ServerLostError(f"its weight version is unknown: {error}") from error
 
     async def _drop_prefixes(self) -> None:
-        try:
+        # a request that waited may have an old cache salt
+        with reported_as(ServerLostError, "cached prefixes of old weights remain", RefusedError):
             # Its own parameter to wait would wait for retracted requests to end.
             await self._http.call("POST", "/flush_cache")
-        except RefusedError as error:  # a request that waited may have an old cache salt
-            raise ServerLostError(f"cached prefixes of old weights remain: {error}") from error
 
     async def _write_label(self, label: str) -> None:
         body = {"new_version": label, "abort_all_requests": False}

@@ -33,19 +33,9 @@ from agentenv.base.errors import ConfigError, WorkerError, reported_as
 from agentenv.base.installation import PACKAGES
 from agentenv.base.offload import in_thread, kill, start_process
 from agentenv.base.retries import Restarts
+from agentenv.processes import worker_group
 from agentenv.processes.guard import guarded
 from agentenv.processes.link import Link
-from agentenv.processes.worker_group import (
-    Hello,
-    Left,
-    Reception,
-    Refusal,
-    WorkerGroup,
-    WorkerSpec,
-    own_code,
-    raised,
-    read_first,
-)
 
 GPUS = "CUDA_VISIBLE_DEVICES"
 GRACE_S = 10.0  # from SIGTERM to SIGKILL
@@ -228,8 +218,8 @@ class Supervisor:
 
     def __init__(
         self,
-        spec: WorkerSpec,
-        group: WorkerGroup[Any],
+        spec: worker_group.WorkerSpec,
+        group: worker_group.WorkerGroup[Any],
         setup: Struct,
         folder: Path,
         report: Callable[[str], None],
@@ -243,7 +233,7 @@ class Supervisor:
         self._folder = folder
         self._placement: Placement = LocalPlacement() if placement is None else placement
         self._token = token or secrets.token_hex(16)
-        self._reception = Reception(self._token, self._admit)
+        self._reception = worker_group.Reception(self._token, self._admit)
         self._arriving: dict[int, asyncio.Future[Link]] = {}
         self._links: set[Link] = set()  # of workers that have not joined yet
         self._kept: set[int] = set()  # workers that are still restarted
@@ -331,7 +321,7 @@ class Supervisor:
                 link: Link = arriving.result()
                 link.send(self._setup)
             async with asyncio.timeout(spec.start_timeout_s):
-                first = read_first(await link.receive())
+                first = worker_group.read_first(await link.receive())
         except TimeoutError as error:
             await placement.stop(name)
             late = f"did not start within {spec.start_timeout_s:g} s"
@@ -340,9 +330,9 @@ class Supervisor:
             raise await in_thread(self._failure, number, f"disconnected: {error}") from error
         finally:
             ended.cancel()
-        if isinstance(first, Refusal):
+        if isinstance(first, worker_group.Refusal):
             link.abort()
-            raise raised(first.kind, f"{name}: {first.text}")
+            raise worker_group.raised(first.kind, f"{name}: {first.text}")
         return link
 
     def _process(self, number: int) -> ProcessSpec:
@@ -360,7 +350,7 @@ class Supervisor:
         log = str(self._log(number).absolute())
         return ProcessSpec(self.name_of(number), command, env, log, dict(spec.resources))
 
-    def _admit(self, hello: Hello, link: Link) -> bool:
+    def _admit(self, hello: worker_group.Hello, link: Link) -> bool:
         """Admit a worker without awaiting, since others may connect meanwhile."""
         arriving = self._expected(hello)
         if arriving is None:
@@ -371,9 +361,9 @@ class Supervisor:
         self._begin(self._compare(hello, link.peer))
         return True
 
-    async def _compare(self, hello: Hello, peer: str) -> None:
+    async def _compare(self, hello: worker_group.Hello, peer: str) -> None:
         """Warn about a worker that runs different code, which may be intended."""
-        here = await in_thread(own_code)
+        here = await in_thread(worker_group.own_code)
         if hello.code != here:
             self._report(
                 f"a {self._spec.one} (process {hello.pid} on {peer}) runs different code from this "
@@ -381,7 +371,7 @@ class Supervisor:
                 f"here it is {here}; its behavior may differ"
             )
 
-    def _expected(self, hello: Hello) -> asyncio.Future[Link] | None:
+    def _expected(self, hello: worker_group.Hello) -> asyncio.Future[Link] | None:
         """The expected worker for this connection; an externally started one may get another number
         than it requests."""
         open_ones = {number: one for number, one in self._arriving.items() if not one.done()}
@@ -454,7 +444,7 @@ class Supervisor:
             logger.error("the supervisor of workers failed", exc_info=error)
             self._group.end(f"the supervisor of each {self._spec.one} failed: {error!r}")
 
-    async def _how_it_left(self, number: int, left: Left) -> str:
+    async def _how_it_left(self, number: int, left: worker_group.Left) -> str:
         """Describe the end of a worker whose link broke."""
         name, why = self.name_of(number), left.why
         if left.is_drained:

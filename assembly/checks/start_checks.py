@@ -32,16 +32,8 @@ from agentenv.assembly.run.rundir import check_writable
 from agentenv.assembly.serving.gpus import trains_on_gpu
 from agentenv.assembly.serving.server_command import find_python
 from agentenv.assembly.serving.servers import check_roles
-from agentenv.base.errors import ConfigError, CrashError, DataError
-from agentenv.base.model_files import (
-    HubKind,
-    check_known,
-    check_turn_end,
-    check_vocabulary,
-    fetch_from_hub,
-    num_positions,
-    read_model_config,
-)
+from agentenv.base import model_files
+from agentenv.base.errors import ConfigError, CrashError, DataError, reported_as
 from agentenv.base.offload import in_thread
 from agentenv.base.registry import joined, marks_of, type_info
 from agentenv.base.types import Message, Task
@@ -95,7 +87,7 @@ def paths_of(config: Any, path: str = "") -> Iterator[PathKey]:
                     yield PathKey(key, text, bool(marks.get("rows")))
 
 
-def hub_keys(config: Any) -> Iterator[tuple[str, str, HubKind]]:
+def hub_keys(config: Any) -> Iterator[tuple[str, str, model_files.HubKind]]:
     """(key, value, kind) of each key that may name a model or dataset on the hub."""
     model = getattr(config, "model", None)
     if isinstance(model, ModelConfig):
@@ -279,10 +271,8 @@ async def of_the_hub(assembly: Assembly[Any]) -> None:
     for key, text, kind in hub_keys(assembly.config):
         if assembly.checkpoint is not None and key == "model.path":
             continue  # a resumed run has its weights
-        try:
-            await in_thread(fetch_from_hub, text, kind, prefixed(assembly.report, key))
-        except DataError as error:
-            raise DataError(f"{key}: {error}") from error
+        with reported_as(DataError, key, DataError):
+            await in_thread(model_files.fetch_from_hub, text, kind, prefixed(assembly.report, key))
 
 
 async def files(assembly: Assembly[Any]) -> None:
@@ -375,8 +365,8 @@ async def model_type(assembly: Assembly[Any]) -> None:
     """transformers knows the type of the model, which has an embedding for every token."""
     model = await assembly.model()
     assert model is not None, "an endpoint cannot be trained"
-    await in_thread(check_known, model)
-    await in_thread(check_vocabulary, model, await assembly.tokenizer())
+    await in_thread(model_files.check_known, model)
+    await in_thread(model_files.check_vocabulary, model, await assembly.tokenizer())
 
 
 async def context(assembly: RolloutAssembly[Any]) -> None:
@@ -437,7 +427,7 @@ async def turn_end(assembly: Assembly[Any]) -> None:
         if isinstance(renderer, TagRenderer | NativeRenderer):
             prompt = renderer.prompt_config
             kwargs = prompt.chat_template_kwargs if prompt.apply_chat_template else None
-            await in_thread(check_turn_end, model, renderer.tokenizer, kwargs)
+            await in_thread(model_files.check_turn_end, model, renderer.tokenizer, kwargs)
 
 
 async def room_for_weights(assembly: Any) -> None:
@@ -471,10 +461,8 @@ async def callable_tools(assembly: RolloutAssembly[Any]) -> None:
         one = assembly.sets[name]
         if "turn" in info:
             for_programs(renderers[name], one.env.id)
-        try:
+        with reported_as(ConfigError, one.env.id, ConfigError):
             renderers[name].check_tools(info.get("tools", ()))
-        except ConfigError as error:
-            raise ConfigError(f"{one.env.id}: {error}") from error
 
 
 async def control_tokens(assembly: RolloutAssembly[Any]) -> str:
@@ -566,13 +554,11 @@ async def try_turn(make_env: Callable[[Task], Env], task: Task) -> list[Message]
         return []
     finally:
         await env.close()
-    try:
+    with reported_as(ConfigError, f"{task.env_id}, task {task.id}", CrashError):
         messages, _, terminated, truncated, _ = check_step(outcome)
         if terminated or truncated:
             return []
         check_observation(messages)
-    except CrashError as error:
-        raise ConfigError(f"{task.env_id}, task {task.id}: {error}") from error
     return messages
 
 
@@ -613,7 +599,10 @@ async def trials(assembly: RolloutAssembly[TrainConfig]) -> str:
 async def sequence_lengths(assembly: Any) -> None:
     """The context of the model holds the longest sequence."""
     model_dir = await assembly.model()
-    context, longest = num_positions(read_model_config(model_dir)), (await assembly.rows()).longest
+    context, longest = (
+        model_files.num_positions(model_files.read_model_config(model_dir)),
+        (await assembly.rows()).longest,
+    )
     if context and longest > context:
         raise DataError(
             f"data.max_length = {assembly.config.data.max_length}: a sequence has {longest} "

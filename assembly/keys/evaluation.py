@@ -11,16 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
+from agentenv.assembly.keys import rl
 from agentenv.assembly.keys.benchmarks import benchmark
-from agentenv.assembly.keys.rl import (
-    ENGINES,
-    TABLES,
-    EnvConfig,
-    GraderTable,
-    PythonTable,
-    Sampling,
-    SearchTable,
-)
 from agentenv.base.config import ROWS, Tree, about, build_config, read_toml
 from agentenv.base.errors import ConfigError
 from agentenv.base.registry import Registry
@@ -38,9 +30,9 @@ from agentenv.text.renderer import TagsConfig
 # engines for evaluation: also any endpoint
 EVALUATION_ENGINES = Registry(
     "engine",
-    ENGINES.group,
+    rl.ENGINES.group,
     EngineConfig,
-    {**ENGINES.own, "openai": "agentenv.engines.openai:OpenAIConfig"},
+    {**rl.ENGINES.own, "openai": "agentenv.engines.openai:OpenAIConfig"},
 )
 
 if TYPE_CHECKING:
@@ -49,7 +41,7 @@ else:
     EvaluationEngine = EVALUATION_ENGINES.key
 
 # tables that a set inherits from the evaluation
-OWN_KEYS = ("env", *TABLES, "prompt", "limits", "sampling", "num_samples")
+OWN_KEYS = ("env", *rl.TABLES, "prompt", "limits", "sampling", "num_samples")
 _AsAbove = about("keys that override the evaluation's table for this set")
 
 
@@ -73,24 +65,24 @@ class QuestionSet(RowsConfig, frozen=True, kw_only=True):
     num_samples: Annotated[
         int, about("trajectories per question, if different from the evaluation's", ge=1)
     ] = 1
-    env: Annotated[EnvConfig | None, _AsAbove] = None
-    python: PythonTable = None
-    search: SearchTable = None
-    grader: GraderTable = None
+    env: Annotated[rl.EnvConfig | None, _AsAbove] = None
+    python: rl.PythonTable = None
+    search: rl.SearchTable = None
+    grader: rl.GraderTable = None
     prompt: Annotated[PromptConfig, _AsAbove] = PromptConfig()
     limits: Annotated[Limits, _AsAbove] = Limits()
-    sampling: Annotated[Sampling, _AsAbove] = Sampling()
+    sampling: Annotated[rl.Sampling, _AsAbove] = rl.Sampling()
 
 
 class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of an evaluation; those of a run are the defaults for evaluating it."""
 
     env: Annotated[
-        EnvConfig | None, about("environment of all sets; none: each set has its own")
+        rl.EnvConfig | None, about("environment of all sets; none: each set has its own")
     ] = None
-    python: PythonTable = None
-    search: SearchTable = None
-    grader: GraderTable = None
+    python: rl.PythonTable = None
+    search: rl.SearchTable = None
+    grader: rl.GraderTable = None
     sets: Annotated[dict[str, QuestionSet], about("sets of questions by name, [sets.NAME]")] = (
         field(default_factory=dict)
     )
@@ -105,7 +97,7 @@ class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prompt: PromptConfig = PromptConfig()
     renderer: AnyRenderer = TagsConfig()
     limits: Limits = Limits()
-    sampling: Sampling = Sampling()
+    sampling: rl.Sampling = rl.Sampling()
     engine: EvaluationEngine = EmbeddedConfig()
     assist: Annotated[
         AssistConfig | None,
@@ -126,7 +118,9 @@ class PolicyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         PromptConfig, about("prompt format; the template is ignored: clients send their own")
     ] = PromptConfig()
     renderer: TagsConfig | NativeConfig = NativeConfig()
-    sampling: Annotated[Sampling, about("defaults for values that a request omits")] = Sampling()
+    sampling: Annotated[rl.Sampling, about("defaults for values that a request omits")] = (
+        rl.Sampling()
+    )
     engine: EvaluationEngine = EmbeddedConfig()
     max_tokens: Annotated[int, about("tokens of a turn, if a request omits it", ge=1)] = 4096
     name: Annotated[str, about("name of the model; empty: that of SUBJECT")] = ""

@@ -21,20 +21,9 @@ from msgspec import NODEFAULT, Struct
 from msgspec import inspect as mi
 from msgspec.structs import fields
 
+from agentenv.base import registry
 from agentenv.base.config import registry_at, values_in
 from agentenv.base.errors import ConfigError
-from agentenv.base.registry import (
-    TAG,
-    element,
-    import_from_working_directory,
-    joined,
-    marks_of,
-    meant,
-    registry_of,
-    struct_types,
-    type_info,
-    unwrap,
-)
 
 REQUIRED = "required"
 TABLE = "table"
@@ -68,7 +57,7 @@ def describe(
     With `once`, a table in several places is described only at the shortest name, and is one key
     elsewhere. Without `loads`, no part that is chosen by name is loaded: its table has the keys of
     their common base."""
-    info = type_info(config_type)
+    info = registry.type_info(config_type)
     homes = _homes(info, "", loads) if once else {}
     of_key: dict[Key, list[str]] = {}
     of_table: dict[str, set[str]] = {}
@@ -100,8 +89,8 @@ def _describe(
         own = place
         if struct.tag is not None and not place.kinds:
             own = KeyPlace(place.path, place.path, (str(struct.tag),))
-        structs = struct_types(inner, loads=loads)
-        is_essential = bool(marks_of(field.type).get("essential"))
+        structs = registry.struct_types(inner, loads=loads)
+        is_essential = bool(registry.marks_of(field.type).get("essential"))
         meaning, where = _description(field.type), (own.table, own.kinds)
         if not structs:
             default = _default(field)
@@ -116,15 +105,15 @@ def _describe(
             chosen = getattr(field.default, "__struct_config__", None)
             tag = REQUIRED if chosen is None else str(chosen.tag)
             text = meaning or f"which {field.encode_name}"
-            key = f"{name}.{structs[0].tag_field or TAG}"
+            key = f"{name}.{structs[0].tag_field or registry.TAG}"
             yield Key(key, " | ".join(map(repr, kinds)), tag, text, is_essential, *where)
         yield from _describe(inner, own._replace(path=name), homes, loads)
 
 
 def _kinds(kind: mi.Type, structs: Sequence[mi.StructType], loads: bool) -> list[str]:
     """The names of the kinds of a table."""
-    registry = None if loads else registry_of(kind)
-    return [str(one.tag) for one in structs] if registry is None else registry.names()
+    group = None if loads else registry.registry_of(kind)
+    return [str(one.tag) for one in structs] if group is None else group.names()
 
 
 def _fields(
@@ -132,12 +121,12 @@ def _fields(
 ) -> Iterator[tuple[mi.StructType, mi.Field, str, mi.Type]]:
     """(struct, field, key, inner type) of each field of a table; the inner type of a table or list
     is that of its entries."""
-    for struct in struct_types(kind, loads=loads):
+    for struct in registry.struct_types(kind, loads=loads):
         for field in struct.fields:
-            inner = element(field.type)
-            suffix = "" if inner is field.type else SUFFIX[type(unwrap(field.type))]
-            name = field.encode_name + (suffix if struct_types(inner, loads=loads) else "")
-            yield struct, field, joined(path, name), inner
+            inner = registry.element(field.type)
+            suffix = "" if inner is field.type else SUFFIX[type(registry.unwrap(field.type))]
+            name = field.encode_name + (suffix if registry.struct_types(inner, loads=loads) else "")
+            yield struct, field, registry.joined(path, name), inner
 
 
 def _tables(structs: Sequence[mi.StructType]) -> Tables:
@@ -148,7 +137,7 @@ def _homes(kind: mi.Type, path: str, loads: bool) -> dict[Tables, str]:
     """The shortest key of every table in `kind`; of equally short ones, the first."""
     found: dict[Tables, str] = {}
     for _, _, key, inner in _fields(kind, path, loads):
-        if structs := struct_types(inner, loads=loads):
+        if structs := registry.struct_types(inner, loads=loads):
             for tables, home in {_tables(structs): key, **_homes(inner, key, loads)}.items():
                 if tables not in found or home.count(".") < found[tables].count("."):
                     found[tables] = home
@@ -161,9 +150,9 @@ def _description(kind: mi.Type) -> str:
 
 
 def _type_name(kind: mi.Type) -> str:
-    if registry_of(kind) is not None:
+    if registry.registry_of(kind) is not None:
         return "table"
-    kind = unwrap(kind)
+    kind = registry.unwrap(kind)
     if isinstance(kind, mi.UnionType):
         return " | ".join(_type_name(part) for part in kind.types)
     if isinstance(kind, mi.LiteralType):
@@ -210,12 +199,12 @@ class HelpKeys(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
         prefix, config_type = str(values or ""), parser.config_type
-        import_from_working_directory()
+        registry.import_from_working_directory()
         try:
             for table, name in _named(" ".join([prefix, *parser.given])):
-                registry = registry_at(config_type, table)
-                if registry is not None:
-                    registry.find(name)
+                group = registry_at(config_type, table)
+                if group is not None:
+                    group.find(name)
         except ConfigError as error:
             parser.error(f"--help-keys: {error}")
         keys = describe(config_type, once=not prefix)
@@ -224,7 +213,7 @@ class HelpKeys(argparse.Action):
             tables = sorted({key.name.partition(".")[0] for key in keys})
             kinds = [f"{key.name.rpartition('.')[0]}.{kind}" for key in keys for kind in key.kinds]
             known = [*tables, *kinds, *(key.name for key in keys)]
-            hint = meant(prefix, known, f"tables: {', '.join(tables)}")
+            hint = registry.meant(prefix, known, f"tables: {', '.join(tables)}")
             parser.error(f"--help-keys: no key begins with {prefix!r}; {hint}")
         sys.stdout.write(key_list(found) + "\n")
         parser.exit()
@@ -252,7 +241,7 @@ def add_key_help(parser: KeysParser, config_type: type[msgspec.Struct]) -> None:
 
 def overview(config_type: type[msgspec.Struct]) -> str:
     """A line for each table of the configuration, and one for each of its essential keys."""
-    info = type_info(config_type)
+    info = registry.type_info(config_type)
     assert isinstance(info, mi.StructType)
     keys = essential_keys(config_type)
     lines = ["tables and essential keys, given in the file or as table.key=value:"]
@@ -315,7 +304,7 @@ def key_list(keys: Sequence[Key]) -> str:
 def _meaning(field: mi.Field) -> str:
     if text := _description(field.type):
         return text
-    structs = struct_types(field.type, loads=False)
+    structs = registry.struct_types(field.type, loads=False)
     kinds = _kinds(field.type, structs, loads=False)
     if len(kinds) > 1:
         return "one of " + ", ".join(kinds)
@@ -358,7 +347,7 @@ def values_of(config: Struct, base: Struct | None = None, path: str = "") -> Ite
         field = f"{path}.{config.__struct_config__.tag_field}"
         yield Value(field, shown(tag), chosen=base is None)
     for part in fields(type(config)):
-        key = joined(path, part.encode_name)
+        key = registry.joined(path, part.encode_name)
         default = part.default
         if base is not None:
             default = getattr(base, part.name)

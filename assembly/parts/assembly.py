@@ -30,7 +30,7 @@ from agentenv.assembly.parts.environments import EnvMaker, EnvSettings, try_env
 from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.serving.servers import ServerFactory, fill_roles, start_servers
 from agentenv.base.config import RUN, Reporter, Resolve, resolver
-from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.errors import ConfigError, DataError, reported_as
 from agentenv.base.model_files import check_model_directory, load_tokenizer, read_eos_ids
 from agentenv.base.offload import in_thread
 from agentenv.base.registry import loaded
@@ -145,10 +145,8 @@ class Assembly(Generic[C]):
         if self.makes(path):
             await self.set_up()
         found = find_checkpoint(self.resolve(path))
-        try:
+        with reported_as(DataError, "model.path", DataError):
             check_model_directory(found)
-        except DataError as error:
-            raise DataError(f"model.path: {error}") from error
         return found
 
 
@@ -336,10 +334,8 @@ def make_renderer(
 
 def load_function(path: str, key: str) -> Callable[..., Any]:
     """The function named by 'module:function'. Raises ConfigError with the key."""
-    try:
+    with reported_as(ConfigError, f"{key}: {path!r} cannot be loaded", ConfigError):
         function = loaded(path)
-    except ConfigError as error:
-        raise ConfigError(f"{key}: {path!r} cannot be loaded: {error}") from error
     if not inspect.isroutine(function):
         raise ConfigError(f"{key}: {path!r} is not a function")
     return function

@@ -15,14 +15,7 @@ import msgspec
 from msgspec import Struct
 
 import agentenv.contract.env_registry
-from agentenv.assembly.keys.rl import (
-    TABLES,
-    EnvChoice,
-    EnvConfig,
-    GraderTable,
-    PythonTable,
-    SearchTable,
-)
+from agentenv.assembly.keys import rl
 from agentenv.base.config import Resolve, substituted
 from agentenv.base.crashes import at_start
 from agentenv.base.errors import ConfigError, DataError, reported_as
@@ -56,7 +49,7 @@ class EnvMaker:
     """
 
     def __init__(self, settings: Any, resolve: Resolve) -> None:
-        config: EnvConfig = settings.env
+        config: rl.EnvConfig = settings.env
         limits: Limits = settings.limits
         prompt: PromptConfig = settings.prompt
         import_envs(config.module)
@@ -151,7 +144,7 @@ class EnvMaker:
 
     def _recipe_of(self, env_id: str) -> Recipe:
         if env_id not in self._recipes:
-            self._recipes[env_id] = self._recipe(EnvChoice(id=env_id), f"env {env_id}")
+            self._recipes[env_id] = self._recipe(rl.EnvChoice(id=env_id), f"env {env_id}")
         return self._recipes[env_id]
 
     def _spec(
@@ -167,7 +160,7 @@ class EnvMaker:
                 own = "; to register a custom one, set env.module"
             raise ConfigError(f"{key}: {error}{hint}{own}") from error
 
-    def _recipe(self, variant: EnvChoice, key: str) -> Recipe:
+    def _recipe(self, variant: rl.EnvChoice, key: str) -> Recipe:
         spec = self._spec(variant.id, f"{key}.id")
         with reported_as(ConfigError, f"{key}.id", ConfigError):
             factory = spec.load()
@@ -175,7 +168,7 @@ class EnvMaker:
         keywords = _keywords(parameters)
         kwargs = substituted(variant.kwargs, self._resolve)
         read = set()
-        for name in TABLES:
+        for name in rl.TABLES:
             own, table = getattr(variant, name, None), self._tables.get(name)
             if own is not None and not _takes(keywords, name):
                 raise ConfigError(f"{key}.{name}: not used by {variant.id}; remove the table")
@@ -198,7 +191,7 @@ class EnvMaker:
 
 def tables_of(config: Any) -> Tables:
     """The tables [python], [search] and [grader] of a configuration."""
-    return {name: getattr(config, name) for name in TABLES}
+    return {name: getattr(config, name) for name in rl.TABLES}
 
 
 def import_envs(module: str) -> None:
@@ -253,7 +246,7 @@ def _keywords(parameters: Sequence[Parameter]) -> set[str]:
 
 
 def _check_kwargs(
-    key: str, variant: EnvChoice, parameters: Sequence[Parameter], given: Mapping[str, Any]
+    key: str, variant: rl.EnvChoice, parameters: Sequence[Parameter], given: Mapping[str, Any]
 ) -> None:
     """Raises ConfigError for keywords of the variant that the factory does not accept, and for
     required keywords that `given`, all keywords, lacks."""
@@ -276,12 +269,12 @@ def _takes(keywords: set[str], name: str) -> bool:
 class EnvSettings(Struct, frozen=True, kw_only=True):
     """The part of a configuration that environments depend on."""
 
-    env: EnvConfig
+    env: rl.EnvConfig
     limits: Limits
     prompt: PromptConfig
-    python: PythonTable = None
-    search: SearchTable = None
-    grader: GraderTable = None
+    python: rl.PythonTable = None
+    search: rl.SearchTable = None
+    grader: rl.GraderTable = None
     constraints: Constraints = "none"
 
     @classmethod

@@ -17,17 +17,9 @@ from typing import Any, TypeVar
 from agentenv.assembly.run.garbage import share_heap
 from agentenv.assembly.run.terminal import View
 from agentenv.assembly.run.watchdog import ENDING, GRACE_S, CommandLoop, Watchdog
+from agentenv.base import errors
 from agentenv.base.disk import undecodable
 from agentenv.base.disk_errors import DIR_KEY, explain, written
-from agentenv.base.errors import (
-    EXIT_BAD_INPUT,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    AgentEnvError,
-    ConfigError,
-    DataError,
-    MissingError,
-)
 from agentenv.base.installation import TRAIN, needs_train
 from agentenv.base.offload import hanging, running
 from agentenv.base.registry import import_from_working_directory
@@ -45,7 +37,7 @@ def check_places() -> None:
     paths |= {f"the environment variable {name}": os.environ.get(name, "") for name in PLACES}
     for name, text in paths.items():
         if shown := undecodable(text):
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{name}: {shown!r} is not valid UTF-8; rename the folder, or choose another"
             )
 
@@ -77,17 +69,17 @@ def exit_code_of(
         view.end()
         if interrupted:
             view.log(interrupted)
-        code = EXIT_INTERRUPTED
+        code = errors.EXIT_INTERRUPTED
     except Exception as error:
         reason = reason_of(error, view.folder, writing)
         if reason is not None:
             view.fail(str(reason))
-            is_input = isinstance(reason, ConfigError | DataError)
-            code = EXIT_BAD_INPUT if is_input else EXIT_FAILED
+            is_input = isinstance(reason, errors.ConfigError | errors.DataError)
+            code = errors.EXIT_BAD_INPUT if is_input else errors.EXIT_FAILED
         elif hanging():
             view.end()
             traceback.print_exc()
-            code = EXIT_FAILED
+            code = errors.EXIT_FAILED
         else:
             raise
     finally:
@@ -120,11 +112,11 @@ def without_deepspeed() -> Iterator[None]:
 
 def reason_of(
     error: BaseException, folder: Path | None, writing: str
-) -> AgentEnvError | OSError | None:
+) -> errors.AgentEnvError | OSError | None:
     """The error with the text for users; None for a bug. `folder` is that of the run; `writing`
     names the activity in an I/O error that names no file."""
     if isinstance(error, ModuleNotFoundError):
-        return MissingError(needs_train(error.name)) if error.name in TRAIN else None
+        return errors.MissingError(needs_train(error.name)) if error.name in TRAIN else None
     reason = first_reason(error)
     if not isinstance(reason, OSError):
         return reason
@@ -204,9 +196,9 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def first_reason(error: BaseException) -> AgentEnvError | OSError | None:
+def first_reason(error: BaseException) -> errors.AgentEnvError | OSError | None:
     """The first error with a reason for the user; None if one of the errors is a bug."""
     if not isinstance(error, BaseExceptionGroup):
-        return error if isinstance(error, AgentEnvError | OSError) else None
+        return error if isinstance(error, errors.AgentEnvError | OSError) else None
     reasons = [first_reason(part) for part in error.exceptions]
     return None if None in reasons else reasons[0]

@@ -16,13 +16,7 @@ from typing import Any
 from msgspec import Struct
 
 from agentenv.base.offload import in_thread
-from agentenv.envs.grading import dates, forms, quantities
-from agentenv.envs.grading.candidates import (
-    is_framed_in,
-    is_named_in,
-    rivals_in,
-    without_decoration,
-)
+from agentenv.envs.grading import candidates, dates, forms, quantities
 from agentenv.envs.grading.equality import LIMIT_S, shared_math
 from agentenv.envs.grading.forms import same_answers, special, truth, truth_of, without_name
 from agentenv.envs.grading.formulas import formulas
@@ -180,7 +174,9 @@ def names_several(answer: str, golds: Sequence[str]) -> bool:
     """Whether an answer names a gold and other candidates too, so that it is worth nothing."""
     is_short = len(answer) <= MAX_ANSWER_CHARS  # of a longer one all remains, which is stricter
     return any(
-        rivals_in(one, without_decoration(one, answer) if is_short else answer).certain
+        candidates.rivals_in(
+            one, candidates.without_decoration(one, answer) if is_short else answer
+        ).certain
         for one in (_gold(gold, False) for gold in golds)
     )
 
@@ -235,11 +231,11 @@ def find(answer: str, gold: str, ordered: bool = False) -> Finding:
         return _of_identifier(without_denied(answer), _gold(gold, ordered))
     if _VECTORS.search(gold):
         return Finding(same_dot(answer, gold), "products of vectors")
-    answer = without_decoration(_gold(gold, ordered), answer)
+    answer = candidates.without_decoration(_gold(gold, ordered), answer)
     found = clean(answer)
     if not found or (found.endswith("?") and not wanted.endswith("?")):
         return Finding(False, "string")
-    if is_framed_in(_gold(gold, ordered), answer):
+    if candidates.is_framed_in(_gold(gold, ordered), answer):
         return Finding(True, "string")
     one = _of_one_answer(answer, gold, ordered)
     is_truth = truth(wanted) is not None
@@ -254,21 +250,21 @@ def _of_identifier(answer: str, gold: Gold) -> Finding:
     """The verdict on an answer that must be an identifier, alone or in a sentence that names no
     other."""
     code = identifier(gold.text)
-    if identifier(answer) == code or is_framed_in(gold, answer):
+    if identifier(answer) == code or candidates.is_framed_in(gold, answer):
         return Finding(True, "identifier")
-    right, layer = _agree(without_decoration(gold, answer), gold.text)
+    right, layer = _agree(candidates.without_decoration(gold, answer), gold.text)
     return Finding(right is True, layer)
 
 
 def _of_one_answer(answer: str, gold: str, ordered: bool) -> Finding:
     right, layer = _agree(answer, gold, ordered)
     wanted = _gold(gold, ordered)
-    if right is False and not is_named_in(wanted, answer):
+    if right is False and not candidates.is_named_in(wanted, answer):
         return Finding(False, layer)
-    rivals = rivals_in(wanted, answer)
+    rivals = candidates.rivals_in(wanted, answer)
     if rivals.certain:
         return Finding(False, ONE_ANSWER)
-    if right is False or (right is None and is_named_in(wanted, answer)):
+    if right is False or (right is None and candidates.is_named_in(wanted, answer)):
         return Finding(True, layer)
     if right and rivals.unsure:
         return Finding(None, layer, answer, rivals.unsure, agrees=True)

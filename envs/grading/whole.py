@@ -8,21 +8,8 @@ from itertools import chain, islice
 
 from msgspec.structs import replace
 
-from agentenv.envs.grading import dates
+from agentenv.envs.grading import dates, parts
 from agentenv.envs.grading.gold import Gold, meets
-from agentenv.envs.grading.parts import (
-    BETWEEN,
-    EDGE,
-    Part,
-    amount_of,
-    is_compound,
-    is_named,
-    is_range,
-    is_sum_of_names,
-    trimmed,
-    value_of,
-    without_lead,
-)
 from agentenv.envs.grading.sentences import has_verb, is_statement
 from agentenv.envs.grading.text import (
     EQUALS,
@@ -49,27 +36,27 @@ _SUM_OF = re.compile(
 MAX_PARTS = 120
 
 
-def parts_of(gold: Gold, text: str) -> list[Part]:
+def parts_of(gold: Gold, text: str) -> list[parts.Part]:
     """The text cut until each part is the gold or contains no separator."""
     pieces = labels(text) if gold.kind != "math" else [text]
-    whole = Part("", is_first=True) if len(pieces) < 2 else Part("", "or")
+    whole = parts.Part("", is_first=True) if len(pieces) < 2 else parts.Part("", "or")
     cut = chain.from_iterable(_cut(gold, piece, whole) for piece in pieces)
     return list(islice(cut, MAX_PARTS))
 
 
-def _cut(gold: Gold, text: str, whole: Part, level: int = 0) -> Iterator[Part]:
+def _cut(gold: Gold, text: str, whole: parts.Part, level: int = 0) -> Iterator[parts.Part]:
     """The parts of a text that is attached to its neighbors as `whole` is."""
-    text = trimmed(text)
+    text = parts.trimmed(text)
     if not meets(gold, text):
-        bare, is_led = without_lead(text, gold.text, is_truth=gold.kind == "truth")
+        bare, is_led = parts.without_lead(text, gold.text, is_truth=gold.kind == "truth")
         lead = text[: len(text) - len(bare)].strip(" ,.:;-")
         if not lead or not meets(gold, lead):  # "OK" may be the gold
             text, whole = bare, replace(whole, led=whole.led or is_led)
-    if not text.strip(EDGE):
+    if not text.strip(parts.EDGE):
         return
     is_gold = meets(gold, text) or _is_worked_out(gold, text)
-    is_sum = gold.kind == "number" and (is_compound(text) or _SUM_OF.match(text))
-    if is_gold or is_sum or (level > 3 and BETWEEN.match(text) and is_range(text)):
+    is_sum = gold.kind == "number" and (parts.is_compound(text) or _SUM_OF.match(text))
+    if is_gold or is_sum or (level > 3 and parts.BETWEEN.match(text) and parts.is_range(text)):
         yield replace(whole, text=text, meets=is_gold)
         return
     is_clause = False
@@ -78,22 +65,22 @@ def _cut(gold: Gold, text: str, whole: Part, level: int = 0) -> Iterator[Part]:
         is_clause = is_clause or (
             cut in OF_A_SENTENCE
             and (is_statement(text) or (whole.led and has_verb(text)))
-            and not is_named(text)
+            and not parts.is_named(text)
         )
         head, _, tail = text.partition(",")
         if is_clause and own == "comma" and meets(gold, head):
             yield replace(whole, text=head, joint=whole.joint or own, meets=True)
-            bare, is_led = without_lead(tail.strip(), gold.text)
+            bare, is_led = parts.without_lead(tail.strip(), gold.text)
             if is_led and not has_verb(bare):  # which is 14
-                yield from _cut(gold, bare, Part("", own, led=True), next_level)
+                yield from _cut(gold, bare, parts.Part("", own, led=True), next_level)
             else:
-                yield Part(tail.strip(), own, led=True)
+                yield parts.Part(tail.strip(), own, led=True)
             return
         if not _may_cut(gold, cut, own, text) or (is_clause and cut in OF_A_CLAUSE):
             continue
-        pieces = [piece for piece in cut(text) if piece.strip(EDGE)]
+        pieces = [piece for piece in cut(text) if piece.strip(parts.EDGE)]
         if len(pieces) < 2:
-            text = trimmed(pieces[0]) if pieces else text
+            text = parts.trimmed(pieces[0]) if pieces else text
             continue
         if own == "equals" and not _is_derivation(gold, pieces):
             own = ""
@@ -102,8 +89,10 @@ def _cut(gold: Gold, text: str, whole: Part, level: int = 0) -> Iterator[Part]:
             pieces, is_led = [pieces[0], pieces[-1]], True
         joint = whole.joint if whole.joint != "or" or own == "or" else ""  # the first is a part
         is_first = whole.is_first and own not in ("", "or")  # the next part is attached to it
-        first = Part("", joint or (own if whole.is_first else ""), led=is_led, is_first=is_first)
-        rest = Part("", own, led=is_led and is_clause)
+        first = parts.Part(
+            "", joint or (own if whole.is_first else ""), led=is_led, is_first=is_first
+        )
+        rest = parts.Part("", own, led=is_led and is_clause)
         for place, piece in enumerate(pieces):
             step = cut is LEVELS[-1][1]
             yield from _cut(gold, piece, rest if place else first, next_level + step)
@@ -118,13 +107,13 @@ def _is_worked_out(gold: Gold, text: str) -> bool:
     if is_wordy(text) or _SCORE.fullmatch(text):
         return False
     *names, last = (side.strip(" $") for side in EQUALS.split(text))
-    if amount_of(clean(last)) is None:
-        is_it = not gold.amount.has_unit and value_of(last) == gold.amount.value
+    if parts.amount_of(clean(last)) is None:
+        is_it = not gold.amount.has_unit and parts.value_of(last) == gold.amount.value
     else:  # an amount with its unit, as the layers compare it
         is_it = bool(names) and meets(gold, last)
-    values = [value_of(name) for name in names]
+    values = [parts.value_of(name) for name in names]
     return is_it and all(
-        is_sum_of_names(name) if value is None else value == gold.amount.value
+        parts.is_sum_of_names(name) if value is None else value == gold.amount.value
         for name, value in zip(names, values, strict=True)
     )
 
@@ -132,7 +121,7 @@ def _is_worked_out(gold: Gold, text: str) -> bool:
 def _is_derivation(gold: Gold, sides: Sequence[str]) -> bool:
     """Whether an equation names or calculates its right side, and equates no two answers."""
     return any(
-        amount_of(clean(side)) is None
+        parts.amount_of(clean(side)) is None
         and not is_wordy(_VARIABLES.sub("x", side))
         and (gold.kind in ("number", "math", "list") and not dates.dates(clean(side)))
         for side in sides[:-1]

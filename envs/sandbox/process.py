@@ -24,21 +24,8 @@ from msgspec import Struct
 from agentenv.base.disk import own_folder
 from agentenv.base.errors import ConfigError, ForeignError, InfraError, reported_as
 from agentenv.base.untrusted import decode
-from agentenv.envs.sandbox import confine
+from agentenv.envs.sandbox import confine, launch
 from agentenv.envs.sandbox.keys import PythonConfig
-from agentenv.envs.sandbox.launch import (
-    HERE,
-    LANDLOCK_ADVICE,
-    START_S,
-    ControlledProcess,
-    Rung,
-    advised,
-    bubblewrap,
-    check_missing,
-    environment,
-    find_interpreter,
-    settings_of,
-)
 
 MAX_FRAME_BYTES = 1 << 20
 HEADER_BYTES = 4
@@ -199,7 +186,7 @@ PREFIX = "agentenv-sandbox-"  # of the folder for files without other confinemen
 class ZygoteProcess:
     """One running zygote; `rung` is the confinement of its sessions."""
 
-    def __init__(self, process: ControlledProcess, rung: Rung) -> None:
+    def __init__(self, process: launch.ControlledProcess, rung: launch.Rung) -> None:
         self.rung = rung
         self.live_forks = False
         self._process = process
@@ -209,22 +196,22 @@ class ZygoteProcess:
         self._born: dict[int, asyncio.Future[int]] = {}  # by number: descriptor of the process
 
     @classmethod
-    async def launch(cls, config: PythonConfig, rung: Rung) -> ZygoteProcess:
+    async def launch(cls, config: PythonConfig, rung: launch.Rung) -> ZygoteProcess:
         """Start one. Raises ConfigError if this machine or the interpreter lacks a requirement."""
-        python = await find_interpreter(config.interpreter)
+        python = await launch.find_interpreter(config.interpreter)
         if rung == "landlock" and confine.landlock_abi() < 1:
-            raise ConfigError(f"this kernel offers no Landlock. {LANDLOCK_ADVICE}")
+            raise ConfigError(f"this kernel offers no Landlock. {launch.LANDLOCK_ADVICE}")
         isolated, files = rung == "namespaces", ExitStack()
         home = "/tmp" if isolated else "/"
-        prefix = bubblewrap(python) if isolated else []
-        script = "/sandbox/zygote.py" if isolated else str(HERE / "zygote.py")
+        prefix = launch.bubblewrap(python) if isolated else []
+        script = "/sandbox/zygote.py" if isolated else str(launch.HERE / "zygote.py")
         if rung == "unsafe":
             home = str(files.enter_context(own_folder(None, PREFIX)))
         command = [*prefix, python.program, "-s", "-B", script]
-        variables = {} if isolated else environment()
-        settings = settings_of(config, python, rung, home)
+        variables = {} if isolated else launch.environment()
+        settings = launch.settings_of(config, python, rung, home)
         try:
-            process = ControlledProcess(command, settings, variables, files)
+            process = launch.ControlledProcess(command, settings, variables, files)
         except OSError as error:
             files.close()
             raise ConfigError(f"the Python sandbox cannot start: {error}") from error
@@ -233,10 +220,10 @@ class ZygoteProcess:
             message = await process.started()
             if not message:
                 reason = await process.stop() or f"it ended with {process.process.returncode}"
-                reason = advised(reason)
+                reason = launch.advised(reason)
                 raise ConfigError(f"the Python sandbox cannot start: {reason}")
             report = decode(message, _Report)
-            check_missing(report.missing, python)
+            launch.check_missing(report.missing, python)
             zygote.live_forks = report.live_forks
             asyncio.get_running_loop().add_reader(process.control, zygote._on_news)
         except BaseException as error:
@@ -262,14 +249,14 @@ class ZygoteProcess:
         """A new session, ready to run cells. Raises InfraError."""
         with self._expected({"seed": seed}, "spawn") as (process, born):
             try:
-                async with asyncio.timeout(START_S):
+                async with asyncio.timeout(launch.START_S):
                     answer = await process.receive()
                     if not answer.ready:
-                        problem = advised(f"a sandbox session did not start: {answer.error}")
+                        problem = launch.advised(f"a sandbox session did not start: {answer.error}")
                         raise InfraError(problem)
                     process.pidfd = await born
             except TimeoutError as error:
-                raise InfraError(f"no sandbox session within {START_S:g} s") from error
+                raise InfraError(f"no sandbox session within {launch.START_S:g} s") from error
             except ChannelClosedError as error:
                 raise InfraError(f"a sandbox session died at its start: {error}") from error
         return process

@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from agentenv.base.deadline import uncancelled
 from agentenv.base.disk import own_folder
-from agentenv.base.errors import ConfigError, ForeignError, InfraError
+from agentenv.base.errors import ConfigError, ForeignError, InfraError, reported_as
 from agentenv.base.offload import in_thread
 from agentenv.base.untrusted import decode
 from agentenv.envs.sandbox.launch import (
@@ -157,12 +157,10 @@ class Program:
             data = b""
         if not data:
             raise await self._problem()
-        try:
+        with reported_as(
+            InfraError, "the sandbox of a program sent an invalid message", ForeignError
+        ):
             return decode(data, Ended)
-        except ForeignError as error:
-            raise InfraError(
-                f"the sandbox of a program sent an invalid message: {error}"
-            ) from error
 
     async def _problem(self) -> Exception:
         """The error for an end of the sandbox without a report."""

@@ -129,12 +129,10 @@ class FaissBackend(LocalBackend["_Dense"]):
         path = Path(self._config.index)
         if not path.is_file():
             raise ConfigError(f"search.backend.index: {path} is not a file; expected a FAISS index")
-        try:
+        with reported_as(
+            ConfigError, f"search.backend.index: {path} is not a FAISS index", RuntimeError
+        ):
             index = self._faiss.read_index(str(path))
-        except RuntimeError as error:
-            raise ConfigError(
-                f"search.backend.index: {path} is not a FAISS index: {error}"
-            ) from error
         corpus = CorpusFile(Path(self._config.corpus))
         if index.ntotal != len(corpus):
             raise DataError(

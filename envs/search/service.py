@@ -15,14 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
-from agentenv.base.errors import (
-    ConfigError,
-    DataError,
-    EngineError,
-    ForeignError,
-    InfraError,
-    ToolError,
-)
+from agentenv.base import errors
 from agentenv.base.offload import in_thread
 from agentenv.base.result_cache import ResultCache
 from agentenv.base.types import Info, Message, ToolResult
@@ -31,15 +24,7 @@ from agentenv.contract.env import shared, summed_stats
 from agentenv.contract.function_tool import argument_schema, read_arguments
 from agentenv.contract.http_client import RefusedError
 from agentenv.contract.tools import StatelessTool
-from agentenv.envs.search.corpus import (
-    CORPUS_SCHEME,
-    Backend,
-    Hit,
-    Query,
-    joined_contents,
-    market_of,
-    words,
-)
+from agentenv.envs.search import corpus
 from agentenv.envs.search.keys import SearchConfig, SummarizerConfig
 from agentenv.envs.search.pages import PageReader
 from agentenv.envs.search.upstream import HttpRequest
@@ -94,9 +79,9 @@ class Summarizer:
             nonlocal num_tokens
             try:
                 reply = read_reply(await self._model.reply(body))
-            except EngineError as error:
+            except errors.EngineError as error:
                 refused = isinstance(error, RefusedError) and error.status in (401, 403, 407)
-                kind = ConfigError if refused else InfraError
+                kind = errors.ConfigError if refused else errors.InfraError
                 raise kind(f"search.summarizer: {error}") from error
             num_tokens = reply.num_tokens
             _, marked, after = reply.text.rpartition(MARK)
@@ -148,7 +133,7 @@ class CachedBackend:
     """
 
     name: str
-    backend: Backend
+    backend: corpus.Backend
     cache: ResultCache
     arpo_cache: Path | None = None
     _: KW_ONLY
@@ -163,7 +148,7 @@ class CachedBackend:
                 self.cache.put(ARPO_PREFIX + query, text.encode())
         await self.backend.start()
 
-    async def search(self, query: Query) -> list[Hit]:
+    async def search(self, query: corpus.Query) -> list[corpus.Hit]:
         """Search in the cache, by an equal running call, or by the backend."""
         key, imported = self._key(query), ARPO_PREFIX + query.text
         if not self.cache.holds(key) and self.cache.holds(imported):
@@ -174,10 +159,10 @@ class CachedBackend:
         async def fetch() -> bytes:
             return msgspec.json.encode(await self.backend.search(query))
 
-        through, kind = self.cache.through, list[Hit]
+        through, kind = self.cache.through, list[corpus.Hit]
         return await through(key, fetch, lambda data: decode(data, kind), lasts=self.lasts)
 
-    async def document(self, url: str) -> Hit | None:
+    async def document(self, url: str) -> corpus.Hit | None:
         """The backend's own document."""
         return await self.backend.document(url)
 
@@ -189,7 +174,7 @@ class CachedBackend:
         """Close the backend; the cache belongs to its owner."""
         await self.backend.close()
 
-    def _key(self, query: Query) -> str:
+    def _key(self, query: corpus.Query) -> str:
         return msgspec.json.encode([self.name, query]).decode()
 
 
@@ -198,24 +183,24 @@ def read_arpo_cache(path: Path) -> dict[str, str]:
     try:
         return decode(path.read_bytes(), dict[str, str])
     except OSError as error:
-        raise DataError(f"search cache {path} cannot be read: {error.strerror}") from error
-    except ForeignError as error:
-        raise DataError(
+        raise errors.DataError(f"search cache {path} cannot be read: {error.strerror}") from error
+    except errors.ForeignError as error:
+        raise errors.DataError(
             f"search cache {path}: {error}; expected one JSON object, query -> result text"
         ) from error
 
 
-def hits_of_arpo(text: str) -> list[Hit]:
+def hits_of_arpo(text: str) -> list[corpus.Hit]:
     """The results in a text of ARPO's cache, with lines "Page 1: snippet", "Page 2: ..."."""
     if text.strip() == _ARPO_NOTHING:
         return []
-    return [Hit(part.strip()) for part in _PAGE.split(text) if part.strip()]
+    return [corpus.Hit(part.strip()) for part in _PAGE.split(text) if part.strip()]
 
 
-def build_backend(config: SearchConfig, cache: ResultCache) -> Backend:
+def build_backend(config: SearchConfig, cache: ResultCache) -> corpus.Backend:
     """The configured backend, with a cache in front if it has a `cache_name`."""
     chosen = config.backend
-    backend: Backend = chosen.build()
+    backend: corpus.Backend = chosen.build()
     if not chosen.cache_name:
         return backend
     arpo_cache = Path(config.arpo_cache) if config.arpo_cache else None
@@ -269,15 +254,15 @@ class SearchService:
 
     async def _search(self, text: str, episode: Episode, links: bool) -> ToolResult:
         config, sizes = self.config, self.config.sizes
-        market = market_of(text, config.market)
-        query, info = Query(text, config.max_results, market), Info()
+        market = corpus.market_of(text, config.market)
+        query, info = corpus.Query(text, config.max_results, market), Info()
         found = {hit.text: hit for hit in reversed(await self.backend.search(query))}
         hits = [*reversed(found.values())]  # of equal texts, the first
         info["ids"] = [hit.id or hit.url for hit in hits]
         if not hits:
             return ToolResult(NO_RESULTS, info)
         if sizes.mode == "snippets" and sizes.form == "passages":
-            texts = [joined_contents(hit.title, hit.text).strip() for hit in hits]
+            texts = [corpus.joined_contents(hit.title, hit.text).strip() for hit in hits]
             return ToolResult("\n\n".join(texts), info)
         if sizes.mode == "snippets":
             parts = [hit.text[: config.max_chars_per_result] for hit in hits]
@@ -309,21 +294,21 @@ class SearchService:
 
     async def _page(self, url: str) -> str:
         """The text of a page or document."""
-        if not url.startswith(CORPUS_SCHEME):
+        if not url.startswith(corpus.CORPUS_SCHEME):
             return await self.reader.text(url)
         document = await self.backend.document(url)
         if document is None:
-            raise ToolError(f"There is no document {url}.")
+            raise errors.ToolError(f"There is no document {url}.")
         return f"{document.title}\n{document.text}" if document.title else document.text
 
-    async def _window(self, hit: Hit, info: Info) -> str:
+    async def _window(self, hit: corpus.Hit, info: Info) -> str:
         """The page around the snippet; the snippet if the page is not available."""
         sizes = self.config.sizes
         if not hit.url.startswith(("http://", "https://")):
             return hit.text[: sizes.window_chars]
         try:
             page = await self._page(hit.url)
-        except (ToolError, InfraError) as error:
+        except (errors.ToolError, errors.InfraError) as error:
             info.setdefault("pages_failed", []).append(str(error))
             return hit.text[: sizes.window_chars]
         page = page[: sizes.max_page_chars]
@@ -340,7 +325,7 @@ class SearchService:
         return summary.text or pages[: config.max_chars]
 
 
-def _pages(hits: list[Hit], parts: list[str], links: bool) -> str:
+def _pages(hits: list[corpus.Hit], parts: list[str], links: bool) -> str:
     lines = []
     for number, (hit, part) in enumerate(zip(hits, parts, strict=True), start=1):
         link = f"[{hit.title}]({hit.url}) " if links and hit.url else ""
@@ -443,9 +428,9 @@ def window(text: str, snippet: str, max_chars: int) -> str:
     match."""
     if len(text) <= max_chars:
         return text
-    wanted = set(words(snippet))
+    wanted = set(corpus.words(snippet))
     chunks = _chunks(text)
-    overlaps = [len(wanted.intersection(words(text[a:b]))) for a, b in chunks]
+    overlaps = [len(wanted.intersection(corpus.words(text[a:b]))) for a, b in chunks]
     best = max(overlaps)
     if not wanted or best < MIN_OVERLAP * len(wanted):
         return text[:max_chars]
@@ -462,8 +447,8 @@ def passages(text: str, query: str, max_chars: int) -> str:
     if len(text) <= max_chars:
         return text
     chunks = _chunks(text)
-    contents = [Counter(words(text[a:b])) for a, b in chunks]
-    wanted = set(words(query))
+    contents = [Counter(corpus.words(text[a:b])) for a, b in chunks]
+    wanted = set(corpus.words(query))
     rarity = {
         word: log(1 + len(chunks) / (1 + sum(word in found for found in contents)))
         for word in wanted

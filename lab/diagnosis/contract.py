@@ -15,15 +15,8 @@ from msgspec.structs import replace
 from agentenv.assembly.checks.checks import EPISODES, MACHINE, MODEL, RUNS, TRAIN, Check, Skip
 from agentenv.assembly.parts.assembly import TRAINED, Assembly
 from agentenv.assembly.parts.environments import EnvMaker, grader_of
+from agentenv.base import errors
 from agentenv.base.deadline import within
-from agentenv.base.errors import (
-    ConfigError,
-    CrashError,
-    EnvError,
-    GraderError,
-    InfraError,
-    StallError,
-)
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Completion, Message, Task
 from agentenv.contract.env import Grader, graded, start_grader
@@ -68,7 +61,7 @@ def refuse_lost_call(
     found = renderer.parse(written, tools, prompt).tool_calls
     if list(found) != [wanted]:
         got = ", ".join(f"{one.name}({one.arguments})" for one in found) or "no call"
-        raise ConfigError(
+        raise errors.ConfigError(
             f"the tool {name!r}: its call {text!r} is parsed as {got}; choose another "
             "renderer.name or tool name"
         )
@@ -119,7 +112,7 @@ async def parity(assembly: TrainingAssembly) -> str:
     in_float32 = await in_thread(computes_in_float32, config)
     allowed, stop = gap_limits(config.train, in_float32)
     if gap.worst_mean > stop:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{gap.worst or 'the engine'} and the learner disagree by {message}, more than "
             f"train.stop_logprob_gap = {stop:g}; check for a different dtype, quantization or "
             "model path"
@@ -160,13 +153,13 @@ async def check_grader_sanity(make_env: EnvMaker, tasks: Sequence[Task]) -> str:
         for task, other in pairs:
             gold = task.answers[0]
             if not await is_right(grader, task, gold):
-                raise ConfigError(
+                raise errors.ConfigError(
                     f"row {task.id}: the grader grades its own gold answer {gold!r} as wrong; does "
                     "the gold answer have the form that the grader reads, and does grader.kind fit "
                     "such answers?"
                 )
             if await is_right(grader, task, other.answers[0]):
-                raise ConfigError(
+                raise errors.ConfigError(
                     f"row {task.id}: the grader grades {other.answers[0]!r}, the gold answer of "
                     f"row {other.id}, as correct instead of {gold!r}; any answer earns a reward: "
                     "choose a stricter grader"
@@ -177,7 +170,7 @@ async def check_grader_sanity(make_env: EnvMaker, tasks: Sequence[Task]) -> str:
             gold = task.answers[0]
             for spelled in respelled(gold):
                 if not await is_right(grader, task, spelled):
-                    raise ConfigError(
+                    raise errors.ConfigError(
                         f"row {task.id}: the grader grades its gold answer {gold!r}, written as "
                         f"{spelled!r}, as wrong; correct answers in another form earn nothing: "
                         f"{_more_lenient(grader)}"
@@ -199,7 +192,7 @@ async def refuse_two_guesses(grader: Grader, task: Task, other: str) -> None:
     paid = [text for text in texts if await is_right(grader, task, text)]
     if paid:
         shown = " and ".join(map(repr, paid[:2])).replace("; ", ";")  # "; " begins a remedy
-        raise ConfigError(
+        raise errors.ConfigError(
             f"row {task.id}: {len(paid)} of {len(texts)} answers that name a second candidate "
             f"besides the gold answer are graded as correct, such as {shown}; it rewards guessing "
             'twice, which a policy learns: reject such answers, as kind = "layered" does'
@@ -250,10 +243,12 @@ async def is_right(grader: Grader, task: Task, answer: str) -> bool:
     text = rf"<think>.</think><answer>\boxed{{{answer}}}</answer>"
     try:
         grade = await graded(grader, task, [Message("assistant", text)], {})
-    except (GraderError, CrashError) as error:
-        raise ConfigError(f"row {task.id}: the grader cannot grade {answer!r}: {error}") from error
+    except (errors.GraderError, errors.CrashError) as error:
+        raise errors.ConfigError(
+            f"row {task.id}: the grader cannot grade {answer!r}: {error}"
+        ) from error
     if not math.isfinite(grade.reward):
-        raise ConfigError(f"row {task.id}: the reward of {answer!r} is {grade.reward}")
+        raise errors.ConfigError(f"row {task.id}: the reward of {answer!r} is {grade.reward}")
     return grade.success
 
 
@@ -267,8 +262,8 @@ async def services(assembly: TrainingAssembly) -> str:
         await within(SERVICE_S, "the search service", backend.start())
         query = Query("capital of Peru", 3)
         hits = await within(SERVICE_S, "the search service", backend.search(query))
-    except (InfraError, StallError, EnvError) as error:
-        raise ConfigError(
+    except (errors.InfraError, errors.StallError, errors.EnvError) as error:
+        raise errors.ConfigError(
             f"a search failed: {error}; check key, quota and network of the search service"
         ) from error
     finally:

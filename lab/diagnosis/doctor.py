@@ -16,18 +16,7 @@ import psutil
 from packaging.requirements import Requirement
 from rich.markup import escape
 
-from agentenv.assembly.checks.checks import (
-    RUNS,
-    SAMPLING,
-    START,
-    TRAIN,
-    Check,
-    CheckResult,
-    CheckRunner,
-    Skip,
-    part,
-    select,
-)
+from agentenv.assembly.checks import checks
 from agentenv.assembly.keys.help import refuse_verl_keys
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.run import RunConfig
@@ -56,14 +45,14 @@ async def examine(
     is_quick: bool,
     report: Reporter,
     on_begin: Callable[[str], None] = lambda name: None,
-) -> AsyncIterator[CheckResult]:
+) -> AsyncIterator[checks.CheckResult]:
     """The result of every check, in sequence; `on_begin` takes the name of a check that starts. The
     set-up of a run uses a temporary folder. Raises ConfigError for overrides without a
     configuration."""
     if path is None and overrides:
         raise ConfigError(f"{overrides[0]!r}: keys require --config CONFIG")
-    runner, config = CheckRunner(CHECK_S, catches=True), None
-    result = CheckResult("configuration", "passed")
+    runner, config = checks.CheckRunner(CHECK_S, catches=True), None
+    result = checks.CheckResult("configuration", "passed")
     if path is not None:
         try:
             config = load_config(
@@ -83,12 +72,12 @@ async def examine(
         async with AsyncExitStack() as stack:
             assembly = TrainingAssembly(config, Path(place), None, stack, report)
             assembly.tries_all = True
-            for check in select(CHECKS, config, "configuration", "measured"):
+            for check in checks.select(CHECKS, config, "configuration", "measured"):
                 if check.remote and is_offline:
-                    yield CheckResult(check.name, "skipped", "--offline sends no requests")
+                    yield checks.CheckResult(check.name, "skipped", "--offline sends no requests")
                 elif check.slow and is_quick:
                     why = "--quick starts neither learner nor engine"
-                    yield CheckResult(check.name, "skipped", why)
+                    yield checks.CheckResult(check.name, "skipped", why)
                 else:
                     on_begin(check.name)
                     yield await runner.run(check, assembly)
@@ -105,7 +94,7 @@ def _refuse_others(raw: Tree, source: str) -> None:
     refuse_verl_keys(raw, source)
 
 
-def show(result: CheckResult, view: View) -> None:
+def show(result: checks.CheckResult, view: View) -> None:
     """Print a result, with its remedy if it failed."""
     message = escape(result.message)
     if result.state == "skipped":
@@ -132,7 +121,7 @@ async def packages(folder: Path) -> str:
     try:
         required = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
-        raise Skip(
+        raise checks.Skip(
             "agentenv is not installed as a package, so required versions are unknown"
         ) from None
     problems, found, extra = [], [], NEEDED
@@ -228,7 +217,7 @@ async def checkpoints(assembly: TrainingAssembly) -> str:
     await assembly.model()  # of the set-up
     plan = make_plan(assembly.config, find_machine(None, None), assembly.resolve)
     if not plan.checkpoint_bytes:
-        raise Skip("the size of a checkpoint is unknown")
+        raise checks.Skip("the size of a checkpoint is unknown")
     number, files = files_of(assembly.config)
     needed, bounds = number * plan.checkpoint_bytes, sum(files.values())
     place = existing(Path(assembly.config.run.dir))
@@ -273,19 +262,19 @@ async def connections(assembly: TrainingAssembly) -> str:
     return message
 
 
-CHECKS: tuple[Check, ...] = (
-    Check("versions", "machine", (), packages),
-    Check("free memory", "machine", (), memory),
-    Check("free disk", "machine", (), disk),
-    Check("descriptors", "machine", (), descriptors),
-    Check("sandbox", "machine", (), sandbox),
-    *START,
-    Check("room for rollouts", "contract", TRAIN, connections),
-    Check("room on the disk", "contract", TRAIN, checkpoints),
-    Check("room in memory", "contract", TRAIN, processes),
+CHECKS: tuple[checks.Check, ...] = (
+    checks.Check("versions", "machine", (), packages),
+    checks.Check("free memory", "machine", (), memory),
+    checks.Check("free disk", "machine", (), disk),
+    checks.Check("descriptors", "machine", (), descriptors),
+    checks.Check("sandbox", "machine", (), sandbox),
+    *checks.START,
+    checks.Check("room for rollouts", "contract", checks.TRAIN, connections),
+    checks.Check("room on the disk", "contract", checks.TRAIN, checkpoints),
+    checks.Check("room in memory", "contract", checks.TRAIN, processes),
     *CONTRACT,
     # the ranks start and load the model; the engine starts and serves it
-    Check("learner", "started", RUNS, part("learner"), slow=True),
-    Check("engine", "started", SAMPLING, part("engine"), slow=True),
-    Check("log-prob parity", "measured", TRAIN, parity, slow=True),
+    checks.Check("learner", "started", checks.RUNS, checks.part("learner"), slow=True),
+    checks.Check("engine", "started", checks.SAMPLING, checks.part("engine"), slow=True),
+    checks.Check("log-prob parity", "measured", checks.TRAIN, parity, slow=True),
 )

@@ -20,16 +20,8 @@ from typing import Any
 
 import jinja2
 
+from agentenv.assembly.checks import start_checks
 from agentenv.assembly.checks.checks import refuse
-from agentenv.assembly.checks.start_checks import (
-    PathKey,
-    absent_paths,
-    dataset_registry,
-    hub_keys,
-    is_here,
-    launched_servers,
-    paths_of,
-)
 from agentenv.assembly.keys.benchmarks import benchmark
 from agentenv.assembly.keys.cluster import KubernetesCluster, ServeConfig, SlurmCluster
 from agentenv.assembly.keys.evaluation import EvaluateConfig
@@ -44,15 +36,8 @@ from agentenv.assembly.run.tables import Table
 from agentenv.assembly.run.terminal import View
 from agentenv.assembly.serving.gpus import GIB, find_machine
 from agentenv.assembly.serving.server_command import find_python
+from agentenv.base import errors
 from agentenv.base.config import Resolve, resolver
-from agentenv.base.errors import (
-    EXIT_BAD_INPUT,
-    EXIT_MISSING,
-    AgentEnvError,
-    ConfigError,
-    DataError,
-    MissingError,
-)
 from agentenv.base.installation import PACKAGES
 from agentenv.base.model_files import find_on_hub, hub_id
 from agentenv.engines.openai import OpenAIConfig
@@ -68,30 +53,32 @@ from agentenv.training.workers.worker_process import DRAIN_VARIABLE, WAIT_VARIAB
 # Missing inputs of a configuration: files, folders, keys, environments of engines.
 
 
-def missing_files(config: AnyRun, assembly: Assembly[Any]) -> Iterator[PathKey]:
+def missing_files(config: AnyRun, assembly: Assembly[Any]) -> Iterator[start_checks.PathKey]:
     """The missing paths of a configuration, including files of a registry of datasets and of
     prompts. Raises DataError for names that the registry lacks."""
-    yield from absent_paths(assembly)
-    registry = dataset_registry(config)
+    yield from start_checks.absent_paths(assembly)
+    registry = start_checks.dataset_registry(config)
     if registry and assembly.resolve(registry).exists():
-        for key, name, _ in paths_of(config):
+        for key, name, _ in start_checks.paths_of(config):
             if key.startswith("data.") and key != "data.dataset_info":
                 files = registered_files(assembly.resolve(registry), [name])
-                yield from (PathKey(key, str(file)) for file in files if not file.exists())
+                yield from (
+                    start_checks.PathKey(key, str(file)) for file in files if not file.exists()
+                )
     yield from _missing_templates(config, assembly.resolve)
 
 
-def _missing_templates(config: AnyRun, resolve: Resolve) -> Iterator[PathKey]:
+def _missing_templates(config: AnyRun, resolve: Resolve) -> Iterator[start_checks.PathKey]:
     """The missing files of prompts; a name without a suffix is a preset."""
     if isinstance(config, ServeConfig):
         return
     sets = config.sets.values() if isinstance(config, EvaluateConfig) else ()
     for template in dict.fromkeys(one.prompt.template for one in (config, *sets)):
-        if Path(template).suffix and not is_here(resolve(template).expanduser()):
-            yield PathKey("prompt.template", template)
+        if Path(template).suffix and not start_checks.is_here(resolve(template).expanduser()):
+            yield start_checks.PathKey("prompt.template", template)
 
 
-def _to_fetch(config: AnyRun, absent: PathKey) -> str:
+def _to_fetch(config: AnyRun, absent: start_checks.PathKey) -> str:
     """The line of a missing path; for a benchmark's file, with its origin."""
     line = f"{absent.key} = {absent.text}"
     name = absent.key.split(".")[1] if absent.key.startswith("sets.") else ""
@@ -104,11 +91,9 @@ def _to_fetch(config: AnyRun, absent: PathKey) -> str:
 def _not_cached(config: AnyRun) -> Iterator[str]:
     """A line for each id of the hub that is not in its cache; cached ones are resolved from now
     on."""
-    for key, text, kind in hub_keys(config):
-        try:
+    for key, text, kind in start_checks.hub_keys(config):
+        with errors.reported_as(errors.DataError, key, errors.DataError):
             found = find_on_hub(text, kind)
-        except DataError as error:
-            raise DataError(f"{key}: {error}") from error
         if found is None and hub_id(text) is not None:
             yield f"{key} = {text}: no such path; the run will look up this {kind} on the hub"
 
@@ -122,10 +107,10 @@ def _missing_parts(config: AnyRun) -> Iterator[str]:
         variable = PROVIDERS[search.backend.provider].key_variable
         if variable and not os.environ.get(variable):
             yield f"the environment variable {variable} ({search.backend.provider})"
-    for name, launched, key in launched_servers(config):
+    for name, launched, key in start_checks.launched_servers(config):
         try:
             find_python(name, launched, key)
-        except ConfigError as error:
+        except errors.ConfigError as error:
             yield str(error)
 
 
@@ -226,7 +211,7 @@ def dry_run(
     missing = list[str]()
     try:
         asyncio.run(refuse(assembly, "configuration"))
-    except MissingError as error:
+    except errors.MissingError as error:
         missing.append(str(error))
     missing += _not_cached(config)
     plan = make_plan(config, machine, resolve, model)
@@ -246,12 +231,12 @@ def dry_run(
         lines = list[str]()
         try:
             asyncio.run(check_data(config, run, place, keys, lines.append, is_elsewhere=elsewhere))
-        except (AgentEnvError, OSError) as error:
+        except (errors.AgentEnvError, OSError) as error:
             (plan.missing if _is_missing(error) else plan.problems).append(str(error))
         show_lines("available data", lines, view)
     show_plan(plan, view)
     if plan.problems:
-        raise ConfigError("; ".join(dict.fromkeys(plan.problems)))
+        raise errors.ConfigError("; ".join(dict.fromkeys(plan.problems)))
     if isinstance(config, TrainConfig):
         show_cluster(config, arguments, view, run)
     fits = "it fits" if plan.is_whole else NOT_ALL
@@ -260,15 +245,16 @@ def dry_run(
         view.log(f"next: {_next(config)}")
         return 0
     view.log(
-        f"missing items are listed above (exit code {EXIT_MISSING}: no errors, but missing items); "
-        "docs/data.md describes data files, and docs/reproduce.md where to get those of the papers"
+        f"missing items are listed above (exit code {errors.EXIT_MISSING}: no errors, but missing "
+        "items); docs/data.md describes data files, and docs/reproduce.md where to get those of "
+        "the papers"
     )
-    return EXIT_MISSING
+    return errors.EXIT_MISSING
 
 
 def _is_missing(error: BaseException | None) -> bool:
     """Whether a missing package is the cause, including one that an environment imports."""
-    while error is not None and not isinstance(error, MissingError):
+    while error is not None and not isinstance(error, errors.MissingError):
         if isinstance(error, ModuleNotFoundError) and error.name:
             return find_spec(error.name.partition(".")[0]) is None
         error = error.__cause__
@@ -286,7 +272,7 @@ def show_cluster(config: TrainConfig, arguments: argparse.Namespace, view: View,
                     os.fchmod(file.fileno(), 0o600)
                 file.write(job)
         except OSError as error:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"cluster.script = {script}: {error.strerror}; choose a writable file"
             ) from error
         view.log(f"wrote {script}")
@@ -336,7 +322,7 @@ FACTS = {
     "wait_s": 1800,  # for the controller, which may create or load a model first
     "drain_s": 60,  # for a worker to end
     "grace_s": 300,  # for a controller to save its checkpoint
-    "bad_input": EXIT_BAD_INPUT,
+    "bad_input": errors.EXIT_BAD_INPUT,
     "num_starts": 100,  # of the controller, each with a restart of its workers
     "controller_cpus": 4,
     "token_variable": TOKEN_VARIABLE,
@@ -412,14 +398,14 @@ def _filled(template: str, config: TrainConfig, run: Path, **values: object) -> 
 def _check_kubernetes(config: TrainConfig, cluster: KubernetesCluster) -> None:
     for key in ("image", "claim"):
         if not getattr(cluster, key):
-            raise ConfigError(f"cluster.{key}: required by cluster.kind = kubernetes")
+            raise errors.ConfigError(f"cluster.{key}: required by cluster.kind = kubernetes")
     if config.learner.launch == "external":
-        raise ConfigError(
+        raise errors.ConfigError(
             "learner.launch = external: on Kubernetes the learner's ranks run next to the "
             "controller; remove it"
         )
     if not str(config.run.dir).startswith(f"{cluster.mount}/"):
-        raise ConfigError(
+        raise errors.ConfigError(
             f"run.dir = {config.run.dir}: workers, and the controller after a restart, need the "
             f"run's folder; put it under cluster.mount = {cluster.mount}, as "
             f"run.dir={cluster.mount}/runs"

@@ -40,20 +40,7 @@ from agentenv.contract.request import (
 )
 from agentenv.contract.server_config import PoolConfig
 from agentenv.contract.stop_strings import StopMatcher, StopStrings
-from agentenv.engines.pool.server import (
-    SILENT,
-    WATCH_S,
-    Aborted,
-    Busy,
-    Heartbeat,
-    Lost,
-    Outcome,
-    RequestMonitor,
-    Reset,
-    Slot,
-    Starved,
-    TurnDone,
-)
+from agentenv.engines.pool import server
 
 EntropyKind = Literal["exact", "top_k"]
 NO_DESCRIPTOR_S = 0.25  # between attempts of a request without a free file descriptor
@@ -61,7 +48,7 @@ FIRST = (-1, 0)  # the order of a turn that a full server has rejected
 
 SCORES_S = 120.0  # for the log-probs of a turn without its grammar
 UNCHANGED = 0.03  # nats; a decoding and a scoring pass in bfloat16 differ by as much
-S = TypeVar("S", bound=Slot)
+S = TypeVar("S", bound=server.Slot)
 
 
 class PooledTurn:
@@ -290,8 +277,9 @@ class TurnEngine(Engine, Generic[S]):
         self._num_turns, self._num_requests = count(1), count(1)
         self._stop_strings = StopStrings(model_path, vocab_size)
         self._entropy_kind: EntropyKind = "top_k"  # of the last part that came to its end
-        self._heartbeats: defaultdict[str, Heartbeat] = defaultdict(Heartbeat)  # by server
-        self._monitors: dict[asyncio.Task[PartEnd], RequestMonitor] = {}
+        # by server
+        self._heartbeats: defaultdict[str, server.Heartbeat] = defaultdict(server.Heartbeat)
+        self._monitors: dict[asyncio.Task[PartEnd], server.RequestMonitor] = {}
         self._watching: asyncio.TimerHandle | None = None
 
     @abstractmethod
@@ -303,7 +291,7 @@ class TurnEngine(Engine, Generic[S]):
         """A slot on a server that serves. Raises EngineDeadError."""
 
     @abstractmethod
-    def release(self, slot: S, outcome: Outcome) -> Outcome:
+    def release(self, slot: S, outcome: server.Outcome) -> server.Outcome:
         """Free the slot. Returns the outcome, or Lost if the server rejects everything."""
 
     async def generate(
@@ -343,15 +331,15 @@ class TurnEngine(Engine, Generic[S]):
                 return turn.completion
             self.check_alive()
             self.counts["continuations"] += bool(turn.token_ids)
-            place = FIRST if isinstance(outcome, Busy | Starved) else order
+            place = FIRST if isinstance(outcome, server.Busy | server.Starved) else order
             match outcome:
-                case Starved():
+                case server.Starved():
                     self.counts["descriptor_waits"] += 1
                     with waiting("a free file descriptor"):
                         await asyncio.sleep(NO_DESCRIPTOR_S)
-                case Reset():
+                case server.Reset():
                     self.counts["reconnections"] += 1
-                case Lost(problem=problem) | Aborted(problem=problem) if problem:
+                case server.Lost(problem=problem) | server.Aborted(problem=problem) if problem:
                     if retries == self.config.max_retries:
                         raise EngineError(f"a turn failed after {retries + 1} attempts: {problem}")
                     retries += 1
@@ -361,13 +349,13 @@ class TurnEngine(Engine, Generic[S]):
 
     async def _part(
         self, turn: PooledTurn, session: str, order: tuple[int, int], failed: set[S]
-    ) -> Outcome:
+    ) -> server.Outcome:
         """Sample on one server. `failed` has servers to avoid, and is extended. Raises permanent
         errors of the server."""
         self.check_alive()
         with waiting(WaitKind.SLOT):
             slot = await self.acquire(session, order, failed)
-        outcome: Outcome = Aborted()
+        outcome: server.Outcome = server.Aborted()
         try:
             while (ended := await self._request(slot, turn, session)) is None:
                 pass  # the fork window was whole, the rest of the turn follows
@@ -379,9 +367,11 @@ class TurnEngine(Engine, Generic[S]):
                     await self._mark_changed(slot, turn.completion, turn)
         finally:
             outcome = self.release(slot, outcome)
-        if isinstance(outcome, Lost) or (isinstance(outcome, Aborted) and outcome.problem):
+        if isinstance(outcome, server.Lost) or (
+            isinstance(outcome, server.Aborted) and outcome.problem
+        ):
             failed.add(slot)
-        if isinstance(outcome, Lost) and outcome.kind == ForeignWeightsError.kind:
+        if isinstance(outcome, server.Lost) and outcome.kind == ForeignWeightsError.kind:
             turn.discard(ForeignWeightsError(outcome.problem))
         elif turn.completion is None and turn.guide:  # a grammar begins at the start of a turn
             turn.discard(EngineError("a part of a turn under a grammar was reported"))
@@ -414,7 +404,7 @@ class TurnEngine(Engine, Generic[S]):
         pairs = zip(done.logprobs, plain, strict=True)
         done.logprobs = [own if abs(own - one) <= UNCHANGED else nan for own, one in pairs]
 
-    async def _request(self, slot: S, turn: PooledTurn, session: str) -> Outcome | None:
+    async def _request(self, slot: S, turn: PooledTurn, session: str) -> server.Outcome | None:
         """One request on one server. None: the turn continues there with another request."""
         if (closed := slot.closed()) is not None:
             return closed
@@ -427,13 +417,13 @@ class TurnEngine(Engine, Generic[S]):
         )
         self.counts["prompt_tokens"] += len(request.prompt_ids)
         slot.num_requests += 1
-        monitor = RequestMonitor(slot, heartbeat)
+        monitor = server.RequestMonitor(slot, heartbeat)
         receive = partial(self._receive, slot, turn, monitor)
         task = turn.loop.create_task(slot.client.generate(request, receive))
         slot.run(task, monitor.wait)
         self._monitors[task] = monitor
         if self._watching is None:
-            self._watching = turn.loop.call_later(WATCH_S, self._watch)
+            self._watching = turn.loop.call_later(server.WATCH_S, self._watch)
         try:
             with doing(slot.label), deferring(monitor.deferral_s):
                 await turn.until_ended(task)
@@ -447,7 +437,7 @@ class TurnEngine(Engine, Generic[S]):
                 monitor.end()
                 error = None if task.cancelled() else task.exception()
         if turn.is_stopped:
-            return Aborted()
+            return server.Aborted()
         if task.cancelled() or error is not None:
             return self._failure(slot, turn, monitor, error)
         part = task.result()
@@ -455,36 +445,38 @@ class TurnEngine(Engine, Generic[S]):
         turn.end_part(part)
         self.counts["cached_tokens"] += part.num_cached_tokens
         if part.finish_reason == "abort":
-            return Aborted(f"{slot.name} aborted the request")
-        return TurnDone() if turn.completion is not None else None
+            return server.Aborted(f"{slot.name} aborted the request")
+        return server.TurnDone() if turn.completion is not None else None
 
     def _failure(
-        self, slot: S, turn: PooledTurn, monitor: RequestMonitor, error: BaseException | None
-    ) -> Outcome:
+        self, slot: S, turn: PooledTurn, monitor: server.RequestMonitor, error: BaseException | None
+    ) -> server.Outcome:
         """The outcome of a cancelled or failed request. Raises errors that are not the server's
         fault."""
         if slot.is_asleep:
-            return Aborted()
+            return server.Aborted()
         if error is None or isinstance(error, ServerLostError | ForeignWeightsError):
             monitor.work.discard()
         match error:
             case None if monitor.problem:
-                return Lost(SILENT, f"{slot.name}: {monitor.problem}")
+                return server.Lost(server.SILENT, f"{slot.name}: {monitor.problem}")
             case None:
-                return Lost(ServerLostError.kind, f"{slot.name}: {slot.reason}")
+                return server.Lost(ServerLostError.kind, f"{slot.name}: {slot.reason}")
             case BusyError():
-                return Busy(str(error), error.retry_after_s)
+                return server.Busy(str(error), error.retry_after_s)
             case NoDescriptorError():
-                return Starved()
+                return server.Starved()
             case RequestAbortedError():
-                return Aborted()
+                return server.Aborted()
             case BrokenConnectionError() if not turn.breaks_again():
-                return Reset(str(error))
+                return server.Reset(str(error))
             case ServerLostError() | ForeignWeightsError():
-                return Lost(error.kind, str(error))
+                return server.Lost(error.kind, str(error))
         raise error
 
-    def _receive(self, slot: S, turn: PooledTurn, monitor: RequestMonitor, chunk: Chunk) -> None:
+    def _receive(
+        self, slot: S, turn: PooledTurn, monitor: server.RequestMonitor, chunk: Chunk
+    ) -> None:
         num_tokens = len(chunk.token_ids)
         monitor.beat(num_tokens)
         self.counts["sampled_tokens"] += num_tokens
@@ -498,4 +490,4 @@ class TurnEngine(Engine, Generic[S]):
                 task.cancel()
         self._watching = None
         if self._monitors:
-            self._watching = asyncio.get_running_loop().call_later(WATCH_S, self._watch)
+            self._watching = asyncio.get_running_loop().call_later(server.WATCH_S, self._watch)
