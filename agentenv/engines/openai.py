@@ -75,6 +75,8 @@ class OpenAIConfig(EngineConfig, frozen=True, kw_only=True, tag="openai", tag_fi
         checked_url(self.url, "engine.url")
 
 
+# parameters with the same names here, in vLLM and in SGLang
+SHARED_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 HOPELESS = (401, 403, 404)  # after these, no request can succeed
 SHARED_KEYS = ("url", "model", "api_key_env", "timeout_s", "num_retries", "max_concurrency")
 
@@ -209,11 +211,7 @@ class TokensEngine(EndpointEngine):
 def _sampling(sampling: SamplingParams, ends: Mapping[str, list[int]]) -> dict[str, Any]:
     """The keys that both servers accept."""
     return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
+        **{name: getattr(sampling, name) for name in SHARED_SAMPLING},
         "stop": list(sampling.stop),
         **ends,
         "skip_special_tokens": False,

@@ -12,15 +12,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from agentenv.adapters.cold_start import tiny_model, tiny_tokenizer, write_rows
-from agentenv.envs.quickstart.world import (
-    HABITS,
-    KINDS,
-    Demonstration,
-    copy_exercise,
-    demonstration,
-    make_world,
-    vocabulary,
-)
+from agentenv.envs.quickstart import world
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -56,13 +48,17 @@ def write_data(directory: str | Path, seed: int) -> None:
     gate has clean demonstrations about separate facts.
     """
     directory = Path(directory)
-    world = make_world(seed)
-    write_rows(directory / "kb.jsonl", world.documents())
-    for name, questions in world.questions.items():
+    made = world.make_world(seed)
+    write_rows(directory / "kb.jsonl", made.documents())
+    for name, questions in made.questions.items():
         write_rows(directory / f"{name}.jsonl", (question.row() for question in questions))
-    reserved = set(world.reserved())
+    reserved = set(made.reserved())
     rng = Random(f"gate {seed}")
-    gate = [demonstration(rng, kind, reserved, "clean") for kind in KINDS for _ in range(GATE)]
+    gate = [
+        world.demonstration(rng, kind, reserved, "clean")
+        for kind in world.KINDS
+        for _ in range(GATE)
+    ]
     for demo in gate:
         reserved |= {demo.question.question, *(fact.text for fact in demo.question.facts)}
     write_rows(directory / "gate.jsonl", (_demonstration_row(demo, "gate") for demo in gate))
@@ -71,16 +67,16 @@ def write_data(directory: str | Path, seed: int) -> None:
 
 def _sft_rows(rng: Random, reserved: Collection[str]) -> Iterator[dict[str, Any]]:
     for _ in range(COPIES):
-        text = copy_exercise(rng)
+        text = world.copy_exercise(rng)
         turns = [{"action": text, "result": None}]
         yield {"stage": "copy", "kind": "copy", "habit": "clean", "question": text, "turns": turns}
     for stage, count, habit in (("clean", CLEAN, "clean"), ("mixed", MIXED, None)):
         for _ in range(count):
-            for kind in KINDS:
-                yield _demonstration_row(demonstration(rng, kind, reserved, habit), stage)
+            for kind in world.KINDS:
+                yield _demonstration_row(world.demonstration(rng, kind, reserved, habit), stage)
 
 
-def _demonstration_row(demo: Demonstration, stage: str) -> dict[str, Any]:
+def _demonstration_row(demo: world.Demonstration, stage: str) -> dict[str, Any]:
     return {
         "stage": stage,
         "kind": demo.question.kind,
@@ -92,21 +88,21 @@ def _demonstration_row(demo: Demonstration, stage: str) -> dict[str, Any]:
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer of the world's words."""
-    return tiny_tokenizer(_texts(), tools=TOOLS, words=vocabulary())
+    return tiny_tokenizer(_texts(), tools=TOOLS, words=world.vocabulary())
 
 
 def build_model(path: str | Path, seed: int) -> None:
     """Write an untrained model of about half a million parameters with the world's vocabulary."""
-    tiny_model(path, _texts(), seed, tools=TOOLS, words=vocabulary())
+    tiny_model(path, _texts(), seed, tools=TOOLS, words=world.vocabulary())
 
 
 def _texts() -> Iterator[str]:
     """A few hundred demonstrations, which contain every word of the world."""
     rng = Random("vocabulary")
-    for kind in KINDS:
-        for habit in HABITS:
+    for kind in world.KINDS:
+        for habit in world.HABITS:
             for _ in range(30):
-                demo = demonstration(rng, kind, (), habit)
+                demo = world.demonstration(rng, kind, (), habit)
                 yield demo.question.question
                 yield from (
                     text for turn in demo.turns for text in (turn.action, turn.result or "")
@@ -122,7 +118,7 @@ def _texts() -> Iterator[str]:
 DIALOGUES = 600  # of each kind
 PAIRS = 150
 HELD_OUT = 16
-POOR = tuple(habit for habit in HABITS if habit in ("refuse", "quit"))
+POOR = tuple(habit for habit in world.HABITS if habit in ("refuse", "quit"))
 
 
 def prepare_chat(run: Path, seed: int) -> str:
@@ -138,7 +134,7 @@ def prepare_chat(run: Path, seed: int) -> str:
 
 def write_dialogues(folder: Path, seed: int) -> None:
     """Write the files named above; held-out rows have separate questions."""
-    reserved = set(make_world(seed).reserved())
+    reserved = set(world.make_world(seed).reserved())
     registry = {}
     kinds: dict[str, Any] = {
         "sharegpt": (_dialogues, DIALOGUES, {}),
@@ -162,8 +158,8 @@ def write_dialogues(folder: Path, seed: int) -> None:
 
 def _dialogues(rng: Random, count: int, reserved: set[str]) -> Iterator[dict[str, Any]]:
     for _ in range(count):
-        for kind in KINDS:
-            demo = demonstration(rng, kind, reserved, "clean")
+        for kind in world.KINDS:
+            demo = world.demonstration(rng, kind, reserved, "clean")
             yield {
                 "conversations": [
                     {"from": "human", "value": demo.question.question},
@@ -174,12 +170,12 @@ def _dialogues(rng: Random, count: int, reserved: set[str]) -> Iterator[dict[str
 
 def _pairs(rng: Random, count: int, reserved: set[str]) -> Iterator[dict[str, Any]]:
     for _ in range(count):
-        for kind in KINDS:
+        for kind in world.KINDS:
             state = rng.getstate()
-            good = demonstration(rng, kind, reserved, "clean")
+            good = world.demonstration(rng, kind, reserved, "clean")
             rng.setstate(state)
             habit = Random(good.question.question).choice(POOR)  # always that of the question
-            bad = demonstration(rng, kind, reserved, habit)
+            bad = world.demonstration(rng, kind, reserved, habit)
             yield {
                 "conversations": [{"from": "human", "value": good.question.question}],
                 "chosen": {"from": "gpt", "value": _chain(good.turns)},

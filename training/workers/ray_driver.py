@@ -25,19 +25,8 @@ from agentenv.cluster.messages import WorkerFigures
 from agentenv.processes.link import Link
 from agentenv.processes.supervisor import GRACE_S, ProcessSpec
 from agentenv.processes.worker_group import serve
-from agentenv.training.workers.ray_placement import (
-    Connected,
-    Leaves,
-    PlaceProcess,
-    ProcessEnded,
-    ProcessStarted,
-    RaySetup,
-    in_words,
-    left_over,
-    pack,
-    read_request,
-    read_setup,
-)
+from agentenv.training.workers import ray_placement
+from agentenv.training.workers.ray_placement import in_words, pack
 from agentenv.training.workers.worker_process import main
 
 OLDEST = "2.40"  # as in pyproject.toml
@@ -131,7 +120,7 @@ class NodeHolder:
 class Ray:
     """The used part of Ray's API. Its methods block and are called in threads."""
 
-    def __init__(self, setup: RaySetup) -> None:
+    def __init__(self, setup: ray_placement.RaySetup) -> None:
         if not setup.address:  # on Linux, Ray's sockets would listen on all addresses
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         try:
@@ -262,8 +251,8 @@ class RayDriver:
                 task.cancel()
 
     def _take(self, frame: bytes) -> None:
-        request = read_request(frame)
-        if isinstance(request, PlaceProcess):
+        request = ray_placement.read_request(frame)
+        if isinstance(request, ray_placement.PlaceProcess):
             held = self._held[request.spec.name] = _Held()
             held.task = self._begin(self._hold(request.spec, held))
         else:
@@ -275,11 +264,11 @@ class RayDriver:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _connected(self) -> Connected:
+    async def _connected(self) -> ray_placement.Connected:
         nodes = await in_thread(self._ray.nodes)
         host = self._ray.setup.host or await in_thread(self._ray.own_host)
         many = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
-        return Connected(
+        return ray_placement.Connected(
             host, f"Ray: {many} with {in_words(sum(map(Counter, nodes.values()), Counter()))}"
         )
 
@@ -290,7 +279,7 @@ class RayDriver:
             host, held.node, pid = await held.holder.start.remote(
                 spec.command, spec.env, spec.log, os.getcwd(), DETACH
             )
-            self._link.send(pack(ProcessStarted(spec.name, host, held.node, pid)))
+            self._link.send(pack(ray_placement.ProcessStarted(spec.name, host, held.node, pid)))
             how = await held.holder.ended.remote()
         except Exception as error:  # of Ray, and of its actor
             cause = getattr(error, "cause", None) or error
@@ -302,16 +291,16 @@ class RayDriver:
             if held.holder is not None:
                 with suppress(Exception):  # Ray may be gone
                     await in_thread(self._ray.ray.kill, held.holder)  # frees its resources
-        self._link.send(pack(ProcessEnded(spec.name, how)))
+        self._link.send(pack(ray_placement.ProcessEnded(spec.name, how)))
 
     async def _stop(self, name: str) -> None:
         held = self._held.get(name)
         if held is None or held.task is None:
-            self._link.send(pack(ProcessEnded(name, "has ended")))
+            self._link.send(pack(ray_placement.ProcessEnded(name, "has ended")))
             return
         if not held.node:  # it waits for resources
             held.task.cancel()
-            self._link.send(pack(ProcessEnded(name, "was not started")))
+            self._link.send(pack(ray_placement.ProcessEnded(name, "was not started")))
             return
         with suppress(Exception):
             async with asyncio.timeout(STOP_S):
@@ -326,7 +315,7 @@ class RayDriver:
                 for name, held in self._held.items():
                     if held.node in leaving and not held.is_reported:
                         held.is_reported = True
-                        self._link.send(pack(Leaves(name, leaving[held.node])))
+                        self._link.send(pack(ray_placement.Leaves(name, leaving[held.node])))
 
 
 async def check_fit(ray: Ray) -> None:
@@ -335,7 +324,7 @@ async def check_fit(ray: Ray) -> None:
     end = loop.time() + setup.wait_for_nodes_s
     while True:
         nodes, free = await in_thread(ray.nodes), await in_thread(ray.free)
-        missing = left_over([one for _, one in setup.needed], [*free.values()])
+        missing = ray_placement.left_over([one for _, one in setup.needed], [*free.values()])
         if not missing:
             return
         if loop.time() >= end:
@@ -361,7 +350,7 @@ async def build(
     frame: bytes, link: Link, stack: AsyncExitStack, report: Callable[[str], None], number: int
 ) -> RayDriver:
     """Connect to the cluster, and check that the bundles of the start fit."""
-    ray = Ray(read_setup(frame))
+    ray = Ray(ray_placement.read_setup(frame))
     await in_thread(ray.connect)
     stack.callback(ray.ray.shutdown)
     await check_fit(ray)
