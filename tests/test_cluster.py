@@ -25,6 +25,7 @@ from agentenv.cluster.workers import RolloutWorkers
 from agentenv.processes.link import PREFIX_BYTES, READ_BYTES, Link
 from agentenv.processes.worker_group import BEAT_S, NUM_LOSSES, NUM_TRIALS, Left
 from agentenv.rollout.actor import Actor
+from agentenv.rollout.actor_parts import ActorParts
 from agentenv.rollout.frames import JournalConfig
 from agentenv.rollout.journal import Journal
 from agentenv.training.workers.rollout_worker import RolloutWorker
@@ -161,10 +162,10 @@ def test_a_bug_in_a_worker_is_raised_with_its_traceback(monkeypatch: pytest.Monk
     def broken(*_: Any) -> None:
         raise KeyError("a bug of the core")
 
-    monkeypatch.setattr(AlwaysFork, "on_start", broken)
+    monkeypatch.setattr(ActorParts, "seed_of", broken)
 
     async def ask(cluster: Cluster) -> None:
-        with pytest.raises(RuntimeError, match=r"(?s)in on_start|in broken.*a bug of the core"):
+        with pytest.raises(RuntimeError, match=r"(?s)in broken.*a bug of the core"):
             await cluster.rollout(0)
 
     clustered(ask)

@@ -440,7 +440,9 @@ async def test_requests_to_the_retriever(body: bytes) -> None:
         return body
 
     for path in ("/retrieve", "/search", "/batch_search"):
-        request: Any = SimpleNamespace(read=read, path=path, headers={}, content_length=0)
+        content = SimpleNamespace(is_eof=lambda: True)
+        keys = {"path": path, "headers": {}, "content_length": 0, "content": content}
+        request: Any = SimpleNamespace(read=read, **keys)
         request.client_max_size = 1
         handler = retriever.retrieve if path == "/retrieve" else retriever.search
         try:

@@ -203,6 +203,10 @@ class Limit(StrEnum):
     ENV = "env"  # the env itself truncated the episode
 
 
+# parameters with the same names here, in keys, in vLLM and in SGLang
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
 class SamplingParams(Struct, frozen=True):
     """Sampling parameters of one turn. `stop` strings stay in the output; `seed` makes a turn
     reproducible.

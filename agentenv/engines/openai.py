@@ -14,7 +14,7 @@ from msgspec import Meta, Struct, field
 
 from agentenv.base.config import about
 from agentenv.base.errors import ConfigError, EngineDeadError, EngineError
-from agentenv.base.types import Chunk, Completion, SamplingParams, VersionSpan
+from agentenv.base.types import SAMPLING, Chunk, Completion, SamplingParams, VersionSpan
 from agentenv.base.urls import checked_url
 from agentenv.contract import http_client
 from agentenv.contract.engine import Engine, EngineCapabilities, EngineConfig
@@ -75,8 +75,6 @@ class OpenAIConfig(EngineConfig, frozen=True, kw_only=True, tag="openai", tag_fi
         checked_url(self.url, "engine.url")
 
 
-# parameters with the same names here, in vLLM and in SGLang
-SHARED_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 HOPELESS = (401, 403, 404)  # after these, no request can succeed
 SHARED_KEYS = ("url", "model", "api_key_env", "timeout_s", "num_retries", "max_concurrency")
 
@@ -211,7 +209,7 @@ class TokensEngine(EndpointEngine):
 def _sampling(sampling: SamplingParams, ends: Mapping[str, list[int]]) -> dict[str, Any]:
     """The keys that both servers accept."""
     return {
-        **{name: getattr(sampling, name) for name in SHARED_SAMPLING},
+        **{name: getattr(sampling, name) for name in SAMPLING},
         "stop": list(sampling.stop),
         **ends,
         "skip_special_tokens": False,

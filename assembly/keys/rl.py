@@ -26,7 +26,7 @@ from agentenv.assembly.run.checkpoints import CheckpointConfig
 from agentenv.base.config import ESSENTIAL, ROWS, about
 from agentenv.base.errors import ConfigError
 from agentenv.base.registry import Registry
-from agentenv.base.types import Limits, SamplingParams
+from agentenv.base.types import SAMPLING, Limits, SamplingParams
 from agentenv.contract.engine import MIN_TEMPERATURE, EngineConfig
 from agentenv.contract.server_config import RoleConfig
 from agentenv.contract.tool_config import ToolConfig
@@ -200,8 +200,7 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ConfigError("sampling: stop contains an empty string")
 
     def params(self) -> SamplingParams:
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        values = {name: getattr(self, name) for name in names}
+        values = {name: getattr(self, name) for name in SAMPLING}
         return SamplingParams(max_tokens=1, stop=tuple(self.stop), **values)
 
 

@@ -13,11 +13,10 @@ import numpy as np
 from msgspec import Struct
 
 from agentenv.base.errors import EngineError, ForeignError
-from agentenv.base.types import Chunk
+from agentenv.base.types import SAMPLING, Chunk
 from agentenv.base.untrusted import decode
 from agentenv.contract.http_client import Count, FailedError, Logprob, RefusedError
 from agentenv.contract.request import BusyError, ServerLostError, ServerRequest
-from agentenv.engines.openai import SHARED_SAMPLING
 from agentenv.engines.remote.base import AnswerParser, LabeledSpan, top_k_entropies
 from agentenv.engines.remote.probes import ENTROPY, STOP_STRINGS, VLLM_TRIED
 
@@ -75,7 +74,7 @@ def request_body(
     sampling = request.sampling
     params: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
-        **{name: getattr(sampling, name) for name in SHARED_SAMPLING},
+        **{name: getattr(sampling, name) for name in SAMPLING},
         "logprobs": entropy_top_k if request.with_entropies and not plugin else 0,
     }
     if sampling.guide:

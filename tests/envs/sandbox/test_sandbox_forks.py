@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentenv.base.errors import EnvError
-from agentenv.envs.sandbox import launch, process
+from agentenv.envs.sandbox import launch
 from agentenv.envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
 from agentenv.envs.sandbox.keys import PythonConfig
 from agentenv.envs.sandbox.launch import HUGE_PAGES, environment
@@ -334,8 +334,7 @@ async def test_forks_are_replays_without_a_seccomp_listener(
     inside = shutil.copytree(launch.HERE, tmp_path / "sandbox") / "zygote.py"
     asking = "listener = confine.install(machine, above, listen=True)"
     inside.write_text(inside.read_text().replace(asking, "raise OSError"))
-    for module in (launch, process):
-        monkeypatch.setattr(module, "HERE", inside.parent)
+    monkeypatch.setattr(launch, "HERE", inside.parent)
     other = Sandbox(PythonConfig(preload=()), rungs=(sandbox.rung or "landlock",))
     parent, child = await two(other, "import os; x = os.urandom(4)")
     assert await output_of(parent, "x") == await output_of(child, "x")

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from agentenv.base.errors import ConfigError, InfraError
-from agentenv.envs.sandbox import confine
-from agentenv.envs.sandbox import process as zygote_process
+from agentenv.envs.sandbox import confine, launch
 from agentenv.envs.sandbox.keys import PythonConfig
 from agentenv.envs.sandbox.launch import Interpreter, advised
 from agentenv.envs.sandbox.sandbox import Sandbox
@@ -93,13 +92,13 @@ async def test_a_sandbox_without_namespaces_is_refused(
 async def test_a_sandbox_that_fails_its_self_test_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    original = zygote_process.bubblewrap
+    original = launch.bubblewrap
 
     def with_a_hole(python: Interpreter) -> list[str]:
         program, *options = original(python)
         return [program, "--ro-bind", "/etc", "/etc", *options]
 
-    monkeypatch.setattr(zygote_process, "bubblewrap", with_a_hole)
+    monkeypatch.setattr(launch, "bubblewrap", with_a_hole)
     with pytest.raises(ConfigError, match="the host: /etc/"):
         await Sandbox(PythonConfig(preload=()), rungs=["namespaces"]).start()
     assert children() == []
