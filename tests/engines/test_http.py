@@ -255,14 +255,18 @@ async def test_a_full_server_is_not_a_lost_server(
 def few_descriptors(free: int) -> Iterator[None]:
     """This process can open only so many more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    opened = [os.dup(0) for _ in range(free)]  # the lowest that are free, which may have gaps
-    for descriptor in opened:
-        os.close(descriptor)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(opened) + 1, hard))
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    gaps: list[int] = []
+    while (descriptor := os.dup(0)) <= highest:
+        gaps.append(descriptor)
+    os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptor + free, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in gaps:
+            os.close(descriptor)
 
 
 async def test_a_request_waits_for_a_descriptor(caplog: pytest.LogCaptureFixture) -> None:
