@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,34 @@ def test_gymnasiums_wrappers_work(env: Any) -> None:
     wrapped.step("<search>a</search>")
     *_, info = wrapped.step("done")
     assert (info["episode"]["l"], info["episode"]["r"]) == (2, 1.0)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_limit_of_steps_holds_in_vector_environments(mode: str) -> None:
+    own = {"vectorization_mode": mode, "max_episode_steps": 2, "tasks": TASKS}
+    if mode == "async":
+        with pytest.raises(ValueError, match="shared_memory=False"):
+            gymnasium.make_vec(ENV_ID, num_envs=2, **own)
+        own["vector_kwargs"] = {"shared_memory": False}
+    many = gymnasium.make_vec(ENV_ID, num_envs=2, **own)
+    many.reset(seed=1)
+    ends = [list(many.step(["<search>a</search>"] * 2)[3]) for _ in range(2)]
+    assert ends == [[False, False], [True, True]]
+    many.close()
+
+
+def test_a_deep_copy_is_a_fork(env: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    env.reset(seed=1)
+    env.step("<search>a</search>")
+    fork = copy.deepcopy(env)
+    assert env.step("<search>b</search>")[0] == fork.step("<search>b</search>")[0]
+    assert env.step("<search>c</search>")[0] == " <result>\n3:c\n</result>"
+    assert fork.step("<search>d</search>")[0] == " <result>\n3:d\n</result>"
+    assert env.unwrapped.np_random.random() == fork.unwrapped.np_random.random()
+    fork.close()
+    monkeypatch.setattr(env.unwrapped._env, "fork_mode", "none")
+    with pytest.raises(EnvError, match=f"{ENV_ID}.*cannot fork"):
+        copy.deepcopy(env)
 
 
 def test_any_characters_are_in_the_space_up_to_its_length() -> None:

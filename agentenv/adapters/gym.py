@@ -1,19 +1,20 @@
 """Environments as Gymnasium ones; actions and observations are texts.
 
-    import gymnasium, agentenv.adapters.gym
-    env = gymnasium.make("agentenv/QAGrader-v0", data="questions.jsonl")
-    many = gymnasium.make_vec("agentenv/QAGrader-v0", num_envs=8, data="questions.jsonl")
+    import gymnasium
+    env = gymnasium.make("agentenv.adapters.gym:agentenv/QAGrader-v0", data="questions.jsonl")
 
-Importing this module registers every known id with Gymnasium, and ids that are registered later. It
-is the only module that imports gymnasium. Episodes are coroutines on one event loop in a thread,
-which all envs of the process share. Gymnasium's vector env steps them one after the other, or with
-vectorization_mode="async" a process per env, which needs vector_kwargs={"shared_memory": False}.
+Importing this module, as this form of the id does, registers every known id with Gymnasium, and ids
+that are registered later; Gymnasium itself reads no entry points since 1.0. Episodes are coroutines
+on one event loop in a thread, which all envs of the process share. Gymnasium's vector env steps
+them one after the other, or with vectorization_mode="async" a process per env, which needs
+vector_kwargs={"shared_memory": False}.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import inspect
 import os
 import threading
@@ -111,7 +112,7 @@ class AnyText(Text):  # type: ignore[misc]  # gymnasium is not typed for us
 
 
 @create_shared_memory.register(AnyText)  # type: ignore[untyped-decorator]
-def _refuse_shared_memory(*_: Any) -> Any:
+def _refuse_shared_memory(*_: Any, **__: Any) -> Any:
     """Gymnasium's "async" mode then reports that it needs shared_memory=False."""
     raise CustomSpaceError("strings of arbitrary characters cannot be placed in shared memory")
 
@@ -176,6 +177,18 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
                 f"{action!r:.80}"
             )
         return self._run(self._take(str(action)))  # also of numpy's str_
+
+    def __deepcopy__(self, _: dict[int, Any]) -> TextEnv:
+        """A fork of the episode, with the same random state. Raises EnvError if it cannot fork."""
+        env, other = self._env, copy.copy(self)
+        other._env = other._loop = None
+        if env is not None:
+            if env.fork_mode == "none":
+                raise EnvError(f"{self._env_id} cannot be copied in an episode: it cannot fork")
+            other._env = other._run(env.fork())
+        for name in ("action_space", "observation_space", "_np_random"):
+            setattr(other, name, copy.deepcopy(getattr(self, name)))
+        return other
 
     def render(self) -> str | None:
         """The episode so far, as text."""

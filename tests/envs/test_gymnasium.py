@@ -22,17 +22,22 @@ NAMES = sorted(
 TASK = Task("t", "", "How much is 24 and 10?", ("34",))
 
 
-@pytest.mark.parametrize(
-    ("env_id", "kwargs"),
-    [
-        ("agentenv/QAGrader-v0", {"grader": {"kind": "exact"}}),
-        ("agentenv/DeepSearch-v0", {"python": {"timeout_s": 20.0, "preload": []}}),
-    ],
-)
-def test_the_checker_of_gymnasium_accepts_the_environments(
-    env_id: str, kwargs: dict[str, Any]
-) -> None:
-    env = gymnasium.make(env_id, tasks=[TASK], **kwargs)
+def own_kwargs(name: str, folder: Path) -> dict[str, Any]:
+    """What this environment needs beside tasks."""
+    own: dict[str, Any] = {}
+    if name in ("CodeInterpreter", "DeepSearch"):
+        own["python"] = {"preload": [], "timeout_s": 20.0}
+    if name == "Quickstart":
+        own["corpus"] = str(folder / "kb.jsonl")
+        Path(own["corpus"]).write_text('{"id": "1", "title": "Lima", "text": "A city."}\n')
+    if name == "QAGrader":
+        own["grader"] = {"kind": "exact"}
+    return {"tasks": [TASK, TASK], **own}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_checker_of_gymnasium_accepts_the_environments(name: str, tmp_path: Path) -> None:
+    env = gymnasium.make(f"agentenv/{name}-v0", **own_kwargs(name, tmp_path))
     check_env(env.unwrapped)
     env.close()
 
@@ -46,20 +51,11 @@ def test_every_registered_environment_runs_in_each_vector_mode(
     name: str, mode: str, tmp_path: Path
 ) -> None:
     """Two episodes that call a tool, if there is one, and answer."""
-    own: dict[str, Any] = {}
-    if name in ("CodeInterpreter", "DeepSearch"):
-        own["python"] = {"preload": []}
-    if name == "Quickstart":
-        own["corpus"] = str(tmp_path / "kb.jsonl")
-        Path(own["corpus"]).write_text('{"id": "1", "title": "Lima", "text": "A city."}\n')
-    if name == "QAGrader":
-        own["grader"] = {"kind": "exact"}
+    own = own_kwargs(name, tmp_path)
     env_id = f"agentenv/{name}-v0"
     if mode == "async":
         own["vector_kwargs"] = {"shared_memory": False}
-    vector = gymnasium.make_vec(
-        env_id, num_envs=2, vectorization_mode=mode, tasks=[TASK, TASK], **own
-    )
+    vector = gymnasium.make_vec(env_id, num_envs=2, vectorization_mode=mode, **own)
     assert vector.spec is not None
     assert (vector.spec.id, vector.num_envs) == (env_id, 2)
     prompts, infos = vector.reset(seed=1)
@@ -81,9 +77,9 @@ import sys, agentenv
 ids = agentenv.env_ids()
 heavy = "agentenv.envs", "aiohttp", "gymnasium", "torch"
 loaded = [name for name in heavy if name in sys.modules]
-import gymnasium, agentenv.adapters.gym
+import gymnasium
 task = agentenv.Task("t", "", "How much is 24 and 10?", ("34",))
-env = gymnasium.make("agentenv/CodeInterpreter-v0", tasks=[task])
+env = gymnasium.make("agentenv.adapters.gym:agentenv/CodeInterpreter-v0", tasks=[task])
 env.reset(seed=1)
 shown, *_ = env.step("<python>24 + 10</python>")
 env.close()
