@@ -1,94 +1,168 @@
-"""The shipped configurations have the published values, and docs/reproduce.md fetches their inputs.
+"""The shipped configurations have the published values, or a difference with its reason.
 
-The values are those of the released scripts and YAML files: RUC-NLPIR/ARPO at a95cd08 (scripts,
-evaluation, LLaMA-Factory/arpo_train_sft) and dongguanting/Tool-Star at d12222c.
+tests/fixtures/published.toml holds the values that the released scripts set, by source;
+docs/reproduce.md prints the differences: `python -m tests.commands.test_published_values` writes them.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterator
+from fnmatch import fnmatch
 from typing import Any
 
 import pytest
 
+from agentenv.assembly.keys.cluster import ServeConfig
+from agentenv.assembly.keys.evaluation import resolve_sets
+from agentenv.assembly.keys.help import find
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.base.config import build_config, load_config, to_plain
-from agentenv.reference.helpers import AssistConfig
+from agentenv.assembly.keys.supervised import DPORunConfig, SFTRunConfig
+from agentenv.base.config import load_config, read_toml, to_plain
 from tests.support.warehouse import ROOT
 
 CONFIGS = ROOT / "configs"
-# prompts a step and a mini-batch; tokens of prompt and response; n, initial rollouts; calls
-# allowed, epochs, steps between checkpoints
-PUBLISHED = {
-    "arpo_reasoning_7b": (128, 16, 1536, 4096, 16, 8, 3, 2, 5),
-    "grpo_reasoning_7b": (128, 16, 1536, 4096, 16, None, 3, 2, 5),
-    "aepo_reasoning_7b": (128, 16, 1536, 4096, 16, 8, 3, 2, 5),
-    "arpo_deep_search_8b": (128, 16, 2000, 10000, 16, 8, 6, 5, 5),
-    "arpo_deep_search_14b": (64, 8, 2000, 6192, 12, 6, 6, 5, 5),
-    "grpo_deep_search_14b": (64, 8, 2000, 6192, 12, None, 6, 5, 5),
-    "aepo_deep_search_14b": (64, 8, 2000, 6192, 12, 6, 6, 5, 5),
-    "aepo_deep_search_7b": (64, 8, 2000, 6192, 12, 6, 6, 5, 5),  # unknown: those of 14B
-    "arpo_relative_7b": (128, 16, 1536, 4096, 16, 8, 3, 2, 5),
-    "tool_star_rl_3b": (128, 16, 1536, 4096, 8, None, 3, 2, 10),
-}
+PAGE = ROOT / "docs" / "reproduce.md"
+PUBLISHED = read_toml(ROOT / "tests" / "fixtures" / "published.toml")
+RECIPES: dict[str, list[str]] = PUBLISHED["recipes"]
+KINDS = {"sft": SFTRunConfig, "dpo": DPORunConfig, "server": ServeConfig}
+DIFFERENCES: list[dict[str, Any]] = PUBLISHED["differences"]
 
 
-def table(name: str) -> dict[str, Any]:
-    return tomllib.loads((CONFIGS / f"{name}.toml").read_text(encoding="utf-8"))
+def flat(tree: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{above}{key}.")
+        else:
+            yield above + key, value
+
+
+def theirs(name: str) -> dict[str, Any]:
+    """Each key of its scripts with its value; later scripts override earlier ones."""
+    return dict(pair for one in RECIPES[name] for pair in flat(PUBLISHED["sources"][one]))
 
 
 def resolved(name: str) -> dict[str, Any]:
-    return to_plain(load_config(TrainConfig, CONFIGS / f"{name}.toml"))
+    path = CONFIGS / f"{name}.toml"
+    if name.startswith("eval"):
+        plain = to_plain(resolve_sets(read_toml(path), name))
+        return plain | list(plain["sets"].values())[-1]
+    kind = KINDS.get(name.partition("_")[0], TrainConfig)
+    return to_plain(load_config(kind, path))
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_sizes_are_the_published_ones(name: str) -> None:
+def at(config: Any, key: str) -> list[Any]:
+    """The values of a key: one, or one for each table that NAME stands for; of a list of tables,
+    that of a name."""
+    part, _, rest = key.partition(".")
+    if config is None or isinstance(config, list) and part.isidentifier() is False:
+        return [None]
+    if isinstance(config, list):
+        found = [one for one in config if one.get("name") == part]
+    elif part == "NAME":
+        found = list(config.values())
+    elif part == "tools[n]":
+        found = config["tools"] or [None]
+    else:
+        found = [config.get(part)]
+    return [value for one in found for value in (at(one, rest) if rest else [one])]
+
+
+def same(ours: list[Any], value: Any) -> bool:
+    return ours in ([value], value) or set(map(str, ours)) == {str(value)}
+
+
+def counterparts(key: str) -> tuple[list[str], str]:
+    ours, note = [*(PUBLISHED["keys"].get(key) or find(key) or ("", "")), ""][:2]
+    return [one for one in ours.split(", ") if one], note
+
+
+def difference(name: str, key: str) -> dict[str, Any] | None:
+    found = [
+        one
+        for one in DIFFERENCES
+        if key in one["keys"] and any(fnmatch(name, only) for only in one.get("only", ["*"]))
+    ]
+    assert len(found) <= 1, (name, key)
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_published_value_is_ours_or_a_difference_with_its_reason(name: str) -> None:
     config = resolved(name)
-    limits, algorithm = config["limits"], config["algorithm"]
-    assert (
-        config["queue"]["groups_per_step"],
-        config["learner"]["groups_per_minibatch"],
-        limits["max_prompt_tokens"],
-        limits["max_response_tokens"],
-        algorithm["group_size"],
-        algorithm.get("initial_rollouts"),
-        limits["max_tool_calls"],
-        config["train"]["num_epochs"],
-        config["checkpoint"]["every"],
-    ) == PUBLISHED[name]
+    wrong = {}
+    for key, value in theirs(name).items():
+        ours, note = counterparts(key)
+        told = difference(name, key)
+        if told is not None:
+            here = {one: at(config, one) for one in told["here"]}
+            if not all(same(here[one], told["here"][one]) for one in here):
+                wrong[key] = (value, here)
+            elif ours and all(same(at(config, one), value) for one in ours):
+                wrong[key] = "no difference"
+        elif ours and not all(same(at(config, one), value) for one in ours):
+            wrong[key] = (value, {one: at(config, one) for one in ours})
+        elif not ours and not note:
+            wrong[key] = "no counterpart, and no reason"
+    assert not wrong
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_rates_and_clips_are_the_published_ones(name: str) -> None:
-    config = resolved(name)
-    learner, algorithm = config["learner"], config["algorithm"]
-    keys = ("optimizer", "learning_rate", "weight_decay", "grad_clip", "schedule", "warmup_steps")
-    assert [learner[key] for key in keys] == ["adamw", 1e-6, 0.01, 1.0, "constant", 0]
-    assert learner["num_epochs_per_batch"] == 1
-    assert learner["dtype"] == "bfloat16"
-    keys = ("clip_low", "clip_high", "dual_clip", "kl_loss", "kl_reward")
-    assert [algorithm[key] for key in keys] == [0.2, 0.2, 3.0, 0.0, 0.0]
-    assert algorithm["entropy_bonus"] == (0.001 if name == "tool_star_rl_3b" else 0.0)
-    assert config["sampling"]["train"]["temperature"] == 1
-    assert config["sampling"]["eval"]["temperature"] == 0
-    limits = config["limits"]
-    tokens = limits["max_prompt_tokens"] + limits["max_response_tokens"]
-    assert learner["max_tokens_per_microbatch"] == 2 * tokens
-    assert config["python"]["timeout_s"] == (5 if name == "tool_star_rl_3b" else 120)
-    if name.startswith(("arpo", "aepo")):
-        keys = ("beam_size", "base_probability", "entropy_weight")
-        weight = 0.5 if name == "arpo_relative_7b" else 0.2
-        assert [algorithm[key] for key in keys] == [2, 0.5, weight]
-    if name.startswith("aepo"):
-        assert algorithm["entropy_balanced_clipping"] is True
-        assert algorithm["entropy_advantage"] == 0.2
-    assert algorithm["aggregation"] == "token-mean"
-    assert algorithm.get("fork_rule", "sample") == "sample"
-    search, grader = config["search"], config["grader"]
-    assert (search["backend"]["name"], search["backend"]["provider"]) == ("web", "brightdata")
-    assert (search["mode"], search["max_results"]) == (None, 10), "snippets"
-    assert grader["partial_credit"]
+# names of files, services and places, which differ on every machine
+PLACES = ["run.name", "model.path", "data.train", "data.dataset_info", "*.url", "*.path", "*.gpus"]
+PLACES += ["*.cache", "*.benchmark", "*.model"]
+
+
+def uncommented(name: str) -> Iterator[str]:
+    """Keys whose line, the line above it and the header of the table have no comment."""
+    table, above, commented = "", "", False
+    for line in (CONFIGS / f"{name}.toml").read_text(encoding="utf-8").splitlines():
+        if header := re.match(r"\[([\w.-]+)\]", line):
+            table, commented = header[1] + ".", "#" in line
+        elif " = " in line and "#" not in line and not above.startswith("#") and not commented:
+            yield from (table + key for key, _ in flat(tomllib.loads(line)))
+        above = line
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_values_without_a_comment_are_the_published_ones(name: str) -> None:
+    covered = set(PLACES)
+    for key in theirs(name):
+        told = difference(name, key)
+        if told is None:
+            covered.update(counterparts(key)[0])
+        elif told.get("spelled"):
+            covered.update(told["here"])
+    patterns = [re.sub(r"\bNAME\b", "*", one) for one in covered]
+    assert not [one for one in uncommented(name) if not any(fnmatch(one, p) for p in patterns)]
+
+
+BEGIN, END = "<!-- differences -->\n", "<!-- end of differences -->\n"
+
+
+def differences() -> str:
+    """The rows of the page: theirs, published, here, why."""
+    rows = ["theirs | published | here | why", "--- | --- | --- | ---"]
+    for one in DIFFERENCES:
+        if one.get("spelled"):
+            continue
+        names = [name for name in RECIPES if any(fnmatch(name, p) for p in one.get("only", ["*"]))]
+        values = [theirs(name)[key] for key in one["keys"] for name in names if key in theirs(name)]
+        shown = ", ".join(dict.fromkeys(str(value) for value in values))
+        here = ", ".join(f"`{key} = {value}`" for key, value in one["here"].items())
+        keys = ", ".join(key.removeprefix("actor_rollout_ref.") for key in one["keys"])
+        rows.append(f"{keys} | {shown} | {here} | {one['why']}")
+    return "\n".join(rows) + "\n"
+
+
+def test_the_page_prints_every_difference() -> None:
+    _, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    assert rest.partition(END)[0] == differences()
+
+
+def test_every_difference_is_one() -> None:
+    used = {id(difference(name, key)) for name in RECIPES for key in theirs(name)}
+    assert all(id(one) in used for one in DIFFERENCES)
 
 
 def test_unknown_values_of_aepo_at_7b_are_marked() -> None:
@@ -97,61 +171,38 @@ def test_unknown_values_of_aepo_at_7b_are_marked() -> None:
     said = (CONFIGS / "aepo_deep_search_7b.toml").read_text(encoding="utf-8")
     assert "AEPO_Qwen25_7B_DeepResearch.sh" in said
     unknown = {line.split(" = ")[0] for line in said.splitlines() if "# unknown" in line}
-    released = [table(name) for name in PUBLISHED if name.startswith(("arpo_d", "aepo_d"))]
+    released = [read_toml(CONFIGS / f"{name}.toml") for name in RECIPES if "po_deep_s" in name]
     for section in ("limits", "algorithm", "queue", "learner"):
-        for key in table("aepo_deep_search_7b")[section]:
-            found = {str(one[section][key]) for one in released if key in one[section]}
+        for key in read_toml(CONFIGS / "aepo_deep_search_7b.toml")[section]:
+            found = {str(one[section][key]) for one in released[:-1] if key in one[section]}
             same = key in ("name", "max_turn_tokens", "max_tool_result_tokens", "budget_split")
             by_size = key in ("max_tokens_per_microbatch", "max_seconds")
             assert len(found) == 1 or same or by_size or key in unknown, key
-    other = resolved("aepo_deep_search_14b")
-    own = resolved("aepo_deep_search_7b")
-    assert own["data"]["train"] == other["data"]["train"] == "data/hard_search_1k.parquet"
-    assert own["algorithm"] == other["algorithm"]
 
 
 def test_the_relative_variant_differs_by_the_signal_alone() -> None:
-    own, plain = table("arpo_relative_7b"), table("arpo_reasoning_7b")
+    own, plain = (
+        read_toml(CONFIGS / f"{name}.toml") for name in ("arpo_relative_7b", "arpo_reasoning_7b")
+    )
     marked = {"fork_criterion": "relative", "entropy_weight": 0.5, "entropy_window": 64}
     assert own.pop("algorithm") == plain.pop("algorithm") | marked
     assert own == plain
 
 
-@pytest.mark.parametrize("name", ["server_judge", "eval_reasoning", "eval_deep_search"])
-def test_the_judge_is_that_of_the_released_evaluation(name: str) -> None:
-    judge = table(name)["roles"]["judge"]
-    assert judge["model"] == "models/Qwen2.5-72B-Instruct-GPTQ-Int4"
-    assert judge["quantization"] == "gptq"
-    assert judge["tensor_parallel_size"] == 4
-    assert judge["gpu_memory_share"] == 0.75
-    assert judge["max_model_len"] == 32768
-
-
-def test_tool_stars_evaluation_samples_and_helps_as_published() -> None:
-    asked = table("eval_tool_star")
-    keys = {"temperature": 0, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}
-    assert asked["sampling"] == keys
-    assert asked["env"]["tools"] == [
-        {"name": "search", "max_calls": 3},
-        {"name": "python", "max_calls": 3},
-    ]
-    assert asked["python"]["timeout_s"] == 5
-    assert asked["assist"]["refiner"]["min_response_tokens"] == 8192
-    helpers = build_config(AssistConfig, asked["assist"], "eval_tool_star")
-    assert helpers.debugger is not None
-    assert helpers.backtracer is not None
-    assert helpers.refiner is not None
-    uses = [helpers.debugger.max_uses, helpers.backtracer.max_uses, helpers.refiner.max_uses]
-    assert uses == [1, 1, 1]
-
-
 def test_reproduce_fetches_each_model_and_file_that_its_evaluations_read() -> None:
-    text = (ROOT / "docs" / "reproduce.md").read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     fetched = re.search(r"for name in (.*); do hf download Qwen/", text)
     assert fetched is not None
     models = {f"models/{name}" for name in fetched[1].split()}
     for name in ("eval_reasoning", "eval_deep_search", "server_judge", "server_summarizer"):
-        config = table(name)
+        config = read_toml(CONFIGS / f"{name}.toml")
         assert {role["model"] for role in config["roles"].values()} <= models
         for key, one in config.get("sets", {}).items():
             assert one["path"] == f"data/eval/{key}.jsonl"  # where its copying step puts them
+
+
+if __name__ == "__main__":
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(
+        before + BEGIN + differences() + END + rest.partition(END)[2], encoding="utf-8"
+    )
