@@ -1,7 +1,7 @@
 """The shipped configurations have the published values, or a difference with its reason.
 
 tests/fixtures/published.toml holds the values that the released scripts set, by source;
-docs/reproduce.md prints the differences: `python -m tests.commands.test_published_values` writes them.
+docs/reproduce.md prints the differences; `python -m tests.commands.test_published_values` writes it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def at(config: Any, key: str) -> list[Any]:
     """The values of a key: one, or one for each table that NAME stands for; of a list of tables,
     that of a name."""
     part, _, rest = key.partition(".")
-    if config is None or isinstance(config, list) and part.isidentifier() is False:
+    if config is None:
         return [None]
     if isinstance(config, list):
         found = [one for one in config if one.get("name") == part]
@@ -203,6 +203,4 @@ def test_reproduce_fetches_each_model_and_file_that_its_evaluations_read() -> No
 
 if __name__ == "__main__":
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text(
-        before + BEGIN + differences() + END + rest.partition(END)[2], encoding="utf-8"
-    )
+    PAGE.write_text(before + BEGIN + differences() + END + rest.partition(END)[2], encoding="utf-8")
