@@ -1,7 +1,7 @@
 """The shipped configurations have the published values, or a difference with its reason.
 
 tests/fixtures/published.toml holds the values that the released scripts set, by source;
-docs/reproduce.md prints the differences; `python -m tests.commands.test_published_values` writes it.
+docs/reproduce.md prints the differences: `python -m tests.commands.test_published_values`.
 """
 
 from __future__ import annotations
