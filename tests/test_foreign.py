@@ -10,16 +10,8 @@ import msgspec
 import pytest
 from msgspec import Struct
 
+from agentenv.base import untrusted
 from agentenv.base.errors import AgentEnvError, ForeignError
-from agentenv.base.untrusted import (
-    MAX_DEPTH,
-    convert,
-    decode,
-    decode_loose,
-    decode_python,
-    decode_text,
-    printable,
-)
 from tests.support.sources import texts
 
 DECODERS = re.compile(
@@ -107,30 +99,30 @@ def test_the_walk_finds_a_decoder() -> None:
 ])  # fmt: skip
 def test_every_failure_is_one_error(data: bytes | str) -> None:
     with pytest.raises(ForeignError, match=r"\S"):
-        decode(data)
+        untrusted.decode(data)
     with pytest.raises(ForeignError):
-        decode(data, Point)
+        untrusted.decode(data, Point)
     assert issubclass(ForeignError, AgentEnvError)
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x91" * 100_000, b"\xa1\xff", b"\xd5\xff" * 20])
 def test_messagepack_failures_are_the_same_error(data: bytes) -> None:
     with pytest.raises(ForeignError):
-        decode(data, packed=True)
+        untrusted.decode(data, packed=True)
 
 
 def test_valid_data_is_decoded() -> None:
-    assert decode(b'{"x": 1, "rest": [1, {}]}', Point) == Point(1.0, [1, {}])
-    assert decode('{"x": "\\u00e9"}') == {"x": "é"}
-    assert decode(msgspec.msgpack.encode({"x": 2}), Point, packed=True) == Point(2.0)
-    assert convert({"x": "3"}, Point, strict=False) == Point(3.0)
+    assert untrusted.decode(b'{"x": 1, "rest": [1, {}]}', Point) == Point(1.0, [1, {}])
+    assert untrusted.decode('{"x": "\\u00e9"}') == {"x": "é"}
+    assert untrusted.decode(msgspec.msgpack.encode({"x": 2}), Point, packed=True) == Point(2.0)
+    assert untrusted.convert({"x": "3"}, Point, strict=False) == Point(3.0)
     with pytest.raises(ForeignError, match=r"`float`.*`str`.*`\$\.x`"):
-        decode(b'{"x": "3"}', Point)
+        untrusted.decode(b'{"x": "3"}', Point)
     with pytest.raises(ForeignError, match="float"):
-        convert({"x": "3"}, Point)
-    assert decode_text("é".encode()) == "é"
+        untrusted.convert({"x": "3"}, Point)
+    assert untrusted.decode_text("é".encode()) == "é"
     with pytest.raises(ForeignError):
-        decode_text(b"\xff")
+        untrusted.decode_text(b"\xff")
 
 
 def nested(depth: int) -> bytes:
@@ -139,30 +131,32 @@ def nested(depth: int) -> bytes:
 
 def test_nesting_depth_is_bounded() -> None:
     """Also between texts that look like structure, and next to flat, long data."""
-    decode(nested(MAX_DEPTH))
+    untrusted.decode(nested(untrusted.MAX_DEPTH))
     with pytest.raises(ForeignError, match="nested over 100"):
-        decode(nested(MAX_DEPTH + 2))
+        untrusted.decode(nested(untrusted.MAX_DEPTH + 2))
     with pytest.raises(ForeignError, match="nested over 100"):
-        decode(b'{"x": 1, "rest": %s}' % nested(MAX_DEPTH + 2), Point)
-    decode(b'{"x": 1, "other": %s}' % nested(MAX_DEPTH + 2), Flat)  # which is left out
+        untrusted.decode(b'{"x": 1, "rest": %s}' % nested(untrusted.MAX_DEPTH + 2), Point)
+    untrusted.decode(
+        b'{"x": 1, "other": %s}' % nested(untrusted.MAX_DEPTH + 2), Flat
+    )  # which is left out
     flat = b"[" + b'"[[\\"[{\\\\", [], {"]": {}}, ' * 5000 + b"1]"
-    assert len(decode(flat)) == 15_001
+    assert len(untrusted.decode(flat)) == 15_001
     with pytest.raises(ForeignError, match="levels"):
-        decode(flat[:-2] + b'"\\\\", ' + nested(MAX_DEPTH) + b"]")
+        untrusted.decode(flat[:-2] + b'"\\\\", ' + nested(untrusted.MAX_DEPTH) + b"]")
 
 
 def test_foreign_files_may_have_nan_but_no_unpaired_surrogates() -> None:
-    assert decode_loose(b'\xef\xbb\xbf{"a": NaN}')["a"] != 0
-    assert decode_loose('"\\ud83d\\ude00"') == "😀"
-    for data in ('"\\ud83d"', b"\xff", "[" * 100_000, nested(MAX_DEPTH + 2), "{}{}"):
+    assert untrusted.decode_loose(b'\xef\xbb\xbf{"a": NaN}')["a"] != 0
+    assert untrusted.decode_loose('"\\ud83d\\ude00"') == "😀"
+    for data in ('"\\ud83d"', b"\xff", "[" * 100_000, nested(untrusted.MAX_DEPTH + 2), "{}{}"):
         with pytest.raises(ForeignError):
-            decode_loose(data)
-    assert decode_python("{'a': (1, None)}") == {"a": (1, None)}
+            untrusted.decode_loose(data)
+    assert untrusted.decode_python("{'a': (1, None)}") == {"a": (1, None)}
     for text in ("f()", "(" * 5000, "1 +", "\x00", "9" * 200_000):
         with pytest.raises(ForeignError):
-            decode_python(text)
+            untrusted.decode_python(text)
 
 
 def test_unencodable_characters_are_replaced() -> None:
-    assert printable("é😀") == "é😀"
-    assert printable("a\ud800b") == "a?b"
+    assert untrusted.printable("é😀") == "é😀"
+    assert untrusted.printable("a\ud800b") == "a?b"

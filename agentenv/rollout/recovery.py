@@ -14,18 +14,8 @@ from itertools import count
 from random import Random
 from typing import TypeVar
 
+from agentenv.base import errors
 from agentenv.base.deadline import WaitKind, working
-from agentenv.base.errors import (
-    AgentEnvError,
-    CrashError,
-    DataError,
-    EngineDeadError,
-    EngineError,
-    EnvError,
-    GraderError,
-    InfraError,
-    OutageError,
-)
 from agentenv.base.retries import pause_before_retry, through_outage
 from agentenv.base.tree import Prefix, TrajectoryTree
 from agentenv.base.types import Completion, Info, Limits, Message
@@ -75,9 +65,9 @@ class Recovery:
             marks = branch.clock.marks(branch.clock.since)
             try:
                 return await generate(branch)
-            except EngineDeadError:
+            except errors.EngineDeadError:
                 raise
-            except EngineError as error:
+            except errors.EngineError as error:
                 if error.is_final or attempt == self._limits.max_turn_retries:
                     raise
                 branch.clock.discard(marks)
@@ -92,9 +82,9 @@ class Recovery:
                     await self._replay_in_fresh_env(branch)
                 branch.clock.now(STEP)
                 return await self._retrying(branch, "step")(step)
-            except (OutageError, CrashError):
+            except (errors.OutageError, errors.CrashError):
                 raise
-            except (EnvError, GraderError):
+            except (errors.EnvError, errors.GraderError):
                 can_copy = branch.env is None or branch.env.fork_mode != "none"
                 allowed = self._limits.max_turn_retries if can_copy else 0
                 if attempt == allowed or not branch.conversation.replayable:
@@ -126,7 +116,7 @@ class Recovery:
             max_s=MAX_RETRY_S,
         )
 
-    def _count_failure(self, attempt: int, error: InfraError) -> None:
+    def _count_failure(self, attempt: int, error: errors.InfraError) -> None:
         self._tree.num_retaken += 1
 
     async def _rest(self, branch: Branch, use: str, attempt: int) -> None:
@@ -154,7 +144,7 @@ class Recovery:
         may be another one in another environment."""
         most, found = self._limits.max_prompt_tokens, conversation.open()
         if len(found) > most:
-            error = EnvError if conversation.opens_contexts else DataError
+            error = errors.EnvError if conversation.opens_contexts else errors.DataError
             raise error(
                 f"task {self._tree.task.id}: its prompt has {len(found)} tokens, "
                 f"limits.max_prompt_tokens is {most}"
@@ -180,7 +170,9 @@ class Recovery:
         self.place_at_root(branch)
         path = tree.path(branch.cursor)[1:]
         if tree.history(branch.cursor) != tree.path(branch.cursor):
-            raise OutageError("its program had several contexts and was lost with its process")
+            raise errors.OutageError(
+                "its program had several contexts and was lost with its process"
+            )
         for node in path:
             action = conversation.recall(node, stops.get(node.index), branch.prefix_ids)
             branch.num_tool_calls += len(action.tool_calls)
@@ -188,7 +180,7 @@ class Recovery:
         branch.num_turns += len(path)
         assert branch.env is not None
         if path and branch.env.fork_mode == "none":
-            raise OutageError("its env, which cannot be copied, was lost with its process")
+            raise errors.OutageError("its env, which cannot be copied, was lost with its process")
         await self._replay(branch, is_equal=conversation.prompt == self.prompt)
 
     async def open_fork(self, sibling: Branch, branch: Branch, held: asyncio.Event) -> None:
@@ -196,9 +188,9 @@ class Recovery:
         assert branch.env is not None
         try:
             sibling.env = await self._actor.envs.fork(branch.env)
-        except (OutageError, CrashError):
+        except (errors.OutageError, errors.CrashError):
             raise
-        except EnvError:  # its process may be lost
+        except errors.EnvError:  # its process may be lost
             if not (sibling.conversation.replayable and self._limits.max_turn_retries):
                 raise
             held.set()
@@ -227,7 +219,7 @@ class Recovery:
         is_equal = await branch.conversation.replay(path, step) and is_equal
         if not is_equal:
             branch.conversation.replayable = False  # another env would differ too
-            raise EnvError("a fresh env answers differently from the first one")
+            raise errors.EnvError("a fresh env answers differently from the first one")
 
     async def _reset(self, branch: Branch) -> tuple[list[Message], Info]:
         """Give the branch a fresh env; returns what its reset returned."""
@@ -238,10 +230,10 @@ class Recovery:
                 await self._actor.envs.close(env, self._tree.task.id)
             try:
                 branch.env = self._actor.make_env(self._tree.task)
-            except AgentEnvError:
+            except errors.AgentEnvError:
                 raise
             except Exception as error:
-                raise CrashError(f"making the environment raised {error!r}") from error
+                raise errors.CrashError(f"making the environment raised {error!r}") from error
             return await self._actor.envs.reset(branch.env, self._env_seed)
 
         return await self._retrying(branch, "reset")(reset)

@@ -16,17 +16,7 @@ from msgspec import field
 from agentenv.base.errors import ConfigError
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Limit
-from agentenv.learners.algorithms.algorithm import (
-    TRUNCATED,
-    AggregationKey,
-    Algorithm,
-    ClipHigh,
-    ClipLow,
-    Clipped,
-    Grouped,
-    NormalizeByStd,
-    TruncatedKey,
-)
+from agentenv.learners.algorithms import algorithm
 from agentenv.learners.algorithms.credit import (
     EPSILON,
     ROUNDING,
@@ -42,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class GRPO(Grouped, frozen=True, kw_only=True, tag="grpo"):
+class GRPO(algorithm.Grouped, frozen=True, kw_only=True, tag="grpo"):
     """Group relative policy optimization (Shao 2024, arXiv 2402.03300, section 4.1).
 
         A_i = (R_i - mean(R)) / (std(R) + 1e-6)
@@ -55,7 +45,7 @@ class GRPO(Grouped, frozen=True, kw_only=True, tag="grpo"):
     """
 
 
-class DrGRPO(Clipped, frozen=True, kw_only=True, tag="dr_grpo"):
+class DrGRPO(algorithm.Clipped, frozen=True, kw_only=True, tag="dr_grpo"):
     """Dr. GRPO (Liu 2025, arXiv 2503.20783, section 3.2).
 
         A_i = R_i - mean(R)
@@ -66,20 +56,20 @@ class DrGRPO(Clipped, frozen=True, kw_only=True, tag="dr_grpo"):
     norm_length. Differs from the paper: dual clip, and L is no limit of the rollout.
     """
 
-    aggregation: AggregationKey = "seq-mean-token-sum-norm"
+    aggregation: algorithm.AggregationKey = "seq-mean-token-sum-norm"
 
     def advantages(self, returns: Floats) -> Floats:
         return group_advantages(returns, norm_by_std=False)
 
 
 OVERLONG: dict[Limit, Truncated] = {
-    **TRUNCATED,
+    **algorithm.TRUNCATED,
     Limit.RESPONSE_TOKENS: "mask",
     Limit.TURN_TOKENS: "mask",
 }
 
 
-class DAPO(Clipped, frozen=True, kw_only=True, tag="dapo"):
+class DAPO(algorithm.Clipped, frozen=True, kw_only=True, tag="dapo"):
     """Decoupled clip and dynamic sampling (Yu 2025, arXiv 2503.14476, section 3).
 
         A_i = (R_i - mean(R)) / (std(R) + 1e-6)                       eq. 9
@@ -95,8 +85,8 @@ class DAPO(Clipped, frozen=True, kw_only=True, tag="dapo"):
     trajectory is in no mean and deviation either (the paper masks its loss only).
     """
 
-    truncated: TruncatedKey = field(default_factory=OVERLONG.copy)
-    normalize_by_std: NormalizeByStd = True
+    truncated: algorithm.TruncatedKey = field(default_factory=OVERLONG.copy)
+    normalize_by_std: algorithm.NormalizeByStd = True
     refills: ClassVar[bool] = True
     default_truncated: ClassVar[dict[Limit, Truncated]] = OVERLONG
 
@@ -110,7 +100,7 @@ def leave_one_out(rewards: Sequence[float] | Floats) -> Floats:
     return group_advantages(rewards, norm_by_std=False) * (len(rewards) / others)
 
 
-class RLOO(Clipped, frozen=True, kw_only=True, tag="rloo"):
+class RLOO(algorithm.Clipped, frozen=True, kw_only=True, tag="rloo"):
     """REINFORCE leave-one-out (Ahmadian 2024, arXiv 2402.14740).
 
         A_i = R_i - mean of the other returns of the group
@@ -122,7 +112,7 @@ class RLOO(Clipped, frozen=True, kw_only=True, tag="rloo"):
     reward is kl_reward.
     """
 
-    aggregation: AggregationKey = "seq-mean-token-sum"
+    aggregation: algorithm.AggregationKey = "seq-mean-token-sum"
 
     def advantages(self, returns: Floats) -> Floats:
         return leave_one_out(returns)
@@ -161,7 +151,7 @@ def normalize_over_batch(
     return out
 
 
-class ReinforcePP(Clipped, frozen=True, kw_only=True, tag="reinforce_pp"):
+class ReinforcePP(algorithm.Clipped, frozen=True, kw_only=True, tag="reinforce_pp"):
     """REINFORCE++-baseline (Hu 2025, arXiv 2501.03262).
 
         A'_i = R_i - mean(R of the group),   A_i = (A'_i - mean(A')) / (std(A') + 1e-6)
@@ -188,7 +178,7 @@ class ReinforcePP(Clipped, frozen=True, kw_only=True, tag="reinforce_pp"):
         return normalize_over_batch(trees, credits, self.credit_sharing)
 
 
-class GSPO(Algorithm, frozen=True, kw_only=True, tag="gspo"):
+class GSPO(algorithm.Algorithm, frozen=True, kw_only=True, tag="gspo"):
     """Group sequence policy optimization (Zheng 2025, arXiv 2507.18071, eq. 5 and 7).
 
         s_i = exp(mean over the policy tokens of trajectory i of log r)
@@ -200,14 +190,14 @@ class GSPO(Algorithm, frozen=True, kw_only=True, tag="gspo"):
     Differs from the paper: log-ratios are bounded by +-20 per token.
     """
 
-    aggregation: AggregationKey = "seq-mean-token-mean"
-    clip_low: ClipLow = 3e-4
-    clip_high: ClipHigh = 4e-4
-    normalize_by_std: NormalizeByStd = True
+    aggregation: algorithm.AggregationKey = "seq-mean-token-mean"
+    clip_low: algorithm.ClipLow = 3e-4
+    clip_high: algorithm.ClipHigh = 4e-4
+    normalize_by_std: algorithm.NormalizeByStd = True
     clips_sequences: ClassVar[bool] = True
 
 
-class CISPO(Algorithm, frozen=True, kw_only=True, tag="cispo"):
+class CISPO(algorithm.Algorithm, frozen=True, kw_only=True, tag="cispo"):
     """Clipped importance sampling policy optimization (MiniMax-M1, arXiv 2506.13585, eq. 4).
 
         J = sum over all tokens of sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi / number
@@ -217,9 +207,9 @@ class CISPO(Algorithm, frozen=True, kw_only=True, tag="cispo"):
     clip_high is the knob. Differs from the paper: the value reported is -sg(clip(r)) A.
     """
 
-    clip_low: ClipLow = 1.0
-    clip_high: ClipHigh = 1.0
-    normalize_by_std: NormalizeByStd = True
+    clip_low: algorithm.ClipLow = 1.0
+    clip_high: algorithm.ClipHigh = 1.0
+    normalize_by_std: algorithm.NormalizeByStd = True
 
     def token_loss(self, ratio: Tensor, advantages: Tensor) -> Tensor:
         from agentenv.learners.algorithms.losses import cispo_loss

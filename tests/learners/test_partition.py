@@ -20,19 +20,9 @@ from agentenv.learners.algorithms.baselines import GRPO, GSPO, DrGRPO
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks.learner import encode_groups, in_order
 from agentenv.learners.ranks.trainer import Trainer
+from agentenv.learners.trees import partition
 from agentenv.learners.trees.encoded_tree import ActionTokens, EncodedTree, from_arrays
 from agentenv.learners.trees.minibatch import LeafMap, MiniBatch
-from agentenv.learners.trees.partition import (
-    Paths,
-    assign,
-    assign_paths,
-    cost,
-    idle_share,
-    load,
-    pack,
-    part,
-    partition,
-)
 from tests.learners.flat import figures, grown, tree_form
 from tests.learners.ranks import OF_THE_RANKS, encoded, uneven_trees, weights_of
 from tests.learners.test_algorithm_trees import ALGORITHMS, NARROW
@@ -50,27 +40,27 @@ def encode_all(algorithm: Algorithm, trees: Sequence[TrajectoryTree], version: i
 
 def test_whole_sequences_are_assigned_by_cost() -> None:
     trees = encoded(uneven_trees(8))
-    assert assign(trees, 1) == [list(range(len(trees)))]
-    shards = assign(trees, 3)
+    assert partition.assign(trees, 1) == [list(range(len(trees)))]
+    shards = partition.assign(trees, 3)
     assert sorted(place for shard in shards for place in shard) == list(range(len(trees)))
-    loads = [sum(cost(trees[place]) for place in shard) for shard in shards]
-    largest = max(cost(tree) for tree in trees)
+    loads = [sum(partition.cost(trees[place]) for place in shard) for shard in shards]
+    largest = max(partition.cost(tree) for tree in trees)
     assert max(loads) <= max(largest, 4 / 3 * sum(loads) / 3)
-    assert assign(trees[:1], 2) == [[0], []]
+    assert partition.assign(trees[:1], 2) == [[0], []]
 
 
 def test_one_rank_gets_the_trees_unchanged() -> None:
     trees = encoded(uneven_trees(5))
-    (own,), (load_of_it,) = partition(trees, 1, 10**6)
+    (own,), (load_of_it,) = partition.partition(trees, 1, 10**6)
     assert all(one is tree for one, tree in zip(own, trees, strict=True))
-    assert load_of_it == pytest.approx(sum(map(cost, trees)))
+    assert load_of_it == pytest.approx(sum(map(partition.cost, trees)))
 
 
 def test_the_part_of_a_rank_by_hand() -> None:
     """A prompt of 2; a turn of 2 with leaves of 1 and 2 below it; a leaf of 3."""
     action = np.array([False, False, *[True] * 8])
     tree = from_arrays(range(10), action, [0, 2, 4, 5, 7], [-1, 0, 1, 1, 0], weight=[3, 2, 1, 1, 1])
-    first, middle = (part(tree, [i], 7, is_home=not i) for i in (0, 1))
+    first, middle = (partition.part(tree, [i], 7, is_home=not i) for i in (0, 1))
     assert first.ints("token_ids").tolist() == [0, 1, 2, 3, 4]
     assert first.actions().tolist() == [False, False, True, True, True]
     assert middle.ints("token_ids").tolist() == [0, 1, 2, 3, 5, 6]
@@ -81,12 +71,12 @@ def test_the_part_of_a_rank_by_hand() -> None:
     leaves = LeafMap([first, middle])
     assert leaves.lengths.tolist() == [3, 4, 3] * 2
     assert leaves.is_home.tolist() == [True] * 3 + [False] * 3
-    assert part(tree, [0, 1, 2], 7, is_home=True) is tree
+    assert partition.part(tree, [0, 1, 2], 7, is_home=True) is tree
 
 
 def test_costs_by_hand() -> None:
     """The same tree. Pairs: of depth d, a token sees d + 1."""
-    paths = Paths([2, 2, 1, 2, 3], [-1, 0, 1, 1, 0], 100)
+    paths = partition.Paths([2, 2, 1, 2, 3], [-1, 0, 1, 1, 0], 100)
 
     def work(*positions: int) -> float:
         return len(positions) + 1e-4 * sum(position + 1 for position in positions)
@@ -96,7 +86,7 @@ def test_costs_by_hand() -> None:
     assert paths.cost([0, 1]) == pytest.approx(shared + work(4, 4, 5))
     assert paths.cost([0, 2]) == pytest.approx(shared + work(4, 2, 3, 4))
     assert paths.cost(paths.leaves) == pytest.approx(shared + work(4, 4, 5, 2, 3, 4))
-    small = Paths([2, 2, 1, 2, 3], [-1, 0, 1, 1, 0], 7)
+    small = partition.Paths([2, 2, 1, 2, 3], [-1, 0, 1, 1, 0], 7)
     assert small.cost([0, 1]) == paths.cost([0, 1])
     assert small.cost(small.leaves) == pytest.approx(paths.cost([0, 1]) + work(0, 1, 2, 3, 4))
 
@@ -105,7 +95,7 @@ def test_costs_by_hand() -> None:
 def test_every_token_is_trained_on_one_rank(seed: int, num_ranks: int, max_tokens: int) -> None:
     grown_trees = [random_tree(Random(seed * 10 + i), index=i) for i in range(3)]
     trees = encode_all(GRPO(group_size=6), grown_trees)
-    shares, loads = partition(trees, num_ranks, max_tokens)
+    shares, loads = partition.partition(trees, num_ranks, max_tokens)
     assert len(shares) == len(loads) == num_ranks
     parts = [tree for one in shares for tree in one]
     expected = ActionTokens(trees)
@@ -119,7 +109,7 @@ def test_every_token_is_trained_on_one_rank(seed: int, num_ranks: int, max_token
 def _contexts(trees: Sequence[EncodedTree]) -> list[tuple[int, ...]]:
     """Each trained token with all that it sees, in any micro-batch."""
     contexts = []
-    for batch in pack(trees, 40):
+    for batch in partition.pack(trees, 40):
         for source, target in zip(batch.source.tolist(), batch.targets.tolist(), strict=True):
             seen = [i for i in range(source + 1) if batch.end[i] > source]
             assert batch.position_ids[seen].tolist() == list(range(len(seen)))
@@ -131,9 +121,9 @@ def test_loads_equal_the_computations_of_ranks() -> None:
     """Up to the savings of packing if pieces of a tree share a micro-batch."""
     trees = encode_all(ARPO(group_size=16), [grow_large(Random(i), i) for i in range(8)])
     for num_ranks in (1, 4, 8):
-        shares, loads = partition(trees, num_ranks, 1500)
+        shares, loads = partition.partition(trees, num_ranks, 1500)
         for one, expected in zip(shares, loads, strict=True):
-            batches = pack(one, 1500)
+            batches = partition.pack(one, 1500)
             pairs = sum(int(batch.position_ids.sum()) + len(batch.end) for batch in batches)
             found = sum(len(batch.end) for batch in batches) + 1e-4 * pairs
             assert found == pytest.approx(expected, rel=0.05)
@@ -148,15 +138,15 @@ def grow_large(random: Random, index: int) -> TrajectoryTree:
 
 def test_a_tree_is_divided_only_when_that_saves_time() -> None:
     leaves = 16
-    wide = Paths([10, *[100] * leaves], [-1, *[0] * leaves], 10**6)
-    (first, second) = assign_paths([wide], 2)
+    wide = partition.Paths([10, *[100] * leaves], [-1, *[0] * leaves], 10**6)
+    (first, second) = partition.assign_paths([wide], 2)
     assert first[0] == list(range(8))
     assert second[0] == list(range(8, 16))
-    loads = [load(shard, [wide]) for shard in assign_paths([wide], 16)]
-    assert idle_share([loads]) < 1e-9
-    prompt = Paths([10_000, 1, 1], [-1, 0, 0], 10**6)
-    assert assign_paths([prompt], 2) == [{0: [0, 1]}, {}]
-    assert assign_paths([wide] * 4, 4) == [{i: list(range(16))} for i in range(4)]
+    loads = [partition.load(shard, [wide]) for shard in partition.assign_paths([wide], 16)]
+    assert partition.idle_share([loads]) < 1e-9
+    prompt = partition.Paths([10_000, 1, 1], [-1, 0, 0], 10**6)
+    assert partition.assign_paths([prompt], 2) == [{0: [0, 1]}, {}]
+    assert partition.assign_paths([wide] * 4, 4) == [{i: list(range(16))} for i in range(4)]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -167,7 +157,7 @@ def test_losses_of_ranks_sum_to_that_of_one_rank(name: str, num_ranks: int) -> N
     whole = figures(algorithm, trees)
     batch, theta, current = whole.minibatch, whole.theta.detach(), whole.entropies.detach()
     place = {value: i for i, value in enumerate(batch.tokens.behavior.tolist())}
-    shares, _ = partition(batch.trees, num_ranks, 10**6)
+    shares, _ = partition.partition(batch.trees, num_ranks, 10**6)
     shares.append([])  # a rank without any
     meeting = Meeting(len(shares))
 
@@ -226,7 +216,7 @@ def test_updates_of_two_and_four_ranks_equal_those_of_one(name: str) -> None:
         ranks = trainers(MODEL, algorithm, CONFIG, meeting)
         metrics = []
         for minibatches in batches:
-            shares = [partition(one, num_ranks, MAX_TOKENS)[0] for one in minibatches]
+            shares = [partition.partition(one, num_ranks, MAX_TOKENS)[0] for one in minibatches]
             has_parts = any(tree.whole for parts in shares for own in parts for tree in own)
             assert has_parts == (num_ranks > 1)
             metrics.append(_update(meeting, ranks, shares))
