@@ -24,7 +24,13 @@ SOCKETS = {"sock_recv", "sock_recv_into", "sock_sendall", "sock_accept", "sock_c
 SOCKETS |= {"readexactly", "readuntil", "readline", "drain", "wait_closed", "open_connection"}
 SOCKETS |= {"recv", "recv_into", "recvmsg", "recv_fds", "accept", "sendall"}
 PROGRAMS = {"communicate", "waitpid", "waitid", "check_output", "check_call", "urlopen"}
-THREADS = {"to_thread", "run_in_executor", "run_coroutine_threadsafe", "create_subprocess_exec"}
+THREADS = {
+    "to_thread",
+    "run_in_executor",
+    "wrap_future",
+    "run_coroutine_threadsafe",
+    "create_subprocess_exec",
+}
 FOREIGN = {"initialize", "list_tools", "call_tool", "send_ping"}  # of the package mcp
 OUTSIDE = SOCKETS | PROGRAMS | THREADS | FOREIGN
 BARE = {"wait", "join", "get", "acquire"}  # of events, programs, threads, queues: without arguments

@@ -26,6 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
+from io import IOBase
 from typing import Any, TypeVar
 
 from agentenv.base.deadline import uncancelled, within
@@ -78,10 +79,11 @@ class Machine:
     loop, which also resolve names, and which functions that hang would hold up."""
 
     def __init__(self, threads: ThreadPoolExecutor | None = None) -> None:
-        self._threads = threads
+        self._threads = threads or _threads()
 
     async def in_thread(self, function: Callable[..., T], /, *arguments: Any, **keys: Any) -> T:
-        """The function's result. Raises its error, and StallError after LONGEST_S seconds."""
+        """The function's result; a file that comes after a cancellation is closed. Raises the
+        function's error, and StallError after LONGEST_S seconds."""
 
         def run() -> T:
             job = Job(function)
@@ -91,9 +93,12 @@ class Machine:
             finally:
                 _jobs.discard(job)
 
-        loop, call = asyncio.get_running_loop(), partial(copy_context().run, run)
-        what = name_of(function)
-        return await within(LONGEST_S, what, loop.run_in_executor(self._threads, call))
+        call = self._threads.submit(copy_context().run, run)
+        try:
+            return await within(LONGEST_S, name_of(function), asyncio.wrap_future(call))
+        except (asyncio.CancelledError, StallError):
+            call.add_done_callback(_close_file)
+            raise
 
     async def start_process(self, *command: str, **options: Any) -> asyncio.subprocess.Process:
         """A running program; `options` are those of asyncio.create_subprocess_exec."""
@@ -122,8 +127,13 @@ class Machine:
         await asyncio.sleep(seconds)
 
 
+def _close_file(call: Future[Any]) -> None:
+    if not call.cancelled() and call.exception() is None and isinstance(call.result(), IOBase):
+        call.result().close()
+
+
 _threads = partial(ThreadPoolExecutor, NUM_THREADS, "agentenv")
-_shared = Machine(_threads())
+_shared = Machine()
 _current = _shared
 # a forked process has none of them
 os.register_at_fork(after_in_child=lambda: setattr(_shared, "_threads", _threads()))

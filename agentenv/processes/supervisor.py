@@ -73,9 +73,7 @@ class LocalProcess:
         return None if self._guard is None else self._guard.returncode
 
     async def start(self) -> None:
-        opening = asyncio.ensure_future(in_thread(open_log, Path(self.spec.log)))
-        try:
-            log = await asyncio.shield(opening)
+        with await in_thread(open_log, Path(self.spec.log)) as log:
             self._guard = await start_process(
                 *guarded(self.spec.command, self._grace_s),
                 stdin=asyncio.subprocess.PIPE,
@@ -85,8 +83,6 @@ class LocalProcess:
                 cwd=self.spec.cwd,
                 start_new_session=True,
             )
-        finally:
-            opening.add_done_callback(_close)
 
     async def ended(self) -> str:
         """Wait for the end of the process; returns a description of the end."""
@@ -119,12 +115,6 @@ def how_it_ended(status: int) -> str:
 def python_path() -> str:
     """PYTHONPATH of a process that runs a module of this project."""
     return os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
-
-
-def _close(opening: asyncio.Future[BinaryIO]) -> None:
-    """Close a log that a thread has opened, even after the cancellation of its waiter."""
-    if not opening.cancelled() and opening.exception() is None:
-        opening.result().close()
 
 
 def open_log(path: Path) -> BinaryIO:
