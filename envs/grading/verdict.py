@@ -27,6 +27,7 @@ _TAGGED = re.compile(r"(.*?)<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 _TABLES = Tables("frame")
 _BESIDE = _TABLES.pattern("beside", re.IGNORECASE)
 _ANNOUNCED = _TABLES.pattern("announced", re.IGNORECASE)
+_ENDED, _LEADS = _TABLES.pattern("ended", re.IGNORECASE), _TABLES.pattern("leads")
 MAX_WORDS_ANNOUNCED = 8  # more are a sentence
 
 
@@ -43,8 +44,9 @@ def boxed_answer(text: str) -> str | None:
     if last is None:
         return None
     found = boxes(text)
-    before, after = found[0][0].rstrip().rpartition("\n")[2], after_box(text, last)
-    first = _announced(before, found[0][1])
+    before, after = found[0][0].rstrip(), after_box(text, last)
+    line, is_own = before.rpartition("\n")[2], "\n" in found[0][0][len(before) :]
+    first = _announced(line, found[0][1]) if is_own or _ENDED.search(line) else []
     if first and " " not in first[0][1]:  # a "no" that is an answer corrects nothing
         found[0] = ("", found[0][1])
     claims = [*first, *found, *_announced(after.strip(), last)]
@@ -65,7 +67,9 @@ def _announced(text: str, boxed: str) -> list[tuple[str, str]]:
         return []
     content = match["content"].strip(" *_$")
     repeats = {*re.findall(r"\w+", boxed)} <= {*re.findall(r"\w+", content)}
-    return [] if repeats or len(content.split()) > MAX_WORDS_ANNOUNCED else [("", content)]
+    leads = _LEADS.fullmatch(content) is not None
+    is_claim = not leads and not repeats and len(content.split()) <= MAX_WORDS_ANNOUNCED
+    return [("", content)] if is_claim else []
 
 
 def one_of(claims: Sequence[tuple[str, str]]) -> str:

@@ -101,6 +101,10 @@ def test_an_answer_is_right_for_one_gold_at_most(answer: str) -> None:
         ("<answer>12</answer> (or 13)", "12 (or 13)"), (r"$\boxed{12}$ or 13", "12 or 13"),
         (r"\boxed{12} cm", "12"), ("<answer>12</answer>.", "12"), ("<answer>5</answer>\nSo.", "5"),
         (r"The answer is $\boxed{12}$. I hope it is correct.", "12"),
+        (r"<answer> The final answer is \[ \boxed{12} \] </answer>", "12"),  # of ARPO's prompt
+        ("Answer: \\[\n\\boxed{12}\n\\]", "12"), (r"The answer is $x = \boxed{12}$.", "12"),
+        (r"The answer is about \boxed{12}.", "12"), (r"The answer is 13. \boxed{12}", "13; 12"),
+        ("The answer is 13\n\\boxed{12}", "13; 12"), (r"Answer: 13 or $\boxed{12}$", "13 or; 12"),
         ("3 rows, so <answer>12", "12"), (r"\boxed{12}\,\text{ or } 13", r"12 \,\text{ or } 13"),
         (r"\boxed{12}" + r"\," * 2000 + "x", "12"), (r"\boxed{12}" + " " * 200_000 + "x", "12"),
     ],
