@@ -4,6 +4,8 @@ right for one gold at most, so the removed text is never a second guess.
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from agentenv.envs.grading.layers import compare
@@ -113,3 +115,16 @@ def test_text_joined_to_the_last_box_or_tag_belongs_to_the_answer(
     message: str, answer: str
 ) -> None:
     assert final_answer(message) == answer
+
+
+BEFORE = ["The final answer is ", "Answer: ", "**Final answer:** ", "So the answer is exactly "]
+BEFORE += ["The answer is then\n", "My final answer is:\n\n", "It is ", "Hence x = ", "# Answer\n"]
+AROUND = [r"\[ @ \]", "$@$", "$$\n@\n$$", r"\( @ \)", "@", "\n\\[\n@\n\\]\n", "**@**", "[ @ ]"]
+AROUND += [r"\begin{align*} @ \end{align*}", r"\begin{equation} x = @ \end{equation}", "`@`"]
+
+
+@pytest.mark.parametrize("gold", ["1535", "-3", r"\frac{1}{2}", "Marie Curie", "(1, 2)", "A"])
+def test_the_phrase_before_a_box_is_no_answer(gold: str) -> None:
+    for before, around, after in product(BEFORE, AROUND, ("", ".", " !", "\n")):
+        text = before + around.replace("@", rf"\boxed{{{gold}}}") + after
+        assert final_answer(f"<think>.</think><answer> {text} </answer>") == gold, text
