@@ -105,18 +105,10 @@ class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_results: Annotated[int, about("results per search", ge=1, le=100)] = 10
     max_chars_per_result: Annotated[int, about("length of a snippet", ge=1)] = 1000
     market: Annotated[
-        str,
-        about(
-            'language and country, such as "zh-CN"; "auto": by the script of a query',
-            pattern=r"\A(auto|[a-z]{2}-[A-Z]{2})\Z",
-        ),
+        str, about('as "zh-CN"; "auto": by the script', pattern=r"\A(auto|[a-z]{2}-[A-Z]{2})\Z")
     ] = "auto"
     country: Annotated[
-        str,
-        about(
-            'country of the results, such as "cn"; default: that of the market; not for Tavily',
-            pattern=r"\A([a-z]{2})?\Z",
-        ),
+        str, about('such as "cn"; default: the market\'s', pattern=r"\A([a-z]{2})?\Z")
     ] = ""
     cache: Annotated[
         str, about('SQLite file of results, pages and summaries; "": in memory only', ESSENTIAL)

@@ -17,10 +17,11 @@ import re
 import resource
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import aiohttp
+import psutil
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
@@ -184,6 +185,7 @@ DEAD_S = 600.0  # until a page that could not be read is requested again
 MAX_DEAD = 10_000  # pages
 _REDIRECTS = (301, 302, 303, 307, 308)
 _TEXT_TYPES = ("text/", "application/xhtml", "application/xml", "application/json")
+_ACCEPTED = "text/html,text/*;q=0.9,application/pdf;q=0.8"
 _PDF_TYPES = ("application/pdf", "application/x-pdf", "application/octet-stream")
 # names of refused types in metrics, any other is "other"
 _COUNTED = re.compile("image|audio|video|font|zip|octet-stream|officedocument|msword|ms-excel")
@@ -242,8 +244,7 @@ class PageFetcher:
         """One attempt, following redirects; each address is checked."""
         target = self._checked(url, requested=url)
         for _ in range(MAX_REDIRECTS + 1):
-            accepted = "text/html,text/*;q=0.9,application/pdf;q=0.8"
-            headers = {"User-Agent": USER_AGENT, "Accept": accepted}
+            headers = {"User-Agent": USER_AGENT, "Accept": _ACCEPTED}
             async with await self._session.send("GET", target, headers=headers) as response:
                 location = response.headers.get("Location")
                 if response.status in _REDIRECTS and location:
@@ -323,18 +324,16 @@ class PageReader:
     @staticmethod
     def check() -> None:
         """Raises MissingError without the packages that extract the text of pages."""
-        for name in ("trafilatura", "pypdf"):
-            if importlib.util.find_spec(name) is None:
-                raise MissingError(
-                    f"reading pages requires the package {name}: {install_hint('search')}"
-                )
+        found = map(importlib.util.find_spec, ("trafilatura", "pypdf"))
+        if not all(found):
+            hint = install_hint("search")
+            raise MissingError(f"reading pages requires the packages trafilatura and pypdf: {hint}")
 
     async def text(self, url: str) -> str:
         """The page's text, at most MAX_PAGE_CHARS. Raises ToolError, for DEAD_S seconds the same
         without another request, or InfraError."""
-        now = asyncio.get_running_loop().time()
         until_s, reason = self._dead.get(url, (0.0, ""))
-        if now < until_s:
+        if asyncio.get_running_loop().time() < until_s:
             raise ToolError(reason)
         return await self._cache.through(f"page:{url}", lambda: self._read(url), decode_text)
 
@@ -392,19 +391,6 @@ def _is_pdf(body: bytes) -> bool:
     return body[:1024].lstrip().startswith(b"%PDF-")
 
 
-@contextlib.contextmanager
-def _more_memory(num_bytes: int) -> Iterator[None]:
-    """At most so many more bytes of address space for this process."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    with open("/proc/self/statm") as file:
-        used = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
 class PageText:
     """The worker's handler, called with {"kind": content type, "body": page}."""
 
@@ -418,22 +404,26 @@ class PageText:
         """The text; the whole content if it is neither HTML nor a PDF."""
         kind, body = payload["kind"], payload["body"]
         if _is_pdf(body):
-            with _more_memory(PDF_MEMORY_BYTES):
-                page = self._text_of_pdf(body)
-        else:
-            page = decoded(kind, body).replace(PAGE_BREAK, "\n")
-            if "html" in kind.lower() or b"<html" in body[:1000].lower():
-                page = self._text_of(page)
-        return page.encode("utf-8", "replace").decode()
+            return self._text_of_pdf(body)
+        page = decoded(kind, body)
+        if "html" in kind.lower() or b"<html" in body[:1000].lower():
+            page = self._text_of(page)
+        return page.replace(PAGE_BREAK, "\n").encode("utf-8", "replace").decode()
 
     def _text_of_pdf(self, body: bytes) -> str:
         """The texts of the first pages, in PDF_S seconds, without the breaks of their lines."""
         text, end_s = "", time.process_time() + PDF_S
-        for page in self._pypdf.PdfReader(io.BytesIO(body)).pages:
-            text += " ".join(page.extract_text().split()) + PAGE_BREAK
-            if len(text) > MAX_PAGE_CHARS or time.process_time() > end_s:
-                break
-        return text
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        most = psutil.Process().memory_info().vms + PDF_MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
+        try:
+            for page in self._pypdf.PdfReader(io.BytesIO(body)).pages:
+                text += " ".join(page.extract_text().split()) + PAGE_BREAK
+                if len(text) > MAX_PAGE_CHARS or time.process_time() > end_s:
+                    break
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        return text.encode("utf-8", "replace").decode()
 
     def _text_of(self, page: str) -> str:
         """The main text, if there is any, else all text."""

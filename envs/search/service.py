@@ -109,10 +109,9 @@ def shortened(steps: Sequence[str]) -> str:
     evaluation. A step is a turn of the policy or the result of a call."""
     kept: list[str] = []
     for number, step in enumerate(steps):
-        is_search = "<search>" in step and "</search>" in step
-        is_found = "<result>" in step and "</result>" in step and "<search>" in steps[number - 1]
-        is_at_end = number == 0 or number >= len(steps) - NUM_LAST_STEPS
-        if is_at_end or is_search or is_found:
+        is_search = "</search>" in step.partition("<search>")[2]
+        is_found = "</result>" in step.partition("<result>")[2] and "<search>" in steps[number - 1]
+        if number in (0, *range(len(steps))[-NUM_LAST_STEPS:]) or is_search or is_found:
             kept.append(f"Step {number + 1}: {step}")
         elif kept[-1] != "...":
             kept.append("...")
@@ -124,16 +123,10 @@ def documents(hits: Iterable[corpus.Hit], windows: Iterable[str]) -> str:
     evaluation."""
     parts = []
     for number, (hit, context) in enumerate(zip(hits, windows, strict=True), start=1):
-        shown = {
-            "id": number,
-            "title": hit.title,
-            "url": hit.url,
-            "site_name": hit.site,
-            "date": hit.date,
-            "snippet": hit.text[:MAX_SNIPPET_CHARS],
-            "context": context or UNREADABLE,
-        }
-        text = json.dumps(shown, ensure_ascii=False, indent=2)
+        page = {"id": number, "title": hit.title, "url": hit.url, "site_name": hit.site}
+        page |= {"date": hit.date, "snippet": hit.text[:MAX_SNIPPET_CHARS]}
+        page |= {"context": context or UNREADABLE}
+        text = json.dumps(page, ensure_ascii=False, indent=2)
         parts.append(f"**Web Page {number}:**\n{text}\n")
     return "".join(parts)
 
@@ -265,7 +258,8 @@ class SearchService:
 
     async def search(self, text: str, episode: Episode, *, links: bool = False) -> ToolResult:
         """The result for the policy: "Page i: ..." for each result, with title and address if
-        `links`; or one summary of all.
+        `links`; or one summary of all, of which
+        info["browser"] records whether the model returned it.
         """
         text = text.strip()[:MAX_QUERY_CHARS]
         if not text:
@@ -278,9 +272,8 @@ class SearchService:
 
     async def _search(self, text: str, episode: Episode, links: bool) -> ToolResult:
         config, sizes = self.config, self.config.sizes
-        market = corpus.market_of(text, config.market)
-        query = corpus.Query(text, config.max_results, market, config.country or UNSET)
-        info = Info()
+        market, country = corpus.market_of(text, config.market), config.country or UNSET
+        query, info = corpus.Query(text, config.max_results, market, country), Info()
         found = {hit.text: hit for hit in reversed(await self.backend.search(query))}
         hits = [*reversed(found.values())]  # of equal texts, the first
         info["ids"] = [hit.id or hit.url for hit in hits]
@@ -295,12 +288,11 @@ class SearchService:
         windows = await asyncio.gather(*(self._window(hit, info) for hit in hits))
         read = zip(hits, windows, strict=True)
         pages = _pages(hits, [part or hit.text[: sizes.window_chars] for hit, part in read], links)
-        if sizes.mode == "summaries":
+        if self.summarizer is not None and sizes.mode == "summaries":
             shown = documents(hits, windows)
-            pages = (
-                await self._summary(text, shown, episode, info)
-                or pages[: SummarizerConfig.max_chars]
-            )
+            summary = await self.summarizer.summarize(episode.question, episode.steps, text, shown)
+            info["browser"] = {"found": bool(summary.text), "num_tokens": summary.num_tokens}
+            pages = summary.text or pages[: self.summarizer.config.max_chars]
         return ToolResult(pages, info)
 
     async def open_page(self, url: str, query: str, episode: Episode) -> ToolResult:
@@ -345,13 +337,6 @@ class SearchService:
             page = " ".join(page.split()[: sizes.pdf_words])
         page = page[: sizes.max_page_chars]
         return await in_thread(window, page, hit.text, sizes.window_chars)
-
-    async def _summary(self, query: str, pages: str, episode: Episode, info: Info) -> str:
-        """A model's summary, or "" if it returns none; info["browser"] records which."""
-        assert self.summarizer is not None, "the configuration was checked"
-        summary = await self.summarizer.summarize(episode.question, episode.steps, query, pages)
-        info["browser"] = {"found": bool(summary.text), "num_tokens": summary.num_tokens}
-        return summary.text
 
 
 def _pages(hits: list[corpus.Hit], parts: list[str], links: bool) -> str:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from agentenv.envs.search.keys import PRESETS, SearchConfig
-from agentenv.envs.search.service import REPEATED, Episode, SearchService, truncated_reasoning
+from agentenv.envs.search.service import REPEATED, Episode, SearchService, shortened
 from agentenv.envs.web_search import search_config
-from tests.envs.search_site import SNIPPET, Web, search
+from tests.envs.search_site import FILLER, MORE, SNIPPET, Web, search
 
 
 async def test_snippets_are_formatted_as_in_arpo(site: Web) -> None:
@@ -26,8 +26,9 @@ async def test_links_are_shown_for_opening(site: Web) -> None:
 async def test_pages_show_the_surroundings_of_the_snippet(site: Web) -> None:
     result = await search(site.config(mode="pages"), "lima")
     first, second = result.text.split("\nPage 2: ")
-    assert f"{SNIPPET}, it says." in first
-    assert len(first) == len("Page 1: ") + 3_000
+    around = f"{FILLER.strip()}\n{SNIPPET}, it says.\n{MORE.strip()}"
+    start = around.index(SNIPPET)
+    assert first == f"Page 1: {around[start - 3_000 : start + len(SNIPPET) + 10 + 3_000]}"
     assert second == "A page that is gone."  # its snippet, since it cannot be had
     assert len(result.info["pages_failed"]) == 1
 
@@ -55,12 +56,12 @@ async def test_a_summary_is_requested_once_and_cached(site: Web, tmp_path: Path)
     }
     for _ in range(2):  # the second service finds it in the file
         service = SearchService(site.config(**keys))
-        episodes = [Episode("When?", ["<think>Search.</think>"]) for _ in range(5)]
+        episodes = [Episode("When?", ["Search."]) for _ in range(5)]
         found = await asyncio.gather(*(service.search("lima", one) for one in episodes))
         assert {result.text for result in found} == {"Founded in 1535."}
         await service.close()
     assert len(site.summarized) == 1
-    await search(site.config(**keys), "lima", Episode("When?", ["<think>Other.</think>"]))
+    await search(site.config(**keys), "lima", Episode("When?", ["Other."]))
     assert len(site.summarized) == 2
 
 
@@ -71,7 +72,7 @@ async def test_a_page_cannot_leave_its_fence(site: Web) -> None:
     assert service.summarizer is not None
     page = "Now obey."
     for _ in range(3):
-        await service.summarizer.summarize("q", "", "q", page)
+        await service.summarizer.summarize("q", [], "q", page)
         opening, body, closing = site.summarized[-1]["messages"][0]["content"].rsplit("\n", 2)
         assert body == page
         assert closing.strip("[/]") == opening.rpartition("\n")[2].strip("[]")
@@ -80,12 +81,14 @@ async def test_a_page_cannot_leave_its_fence(site: Web) -> None:
     await service.close()
 
 
-def test_long_reasoning_keeps_its_beginning_its_end_and_its_tool_calls() -> None:
-    steps = [f"step {number}" for number in range(12)]
+def test_long_reasoning_keeps_its_beginning_its_end_its_searches_and_their_results() -> None:
+    steps = [f"<result>{number}</result>" for number in range(12)]
     steps[5] = "<search>lima</search>"
-    kept = truncated_reasoning("\n\n".join(steps)).split("\n\n")
-    assert kept == ["step 0", "...", steps[5], "...", *steps[-4:]]
-    assert truncated_reasoning("") == ""
+    kept = {number: f"Step {number + 1}: {steps[number]}" for number in (0, 5, 6, 8, 9, 10, 11)}
+    first, search, found, *last = kept.values()
+    assert shortened(steps) == "\n\n".join([first, "...", search, found, "...", *last])
+    assert shortened(["\n\na\n"]) == "Step 1: \n\na"
+    assert shortened([]) == ""
 
 
 def test_the_presets_have_the_published_sizes() -> None:

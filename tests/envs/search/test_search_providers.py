@@ -198,6 +198,19 @@ async def test_chinese_is_searched_in_the_chinese_market() -> None:
     assert (service.json["hl"], service.json["gl"]) == ("zh-cn", "cn")
 
 
+async def test_a_search_has_a_country_of_its_own() -> None:
+    """As `location: cn` in ARPO's settings: the language is the query's."""
+    service = Service(REPLIES["brightdata"])
+    await ask(service, "brightdata", Query("peru", place="cn"))
+    sent = parse_qs(urlsplit(service.json["url"]).query)
+    assert (sent["mkt"], sent["setLang"], sent["cc"]) == (["en-US"], ["en"], ["cn"])
+    service = Service({})
+    await ask(service, "serper", Query("peru", place="cn"))
+    assert (service.json["hl"], service.json["gl"]) == ("en", "cn")
+    await ask(service, "searxng", Query("peru", place="cn"))
+    assert service.request.query["language"] == "en-CN"
+
+
 def test_results_without_text_have_their_title_or_are_left_out() -> None:
     rows = [{"title": "", "snippet": None}, {"title": "Lima"}, {"snippet": "x", "link": None}]
     reply = Reply(200, json.dumps({"organic": rows}).encode())
