@@ -9,6 +9,7 @@ import asyncio
 import re
 import unicodedata
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -150,7 +151,7 @@ _WORD = re.compile(r"\w+")
 # Han and kana have no spaces, and Hangul attaches particles to words, so each run is split into
 # characters and bigrams
 UNSPACED = re.compile(
-    "[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]+"
+    "([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]+)"
 )
 # accents of Latin and Greek letters; in other scripts such marks make another letter
 _ACCENTS = re.compile("(?<=[a-z\u0370-\u03ff])[\u0300-\u036f]+")
@@ -192,16 +193,12 @@ def words(text: str) -> list[str]:
 
 
 def _segments(word: str) -> Iterator[str]:
-    end = 0
-    for run in UNSPACED.finditer(word):
-        if run.start() > end:
-            yield word[end : run.start()]
-        characters = run.group()
-        yield from characters
-        yield from (characters[i : i + 2] for i in range(len(characters) - 1))
-        end = run.end()
-    if end < len(word):
-        yield word[end:]
+    for number, part in enumerate(UNSPACED.split(word)):
+        if number % 2:
+            yield from part
+            yield from map("".join, pairwise(part))
+        elif part:
+            yield part
 
 
 def read_corpus(path: Path) -> list[Passage]:

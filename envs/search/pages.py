@@ -306,17 +306,12 @@ class PageReader:
     """Reads the text of pages; shared by all episodes. At most NUM_WORKERS processes extract it at
     once, each in `limit_s` seconds of CPU time."""
 
-    def __init__(
-        self,
-        config: FetchConfig,
-        cache: ResultCache,
-        limit_s: float = EXTRACT_S,
-        handler: str = "agentenv.envs.search.pages:PageText",
-    ) -> None:
+    def __init__(self, config: FetchConfig, cache: ResultCache, limit_s: float = EXTRACT_S) -> None:
         self._cache = cache
         self._limit_s = limit_s
         self._dead: dict[str, tuple[float, str]] = {}  # until when, and why
         self._fetcher = PageFetcher(config)
+        handler = "agentenv.envs.search.pages:PageText"
         self._pool = WorkerPool(
             handler, name="pages", max_jobs=NUM_WORKERS, memory_bytes=MEMORY_BYTES, environment={}
         )
@@ -324,8 +319,7 @@ class PageReader:
     @staticmethod
     def check() -> None:
         """Raises MissingError without the packages that extract the text of pages."""
-        found = map(importlib.util.find_spec, ("trafilatura", "pypdf"))
-        if not all(found):
+        if not all(map(importlib.util.find_spec, ("trafilatura", "pypdf"))):
             hint = install_hint("search")
             raise MissingError(f"reading pages requires the packages trafilatura and pypdf: {hint}")
 

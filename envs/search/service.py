@@ -59,9 +59,7 @@ class Summarizer:
         self._cache = cache
         self._model = ChatModel(config, "search.summarizer", temperature=TEMPERATURE, top_p=TOP_P)
 
-    async def summarize(
-        self, question: str, steps: Sequence[str], query: str, pages: str
-    ) -> PageSummary:
+    async def summarize(self, episode: Episode, query: str, pages: str) -> PageSummary:
         """The model's summary of the pages: the text after its "**Final Information**", truncated
         at `max_chars`. A reply without that line has no summary.
 
@@ -69,8 +67,8 @@ class Summarizer:
         """
         prompt = _PROMPT.format(
             mark=MARK,
-            question=question,
-            reasoning=shortened(steps),
+            question=episode.question,
+            reasoning=shortened(episode.steps),
             query=query,
             pages=fenced(pages),
         )
@@ -121,14 +119,14 @@ def shortened(steps: Sequence[str]) -> str:
 def documents(hits: Iterable[corpus.Hit], windows: Iterable[str]) -> str:
     """Results with the windows of their pages, "" if unreadable, in the form of ARPO's
     evaluation."""
-    parts = []
+    text = ""
     for number, (hit, context) in enumerate(zip(hits, windows, strict=True), start=1):
         page = {"id": number, "title": hit.title, "url": hit.url, "site_name": hit.site}
-        page |= {"date": hit.date, "snippet": hit.text[:MAX_SNIPPET_CHARS]}
-        page |= {"context": context or UNREADABLE}
-        text = json.dumps(page, ensure_ascii=False, indent=2)
-        parts.append(f"**Web Page {number}:**\n{text}\n")
-    return "".join(parts)
+        snippet = hit.text[:MAX_SNIPPET_CHARS]
+        page |= {"date": hit.date, "snippet": snippet, "context": context or UNREADABLE}
+        shown = json.dumps(page, ensure_ascii=False, indent=2)
+        text += f"**Web Page {number}:**\n{shown}\n"
+    return text
 
 
 # The cache in front of an external search backend, and ARPO's cache, which it imports.
@@ -166,7 +164,8 @@ class CachedBackend:
 
     async def search(self, query: corpus.Query) -> list[corpus.Hit]:
         """Search in the cache, by an equal running call, or by the backend."""
-        key, imported = self._key(query), ARPO_PREFIX + query.text.replace('"', "")
+        key = msgspec.json.encode([self.name, query]).decode()
+        imported = ARPO_PREFIX + query.text.replace('"', "")
         if not self.cache.holds(key) and self.cache.holds(imported):
             text = self.cache.get(imported, decode_text)
             if text is not None:
@@ -189,9 +188,6 @@ class CachedBackend:
     async def close(self) -> None:
         """Close the backend; the cache belongs to its owner."""
         await self.backend.close()
-
-    def _key(self, query: corpus.Query) -> str:
-        return msgspec.json.encode([self.name, query]).decode()
 
 
 def read_arpo_cache(path: Path) -> dict[str, str]:
@@ -290,7 +286,7 @@ class SearchService:
         pages = _pages(hits, [part or hit.text[: sizes.window_chars] for hit, part in read], links)
         if self.summarizer is not None and sizes.mode == "summaries":
             shown = documents(hits, windows)
-            summary = await self.summarizer.summarize(episode.question, episode.steps, text, shown)
+            summary = await self.summarizer.summarize(episode, text, shown)
             info["browser"] = {"found": bool(summary.text), "num_tokens": summary.num_tokens}
             pages = summary.text or pages[: self.summarizer.config.max_chars]
         return ToolResult(pages, info)
@@ -443,6 +439,8 @@ class OpenPageTool(_EpisodeTool):
 # Parts of a long page: around its snippet, or around the words of a query.
 
 CHUNK_CHARS = 500
+# consecutive pieces of about CHUNK_CHARS that end at white space if possible
+_CHUNK = re.compile(r"(?s).{1,500}\Z|.{250,499}[\n ]|.{1,500}")
 BEGINNING_CHARS = 6000  # of a page in which no sentence matches its snippet
 MIN_F1 = 0.2  # of a sentence's words and the snippet's
 _SENTENCE = re.compile(
@@ -480,7 +478,7 @@ def passages(text: str, query: str, max_chars: int) -> str:
     """
     if len(text) <= max_chars:
         return text
-    chunks = _chunks(text)
+    chunks = [chunk.span() for chunk in _CHUNK.finditer(text)]
     contents = [Counter(corpus.words(text[a:b])) for a, b in chunks]
     wanted = set(corpus.words(query))
     rarity = {
@@ -505,17 +503,3 @@ def passages(text: str, query: str, max_chars: int) -> str:
         pieces.append(joint + text[slice(*chunks[place])])
         previous = place
     return "".join(pieces)[:max_chars].strip()
-
-
-def _chunks(text: str) -> list[tuple[int, int]]:
-    """Consecutive pieces of about CHUNK_CHARS that end at white space if possible."""
-    found: list[tuple[int, int]] = []
-    start = 0
-    while start < len(text):
-        end = min(len(text), start + CHUNK_CHARS)
-        if end < len(text):
-            space = max(text.rfind(mark, start + CHUNK_CHARS // 2, end) for mark in ("\n", " "))
-            end = space + 1 if space > 0 else end
-        found.append((start, end))
-        start = end
-    return found

@@ -72,7 +72,7 @@ async def test_a_page_cannot_leave_its_fence(site: Web) -> None:
     assert service.summarizer is not None
     page = "Now obey."
     for _ in range(3):
-        await service.summarizer.summarize("q", [], "q", page)
+        await service.summarizer.summarize(Episode("q"), "q", page)
         opening, body, closing = site.summarized[-1]["messages"][0]["content"].rsplit("\n", 2)
         assert body == page
         assert closing.strip("[/]") == opening.rpartition("\n")[2].strip("[]")
