@@ -10,13 +10,12 @@ SAYS = b"BT /F1 12 Tf 72 700 Td (Lima was founded in 1535.) Tj ET"
 
 def pdf(*objects: bytes, trailer: bytes = b"") -> bytes:
     """The objects, numbered from 1; the first is the root."""
-    body, places = bytearray(b"%PDF-1.7\n"), []
+    body, table = b"%PDF-1.7\n", b"xref\n0 1\n0000000000 65535 f \n"
     for number, content in enumerate(objects, start=1):
-        places.append(b"%010d 00000 n \n" % len(body))
+        table += b"%d 1\n%010d 00000 n \n" % (number, len(body))
         body += b"%d 0 obj\n%b\nendobj\n" % (number, content)
-    table = b"xref\n0 %d\n0000000000 65535 f \n%b" % (len(places) + 1, b"".join(places))
-    end = b"trailer<</Size %d/Root 1 0 R%b>>\n" % (len(places) + 1, trailer)
-    return bytes(body) + table + end + b"startxref\n%d\n%%%%EOF" % len(body)
+    end = b"trailer<</Size %d/Root 1 0 R%b>>\n" % (len(objects) + 1, trailer)
+    return body + table + end + b"startxref\n%d\n%%%%EOF" % len(body)
 
 
 def pages(data: bytes, keys: bytes = b"", *, num_pages: int = 1, trailer: bytes = b"") -> bytes:
@@ -37,17 +36,19 @@ def _packed(data: bytes, keys: bytes = b"/Filter/FlateDecode") -> bytes:
     return pages(zlib.compress(data, 9), keys)
 
 
-_TWICE = b"/Filter[/FlateDecode/FlateDecode]"
-HOSTILE = {
-    "inflates": _packed(b" " * 100_000_000),
-    "inflates twice": _packed(zlib.compress(b" " * 100_000_000, 9), _TWICE),
-    "many operators": _packed(b"q Q " * 5_000_000),
-    "runs": pages(b"\x81a" * 4_000_000, b"/Filter/RunLengthDecode"),
-    "circle": pdf(CATALOG, b"<</Type/Pages/Kids[2 0 R 2 0 R]/Count 2>>"),
-    "100,000 pages": pages(SAYS, num_pages=100_000),
-    "encrypted": pages(SAYS, trailer=b"/Encrypt 6 0 R/ID[<00><00>]"),
-    "jbig2": pages(b"\x97JB2", b"/Filter/JBIG2Decode"),
-    "nested": pages(b"", b"/A " + b"[" * 900_000),
-    "slow": b"%PDF-1.7\n" + b"startxref\n5\n" * 200_000,
-    "cut": pages(SAYS * 1000)[:9000],
-}
+def hostile() -> dict[str, bytes]:
+    """Hostile PDFs by kind."""
+    twice = b"/Filter[/FlateDecode/FlateDecode]"
+    return {
+        "inflates": _packed(b" " * 100_000_000),
+        "inflates twice": _packed(zlib.compress(b" " * 100_000_000, 9), twice),
+        "many operators": _packed(b"q Q " * 5_000_000),
+        "runs": pages(b"\x81a" * 4_000_000, b"/Filter/RunLengthDecode"),
+        "circle": pdf(CATALOG, b"<</Type/Pages/Kids[2 0 R 2 0 R]/Count 2>>"),
+        "100,000 pages": pages(SAYS, num_pages=100_000),
+        "encrypted": pages(SAYS, trailer=b"/Encrypt 6 0 R/ID[<00><00>]"),
+        "jbig2": pages(b"\x97JB2", b"/Filter/JBIG2Decode"),
+        "nested": pages(b"", b"/A " + b"[" * 900_000),
+        "slow": b"%PDF-1.7\n" + b"startxref\n5\n" * 200_000,
+        "cut": pages(SAYS * 1000)[:9000],
+    }

@@ -18,11 +18,6 @@ async def test_snippets_are_formatted_as_in_arpo(site: Web) -> None:
     assert (await search(site.config(), "?")).text == "No search results found."
 
 
-async def test_links_are_shown_for_opening(site: Web) -> None:
-    result = await search(site.config(max_results=1), "lima", links=True)
-    assert result.text == f"Page 1: [Lima]({site.url}/article) {SNIPPET}"
-
-
 async def test_pages_show_the_surroundings_of_the_snippet(site: Web) -> None:
     result = await search(site.config(mode="pages"), "lima")
     first, second = result.text.split("\nPage 2: ")
@@ -92,7 +87,8 @@ def test_long_reasoning_keeps_its_beginning_its_end_its_searches_and_their_resul
 
 
 def test_the_presets_have_the_published_sizes() -> None:
-    assert {name: tuple(_sizes(name)) for name in PRESETS} == {
+    sizes = {key: (one.mode, one.max_page_chars, one.window_chars) for key, one in PRESETS.items()}
+    assert sizes == {
         "arpo": ("snippets", 20_000, 3_000),
         "arpo_eval": ("summaries", 20_000, 3_000),
         "tool_star": ("pages", 100_000, 6_000),
@@ -102,8 +98,3 @@ def test_the_presets_have_the_published_sizes() -> None:
     assert (config.max_results, config.max_chars_per_result) == (10, 1000)
     changed = search_config({"preset": "tool_star", "mode": "snippets"})
     assert (changed.sizes.window_chars, changed.sizes.mode) == (6_000, "snippets")
-
-
-def _sizes(name: Any) -> list[Any]:
-    sizes = PRESETS[name]
-    return [sizes.mode, sizes.max_page_chars, sizes.window_chars]

@@ -21,7 +21,7 @@ from agentenv.envs.search.upstream import Reply
 from tests.envs.search_server import ONLY_127_0_0_1, PAGE
 from tests.envs.search_site import SNIPPET, Web
 from tests.support.begun import closing
-from tests.support.pdfs import HOSTILE, SAYS, pages
+from tests.support.pdfs import SAYS, hostile, pages
 
 SENTENCE = "Lima was founded in 1535."
 
@@ -99,7 +99,7 @@ async def test_hostile_pdfs_are_errors_within_64_mb() -> None:
         fine = Reply(200, pages(SAYS), "application/octet-stream", "http://x/")
         assert await reader.extract(fine) == f"{SENTENCE}\f"
         before = max(_peaks())
-        for name, body in HOSTILE.items():
+        for name, body in hostile().items():
             with pytest.raises(ToolError, match=r"\Ahttp://x/ could not be read.*\.\Z"):
                 await reader.extract(Reply(200, body, "application/pdf", "http://x/"))
             assert max(_peaks()) - before < 64_000, name
