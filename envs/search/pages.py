@@ -263,9 +263,9 @@ class PageFetcher:
                         body = await read_body(response, MAX_PDF_BYTES)
                 if not is_text and not _is_pdf(body):
                     name = _COUNTED.search(kind)
-                    text = f"{url} is not a text but {kind}."
-                    tally(f"pages/refused/{name[0] if name else 'other'}").add(1, text)
-                    raise ToolError(text)
+                    counted = tally(f"pages/refused/{name[0] if name else 'other'}")
+                    counted.add(1, f"pages of the type {kind} are not read, such as {url}")
+                    raise ToolError(f"{url} is not a text but {kind}.")
                 kind = printable(response.headers.get("Content-Type", ""))
                 return Reply(200, body, kind, str(target))
         raise ToolError(f"{url} redirects more than {MAX_REDIRECTS} times.")
