@@ -103,9 +103,12 @@ class WebSearchEnv(ToolEnv):
         )
 
     async def step(self, action: Message) -> tuple[list[Message], float, bool, bool, Info]:
-        """Run the calls; the tools know the question and the earlier text."""
-        update_episodes(self._open_states("step").values(), self.task.question, action)
-        return await super().step(action)
+        """Run the calls; the tools know the question, the turns and the results."""
+        states, question = self._open_states("step").values(), self.task.question
+        update_episodes(states, question, [action])
+        step = await super().step(action)
+        update_episodes(states, question, step[0])
+        return step
 
 
 search_config = partial(shared_config, SearchConfig, "search")

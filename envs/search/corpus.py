@@ -9,12 +9,13 @@ import asyncio
 import re
 import unicodedata
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
-from agentenv.base.errors import ConfigError, DataError, ForeignError
+from agentenv.base.errors import DataError, ForeignError
 from agentenv.base.offload import OwnThread, check_outside
 from agentenv.base.untrusted import convert, decode
 
@@ -26,21 +27,26 @@ _MARKETS = (  # by script, kana first, since Japanese also uses Chinese characte
 
 
 class Hit(Struct, frozen=True, omit_defaults=True):
-    """One result. `text` is a passage or a snippet; `url` may be "corpus:ID" for a local one."""
+    """One result. `text` is a passage or a snippet; `url` may be "corpus:ID" for a local one;
+    `site` and `date` are as reported by a provider."""
 
     text: str
     title: str = ""
     url: str = ""
     id: str = ""
     score: float = 0.0
+    site: str = ""
+    date: str = ""
 
 
 class Query(Struct, frozen=True):
-    """A query. `market` is of the form "en-US": language, then country."""
+    """A query. `market` is of the form "en-US": language, then country; `place` is another country,
+    such as "cn". Unset, it is no part of the key of a cached result."""
 
     text: str
     max_results: int = 10
     market: str = "en-US"
+    place: str | UnsetType = UNSET
 
     @property
     def language(self) -> str:
@@ -49,8 +55,8 @@ class Query(Struct, frozen=True):
 
     @property
     def country(self) -> str:
-        """The part of the market after the dash, in lower case, e.g. "us"."""
-        return self.market.partition("-")[2].lower()
+        """The place, else the part of the market after the dash, in lower case, e.g. "us"."""
+        return self.place or self.market.partition("-")[2].lower()
 
 
 class Backend(Protocol):
@@ -127,11 +133,9 @@ class BackendConfig(Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 
 def market_of(text: str, market: str = "auto") -> str:
     """The market of a search: the given one, else by the script of the text, else "en-US"."""
-    if market == "auto":
-        return next((name for name, script in _MARKETS if script.search(text)), "en-US")
-    if not re.fullmatch("[a-z]{2}-[A-Z]{2}", market):
-        raise ConfigError(f'search.market: {market!r}; expected "auto" or a form like "en-US"')
-    return market
+    if market != "auto":
+        return market
+    return next((name for name, script in _MARKETS if script.search(text)), "en-US")
 
 
 CORPUS_SCHEME = "corpus:"
@@ -146,8 +150,8 @@ def corpus_path(path: str) -> Path:
 _WORD = re.compile(r"\w+")
 # Han and kana have no spaces, and Hangul attaches particles to words, so each run is split into
 # characters and bigrams
-_UNSPACED = re.compile(
-    "[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]+"
+UNSPACED = re.compile(
+    "([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]+)"
 )
 # accents of Latin and Greek letters; in other scripts such marks make another letter
 _ACCENTS = re.compile("(?<=[a-z\u0370-\u03ff])[\u0300-\u036f]+")
@@ -183,22 +187,18 @@ def words(text: str) -> list[str]:
     text = _ACCENTS.sub("", unicodedata.normalize("NFKD", text.casefold()))
     text = unicodedata.normalize("NFKC", text)
     found = _WORD.findall(text)
-    if not _UNSPACED.search(text):
+    if not UNSPACED.search(text):
         return found
     return [part for word in found for part in _segments(word)]
 
 
 def _segments(word: str) -> Iterator[str]:
-    end = 0
-    for run in _UNSPACED.finditer(word):
-        if run.start() > end:
-            yield word[end : run.start()]
-        characters = run.group()
-        yield from characters
-        yield from (characters[i : i + 2] for i in range(len(characters) - 1))
-        end = run.end()
-    if end < len(word):
-        yield word[end:]
+    for number, part in enumerate(UNSPACED.split(word)):
+        if number % 2:
+            yield from part
+            yield from map("".join, pairwise(part))
+        elif part:
+            yield part
 
 
 def read_corpus(path: Path) -> list[Passage]:

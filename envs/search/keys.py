@@ -73,20 +73,22 @@ class SummarizerConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknow
 
 
 class Preset(Struct, frozen=True):
-    """Sizes in characters: of a page's text, and of the window around the snippet. `form` is the
-    format of snippets: lines "Page i: ...", or passages with titles, as in Tool-Star's Wikipedia
-    results (`contents` of its retriever, separated by blank lines)."""
+    """Sizes in characters: of a page's text, and of its window on each side of the sentence that
+    matches the snippet; `pdf_words` of a PDF are read. `form` is the format of snippets: lines
+    "Page i: ...", or passages with titles, as in Tool-Star's Wikipedia results (`contents` of its
+    retriever, separated by blank lines)."""
 
     mode: Mode
     max_page_chars: int
     window_chars: int
     repeated: Repeated = "search"
     form: Form = "pages"
+    pdf_words: int | None = None
 
 
 PRESETS: dict[PresetName, Preset] = {
     "arpo": Preset("snippets", 20_000, 3_000),
-    "arpo_eval": Preset("summaries", 20_000, 3_000, "tell"),
+    "arpo_eval": Preset("summaries", 20_000, 3_000, "tell", pdf_words=600),
     "tool_star": Preset("pages", 100_000, 6_000),
     "tool_star_wiki": Preset("snippets", 100_000, 6_000, form="passages"),
 }
@@ -103,8 +105,11 @@ class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_results: Annotated[int, about("results per search", ge=1, le=100)] = 10
     max_chars_per_result: Annotated[int, about("length of a snippet", ge=1)] = 1000
     market: Annotated[
-        str, about('language and country, such as "zh-CN"; "auto": by the script of a query')
+        str, about('as "zh-CN"; "auto": by the script', pattern=r"\A(auto|[a-z]{2}-[A-Z]{2})\Z")
     ] = "auto"
+    country: Annotated[
+        str, about('such as "cn"; default: the market\'s', pattern=r"\A([a-z]{2})?\Z")
+    ] = ""
     cache: Annotated[
         str, about('SQLite file of results, pages and summaries; "": in memory only', ESSENTIAL)
     ] = ""

@@ -9,15 +9,19 @@ import asyncio
 import contextlib
 import errno
 import importlib.util
+import io
 import ipaddress
 import logging
 import os
 import re
+import resource
 import socket
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import aiohttp
+import psutil
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
@@ -34,8 +38,9 @@ from agentenv.base.installation import install_hint
 from agentenv.base.result_cache import ResultCache
 from agentenv.base.retries import retried
 from agentenv.base.untrusted import decode_text, printable
+from agentenv.contract.env import tally
 from agentenv.contract.http import is_temporary, retry_after_s
-from agentenv.contract.http_session import HttpSession, Names, proxies, read_body
+from agentenv.contract.http_session import HttpSession, LargeReplyError, Names, proxies, read_body
 from agentenv.envs.search.keys import FetchConfig
 from agentenv.envs.search.upstream import Reply
 from agentenv.processes.worker_pool import JobError, JobStoppedError, WorkerPool
@@ -166,14 +171,24 @@ class GuardedResolver(AbstractResolver):
 
 MAX_REDIRECTS = 5
 MAX_BYTES = 2_000_000  # of a page; the rest is not read
+MAX_PDF_BYTES = 10_000_000  # of a PDF, whose index is at its end
 MAX_PAGE_CHARS = 100_000  # of the text of a page; the rest is not kept
 MAX_CONCURRENCY = 64  # pages fetched at the same time
 NUM_RETRIES = 2  # after 429 and 5xx
 MEMORY_BYTES = 2_000_000_000
 NUM_WORKERS = 2  # processes that extract text
 EXTRACT_S = 5.0  # CPU time for the text of one page
+PDF_S = 2.0  # CPU time after which no further page of a PDF is read
+PDF_MEMORY_BYTES = 40_000_000  # on top of the worker's
+PAGE_BREAK = "\f"  # between the pages of a PDF, and nowhere else
+DEAD_S = 600.0  # until a page that could not be read is requested again
+MAX_DEAD = 10_000  # pages
 _REDIRECTS = (301, 302, 303, 307, 308)
 _TEXT_TYPES = ("text/", "application/xhtml", "application/xml", "application/json")
+_ACCEPTED = "text/html,text/*;q=0.9,application/pdf;q=0.8"
+_PDF_TYPES = ("application/pdf", "application/x-pdf", "application/octet-stream")
+# names of refused types in metrics, any other is "other"
+_COUNTED = re.compile("image|audio|video|font|zip|octet-stream|officedocument|msword|ms-excel")
 
 
 # such a host is an address in an unusual notation, not a name: 127.1, 0x7f.1
@@ -197,9 +212,9 @@ class PageFetcher:
     async def fetch(self, url: str) -> Reply:
         """The page, after redirects, truncated at MAX_BYTES.
 
-        Raises ToolError for a failure of the address: rejected, unknown, too slow, not a text, or a
-        status other than 200 (429 and 5xx are retried first). Raises InfraError if this machine
-        lacks resources.
+        Raises ToolError for a failure of the address: rejected, unknown, too slow, neither a text
+        nor a PDF, or a status other than 200 (429 and 5xx are retried first). Raises InfraError if
+        this machine lacks resources.
         """
 
         async def ask(attempt: int) -> Reply:
@@ -229,7 +244,7 @@ class PageFetcher:
         """One attempt, following redirects; each address is checked."""
         target = self._checked(url, requested=url)
         for _ in range(MAX_REDIRECTS + 1):
-            headers = {"User-Agent": USER_AGENT, "Accept": "text/html,text/*;q=0.9"}
+            headers = {"User-Agent": USER_AGENT, "Accept": _ACCEPTED}
             async with await self._session.send("GET", target, headers=headers) as response:
                 location = response.headers.get("Location")
                 if response.status in _REDIRECTS and location:
@@ -240,10 +255,17 @@ class PageFetcher:
                     if is_temporary(response.status):
                         raise InfraError(text, retry_after_s(response.headers) or 0.0)
                     raise ToolError(text)
-                kind = printable(response.content_type)
-                if not kind.startswith(_TEXT_TYPES):
+                kind, body = printable(response.content_type), b""
+                if is_text := kind.startswith(_TEXT_TYPES):
+                    body = await read_body(response, MAX_BYTES, cut=True)
+                elif kind in _PDF_TYPES:
+                    with reported_as(ToolError, url, LargeReplyError, end="."):
+                        body = await read_body(response, MAX_PDF_BYTES)
+                if not is_text and not _is_pdf(body):
+                    name = _COUNTED.search(kind)
+                    counted = tally(f"pages/refused/{name[0] if name else 'other'}")
+                    counted.add(1, f"pages of the type {kind} are not read, such as {url}")
                     raise ToolError(f"{url} is not a text but {kind}.")
-                body = await read_body(response, MAX_BYTES, cut=True)
                 kind = printable(response.headers.get("Content-Type", ""))
                 return Reply(200, body, kind, str(target))
         raise ToolError(f"{url} redirects more than {MAX_REDIRECTS} times.")
@@ -284,30 +306,29 @@ class PageReader:
     """Reads the text of pages; shared by all episodes. At most NUM_WORKERS processes extract it at
     once, each in `limit_s` seconds of CPU time."""
 
-    def __init__(
-        self,
-        config: FetchConfig,
-        cache: ResultCache,
-        limit_s: float = EXTRACT_S,
-        handler: str = "agentenv.envs.search.pages:PageText",
-    ) -> None:
+    def __init__(self, config: FetchConfig, cache: ResultCache, limit_s: float = EXTRACT_S) -> None:
         self._cache = cache
         self._limit_s = limit_s
+        self._dead: dict[str, tuple[float, str]] = {}  # until when, and why
         self._fetcher = PageFetcher(config)
+        handler = "agentenv.envs.search.pages:PageText"
         self._pool = WorkerPool(
             handler, name="pages", max_jobs=NUM_WORKERS, memory_bytes=MEMORY_BYTES, environment={}
         )
 
     @staticmethod
     def check() -> None:
-        """Raises MissingError without the package that extracts the text of pages."""
-        if importlib.util.find_spec("trafilatura") is None:
-            raise MissingError(
-                f"reading pages requires the package trafilatura: {install_hint('search')}"
-            )
+        """Raises MissingError without the packages that extract the text of pages."""
+        if not all(map(importlib.util.find_spec, ("trafilatura", "pypdf"))):
+            hint = install_hint("search")
+            raise MissingError(f"reading pages requires the packages trafilatura and pypdf: {hint}")
 
     async def text(self, url: str) -> str:
-        """The page's text, at most MAX_PAGE_CHARS. Raises ToolError or InfraError."""
+        """The page's text, at most MAX_PAGE_CHARS. Raises ToolError, for DEAD_S seconds the same
+        without another request, or InfraError."""
+        until_s, reason = self._dead.get(url, (0.0, ""))
+        if asyncio.get_running_loop().time() < until_s:
+            raise ToolError(reason)
         return await self._cache.through(f"page:{url}", lambda: self._read(url), decode_text)
 
     async def extract(self, page: Reply) -> str:
@@ -331,10 +352,16 @@ class PageReader:
         await self._fetcher.close()
 
     async def _read(self, url: str) -> bytes:
-        text = await self.extract(await self._fetcher.fetch(url))
-        text = text[:MAX_PAGE_CHARS].strip()
-        if not text:
-            raise ToolError(f"{url} holds no text.")
+        try:
+            text = await self.extract(await self._fetcher.fetch(url))
+            text = text[:MAX_PAGE_CHARS].strip(" \n")
+            if not text.strip():
+                raise ToolError(f"{url} holds no text.")
+        except ToolError as error:
+            self._dead[url] = asyncio.get_running_loop().time() + DEAD_S, str(error)
+            if len(self._dead) > MAX_DEAD:
+                del self._dead[next(iter(self._dead))]
+            raise
         return text.encode("utf-8", "replace")
 
 
@@ -354,20 +381,43 @@ def decoded(kind: str, body: bytes) -> str:
     return body.decode("utf-8", "replace")
 
 
+def _is_pdf(body: bytes) -> bool:
+    return body[:1024].lstrip().startswith(b"%PDF-")
+
+
 class PageText:
     """The worker's handler, called with {"kind": content type, "body": page}."""
 
     def __init__(self) -> None:
         self._trafilatura: Any = importlib.import_module("trafilatura")
         self._text_of("<p>warm</p>")  # before the first fork
+        self._pypdf: Any = importlib.import_module("pypdf")
+        self._pypdf.overwrite_configuration(jbig2dec_binary=None)  # it would run a program
 
     def __call__(self, payload: dict[str, Any]) -> str:
-        """The text; the whole content if it is not HTML."""
+        """The text; the whole content if it is neither HTML nor a PDF."""
         kind, body = payload["kind"], payload["body"]
+        if _is_pdf(body):
+            return self._text_of_pdf(body)
         page = decoded(kind, body)
         if "html" in kind.lower() or b"<html" in body[:1000].lower():
             page = self._text_of(page)
-        return page.encode("utf-8", "replace").decode()
+        return page.replace(PAGE_BREAK, "\n").encode("utf-8", "replace").decode()
+
+    def _text_of_pdf(self, body: bytes) -> str:
+        """The texts of the first pages, in PDF_S seconds, without the breaks of their lines."""
+        text, end_s = "", time.process_time() + PDF_S
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        most = psutil.Process().memory_info().vms + PDF_MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
+        try:
+            for page in self._pypdf.PdfReader(io.BytesIO(body)).pages:
+                text += " ".join(page.extract_text().split()) + PAGE_BREAK
+                if len(text) > MAX_PAGE_CHARS or time.process_time() > end_s:
+                    break
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        return text.encode("utf-8", "replace").decode()
 
     def _text_of(self, page: str) -> str:
         """The main text, if there is any, else all text."""

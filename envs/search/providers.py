@@ -49,6 +49,7 @@ class Provider:
     failure = "error"
     text_field = "content"
     url_field = "url"
+    date_field = "publishedDate"
     max_chars = 2000  # of a query
 
     @staticmethod
@@ -168,7 +169,9 @@ def provider_hits(config: WebConfig, reply: Reply, max_results: int) -> list[Hit
         text = str(row.get(provider.text_field) or "").strip()
         title = str(row.get("title") or "").strip()
         if text or title:
-            hits.append(Hit(text or title, title, str(row.get(provider.url_field) or "")))
+            url, site = str(row.get(provider.url_field) or ""), str(row.get("site_name") or "")
+            date = str(row.get(provider.date_field) or "").partition("T")[0]
+            hits.append(Hit(text or title, title, url, site=site, date=date))
     return hits[:max_results]
 
 
@@ -189,6 +192,7 @@ class _BrightData(Provider):
 
     url, key_variable = "https://api.brightdata.com", "BRIGHTDATA_API_KEY"
     rows, text_field, url_field = "organic", "description", "link"
+    date_field = "datePublished"
 
     @staticmethod
     def request(url: str, key: str, zone: str, query: Query) -> HttpRequest:
@@ -204,7 +208,7 @@ def _bearer(key: str) -> dict[str, str]:
 
 class _Serper(Provider):
     url, key_variable = "https://google.serper.dev", "SERPER_API_KEY"
-    rows, text_field, url_field = "organic", "snippet", "link"
+    rows, text_field, url_field, date_field = "organic", "snippet", "link", "date"
 
     @staticmethod
     def request(url: str, key: str, zone: str, query: Query) -> HttpRequest:
@@ -217,6 +221,7 @@ class _Serper(Provider):
 
 class _Tavily(Provider):
     url, key_variable, max_chars = "https://api.tavily.com", "TAVILY_API_KEY", 400
+    date_field = "published_date"
 
     @staticmethod
     def request(url: str, key: str, zone: str, query: Query) -> HttpRequest:
@@ -232,7 +237,8 @@ class _SearXng(Provider):
 
     @staticmethod
     def request(url: str, key: str, zone: str, query: Query) -> HttpRequest:
-        params = {"q": query.text, "format": "json", "language": query.market}
+        language = f"{query.language}-{query.country.upper()}"
+        params = {"q": query.text, "format": "json", "language": language}
         return HttpRequest("GET", f"{url}/search", params)
 
 

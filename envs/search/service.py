@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import re
+import string
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from math import log
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import UNSET, Struct, field
 
 from agentenv.base import errors
 from agentenv.base.offload import in_thread
@@ -26,15 +28,15 @@ from agentenv.contract.http_client import RefusedError
 from agentenv.contract.tools import StatelessTool
 from agentenv.envs.search import corpus
 from agentenv.envs.search.keys import SearchConfig, SummarizerConfig
-from agentenv.envs.search.pages import PageReader
+from agentenv.envs.search.pages import PAGE_BREAK, PageReader
 from agentenv.envs.search.upstream import HttpRequest
 from agentenv.text.chat_model import CHAT_PATH, ChatModel, fenced, read_reply
 
 # Summaries of pages by a model on an OpenAI-compatible endpoint, kept in the search's cache.
 
 MARK = "**Final Information**"
-_TOOL_STEP = re.compile("</?(?:search|python|result|open_page)>")
 NUM_LAST_STEPS = 4
+UNREADABLE = "Web Page content cannot fetch"  # of ARPO's evaluation
 TEMPERATURE, TOP_P = 0.6, 0.95  # ARPO's evaluation
 
 _PROMPT = (Path(__file__).parents[1] / "data/page_summary.txt").read_text("utf-8").strip()
@@ -57,7 +59,7 @@ class Summarizer:
         self._cache = cache
         self._model = ChatModel(config, "search.summarizer", temperature=TEMPERATURE, top_p=TOP_P)
 
-    async def summarize(self, question: str, reasoning: str, query: str, pages: str) -> PageSummary:
+    async def summarize(self, episode: Episode, query: str, pages: str) -> PageSummary:
         """The model's summary of the pages: the text after its "**Final Information**", truncated
         at `max_chars`. A reply without that line has no summary.
 
@@ -65,8 +67,8 @@ class Summarizer:
         """
         prompt = _PROMPT.format(
             mark=MARK,
-            question=question,
-            reasoning=truncated_reasoning(reasoning),
+            question=episode.question,
+            reasoning=shortened(episode.steps),
             query=query,
             pages=fenced(pages),
         )
@@ -100,19 +102,31 @@ class Summarizer:
         await self._model.close()
 
 
-def truncated_reasoning(reasoning: str) -> str:
-    """The first step, the last four and those with a tool call or result; "..." for the rest.
-
-    Steps are paragraphs (ARPO's evaluation, completion_sds).
-    """
-    steps = [step for step in reasoning.split("\n\n") if step.strip()]
+def shortened(steps: Sequence[str]) -> str:
+    """The first step, the last four, searches and their results; "..." for the rest, as in ARPO's
+    evaluation. A step is a turn of the policy or the result of a call."""
     kept: list[str] = []
     for number, step in enumerate(steps):
-        if number == 0 or number >= len(steps) - NUM_LAST_STEPS or _TOOL_STEP.search(step):
-            kept.append(step)
+        is_search = "</search>" in step.partition("<search>")[2]
+        is_found = "</result>" in step.partition("<result>")[2] and "<search>" in steps[number - 1]
+        if number in (0, *range(len(steps))[-NUM_LAST_STEPS:]) or is_search or is_found:
+            kept.append(f"Step {number + 1}: {step}")
         elif kept[-1] != "...":
             kept.append("...")
-    return "\n\n".join(kept)
+    return "\n\n".join(kept).strip("\n")
+
+
+def documents(hits: Iterable[corpus.Hit], windows: Iterable[str]) -> str:
+    """Results with the windows of their pages, "" if unreadable, in the form of ARPO's
+    evaluation."""
+    text = ""
+    for number, (hit, context) in enumerate(zip(hits, windows, strict=True), start=1):
+        page = {"id": number, "title": hit.title, "url": hit.url, "site_name": hit.site}
+        snippet = hit.text[:MAX_SNIPPET_CHARS]
+        page |= {"date": hit.date, "snippet": snippet, "context": context or UNREADABLE}
+        shown = json.dumps(page, ensure_ascii=False, indent=2)
+        text += f"**Web Page {number}:**\n{shown}\n"
+    return text
 
 
 # The cache in front of an external search backend, and ARPO's cache, which it imports.
@@ -129,7 +143,7 @@ class CachedBackend:
 
     `name` identifies the backend in the cache; `lasts`: the name means the same in other runs. Only
     answers are cached, including "no results"; failures are not. Entries of ARPO's cache answer
-    equal queries of any backend.
+    equal queries of any backend; as there, quotes are no part of a query.
     """
 
     name: str
@@ -150,7 +164,8 @@ class CachedBackend:
 
     async def search(self, query: corpus.Query) -> list[corpus.Hit]:
         """Search in the cache, by an equal running call, or by the backend."""
-        key, imported = self._key(query), ARPO_PREFIX + query.text
+        key = msgspec.json.encode([self.name, query]).decode()
+        imported = ARPO_PREFIX + query.text.replace('"', "")
         if not self.cache.holds(key) and self.cache.holds(imported):
             text = self.cache.get(imported, decode_text)
             if text is not None:
@@ -173,9 +188,6 @@ class CachedBackend:
     async def close(self) -> None:
         """Close the backend; the cache belongs to its owner."""
         await self.backend.close()
-
-    def _key(self, query: corpus.Query) -> str:
-        return msgspec.json.encode([self.name, query]).decode()
 
 
 def read_arpo_cache(path: Path) -> dict[str, str]:
@@ -210,13 +222,14 @@ def build_backend(config: SearchConfig, cache: ResultCache) -> corpus.Backend:
 NO_RESULTS = "No search results found."
 REPEATED = "You have searched for this before; the results are in an earlier answer."
 MAX_QUERY_CHARS = 2000
+MAX_SNIPPET_CHARS = 6000  # of a result for the summarizer
 
 
 class Episode(Struct):
-    """Context of a search: the question, the policy's text so far, and the answered queries."""
+    """Context of a search: the question, the turns and results so far, and the answered queries."""
 
     question: str = ""
-    written: list[str] = field(default_factory=list)
+    steps: list[str] = field(default_factory=list)
     queries: set[str] = field(default_factory=set)
 
 
@@ -241,7 +254,8 @@ class SearchService:
 
     async def search(self, text: str, episode: Episode, *, links: bool = False) -> ToolResult:
         """The result for the policy: "Page i: ..." for each result, with title and address if
-        `links`; or one summary of all.
+        `links`; or one summary of all, of which
+        info["browser"] records whether the model returned it.
         """
         text = text.strip()[:MAX_QUERY_CHARS]
         if not text:
@@ -254,8 +268,8 @@ class SearchService:
 
     async def _search(self, text: str, episode: Episode, links: bool) -> ToolResult:
         config, sizes = self.config, self.config.sizes
-        market = corpus.market_of(text, config.market)
-        query, info = corpus.Query(text, config.max_results, market), Info()
+        market, country = corpus.market_of(text, config.market), config.country or UNSET
+        query, info = corpus.Query(text, config.max_results, market, country), Info()
         found = {hit.text: hit for hit in reversed(await self.backend.search(query))}
         hits = [*reversed(found.values())]  # of equal texts, the first
         info["ids"] = [hit.id or hit.url for hit in hits]
@@ -268,9 +282,13 @@ class SearchService:
             parts = [hit.text[: config.max_chars_per_result] for hit in hits]
             return ToolResult(_pages(hits, parts, links), info)
         windows = await asyncio.gather(*(self._window(hit, info) for hit in hits))
-        pages = _pages(hits, windows, links)
-        if sizes.mode == "summaries":
-            pages = await self._summary(text, pages, episode, info)
+        read = zip(hits, windows, strict=True)
+        pages = _pages(hits, [part or hit.text[: sizes.window_chars] for hit, part in read], links)
+        if self.summarizer is not None and sizes.mode == "summaries":
+            shown = documents(hits, windows)
+            summary = await self.summarizer.summarize(episode, text, shown)
+            info["browser"] = {"found": bool(summary.text), "num_tokens": summary.num_tokens}
+            pages = summary.text or pages[: self.summarizer.config.max_chars]
         return ToolResult(pages, info)
 
     async def open_page(self, url: str, query: str, episode: Episode) -> ToolResult:
@@ -302,7 +320,7 @@ class SearchService:
         return f"{document.title}\n{document.text}" if document.title else document.text
 
     async def _window(self, hit: corpus.Hit, info: Info) -> str:
-        """The page around the snippet; the snippet if the page is not available."""
+        """The page around the snippet; "" if the page is not available."""
         sizes = self.config.sizes
         if not hit.url.startswith(("http://", "https://")):
             return hit.text[: sizes.window_chars]
@@ -310,19 +328,11 @@ class SearchService:
             page = await self._page(hit.url)
         except (errors.ToolError, errors.InfraError) as error:
             info.setdefault("pages_failed", []).append(str(error))
-            return hit.text[: sizes.window_chars]
+            return ""
+        if sizes.pdf_words and PAGE_BREAK in page:
+            page = " ".join(page.split()[: sizes.pdf_words])
         page = page[: sizes.max_page_chars]
         return await in_thread(window, page, hit.text, sizes.window_chars)
-
-    async def _summary(self, query: str, pages: str, episode: Episode, info: Info) -> str:
-        """A model's summary; if the model returns none, the beginning of the pages. info["browser"]
-        records which."""
-        assert self.summarizer is not None, "the configuration was checked"
-        config = self.summarizer.config
-        reasoning = "\n\n".join(episode.written)
-        summary = await self.summarizer.summarize(episode.question, reasoning, query, pages)
-        info["browser"] = {"found": bool(summary.text), "num_tokens": summary.num_tokens}
-        return summary.text or pages[: config.max_chars]
 
 
 def _pages(hits: list[corpus.Hit], parts: list[str], links: bool) -> str:
@@ -342,15 +352,24 @@ def shared_service(config: SearchConfig) -> SearchService:
 # The tools of web search: `search` and `open_page`.
 
 
-def update_episodes(states: Iterable[Any], question: str, action: Message) -> None:
-    """Store the question and the policy's text in the states of the search tools.
+def update_episodes(states: Iterable[Any], question: str, messages: Iterable[Message]) -> None:
+    """Store the question and the messages in the states of the search tools, with the tags of
+    searches and results.
 
-    An environment calls it at the start of each step; states of other tools are ignored.
+    An environment calls it at the start of each step with the policy's turn, and at its end with
+    the results; states of other tools are ignored.
     """
+    steps = []
+    for message in messages:
+        calls = [call for call in message.tool_calls if call.name == SearchPagesTool.name]
+        text = f"<result>{message.content}</result>" if message.role == "tool" else message.content
+        if calls and "<search>" not in text:  # a native call
+            text += f"<search>{calls[0].arguments.get('query')}</search>"
+        steps.append(text)
     for state in states:
         if isinstance(state, Episode):
             state.question = question
-            state.written.append(action.content)
+            state.steps += steps
 
 
 class _SearchArguments(Struct, forbid_unknown_fields=True):
@@ -378,7 +397,7 @@ class _EpisodeTool(StatelessTool):
 
     async def fork(self, state: Episode) -> Episode:
         """An independent copy."""
-        return Episode(state.question, [*state.written], {*state.queries})
+        return Episode(state.question, [*state.steps], {*state.queries})
 
 
 class SearchPagesTool(_EpisodeTool):
@@ -420,23 +439,36 @@ class OpenPageTool(_EpisodeTool):
 # Parts of a long page: around its snippet, or around the words of a query.
 
 CHUNK_CHARS = 500
-MIN_OVERLAP = 0.3  # minimum share of the snippet's words; else the page's beginning is used
+# consecutive pieces of about CHUNK_CHARS that end at white space if possible
+_CHUNK = re.compile(r"(?s).{1,500}\Z|.{250,499}[\n ]|.{1,500}")
+BEGINNING_CHARS = 6000  # of a page in which no sentence matches its snippet
+MIN_F1 = 0.2  # of a sentence's words and the snippet's
+_SENTENCE = re.compile(
+    r"\S.*?(?:[.!?]+[\"'\u201d\u2019)\]]*(?=\s)|[\u3002\uff01\uff1f]|$)", re.MULTILINE
+)
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def window(text: str, snippet: str, max_chars: int) -> str:
-    """`max_chars` of the text around the best match of the snippet; the beginning without a
-    match."""
-    if len(text) <= max_chars:
-        return text
-    wanted = set(corpus.words(snippet))
-    chunks = _chunks(text)
-    overlaps = [len(wanted.intersection(corpus.words(text[a:b]))) for a, b in chunks]
-    best = max(overlaps)
-    if not wanted or best < MIN_OVERLAP * len(wanted):
-        return text[:max_chars]
-    start, end = chunks[overlaps.index(best)]
-    first = max(0, min((start + end - max_chars) // 2, len(text) - max_chars))
-    return text[first : first + max_chars]
+def window(text: str, snippet: str, side_chars: int) -> str:
+    """The sentence of the text with the highest F1 over words with the snippet, and `side_chars` on
+    each side; the beginning if none is over MIN_F1. As in ARPO's evaluation, but for Chinese, whose
+    words are characters and their pairs here."""
+    wanted, best, place = _words(snippet), MIN_F1, None
+    for sentence in _SENTENCE.finditer(text):
+        found = _words(sentence[0])
+        score = 2 * len(wanted & found) / (len(wanted) + len(found) or 1)
+        if score > best:
+            best, place = score, sentence
+    if place is None:
+        return text[:BEGINNING_CHARS]
+    return text[max(0, place.start() - side_chars) : place.end() + side_chars]
+
+
+def _words(text: str) -> set[str]:
+    """Words between blanks without punctuation; those of the index for text without blanks."""
+    if not text.isascii() and corpus.UNSPACED.search(text):
+        return {*corpus.words(text)}
+    return {*text.lower().translate(_PUNCTUATION).split()}
 
 
 def passages(text: str, query: str, max_chars: int) -> str:
@@ -446,7 +478,7 @@ def passages(text: str, query: str, max_chars: int) -> str:
     """
     if len(text) <= max_chars:
         return text
-    chunks = _chunks(text)
+    chunks = [chunk.span() for chunk in _CHUNK.finditer(text)]
     contents = [Counter(corpus.words(text[a:b])) for a, b in chunks]
     wanted = set(corpus.words(query))
     rarity = {
@@ -471,17 +503,3 @@ def passages(text: str, query: str, max_chars: int) -> str:
         pieces.append(joint + text[slice(*chunks[place])])
         previous = place
     return "".join(pieces)[:max_chars].strip()
-
-
-def _chunks(text: str) -> list[tuple[int, int]]:
-    """Consecutive pieces of about CHUNK_CHARS that end at white space if possible."""
-    found: list[tuple[int, int]] = []
-    start = 0
-    while start < len(text):
-        end = min(len(text), start + CHUNK_CHARS)
-        if end < len(text):
-            space = max(text.rfind(mark, start + CHUNK_CHARS // 2, end) for mark in ("\n", " "))
-            end = space + 1 if space > 0 else end
-        found.append((start, end))
-        start = end
-    return found

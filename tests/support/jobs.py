@@ -19,12 +19,3 @@ def work(payload: dict[str, Any]) -> str:
     if "raises" in payload:
         raise ValueError(payload["raises"])
     return "done"
-
-
-def read(payload: dict[str, Any]) -> str:
-    """Instead of the text of a page: the page itself, unless it is one that hangs or dies."""
-    while b"hang" in payload["body"]:
-        pass
-    if b"die" in payload["body"]:
-        os._exit(1)
-    return str(payload["body"].decode())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
@@ -22,9 +24,14 @@ async def test_the_policy_reads_the_final_information_of_the_window(site: Web) -
     assert result.info["browser"] == {"found": True, "num_tokens": 930}
     (sent,) = site.summarized
     assert (sent["model"], sent["temperature"], sent["max_tokens"]) == ("small", 0.6, 4096)
-    window = sent["messages"][0]["content"].split("Page 1: ")[1].split("\nPage 2: ")[0]
-    assert f"{SNIPPET}, it says." in window
-    assert len(window) == 3000
+    _, *texts = re.split(r"\*\*Web Page [12]:\*\*\n", sent["messages"][0]["content"])
+    article, gone = (json.JSONDecoder().raw_decode(text)[0] for text in texts)
+    assert f"{SNIPPET}, it says." in article["context"]
+    assert len(article.pop("context")) == 6_000 + len(SNIPPET) + len(", it says.")
+    known = {"site_name": "Almanac", "date": "2020-01-18", "snippet": SNIPPET}
+    assert article == {"id": 1, "title": "Lima", "url": f"{site.url}/article", **known}
+    assert list(gone) == ["id", "title", "url", "site_name", "date", "snippet", "context"]
+    assert gone["context"] == "Web Page content cannot fetch"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from agentenv.base.errors import ConfigError
 from agentenv.envs.search.bm25 import BM25Backend, BM25Index
 from agentenv.envs.search.corpus import SHIPPED_CORPUS, Hit, Passage, Query, market_of, read_corpus
 from agentenv.envs.search.faiss_index import FaissConfig, VectorEncoder
+from agentenv.envs.web_search import search_config
 from tests.support.begun import closing
 
 XQUAD_QUESTION = "How many points did the Panthers defense surrender?"
@@ -109,9 +110,10 @@ def test_the_market_follows_the_script_of_the_query(text: str, market: str, expe
     assert market_of(text, market) == expected
 
 
-def test_a_wrong_market_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"search\.market.*expected"):
-        market_of("x", "english")
+@pytest.mark.parametrize(("key", "value"), [("market", "english"), ("country", "China")])
+def test_a_wrong_market_or_country_is_refused(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"search.*{key}: .*regex.*{value}"):
+        search_config({key: value})
 
 
 @pytest.mark.parametrize(("module", "extra"), [("bm25s", "search"), ("torch", "train")])

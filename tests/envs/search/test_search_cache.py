@@ -215,7 +215,7 @@ async def test_a_cache_of_arpo_is_imported(tmp_path: Path) -> None:
     await cached.start()
     first, second = await cached.search(Query("amy smart"))
     assert (first.text, second.text) == ("The film Page 7: is\nof three segments", "Nov 5")
-    assert len(await cached.search(Query("amy smart", max_results=1))) == 1
+    assert len(await cached.search(Query('"amy" smart"', max_results=1))) == 1
     assert await cached.search(Query("nothing")) == []
     assert backend.num_calls == 0
     assert await cached.search(Query("other")) == [Hit("fetched")]

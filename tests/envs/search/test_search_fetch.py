@@ -251,12 +251,22 @@ async def test_pages_that_wait_for_a_retry_hold_no_slot(monkeypatch: pytest.Monk
         waiting.cancel()
 
 
-async def test_content_that_is_not_text_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("kind", "body", "problem"),
+    [
+        ("application/octet-stream", b"PK", "octet-stream"),
+        ("application/pdf", b"%PDF-" + b" " * 10_000_000, "exceeds 10000000 bytes"),
+        ("application/x-made-up", b"%PDF-", "x-made-up"),
+    ],
+)
+async def test_content_that_is_neither_a_text_nor_a_pdf_is_refused(
+    kind: str, body: bytes, problem: str
+) -> None:
     async def answer(request: web.Request) -> web.Response:
-        return web.Response(body=b"%PDF", content_type="application/pdf")
+        return web.Response(body=body, content_type=kind)
 
     async with serving(answer) as url, fetching() as fetcher:
-        with pytest.raises(ToolError, match="application/pdf"):
+        with pytest.raises(ToolError, match=problem):
             await fetcher.fetch(url)
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from agentenv.envs.search.keys import PRESETS, SearchConfig
-from agentenv.envs.search.service import REPEATED, Episode, SearchService, truncated_reasoning
+from agentenv.envs.search.service import REPEATED, Episode, SearchService, shortened
 from agentenv.envs.web_search import search_config
-from tests.envs.search_site import SNIPPET, Web, search
+from tests.envs.search_site import FILLER, MORE, SNIPPET, Web, search
 
 
 async def test_snippets_are_formatted_as_in_arpo(site: Web) -> None:
@@ -18,16 +18,12 @@ async def test_snippets_are_formatted_as_in_arpo(site: Web) -> None:
     assert (await search(site.config(), "?")).text == "No search results found."
 
 
-async def test_links_are_shown_for_opening(site: Web) -> None:
-    result = await search(site.config(max_results=1), "lima", links=True)
-    assert result.text == f"Page 1: [Lima]({site.url}/article) {SNIPPET}"
-
-
 async def test_pages_show_the_surroundings_of_the_snippet(site: Web) -> None:
     result = await search(site.config(mode="pages"), "lima")
     first, second = result.text.split("\nPage 2: ")
-    assert f"{SNIPPET}, it says." in first
-    assert len(first) == len("Page 1: ") + 3_000
+    around = f"{FILLER.strip()}\n{SNIPPET}, it says.\n{MORE.strip()}"
+    start = around.index(SNIPPET)
+    assert first == f"Page 1: {around[start - 3_000 : start + len(SNIPPET) + 10 + 3_000]}"
     assert second == "A page that is gone."  # its snippet, since it cannot be had
     assert len(result.info["pages_failed"]) == 1
 
@@ -55,12 +51,12 @@ async def test_a_summary_is_requested_once_and_cached(site: Web, tmp_path: Path)
     }
     for _ in range(2):  # the second service finds it in the file
         service = SearchService(site.config(**keys))
-        episodes = [Episode("When?", ["<think>Search.</think>"]) for _ in range(5)]
+        episodes = [Episode("When?", ["Search."]) for _ in range(5)]
         found = await asyncio.gather(*(service.search("lima", one) for one in episodes))
         assert {result.text for result in found} == {"Founded in 1535."}
         await service.close()
     assert len(site.summarized) == 1
-    await search(site.config(**keys), "lima", Episode("When?", ["<think>Other.</think>"]))
+    await search(site.config(**keys), "lima", Episode("When?", ["Other."]))
     assert len(site.summarized) == 2
 
 
@@ -71,7 +67,7 @@ async def test_a_page_cannot_leave_its_fence(site: Web) -> None:
     assert service.summarizer is not None
     page = "Now obey."
     for _ in range(3):
-        await service.summarizer.summarize("q", "", "q", page)
+        await service.summarizer.summarize(Episode("q"), "q", page)
         opening, body, closing = site.summarized[-1]["messages"][0]["content"].rsplit("\n", 2)
         assert body == page
         assert closing.strip("[/]") == opening.rpartition("\n")[2].strip("[]")
@@ -80,16 +76,19 @@ async def test_a_page_cannot_leave_its_fence(site: Web) -> None:
     await service.close()
 
 
-def test_long_reasoning_keeps_its_beginning_its_end_and_its_tool_calls() -> None:
-    steps = [f"step {number}" for number in range(12)]
+def test_long_reasoning_keeps_its_beginning_its_end_its_searches_and_their_results() -> None:
+    steps = [f"<result>{number}</result>" for number in range(12)]
     steps[5] = "<search>lima</search>"
-    kept = truncated_reasoning("\n\n".join(steps)).split("\n\n")
-    assert kept == ["step 0", "...", steps[5], "...", *steps[-4:]]
-    assert truncated_reasoning("") == ""
+    kept = {number: f"Step {number + 1}: {steps[number]}" for number in (0, 5, 6, 8, 9, 10, 11)}
+    first, search, found, *last = kept.values()
+    assert shortened(steps) == "\n\n".join([first, "...", search, found, "...", *last])
+    assert shortened(["\n\na\n"]) == "Step 1: \n\na"
+    assert shortened([]) == ""
 
 
 def test_the_presets_have_the_published_sizes() -> None:
-    assert {name: tuple(_sizes(name)) for name in PRESETS} == {
+    sizes = {key: (one.mode, one.max_page_chars, one.window_chars) for key, one in PRESETS.items()}
+    assert sizes == {
         "arpo": ("snippets", 20_000, 3_000),
         "arpo_eval": ("summaries", 20_000, 3_000),
         "tool_star": ("pages", 100_000, 6_000),
@@ -99,8 +98,3 @@ def test_the_presets_have_the_published_sizes() -> None:
     assert (config.max_results, config.max_chars_per_result) == (10, 1000)
     changed = search_config({"preset": "tool_star", "mode": "snippets"})
     assert (changed.sizes.window_chars, changed.sizes.mode) == (6_000, "snippets")
-
-
-def _sizes(name: Any) -> list[Any]:
-    sizes = PRESETS[name]
-    return [sizes.mode, sizes.max_page_chars, sizes.window_chars]

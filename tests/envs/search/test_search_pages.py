@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
+import psutil
 import pytest
-from aiohttp import web
 
 from agentenv.base.errors import ToolError
 from agentenv.base.result_cache import ResultCache
+from agentenv.contract.env import tally
+from agentenv.envs.search.corpus import Hit
 from agentenv.envs.search.pages import PageReader, PageText
-from agentenv.envs.search.service import passages, window
+from agentenv.envs.search.service import SearchService, passages, window
 from agentenv.envs.search.upstream import Reply
-from tests.envs.search_server import ONLY_127_0_0_1, PAGE, serving
+from tests.envs.search_server import ONLY_127_0_0_1, PAGE
+from tests.envs.search_site import SNIPPET, Web
+from tests.support.begun import closing
+from tests.support.pdfs import SAYS, hostile, pages
+
+SENTENCE = "Lima was founded in 1535."
 
 # extraction
 
@@ -41,45 +52,59 @@ async def test_pages_are_extracted_in_workers() -> None:
         await extractor.close()
 
 
-async def test_a_page_that_hangs_or_kills_its_worker_cannot_be_read() -> None:
-    extractor = PageReader(ONLY_127_0_0_1, ResultCache(), 0.3, "tests.support.jobs:read")
-
-    def page(body: bytes) -> Reply:
-        return Reply(200, body, "text/html", "http://x/")
-
-    try:
-        with pytest.raises(ToolError, match="http://x/ could not"):
-            await extractor.extract(page(b"hang"))
-        with pytest.raises(ToolError, match="http://x/ could not"):
-            await extractor.extract(page(b"die"))
-        assert extractor.stats() == {"pages/num_jobs": 2, "pages/num_killed": 2}
-        assert await extractor.extract(page(b"fine")) == "fine"
-    finally:
-        await extractor.close()
-
-
 # reading
 
 
-async def test_a_page_is_fetched_once() -> None:
-    num_requests = 0
+async def test_a_page_is_fetched_once_and_a_dead_one_again_after_a_while(
+    site: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with closing(PageReader(ONLY_127_0_0_1, ResultCache())) as reader:
+        texts = await asyncio.gather(*(reader.text(f"{site.url}/article") for _ in range(5)))
+        assert await reader.text(f"{site.url}/article") == texts[0]
+        for dead, problem in (("/gone", "with status 404"), ("/photo", "image/png")):
+            for _ in range(5):
+                with pytest.raises(ToolError, match=problem):
+                    await reader.text(site.url + dead)
+        assert site.requests == {"/article": 1, "/gone": 1, "/photo": 1}
+        monkeypatch.setattr("agentenv.envs.search.pages.DEAD_S", -1.0)
+        for _ in range(3):
+            with pytest.raises(ToolError):
+                await reader.text(f"{site.url}/copy")
+    assert site.requests["/copy"] == 3
+    assert SNIPPET in texts[0]
+    assert tally("pages/refused/image").number == 1
 
-    async def answer(request: web.Request) -> web.Response:
-        nonlocal num_requests
-        num_requests += 1
-        if request.path == "/gone":
-            return web.Response(status=404)
-        return web.Response(text=PAGE, content_type="text/html")
 
-    async with serving(answer) as url:
-        reader = PageReader(ONLY_127_0_0_1, ResultCache())
-        texts = await asyncio.gather(*(reader.text(url) for _ in range(5)))
-        assert await reader.text(url) == texts[0]
-        with pytest.raises(ToolError, match="with status 404"):
-            await reader.text(f"{url}/gone")
-        await reader.close()
-    assert num_requests == 2
-    assert "founded in 1535" in texts[0]
+async def test_a_pdf_is_read_page_by_page_and_600_words_of_it_in_the_evaluation_of_arpo(
+    site: Web,
+) -> None:
+    service = SearchService(site.browser())
+    text = await service.reader.text(f"{site.url}/paper")
+    assert text == SENTENCE + f"\f{SENTENCE}" * 199 + "\f"
+    hit = Hit("a paper", url=f"{site.url}/paper")
+    assert await service._window(hit, {}) == " ".join([SENTENCE] * 120)
+    await service.close()
+
+
+def _peaks() -> Iterator[int]:
+    """The most memory of each process started here, in kB."""
+    for process in psutil.Process().children(recursive=True):
+        with suppress(OSError):
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            yield from map(int, re.findall(r"VmHWM:\s+(\d+)", status))
+
+
+async def test_hostile_pdfs_are_errors_within_64_mb() -> None:
+    async with closing(PageReader(ONLY_127_0_0_1, ResultCache(), 1.0)) as reader:
+        fine = Reply(200, pages(SAYS), "application/octet-stream", "http://x/")
+        assert await reader.extract(fine) == f"{SENTENCE}\f"
+        before = max(_peaks())
+        for name, body in hostile().items():
+            with pytest.raises(ToolError, match=r"\Ahttp://x/ could not be read.*\.\Z"):
+                await reader.extract(Reply(200, body, "application/pdf", "http://x/"))
+            assert max(_peaks()) - before < 64_000, name
+        assert await reader.extract(fine) == f"{SENTENCE}\f"
+        assert reader.stats()["pages/num_killed"] > 0
 
 
 # parts of a page
@@ -91,14 +116,15 @@ WITH_NEEDLE = f"{LONG}\n{NEEDLE}\n{LONG}"
 
 def test_the_window_surrounds_the_snippet() -> None:
     found = window(WITH_NEEDLE, "... treaty of Tordesillas, signed 1494 ...", 3000)
-    assert NEEDLE in found
-    assert len(found) == 3000
-    assert 500 < found.index(NEEDLE) < 2500  # with text on both sides
+    before, after = found.split(NEEDLE)
+    assert len(before) == len(after) == 3000
+    assert window(f"Before. {NEEDLE} After.", NEEDLE.upper(), 1) == f" {NEEDLE} "
+    assert window("\u4e2d\u56fd\u3002\u5317\u4eac\u3002", "\u5317\u4eac", 0) == "\u5317\u4eac\u3002"
 
 
 @pytest.mark.parametrize("snippet", ["", "something quite unlike this page"])
 def test_the_window_is_the_beginning_when_the_snippet_is_not_found(snippet: str) -> None:
-    assert window(WITH_NEEDLE, snippet, 1000) == WITH_NEEDLE[:1000]
+    assert window(WITH_NEEDLE, snippet, 1000) == WITH_NEEDLE[:6000]
     assert window("short", snippet, 1000) == "short"
 
 

@@ -187,15 +187,25 @@ async def test_results_of_some_engines_count_when_others_are_blocked() -> None:
     assert await ask(Service(content), "searxng", Query("x")) == EXPECTED
 
 
-async def test_chinese_is_searched_in_the_chinese_market() -> None:
-    service = Service(REPLIES["brightdata"])
-    await ask(service, "brightdata", Query("\u5317\u4eac", 10, "zh-CN"))
+@pytest.mark.parametrize(
+    ("query", "market", "language", "country"),
+    [
+        (Query("\u5317\u4eac", 10, "zh-CN"), "zh-CN", "zh-cn", "cn"),
+        (Query("peru", place="cn"), "en-US", "en", "cn"),  # `location: cn` of ARPO's settings
+    ],
+)
+async def test_a_search_has_the_language_of_its_query_and_a_country(
+    query: Query, market: str, language: str, country: str
+) -> None:
+    service = Service({})
+    await ask(service, "brightdata", query)
     sent = parse_qs(urlsplit(service.json["url"]).query)
-    assert (sent["mkt"], sent["setLang"], sent["cc"]) == (["zh-CN"], ["zh"], ["cn"])
-    assert sent["q"] == ["\u5317\u4eac"]
-    service = Service(REPLIES["serper"])
-    await ask(service, "serper", Query("\u5317\u4eac", 10, "zh-CN"))
-    assert (service.json["hl"], service.json["gl"]) == ("zh-cn", "cn")
+    expected = {"q": query.text, "mkt": market, "setLang": query.language, "cc": country}
+    assert sent == {key: [value] for key, value in expected.items()} | {"brd_json": ["1"]}
+    await ask(service, "serper", query)
+    assert (service.json["hl"], service.json["gl"]) == (language, country)
+    await ask(service, "searxng", query)
+    assert service.request.query["language"] == f"{query.language}-CN"
 
 
 def test_results_without_text_have_their_title_or_are_left_out() -> None:

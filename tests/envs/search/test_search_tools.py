@@ -71,13 +71,17 @@ async def test_the_summarizer_receives_the_text_of_the_policy(site: Web) -> None
     async with begun(WebSearchEnv(TASK, config), seed=1) as env:
         child = await env.fork()
         await child.step(Message("assistant", "child's", (ToolCall("search", {"query": "c"}),)))
-        await env.step(Message("assistant", "parent's", (ToolCall("search", {"query": "p"}),)))
+        for query in ("p", "q"):
+            call = ToolCall("search", {"query": query})
+            await env.step(Message("assistant", f"<search>{query}</search>", (call,)))
         await child.close()
-    first, second = (sent["messages"][0]["content"] for sent in site.summarized)
+    first, second, third = (sent["messages"][0]["content"] for sent in site.summarized)
     assert TASK.question in first
-    assert "child's" in first
-    assert "parent's" in second
+    assert "Step 1: child's<search>c</search>\n" in first
+    assert "Step 1: <search>p</search>\n" in second
     assert "child's" not in second
+    found = "Step 2: <result>Founded in 1535.</result>"
+    assert f"Step 1: <search>p</search>\n\n{found}\n\nStep 3: <search>q</search>\n" in third
 
 
 async def test_a_failing_provider_fails_the_episode() -> None:

@@ -10,7 +10,6 @@ from aiohttp import web
 
 from agentenv.base.errors import ConfigError, InfraError
 from agentenv.base.result_cache import ResultCache
-from agentenv.contract.http import retry_after_s
 from agentenv.envs.search.keys import TrafficConfig
 from agentenv.envs.search.upstream import HttpRequest, Reply, TokenBucket, Upstream
 from tests.envs.search_server import QUICK, Scripted, send, serving
@@ -55,25 +54,6 @@ async def test_a_timeout_is_an_infra_error() -> None:
     async with serving(never) as url:
         with pytest.raises(InfraError, match=r"reply within 0\.02"):
             await send(url, config)
-
-
-@pytest.mark.parametrize(
-    ("headers", "seconds"),
-    [
-        ({"Retry-After": "7"}, 7.0),
-        (
-            {
-                "Retry-After": "Sat, 01 Jan 2022 00:01:30 GMT",
-                "Date": "Sat, 01 Jan 2022 00:00:00 GMT",
-            },
-            90.0,
-        ),
-        ({"Retry-After": "soon"}, None),
-        ({}, None),
-    ],
-)
-def test_the_wait_is_read_from_retry_after(headers: dict[str, str], seconds: float | None) -> None:
-    assert retry_after_s(headers) == seconds
 
 
 # single flight
