@@ -32,6 +32,7 @@ T = TypeVar("T")
 REDACTED = "[redacted]"
 MAX_DEPTH = 100  # of nested values; deeper ones are left out
 MIN_CHARS = 8  # of a secret; shorter values occur in ordinary text
+LONG_WORD = 16  # characters of one that is no word of ordinary text, such as "postgres"
 MIN_HEAD = 12  # of the beginning of a secret that was cut
 
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
@@ -101,9 +102,11 @@ class Redactor:
 
     def learn(self, settings: T) -> T:
         """Add the secrets that a configuration, or another text or JSON value, contains or names,
-        and those of the environment. Returns the settings."""
+        and those of the environment, also in its URLs. Returns the settings."""
         named = [one for name, one in self._environment.items() if _NAMED.search(name)]
-        self.add(*named, *_secrets(settings, self._environment))
+        urls = _secrets([one for one in self._environment.values() if "://" in one], {})
+        self.add(*named, *(one for one in urls if not one.isalpha() or len(one) >= LONG_WORD))
+        self.add(*_secrets(settings, self._environment))
         return settings
 
     def add(self, *values: str) -> None:

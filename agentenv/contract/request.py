@@ -7,12 +7,13 @@ WeightSync (weight_sync.py)  one URL: one request, one abort, one load of weight
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from typing import Literal
 
 from msgspec import Struct
 
-from agentenv.base.errors import EngineError
+from agentenv.base.errors import EngineError, InfraError
 from agentenv.base.types import SamplingParams, VersionSpan
 
 
@@ -51,6 +52,20 @@ class RequestAbortedError(EngineError):
     """The request was aborted on purpose, for a change of the server. All received tokens were
     reported to `on_chunk`; the rest may be requested at once, and this does not count as a
     retry."""
+
+
+FULL = {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT}
+
+
+def passes(error: BaseException | None) -> bool:
+    """Whether the same command may succeed later: a service, or room on the machine, was missing,
+    by the error or one of its causes."""
+    lost = InfraError, ServerLostError, BusyError, NoDescriptorError, ConnectionError, TimeoutError
+    while error is not None:
+        if isinstance(error, lost) or getattr(error, "errno", None) in FULL:
+            return True
+        error = error.__cause__
+    return False
 
 
 class ForeignWeightsError(EngineError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Self
@@ -15,7 +14,6 @@ from agentenv.base.types import Completion, Info, Message, NextTurn, SamplingPar
 from agentenv.base.untrusted import convert
 from agentenv.rollout.conversation import Context, Conversation
 from agentenv.text.contexts import context_ids
-from agentenv.text.control_tokens import broken
 from agentenv.text.guides import guide_of, single_ends
 from agentenv.text.renderer import ContextRenderer
 from agentenv.text.spoken import spoken
@@ -47,7 +45,7 @@ class ProgramConversation(Conversation):
 
     def open(self) -> list[int]:
         with _of_program():
-            return list(self._context_ids(self.prompt))
+            return list(context_ids(self._writer, self.prompt, self.tools, self._most))
 
     def limited(self, sampling: SamplingParams, prefix: Prefix, room: int) -> SamplingParams:
         then = self._next
@@ -132,7 +130,7 @@ class ProgramConversation(Conversation):
         self._tips[node.index] = node, prefix
         sampled = [self._ids_of(one) if isinstance(one, int) else one for one in then.prompt]
         with _of_program():
-            ids = self._context_ids(sampled)
+            ids = context_ids(self._writer, sampled, self.tools, self._most)
         info: Info = {"context": then.kind or "resumed", **self._discards()}
         info |= {"cause": then.cause} if then.cause else {}
         for index in sorted(self._tips, reverse=True):
@@ -143,17 +141,6 @@ class ProgramConversation(Conversation):
         own = any(isinstance(one, int) or one.role == "assistant" for one in then.prompt)
         self.continues = (own or then.cause == "user") and then.kind != "retry"
         return Context(ids, info)
-
-    def _context_ids(self, context: Sequence[Message | Ids]) -> array[int]:
-        """The tokens of a context. A page may have written texts of the user."""
-        control = self._writer.control
-        clean = [
-            replace(one, content=broken(control, one.content, counted=True))
-            if isinstance(one, Message) and one.role == "user"
-            else one
-            for one in context
-        ]
-        return context_ids(self._writer, clean, self.tools, self._most)
 
     def _discards(self) -> Info:
         """The nodes of the turns whose answers were lost."""

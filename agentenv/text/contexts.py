@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Sequence
 from typing import Any, cast
 
+from msgspec import to_builtins
+from msgspec.structs import replace
+
 from agentenv.base.errors import ConfigError
-from agentenv.base.types import Message
+from agentenv.base.types import MALFORMED_CALL, Message, ToolCall
+from agentenv.base.untrusted import convert
+from agentenv.text.call_syntax import PARSERS
+from agentenv.text.control_tokens import broken
 from agentenv.text.renderer import ContextRenderer, ToolSchemas
+from agentenv.text.tags import TAGS
 
 
 def for_programs(renderer: Any, where: str) -> ContextRenderer:
@@ -30,11 +38,13 @@ def context_ids(
 ) -> array[int]:
     """Token ids of a whole context, up to the beginning of the next turn: its prompt, then turns of
     the policy and their answers. Ids instead of a message are a turn as it was sampled. `before`
-    are ids that the context extends, up to the end of a turn.
+    are ids that the context extends, up to the end of a turn. Messages forge no control token: a
+    page may have written parts of them.
 
     Raises ConfigError, CrashError or DataError for messages that cannot be rendered.
     """
-    ids, rest = array("i", before), list(context)
+    ids = array("i", before)
+    rest = [_unforged(renderer, one, tools) if isinstance(one, Message) else one for one in context]
     if not before:
         number = next((n for n, one in enumerate(rest) if _is_turn(one)), len(rest))
         prompt = [one for one in rest[:number] if isinstance(one, Message)]
@@ -59,6 +69,21 @@ def num_common(one: Sequence[object], other: Sequence[object]) -> int:
     if one[:size] == other[:size]:
         return size
     return next(place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+
+
+def _unforged(renderer: ContextRenderer, message: Message, tools: ToolSchemas) -> Message:
+    """The message with its control tokens broken, except for tags that its role writes: a system
+    message may teach them, a turn has its thoughts and calls."""
+    own: tuple[str, ...] = (*TAGS, *renderer.own_tags, *(str(tool["name"]) for tool in tools))
+    text, control = message.content, renderer.control
+    if message.role == "assistant" and renderer.style != "tags":
+        found = PARSERS[renderer.style](text, tools)
+        own = own if found and all(call.name != MALFORMED_CALL for call in found) else TAGS[:1]
+    if control is not None and message.role in ("system", "assistant"):
+        kept = rf"(?!</?(?:{'|'.join(map(re.escape, own))})>)"
+        control = re.compile(kept + control.pattern, control.flags)
+    calls = convert(renderer.shown(to_builtins(message.tool_calls)), tuple[ToolCall, ...])
+    return replace(message, content=broken(control, text, counted=True), tool_calls=calls)
 
 
 def _is_turn(one: Message | Sequence[int]) -> bool:

@@ -26,13 +26,13 @@ SIGN = re.compile(r"[^\w\s]|_")  # neither of a word nor blank
 
 def broken(pattern: re.Pattern[str] | None, text: str, *, counted: bool = False) -> str:
     """The text with a space after the first character of every match, also of one in another. If
-    `counted`, it is a text of a tool or user."""
+    `counted`, it is a text of a tool, user or program."""
     found = None if pattern is None else pattern.search(text)
     if pattern is None or found is None:
         return text
     if counted:
         shown = text[found.start() :][:NUM_SHOWN_CHARS]
-        problem = "a space breaks a control token in the text of a tool or user"
+        problem = "a space breaks a control token in the text of a tool, user or program"
         tally(BROKEN).add(1, f"{problem}: {shown!r}")
     return pattern.sub(r"\1 ", text)
 

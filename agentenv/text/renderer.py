@@ -119,12 +119,14 @@ class ContextRenderer(Renderer, Protocol):
     the format of its calls (agentenv/text/call_syntax.py), `end_id` the token that ends a turn."""
 
     control: Any
+    own_tags: tuple[str, ...]
 
     @property
     def style(self) -> str: ...
     @property
     def end_id(self) -> int: ...
     def opens_thought(self, prefix_ids: Sequence[int]) -> bool: ...
+    def shown(self, tools: ToolSchemas) -> ToolSchemas: ...
     def turn(self, message: Message, tools: ToolSchemas) -> Sequence[int]:
         """Token ids of a turn of the policy. Raises ConfigError."""
 
@@ -241,8 +243,8 @@ class TextCodec:
         return broken(self.control, text, counted=not self.is_probe)
 
     def shown(self, tools: ToolSchemas) -> ToolSchemas:
-        """The tools as a prompt shows them: a server may have written control tokens into their
-        descriptions."""
+        """Tools, or calls, as a prompt shows them: a server may have written control tokens into
+        descriptions and arguments."""
         text = msgspec.json.encode(tools).decode()
         found = broken(self.control, text, counted=True)
         return tools if found == text else decode(found)

@@ -24,6 +24,7 @@ from agentenv.base.installation import TRAIN, needs_train
 from agentenv.base.offload import hanging, running
 from agentenv.base.registry import import_from_working_directory
 from agentenv.base.secrets import seal_output
+from agentenv.contract.request import passes
 
 T = TypeVar("T")
 
@@ -75,7 +76,8 @@ def exit_code_of(
         if reason is not None:
             view.fail(str(reason))
             is_input = isinstance(reason, errors.ConfigError | errors.DataError)
-            code = errors.EXIT_BAD_INPUT if is_input else errors.EXIT_FAILED
+            lasts = is_input and not passes(reason)
+            code = errors.EXIT_BAD_INPUT if lasts else errors.EXIT_FAILED
         elif hanging():
             view.end()
             traceback.print_exc()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable
+from shutil import get_terminal_size
 from typing import Literal
 
 import rich.table
@@ -27,8 +28,9 @@ class Table(Struct, kw_only=True):
 
 
 def as_rich(table: Table) -> rich.table.Table:
-    """The table for the terminal. Texts wrap; figures, and the first of several texts, a name, do
-    not."""
+    """The table for the terminal. Texts wrap between words of the heading's width; figures, and the
+    first of several texts, a name, do not: of a long name, the end is shown."""
+    most = get_terminal_size().columns // 3
     found = rich.table.Table(
         title=escape(plain(table.title)),
         title_justify="left",
@@ -44,11 +46,15 @@ def as_rich(table: Table) -> rich.table.Table:
         heading = escape(plain(column))
         wraps = is_text and (number > 0 or len(table.left) == 1)
         how: Literal["fold", "ellipsis"] = "fold" if wraps else "ellipsis"
-        found.add_column(heading, justify=side, no_wrap=not wraps, overflow=how)
+        least = max(map(len, heading.split()), default=12) if wraps else None
+        found.add_column(heading, justify=side, no_wrap=not wraps, overflow=how, min_width=least)
     for number, row in enumerate(table.rows):
         if number in table.sections:
             found.add_section()
-        found.add_row(*(escape(plain(cell)) for cell in row))
+        name = plain(row[0])
+        if len(table.left) > 1 and len(name) > most:
+            name = f"…{name[1 - most :]}"
+        found.add_row(escape(name), *(escape(plain(cell)) for cell in row[1:]))
     return found
 
 

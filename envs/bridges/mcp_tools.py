@@ -42,7 +42,8 @@ STOP_TIMEOUT_S = 10.0
 GRACE_S = 1.0  # for a server to end; the package kills it after 2
 MAX_PAGES = 1000  # of a server's list of tools
 MAX_LOG_CHARS = 2000  # of a server's standard error, shown if it does not start
-MAX_VALUES = 100_000  # objects and lists of a reply
+MAX_VALUES = 100_000  # of a reply
+WEIGHTS = {b",": 1, b"[": 1, b"{": 1, b":": 4}  # the package describes each unknown key
 EDGE_BYTES = 200  # of a line, in which its id is
 INVALID_REQUEST_CODES = (-32600, -32602)  # JSON-RPC: the call is invalid
 WRITERS = ("httpx2", "mcp.client.streamable_http")  # loggers of addresses
@@ -50,6 +51,7 @@ TOO_LARGE = "the result is too large"
 _LARGE = re.compile(rf"{TOO_LARGE}|byte limit")  # the package's text for an event
 # of a reply, before its result or after it
 _ID = re.compile(rb'\A[\s{]*(?:"jsonrpc"[^,{}]*,\s*)?"id":\s*(\d+)|"id":\s*(\d+)[^{}]*\}\s*\Z')
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*(?:"|\Z)')
 _EVENT_END = re.compile(rb"\n\n|\r\r|\r\n\r\n")
 # data in base64, such as an image, of which no policy reads the letters
 _BASE64 = re.compile(
@@ -305,22 +307,34 @@ async def _bound(response: Any) -> None:
 
     class _Bounded(AsyncByteStream):
         async def __aiter__(self) -> AsyncIterator[bytes]:
-            num_bytes = num_values = 0
+            # the package fails the request with these, and the connection with others
+            error, held = (SSEError if is_stream else StreamError)(TOO_LARGE), bytearray()
             async for piece in whole:
-                num_bytes += len(piece)
-                num_values += piece.count(b"{") + piece.count(b"[")
-                if num_bytes > MAX_REPLY_BYTES or num_values > MAX_VALUES:
-                    # the package fails the request with these, and the connection with others
-                    raise (SSEError if is_stream else StreamError)(TOO_LARGE)
-                yield piece
-                if is_stream and _EVENT_END.search(piece):
-                    num_bytes = num_values = 0
+                held += piece
+                if len(held) > MAX_REPLY_BYTES:
+                    raise error
+                if is_stream and _EVENT_END.search(held):
+                    if _is_dense(held):
+                        raise error
+                    yield bytes(held)
+                    held.clear()
+            if _is_dense(held):
+                raise error
+            yield bytes(held)
 
         aclose = whole.aclose
 
     if response.headers.get("Content-Encoding", "identity") != "identity":
         raise InfraError("a compressed reply, which was not requested")
     response.stream = _Bounded()
+
+
+def _is_dense(data: bytes | bytearray) -> bool:
+    """Whether a reply has so many values that they take far more memory than their text."""
+    if data.count(b'"') - data.count(b'\\"') > MAX_VALUES:  # too many strings for `sub`
+        return True
+    signs = _STRING.sub(b"", data)
+    return sum(signs.count(sign) * weight for sign, weight in WEIGHTS.items()) > MAX_VALUES
 
 
 class _Lines(codecs.IncrementalDecoder):
@@ -333,7 +347,7 @@ class _Lines(codecs.IncrementalDecoder):
 
     def reset(self) -> None:
         """Begin a line."""
-        self._line, self._num_bytes, self._num_values = bytearray(), 0, 0
+        self._line, self._num_bytes = bytearray(), 0
 
     def decode(self, data: Any, final: bool = False) -> str:
         """The lines that end in `data`."""
@@ -344,15 +358,14 @@ class _Lines(codecs.IncrementalDecoder):
 
         self._line += part
         self._num_bytes += len(part)
-        self._num_values += part.count(b"{") + part.count(b"[")
-        is_large = self._num_bytes > MAX_REPLY_BYTES or self._num_values > MAX_VALUES
+        is_large = self._num_bytes > MAX_REPLY_BYTES
         if is_large:
             del self._line[EDGE_BYTES:-EDGE_BYTES]
         if not part.endswith(b"\n"):
             return ""
         line = self._line
         self.reset()
-        if not is_large:
+        if not (is_large or _is_dense(line)):
             return line.decode(errors=self.errors)
         error, found = {"code": -32000, "message": TOO_LARGE}, _ID.search(line)
         reply = {"jsonrpc": "2.0", "id": int(found[1] or found[2]), "error": error} if found else ""

@@ -125,7 +125,9 @@ _INSIDE = ("zygote.py", "fork_broker.py", "process_table.py", "cells.py", *confi
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 NO_NAMESPACES_ADVICE = (
     "The kernel allows no further namespace: raise sysctl user.max_user_namespaces, "
-    "user.max_pid_namespaces, user.max_mnt_namespaces and user.max_net_namespaces"
+    "user.max_pid_namespaces, user.max_mnt_namespaces, user.max_net_namespaces, "
+    "user.max_ipc_namespaces, user.max_uts_namespaces and user.max_cgroup_namespaces, or nest "
+    "fewer containers"
 )
 NAMESPACES_ADVICE = (
     "Unprivileged user namespaces must be allowed: sysctl kernel.unprivileged_userns_clone=1 "
@@ -133,8 +135,9 @@ NAMESPACES_ADVICE = (
     "--security-opt seccomp=unconfined or --privileged (Docker), cluster.seccomp = Unconfined "
     "(Kubernetes)"
 )
-
-
+MEMORY_ADVICE = (
+    "if memory ran out (see dmesg), raise the container's, or lower max_sessions of python.limits"
+)
 LIMITS = {
     errno.ENOSPC: "The disk of the temporary folder is full: free some space, or set TMPDIR",
     errno.EDQUOT: "The quota of the temporary folder is used up: free some space, or set TMPDIR",

@@ -7,6 +7,7 @@ and limited in size.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import secrets
 import signal
@@ -214,7 +215,8 @@ class ZygoteProcess:
             process = launch.ControlledProcess(command, settings, variables, files)
         except OSError as error:
             files.close()
-            raise ConfigError(f"the Python sandbox cannot start: {error}") from error
+            problem = launch.advised(f"the Python sandbox cannot start: {error}")
+            raise ConfigError(problem) from error
         zygote = cls(process, rung)
         try:
             message = await process.started()
@@ -258,7 +260,8 @@ class ZygoteProcess:
             except TimeoutError as error:
                 raise InfraError(f"no sandbox session within {launch.START_S:g} s") from error
             except ChannelClosedError as error:
-                raise InfraError(f"a sandbox session died at its start: {error}") from error
+                problem = f"a sandbox session died at its start: {error}; {launch.MEMORY_ADVICE}"
+                raise InfraError(problem) from error
         return process
 
     async def fork(self, parent: SessionProcess) -> SessionProcess | None:
@@ -279,7 +282,10 @@ class ZygoteProcess:
         """A requested session, and its future process, which is killed, now or when it starts,
         unless the block has awaited it."""
         number = next(self._numbers)
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise InfraError(launch.advised(f"no sandbox session: {error}")) from error
         process = SessionProcess(self, number, ours)
         born = self._born[number] = asyncio.get_running_loop().create_future()
         self._post({**request, key: number}, theirs)
@@ -329,6 +335,10 @@ class ZygoteProcess:
                 kill(pidfd)
         elif news.failed:
             born.set_exception(ForkRefusedError())
+            born.exception()  # mark as retrieved
+        elif not fds:
+            lost = InfraError(launch.advised(f"no sandbox session: {os.strerror(errno.EMFILE)}"))
+            born.set_exception(lost)
             born.exception()  # mark as retrieved
         else:
             born.set_result(fds[0])

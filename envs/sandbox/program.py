@@ -43,6 +43,7 @@ from agentenv.envs.sandbox.program_launch import (
     fill_folder,
     program_settings,
 )
+from agentenv.processes.supervisor import how_it_ended
 
 MAX_REPORT_BYTES = 1 << 18
 PREFIX = "agentenv-programs-"
@@ -167,8 +168,8 @@ class Program:
         text = await self._process.stop()
         if text.startswith("bwrap:"):
             return _no_sandbox(text)
-        code = self._process.process.returncode
-        return InfraError(advised(f"the sandbox of a program died ({code}): {text or 'no reason'}"))
+        end = how_it_ended(self._process.process.returncode or 0)
+        return InfraError(advised(f"the sandbox of a program {end}: {text or 'no reason'}"))
 
 
 def _new_folder(kept: ExitStack, spec: ProgramSpec, uid: int | None) -> Path:

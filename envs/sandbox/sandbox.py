@@ -19,7 +19,13 @@ from agentenv.base.deadline import admitted, waiting
 from agentenv.base.errors import SHOWN, ConfigError, EnvError, InfraError
 from agentenv.envs.sandbox.confine import ONE_THREAD
 from agentenv.envs.sandbox.keys import PythonConfig
-from agentenv.envs.sandbox.launch import LOST_BELOW, NAMESPACES_ADVICE, MissingModuleError, Rung
+from agentenv.envs.sandbox.launch import (
+    LOST_BELOW,
+    MEMORY_ADVICE,
+    NAMESPACES_ADVICE,
+    MissingModuleError,
+    Rung,
+)
 from agentenv.envs.sandbox.process import (
     CellAnswer,
     ChannelClosedError,
@@ -34,7 +40,8 @@ REPLAY_PATIENCE = 4  # factor of the limit of a replayed cell, for a busy machin
 VARIABLES_LOST = "(The interpreter was restarted: earlier variables are lost.)"
 DIED = (
     "a Python interpreter died (env/sandbox/num_deaths): its code exited or crashed, or all took "
-    "half of the machine's memory: lower memory_bytes or max_sessions of python.limits"
+    "the container's memory or half of the machine's: lower memory_bytes or max_sessions of "
+    "python.limits"
 )
 CODE_TOO_LONG = f"The code is longer than {MAX_CODE_CHARS} characters."
 
@@ -214,7 +221,7 @@ class SandboxSession:
             if not isinstance(error, ChannelClosedError):
                 raise
             if not live.zygote.alive():
-                raise InfraError("the sandbox died") from error
+                raise InfraError(f"the sandbox died; {MEMORY_ADVICE}") from error
             return RunResult("The interpreter died.", False, "died")
 
 

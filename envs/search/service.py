@@ -31,6 +31,7 @@ from agentenv.envs.search.keys import SearchConfig, SummarizerConfig
 from agentenv.envs.search.pages import PAGE_BREAK, PageReader
 from agentenv.envs.search.upstream import HttpRequest
 from agentenv.text.chat_model import CHAT_PATH, ChatModel, fenced, read_reply
+from agentenv.text.control_tokens import KNOWN, broken
 
 # Summaries of pages by a model on an OpenAI-compatible endpoint, kept in the search's cache.
 
@@ -65,12 +66,10 @@ class Summarizer:
 
         Raises InfraError if the model does not reply, and ConfigError if it rejects the key.
         """
+        texts = episode.question, shortened(episode.steps), query
+        asked, steps, searched = (broken(KNOWN, text) for text in texts)
         prompt = _PROMPT.format(
-            mark=MARK,
-            question=episode.question,
-            reasoning=shortened(episode.steps),
-            query=query,
-            pages=fenced(pages),
+            mark=MARK, question=asked, reasoning=steps, query=searched, pages=fenced(pages)
         )
         body = self._model.body("", prompt)
         url = self.config.url.rstrip("/") + CHAT_PATH

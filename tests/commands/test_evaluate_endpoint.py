@@ -267,12 +267,12 @@ def test_a_status_that_fails_every_request_ends_the_command(
     assert len(rows()) == 1, "what was answered stays"
 
 
-def test_an_unreachable_server_ends_the_command(
+def test_an_unreachable_server_ends_the_command_but_is_no_bad_input(
     run: Evaluate, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with ScriptedEndpoint(tags) as endpoint:
         pass
-    assert run(endpoint) == 2
+    assert run(endpoint) == 1
     assert "engine.url" in capsys.readouterr().err
 
 

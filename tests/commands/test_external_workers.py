@@ -332,6 +332,8 @@ def test_manifests_for_kubernetes(capsys: pytest.CaptureFixture[str], tmp_path: 
         assert pod["restartPolicy"] == "Never", "for the policy of failures"
         rule = job["podFailurePolicy"]["rules"][0]
         assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [EXIT_BAD_INPUT])
+        (drained,) = job["podFailurePolicy"]["rules"][1]["onPodConditions"]
+        assert drained == {"type": "DisruptionTarget", "status": "True"}, "required up to 1.34"
         assert pod["securityContext"]["fsGroup"] == 1000, "the user of the image writes the claim"
         rights = pod["securityContext"] | container["securityContext"]
         assert rights["runAsNonRoot"]

@@ -150,6 +150,16 @@ def test_a_table_fits_a_narrow_terminal_and_breaks_no_figure() -> None:
     assert row[0] in folded
 
 
+def test_a_long_name_leaves_room_for_the_texts_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    columns, name = ["question", "", "A", "A answered"], "questions_of_a_long_name/" * 3 + "17"
+    row = [name, "How many bolts are there in the shop?", "0/1", "one thousand two hundred"]
+    lines = lines_at(Table(title="t", columns=columns, rows=[row], left=[0, 1, 3]))
+    assert all(len(line) <= WIDTH for line in lines)
+    assert "name/17" in "".join(lines)
+    assert {"bolts", "shop?", "thousand", "answered"} <= set(" ".join(lines).split())
+
+
 def test_the_table_of_a_run_in_which_much_failed_fits_too() -> None:
     figures = BriefFigures(70, 30, 0.5, (0.4, 0.6), 0.5, 1.5, 20.0)
     kinds = {"comparisons": figures, "sums": figures}

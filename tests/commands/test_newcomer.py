@@ -79,7 +79,8 @@ def test_mistakes_in_an_evaluation(
     keys = ["limits.max_prompt_tokens=300", "limits.max_response_tokens=600"]
     for key in ASSIST:
         given = [*keys, f"data={warehouse.parent}/a.jsonl", key]
-        golden.run(evaluate, *base, "--out", out, *given, status=2)
+        status = 1 if key == ASSIST[0] else 2  # a server that does not answer may do so later
+        golden.run(evaluate, *base, "--out", out, *given, status=status)
     for key in ("set.a.path=x", "sets={}"):  # a misspelled key is reported before no questions
         golden.run(evaluate, *base, "--out", out, key, status=2)
     assert not Path(out).exists()

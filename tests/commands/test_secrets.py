@@ -23,7 +23,8 @@ from tests.support.openai_endpoint import Answer, ScriptedEndpoint, reply
 ENVIRONMENT = {
     "SERPER_API_KEY": "q7Rz0pLmX2", "BRIGHTDATA_API_KEY": "9f3b-long-value-of-a-zone",
     "JUDGE_ACCESS": "judge-access-4711", "MAPS_LOGIN": "login-of-the-maps",  # by the configuration
-    "SHORT_KEY": "abc", "HOME": "/home/somebody",
+    "SHORT_KEY": "abc", "HOME": "/home/somebody", "CACHE": "redis://:redis-4711@h/0",
+    "DATABASE": "postgres://postgres:postgres@localhost/x",  # a word is no secret
 }  # fmt: skip
 SETTINGS = {
     "grader": {"judge": {"api_key_env": "JUDGE_ACCESS"}}, "roles": [{"api_key_env": ""}],
@@ -43,6 +44,8 @@ def redactor() -> Redactor:
         ("9f3b-long-value-of-a-zone", REDACTED),
         ("judge-access-4711!", f"{REDACTED}!"),
         ("login-of-the-maps!", f"{REDACTED}!"),
+        ("auth redis-4711", f"auth {REDACTED}"),
+        ("dsn=postgres:postgres@localhost", f"dsn={REDACTED}@localhost"),
         ("Authorization: Bearer eyJhbGciOi.J9-x", f"Authorization: Bearer {REDACTED}"),
         ('{"Authorization": "Basic dXNlcjpwYXNz"}', f'{{"Authorization": "Basic {REDACTED}"}}'),
         ("https://user:pa55@host:8080/a?b=1", f"https://{REDACTED}@host:8080/a?b=1"),
@@ -69,6 +72,7 @@ def test_secrets_are_removed_from_texts(redactor: Redactor, text: str, expected:
         "abc is short, and /home/somebody a folder",
         "key: 42 tokens, max_tokens=4096, ?q=keys",
         "the secret: it was late",
+        "postgres stores rows, redis keys",
     ],
 )
 def test_texts_without_secrets_are_unchanged(redactor: Redactor, text: str) -> None:

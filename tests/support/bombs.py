@@ -40,6 +40,7 @@ JSON, SSE = "Content-Type: application/json\r\n", "Content-Type: text/event-stre
 BLOCK, GZIP = _block(), b"\x1f\x8b\x08\0\0\0\0\0\0\3"
 CHUNK = b"10000\r\n" + SPACES + b"\r\n"
 DENSE = b"[" + b"{}," * 499_990 + b"{}]"
+VALUES = b'{"a":[' + b"7," * 700_000 + b"7]}"
 BOMBS = {
     "plain": Bomb(f"{JSON}Content-Length: 99999999999\r\n\r\n".encode()),
     "endless": Bomb(f"{JSON}\r\n".encode()),
@@ -49,6 +50,7 @@ BOMBS = {
     "zstd": Bomb(_coded("zstd"), b"\x28\xb5\x2f\xfd\0\x38", b"\2\0\x10 " * 1000),
     "br": Bomb(_coded("br"), b"\x1b", b"\xff" * 1000),
     "dense": Bomb(f"{JSON}Content-Length: {len(DENSE)}\r\n\r\n".encode(), DENSE),
+    "values": Bomb(f"{JSON}Content-Length: {len(VALUES)}\r\n\r\n".encode(), VALUES),
     "header": Bomb(b"X-Long: ", piece=b"x" * 65_536),
     "headers": Bomb(b"", piece=b"X-More: 1\r\n" * 1000),
     "line": Bomb(f"{SSE}\r\n".encode(), b"data: ", b"x" * 65_536),

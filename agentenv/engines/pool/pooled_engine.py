@@ -16,6 +16,7 @@ from agentenv.base.offload import in_thread
 from agentenv.base.urls import checked_url
 from agentenv.contract.engine import EngineCapabilities, EngineConfig, EngineStart, check_context
 from agentenv.contract.http_client import why_unreachable
+from agentenv.contract.request import ServerLostError
 from agentenv.contract.server_config import MAX_SHARE, PoolConfig, Served, ServersConfig, read_key
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.remote.weight_sync import Server
@@ -151,7 +152,7 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
             raise ConfigError(
                 f"engine.urls: no engine server answers at {self.urls[0]} ({found[0]}); is it "
                 "running and reachable from this machine?"
-            )
+            ) from ServerLostError(found[0])
 
     async def start(self, given: EngineStart) -> EnginePool:
         """Start the servers, or connect to running ones; returns a pool that serves the model."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -186,7 +187,7 @@ async def test_a_path_without_a_working_interpreter_is_refused(tmp_path: Path) -
         await Sandbox(PythonConfig(interpreter=str(tmp_path))).start()
 
 
-@pytest.mark.parametrize("namespace", ["user", "pid", "net"])
+@pytest.mark.parametrize("namespace", ["user", "pid", "net", "ipc", "uts"])
 def test_a_limit_of_namespaces_has_its_remedy(namespace: str) -> None:
     limit = f"echo 0 > /proc/sys/user/max_{namespace}_namespaces"
     start = f"{limit}; bwrap --unshare-user --unshare-{namespace} --ro-bind / / true"
@@ -202,6 +203,24 @@ def test_a_limit_of_namespaces_has_its_remedy(namespace: str) -> None:
 def test_each_limit_of_the_kernel_has_its_own_remedy(code: str, remedy: str) -> None:
     error = OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
     assert remedy in advised(f"a sandbox session did not start: {error}")
+
+
+async def test_sessions_beyond_the_open_files_are_errors_with_the_remedy() -> None:
+    sandbox = Sandbox(PythonConfig(preload=()))
+    await sandbox.start()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    least = max(map(int, os.listdir("/proc/self/fd"))) + 9
+    resource.setrlimit(resource.RLIMIT_NOFILE, (least, limits[1]))
+    try:
+        runs = [sandbox.session(number).run("1", 60) for number in range(24)]
+        found = await asyncio.gather(*runs, return_exceptions=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        await sandbox.close()
+    errors = [str(one) for one in found if isinstance(one, InfraError)]
+    assert all("ulimit -n" in one for one in errors)
+    assert 0 < len(errors) == len([one for one in found if isinstance(one, BaseException)])
+    assert 0 < sum("Errno" in one for one in errors) < len(errors)  # of sockets, and of processes
 
 
 START = """
