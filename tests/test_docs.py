@@ -206,12 +206,8 @@ def test_command_lines_are_accepted_by_their_launcher() -> None:
                     code = module.main(given)
             except SystemExit as end:
                 code = end.code
-        stored = words[:1] in (
-            ["audit"],
-            ["report"],
-            ["compare"],
-            ["regrade"],
-        )  # of the files created first
+        # Of the files created first.
+        stored = words[:1] in (["audit"], ["report"], ["compare"], ["regrade"])
         if code not in (0, None) and not stored:
             refused.append(f"{place} {' '.join(words)}: {said.getvalue()[-300:]}")
     assert not refused, "\n".join(refused)

@@ -147,9 +147,8 @@ def resolve_sets(raw: Tree, source: str) -> EvaluateConfig:
         sets = {name: {**sets.get(name, {}), "path": data}}
     if not sets:
         others = {key: value for key, value in raw.items() if key not in ("data", "sets")}
-        build_config(
-            EvaluateConfig, others, source
-        )  # report a misspelled key first: it may be the table of sets
+        # Report a misspelled key first: it may be the table of sets.
+        build_config(EvaluateConfig, others, source)
         raise ConfigError(f"{source}: no questions; give data=FILE or [sets.NAME] with a path")
     raw = {key: value for key, value in raw.items() if key != "data"}
     raw["sets"] = {name: _own_keys(raw, one) for name, one in sets.items()}

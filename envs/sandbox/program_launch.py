@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar
 from msgspec import Struct, field
 
 from agentenv.base.config import ESSENTIAL, PATH, about
-from agentenv.base.errors import ConfigError
+from agentenv.base.errors import ConfigError, reported_as
 from agentenv.envs.sandbox import confine
 from agentenv.envs.sandbox.launch import HERE, Interpreter, namespaces, parents
 
@@ -131,10 +131,8 @@ def fill_folder(spec: ProgramSpec, uid: int | None, folder: Path) -> None:
     site.mkdir(mode=0o755)
     (site / "sitecustomize.py").write_text(SITE)
     if spec.folder:
-        try:
+        with reported_as(ConfigError, f"folder: {spec.folder} cannot be copied", OSError):
             shutil.copytree(spec.folder, folder, symlinks=True)
-        except (OSError, shutil.Error) as error:
-            raise ConfigError(f"folder: {spec.folder} cannot be copied: {error}") from error
     folder.mkdir(exist_ok=True)
     for name, text in spec.files.items():
         path = folder / name

@@ -21,12 +21,8 @@ from agentenv.learners.trees.encoded_tree import EncodedTree, encode
 from agentenv.learners.trees.policy import Policy
 from tests.learners.trees import VOCABULARY, credited, random_tree, tiny_model
 
-OF_THE_RANKS = {
-    "cpu_s",
-    "wall_s",
-    "num_computed_tokens",
-    "num_segments_tokens",
-}  # metrics that depend on their number
+# Metrics that depend on their number.
+OF_THE_RANKS = {"cpu_s", "wall_s", "num_computed_tokens", "num_segments_tokens"}
 ALGORITHM = ARPO(group_size=4, importance_cap=1e9)
 
 

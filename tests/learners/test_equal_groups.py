@@ -119,9 +119,8 @@ def test_a_group_without_a_signal_costs_no_pass_unless_a_term_needs_it(
     encoded = encode_groups(groups, 0, config, algorithm)
     metrics = trainer.update([encoded], 1.0, **known)
     own = sum(tree.num_action_tokens for tree in encoded)
-    assert counting.tokens[True] == (
-        own if trained else 1
-    )  # of an empty micro-batch, for gradients of 0
+    # 1 of an empty micro-batch, for gradients of 0.
+    assert counting.tokens[True] == (own if trained else 1)
     assert counting.tokens[False] == (own if scored else 0)
     assert metrics["num_tokens"] == (own if trained else 0)
     assert metrics["num_steps"] == 1

@@ -196,14 +196,12 @@ class SupervisedTraining(ABC):
             await self._measure()
         self.view.begin(self.name, self.num_steps, self.state.step, "the report")
         try:
-            while self.state.step < self.num_steps:
-                with self.view.doing(f"step {self.state.step + 1}"):
-                    await uncancelled(self._step())
-                if self.saver.is_due():
-                    await self.saver.save()
-        except BaseException:
-            await self.saver.finish()
-            raise
+            async with self.saver.finishing():
+                while self.state.step < self.num_steps:
+                    with self.view.doing(f"step {self.state.step + 1}"):
+                        await uncancelled(self._step())
+                    if self.saver.is_due():
+                        await self.saver.save()
         finally:
             self.view.end()
         await self.saver.save()
