@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.assembly.serving.gpus import GIB
@@ -222,8 +222,8 @@ def checkpoint_bytes(shape: ModelShape, learner: LearnerConfig, *, has_reference
 class Memory(Struct, frozen=True):
     """Bytes by part: on the GPU, and in main memory."""
 
-    gpu: dict[str, float] = field(default_factory=dict)
-    host: dict[str, float] = field(default_factory=dict)
+    gpu: dict[str, float] = {}
+    host: dict[str, float] = {}
 
     @property
     def gpu_bytes(self) -> float:

@@ -126,13 +126,11 @@ class EnvChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An environment, its keywords and tools."""
 
     id: Annotated[str, about("registered environment id", ESSENTIAL)]
-    kwargs: Annotated[dict[str, Any], about("keyword arguments of the environment class")] = field(
-        default_factory=dict
-    )
+    kwargs: Annotated[dict[str, Any], about("keyword arguments of the environment class")] = {}
     tools: Annotated[
         list[ToolConfig],
         about("tools of an episode, [[env.tools]]; empty: those of the environment"),
-    ] = field(default_factory=list)
+    ] = []
 
 
 class EnvVariant(EnvChoice, frozen=True, kw_only=True):
@@ -153,7 +151,7 @@ class EnvConfig(EnvChoice, frozen=True, kw_only=True):
     variants: Annotated[
         dict[str, EnvVariant],
         about("[env.variants.NAME]: a NAME for rows' env_id, data.env_by, data.mix"),
-    ] = field(default_factory=dict)
+    ] = {}
     trial: Annotated[
         bool, Meta(description="dry run, doctor and training with forks try custom environments")
     ] = True
@@ -179,7 +177,7 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         about(
             "strings that end a turn, in addition to those of the renderer; they stay in the text"
         ),
-    ] = field(default_factory=list)
+    ] = []
     seed: Annotated[
         Annotated[int, Meta(ge=0)] | None,
         about("seed of token sampling; none: the seed of the run"),
@@ -219,7 +217,7 @@ class SamplingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "one), as pairs: [[0, 1.2], [200, 0.8]] is linear in between, constant before and "
             "after; a tree has that of its start"
         ),
-    ] = field(default_factory=list)
+    ] = []
 
     def __post_init__(self) -> None:
         """Raises ConfigError for settings that the learner does not follow. Engines report
@@ -384,7 +382,7 @@ class EvalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sets: Annotated[
         dict[str, EvalSet],
         about("evaluation sets by name, [eval.sets.NAME]; the summary reports the first one"),
-    ] = field(default_factory=dict)
+    ] = {}
     concurrency: Annotated[int, about("questions in flight", ge=1)] = 256
     timeout_s: Annotated[
         float, about("deadline of one evaluation; beyond it the curve has a gap", gt=0)
@@ -439,9 +437,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     limits: Limits = Limits()
     sampling: SamplingConfig = SamplingConfig()
     engine: Annotated[AnyEngine, Meta(extra=ESSENTIAL)] = EmbeddedConfig()
-    roles: Annotated[dict[str, RoleConfig], about("other models by name, [roles.judge]")] = field(
-        default_factory=dict
-    )
+    roles: Annotated[dict[str, RoleConfig], about("other models by name, [roles.judge]")] = {}
     algorithm: Annotated[AnyAlgorithm, Meta(extra=ESSENTIAL)]
     queue: QueueConfig = QueueConfig()
     cluster: Annotated[ClusterConfig, about("where rollouts run, by kind (docs/clusters.md)")] = (

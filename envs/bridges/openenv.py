@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from agentenv.base.deadline import uncancelled, waiting
 from agentenv.base.errors import (
@@ -62,12 +62,12 @@ Begun = tuple[list[Message], Info]
 
 
 class _Found(Struct):
-    observation: Json = field(default_factory=dict)
+    observation: Json = {}
     reward: float | bool | None = None
     done: bool = False
     message: str = ""
     code: str | int = ""
-    errors: list[Json] = field(default_factory=list)
+    errors: list[Json] = []
     max_sessions: int = 1
 
 

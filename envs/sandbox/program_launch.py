@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from agentenv.base.config import ESSENTIAL, PATH, about
 from agentenv.base.errors import ConfigError, reported_as
@@ -50,12 +50,10 @@ class ProgramSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     command: Annotated[tuple[str, ...], about("program and arguments", ESSENTIAL, min_length=1)]
     folder: Annotated[str, about("initial files, copied into the program's own folder", PATH)] = ""
-    files: Annotated[dict[str, str], about("additional initial files: texts by name")] = field(
-        default_factory=dict
-    )
+    files: Annotated[dict[str, str], about("additional initial files: texts by name")] = {}
     variables: Annotated[
         dict[str, str], about("environment variables in addition to those of the endpoint")
-    ] = field(default_factory=dict)
+    ] = {}
     read_only: Annotated[
         tuple[str, ...], about("files and folders of the host that the program may read")
     ] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from agentenv.assembly.checks.memory import (
     KNOWN,
@@ -42,7 +42,7 @@ class Process(Struct, frozen=True):
 
     name: str
     count: int
-    gpus: list[str] = field(default_factory=list)
+    gpus: list[str] = []
     model: str = ""
     memory: Memory = Memory()
     note: str = ""
@@ -59,13 +59,13 @@ class Plan(Struct):
     `made`: facts about output of the run. All are lines of text."""
 
     machine: PlannedMachine
-    processes: list[Process] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    made: list[str] = field(default_factory=list)
+    processes: list[Process] = []
+    problems: list[str] = []
+    missing: list[str] = []
+    made: list[str] = []
     checkpoint_bytes: float = 0.0  # of one; 0: unknown
-    serving: dict[str, float] = field(default_factory=dict)  # bytes by GPU, while rollouts run
-    training: dict[str, float] = field(default_factory=dict)  # and while the learner trains
+    serving: dict[str, float] = {}  # bytes by GPU, while rollouts run
+    training: dict[str, float] = {}  # and while the learner trains
 
     @property
     def gpu_bytes(self) -> dict[str, float]:
