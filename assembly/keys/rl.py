@@ -13,12 +13,7 @@ import numpy as np
 from msgspec import Meta, Struct, field
 from msgspec.structs import force_setattr, replace
 
-from agentenv.assembly.keys.cluster import (
-    ClusterConfig,
-    LocalCluster,
-    ResourcesConfig,
-    check_reachable,
-)
+from agentenv.assembly.keys import cluster as clusters
 from agentenv.assembly.keys.run import ModelConfig, RunConfig
 from agentenv.assembly.keys.supervised import SelfCriticConfig, SFTConfig
 from agentenv.assembly.reports.monitors import RolloutMonitorConfig
@@ -440,11 +435,11 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     roles: Annotated[dict[str, RoleConfig], about("other models by name, [roles.judge]")] = {}
     algorithm: Annotated[AnyAlgorithm, Meta(extra=ESSENTIAL)]
     queue: QueueConfig = QueueConfig()
-    cluster: Annotated[ClusterConfig, about("where rollouts run, by kind (docs/clusters.md)")] = (
-        LocalCluster()
-    )
+    cluster: Annotated[
+        clusters.ClusterConfig, about("where rollouts run, by kind (docs/clusters.md)")
+    ] = clusters.LocalCluster()
     learner: LearnerConfig = LearnerConfig()
-    resources: ResourcesConfig = ResourcesConfig()
+    resources: clusters.ResourcesConfig = clusters.ResourcesConfig()
     sft: SFTConfig | None = None
     train: TrainingConfig
     self_critic: Annotated[
@@ -463,7 +458,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
             force_setattr(self, "algorithm", released(self.algorithm))
         force_setattr(self, "eval", self.eval.with_sources_of(self.data))
-        check_reachable(self.cluster, self.engine, self.roles)
+        clusters.check_reachable(self.cluster, self.engine, self.roles)
         is_tempered = any(one != 1 for _, one in self.sampling.points)
         if is_tempered and not self.engine.capabilities.has_temperature:
             raise ConfigError(
