@@ -281,9 +281,8 @@ def model_states(shape: ModelShape, config: LearnerConfig) -> Memory:
     stage, ranks, b = int(config.zero_stage), config.num_ranks, bytes_of(config.dtype)
     whole = shape.num_params
     trained = whole if config.lora is None else shape.adapter_params(config.lora.r)
-    gpu: dict[str, float] = {}
+    gpu = {"weights": b * whole / (ranks if stage == 3 else 1)}
     host: dict[str, float] = {}
-    gpu["weights"] = b * whole / (ranks if stage == 3 else 1)
     if stage == 0:
         gpu["gradients"] = 4.0 * trained
         gpu["optimizer"] = 8.0 * trained
