@@ -67,13 +67,8 @@ def named(found: list[Block]) -> Any:
 # TOML
 
 CONFIGS: tuple[type[msgspec.Struct], ...] = (
-    TrainConfig,
-    EvaluateConfig,
-    SFTRunConfig,
-    DPORunConfig,
-    SynthesisConfig,
-    ServeConfig,
-)
+    TrainConfig, EvaluateConfig, SFTRunConfig, DPORunConfig, SynthesisConfig, ServeConfig,
+)  # fmt: skip
 NEEDED: dict[str, Any] = {  # required keys of a configuration, for blocks that show a part of one
     "model": {"path": "models/MINE"},
     "data": {"train": "train.jsonl"},

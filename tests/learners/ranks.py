@@ -29,15 +29,10 @@ ALGORITHM = ARPO(group_size=4, importance_cap=1e9)
 def two_ranks(**keys: Any) -> LearnerConfig:
     """Two ranks with AdamW; micro-batches are small, so that ranks have different numbers."""
     known = {
-        "optimizer": "adamw",
-        "num_ranks": 2,
-        "groups_per_minibatch": 3,
-        "max_tokens_per_microbatch": 48,
-        "learning_rate": 1e-3,
-        "weight_decay": 0.1,
-        "grad_clip": 0.5,
-        "command_timeout_s": 600,
-    }
+        "optimizer": "adamw", "num_ranks": 2, "groups_per_minibatch": 3,
+        "max_tokens_per_microbatch": 48, "learning_rate": 1e-3, "weight_decay": 0.1,
+        "grad_clip": 0.5, "command_timeout_s": 600,
+    }  # fmt: skip
     return LearnerConfig(**{**known, **keys})
 
 

@@ -27,15 +27,9 @@ CONFIG = ranks.two_ranks(num_ranks=1)
 
 def meta(**keys: object) -> SavedLearner:
     known = {
-        "num_ranks": 1,
-        "zero_stage": 0,
-        "dtype": "float32",
-        "optimizer": "adamw",
-        "policy_version": 0,
-        "optimizer_step": 0,
-        "moved": False,
-        "base_model": "",
-    }
+        "num_ranks": 1, "zero_stage": 0, "dtype": "float32", "optimizer": "adamw",
+        "policy_version": 0, "optimizer_step": 0, "moved": False, "base_model": "",
+    }  # fmt: skip
     return SavedLearner(**{**known, **keys})  # type: ignore[arg-type]
 
 

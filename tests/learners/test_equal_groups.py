@@ -27,20 +27,16 @@ from tests.learners.test_oracle import compare
 from tests.learners.trees import VOCABULARY, credits_of, level, random_tree
 
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("arpo", {}),
-    ("arpo", {"sharing": "hard", "aggregation": "seq-mean-token-mean"}),
+    ("arpo", {}), ("arpo", {"sharing": "hard", "aggregation": "seq-mean-token-mean"}),
     ("aepo", {"entropy_advantage": 1.0}),
     ("aepo", {"sharing": "hard", "aggregation": "seq-mean-token-sum-norm"}),
     ("aepo", {"proximal": "always", "aggregation": "seq-mean-token-sum"}),
-    ("gspo", {"clip_low": 0.2, "clip_high": 0.3}),
-    ("grpo", {"kl_loss": 0.3, "kl_kind": "k1"}),
+    ("gspo", {"clip_low": 0.2, "clip_high": 0.3}), ("grpo", {"kl_loss": 0.3, "kl_kind": "k1"}),
     ("arpo", {"entropy_bonus": 0.05, "aggregation": "seq-mean-token-mean"}),
-    ("rloo", {"kl_reward": 0.1}),
-    ("reinforce_pp", {}),
+    ("rloo", {"kl_reward": 0.1}), ("reinforce_pp", {}),
     ("dr_grpo", {"sequence_mask": (0.2, 5.0), "token_mask": (0.3, 3.0)}),
-    ("aepo", {"equal_groups": "drop"}),
-    ("reinforce_pp", {"equal_groups": "drop"}),
-]
+    ("aepo", {"equal_groups": "drop"}), ("reinforce_pp", {"equal_groups": "drop"}),
+]  # fmt: skip
 QUICK = (1, 2, 6)
 
 
