@@ -47,41 +47,12 @@ from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import StatelessTool, Tool, ToolLimits
 
 __all__ = [
-    "AgentEnvError",
-    "ConfigError",
-    "DataError",
-    "EngineError",
-    "Env",
-    "EnvError",
-    "EnvWrapper",
-    "Grade",
-    "Grader",
-    "GraderError",
-    "InfraError",
-    "LearnerError",
-    "Limit",
-    "Message",
-    "StatelessTool",
-    "StepResult",
-    "Task",
-    "Tool",
-    "ToolCall",
-    "ToolEnv",
-    "ToolError",
-    "ToolLimits",
-    "ToolResult",
-    "Trajectory",
-    "TrajectoryTree",
-    "demonstrate",
-    "env_ids",
-    "make",
-    "register",
-    "shared",
-    "texts_of",
-    "tiny_model",
-    "tool",
-    "write_rows",
-]
+    "AgentEnvError", "ConfigError", "DataError", "EngineError", "Env", "EnvError", "EnvWrapper",
+    "Grade", "Grader", "GraderError", "InfraError", "LearnerError", "Limit", "Message",
+    "StatelessTool", "StepResult", "Task", "Tool", "ToolCall", "ToolEnv", "ToolError", "ToolLimits",
+    "ToolResult", "Trajectory", "TrajectoryTree", "demonstrate", "env_ids", "make", "register",
+    "shared", "texts_of", "tiny_model", "tool", "write_rows",
+]  # fmt: skip
 
 # In a clone the packages of pyproject.toml's package-dir lie beside this one.
 if (_clone := Path(__file__).resolve().parents[1] / "pyproject.toml").is_file():

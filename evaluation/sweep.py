@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from agentenv.assembly.keys.rl import TrainConfig
@@ -50,9 +50,9 @@ class SweepConfig(Struct, forbid_unknown_fields=True, kw_only=True):
     config: str  # training configuration, relative to this file
     seeds: str | list[int]  # "0-4", "1,3", or a list
     arms: dict[str, list[str]]  # overrides by name
-    overrides: list[str] = field(default_factory=list)  # of every run
+    overrides: list[str] = []  # of every run
     start: list[str] | None = None  # overrides of one run per seed, before its arms
-    after_start: list[str] = field(default_factory=list)  # overrides of every arm
+    after_start: list[str] = []  # overrides of every arm
     baseline: str = ""  # the baseline of `agentenv compare`; default: the first arm
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from agentenv.base.errors import ConfigError
@@ -67,10 +68,8 @@ def main(argv: Sequence[str]) -> int:
             for line in export(folder, arguments.export, arguments.max_mb):
                 report(line)
             return 0
-        try:
+        with suppress(KeyboardInterrupt):  # the usual end
             run_until_done(serve(FolderServer(folder), arguments.port, report), view)
-        except KeyboardInterrupt:
-            return 0  # the usual end
         return 0
 
     return exit_code_of(work, str(arguments.export or arguments.run))

@@ -58,14 +58,10 @@ def policy_loss(case: Case, coefficient: float = 0.2) -> Values:
     loss.backward()
     clipped, cut = released_losses.clip_shares(ratio.detach(), advantages, low, high, dual)
     return {
-        "pg_loss": loss,
-        "pg_clipfrac": masked_mean(clipped, mask),
-        "pg_clipfrac_lower": masked_mean(cut, mask),
-        "ppo_kl": masked_mean(old - logprobs, mask),
-        "grad_log_prob": logprobs.grad,
-        "token_loss": token_loss,
-        "scaled_advantages": advantages,
-    }
+        "pg_loss": loss, "pg_clipfrac": masked_mean(clipped, mask),
+        "pg_clipfrac_lower": masked_mean(cut, mask), "ppo_kl": masked_mean(old - logprobs, mask),
+        "grad_log_prob": logprobs.grad, "token_loss": token_loss, "scaled_advantages": advantages,
+    }  # fmt: skip
 
 
 def gspo(case: Case) -> Values:

@@ -212,15 +212,11 @@ async def test_the_new_code_runs_within_the_sandbox(server: ScriptedEndpoint) ->
     [
         ("```python\nprint(1)\n```", "print(1)"),
         ("Here, with `x`:\n```\nif a:\n    b = `1`\n```\nDone.", "if a:\n    b = `1`"),
-        ("```py\n\n```", ""),
-        ("```python\nprint(1)", ""),
-        ("```bash\nrm -rf /\n```", ""),
-        ("```python\n1\n```\n```python\n2\n```", ""),
-        ("```python\n1\n``` and more", ""),
-        ("print(1)", ""),
-        (f"```python\n{'1' * 30_000}\n```", ""),
+        ("```py\n\n```", ""), ("```python\nprint(1)", ""), ("```bash\nrm -rf /\n```", ""),
+        ("```python\n1\n```\n```python\n2\n```", ""), ("```python\n1\n``` and more", ""),
+        ("print(1)", ""), (f"```python\n{'1' * 30_000}\n```", ""),
     ],
-)
+)  # fmt: skip
 def test_a_reply_is_one_block_of_code_or_nothing(text: str, code: str) -> None:
     assert corrected_code(text) == code
 

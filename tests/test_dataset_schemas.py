@@ -182,18 +182,14 @@ def test_published_kilt_rows_keep_the_fields_of_their_answers(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("field", "answers"),
     [
-        ("['Paris', 'Lutetia']", ("Paris", "Lutetia")),
-        ("['Paris']", ("Paris",)),
-        ('["Paris", "it\'s"]', ("Paris", "it's")),
-        ("['Paris', None, '']", ("Paris",)),
+        ("['Paris', 'Lutetia']", ("Paris", "Lutetia")), ("['Paris']", ("Paris",)),
+        ('["Paris", "it\'s"]', ("Paris", "it's")), ("['Paris', None, '']", ("Paris",)),
         ("{'text': ['Paris', 'Paris'], 'answer_start': [1, 9]}", ("Paris",)),
         ("[{'answer': 'x'}, {'provenance': []}]", ("[{'answer': 'x'}, {'provenance': []}]",)),
-        ("[0, 1]", ("[0, 1]",)),
-        ("{1, 2}", ("{1, 2}",)),
-        ("[a, b]", ("[a, b]",)),
+        ("[0, 1]", ("[0, 1]",)), ("{1, 2}", ("{1, 2}",)), ("[a, b]", ("[a, b]",)),
         ("x" * 200_000, ("x" * 200_000,)),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("suffix", [".csv", ".tsv"])
 def test_answers_in_a_table_without_types(
     tmp_path: Path, field: str, answers: tuple[str, ...], suffix: str

@@ -67,13 +67,8 @@ def named(found: list[Block]) -> Any:
 # TOML
 
 CONFIGS: tuple[type[msgspec.Struct], ...] = (
-    TrainConfig,
-    EvaluateConfig,
-    SFTRunConfig,
-    DPORunConfig,
-    SynthesisConfig,
-    ServeConfig,
-)
+    TrainConfig, EvaluateConfig, SFTRunConfig, DPORunConfig, SynthesisConfig, ServeConfig,
+)  # fmt: skip
 NEEDED: dict[str, Any] = {  # required keys of a configuration, for blocks that show a part of one
     "model": {"path": "models/MINE"},
     "data": {"train": "train.jsonl"},
@@ -206,12 +201,8 @@ def test_command_lines_are_accepted_by_their_launcher() -> None:
                     code = module.main(given)
             except SystemExit as end:
                 code = end.code
-        stored = words[:1] in (
-            ["audit"],
-            ["report"],
-            ["compare"],
-            ["regrade"],
-        )  # of the files created first
+        # Of the files created first.
+        stored = words[:1] in (["audit"], ["report"], ["compare"], ["regrade"])
         if code not in (0, None) and not stored:
             refused.append(f"{place} {' '.join(words)}: {said.getvalue()[-300:]}")
     assert not refused, "\n".join(refused)

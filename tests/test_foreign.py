@@ -136,9 +136,8 @@ def test_nesting_depth_is_bounded() -> None:
         untrusted.decode(nested(untrusted.MAX_DEPTH + 2))
     with pytest.raises(ForeignError, match="nested over 100"):
         untrusted.decode(b'{"x": 1, "rest": %s}' % nested(untrusted.MAX_DEPTH + 2), Point)
-    untrusted.decode(
-        b'{"x": 1, "other": %s}' % nested(untrusted.MAX_DEPTH + 2), Flat
-    )  # which is left out
+    # `other` is left out.
+    untrusted.decode(b'{"x": 1, "other": %s}' % nested(untrusted.MAX_DEPTH + 2), Flat)
     flat = b"[" + b'"[[\\"[{\\\\", [], {"]": {}}, ' * 5000 + b"1]"
     assert len(untrusted.decode(flat)) == 15_001
     with pytest.raises(ForeignError, match="levels"):

@@ -53,9 +53,8 @@ def test_the_signal_is_that_along_the_true_gradient_a_call() -> None:
     assert found == pytest.approx(1 / 4 / 2, rel=0.1)
     assert signal(parts, 2 * calls, TRUTH) == pytest.approx(found / 2)
     assert signal(10 * parts, calls, TRUTH) == pytest.approx(found)
-    assert signal(parts + np.array([0.0, 5.0, 0.0]), calls, TRUTH) == pytest.approx(
-        found
-    )  # but the cosine
+    # But the cosine.
+    assert signal(parts + np.array([0.0, 5.0, 0.0]), calls, TRUTH) == pytest.approx(found)
     assert np.isnan(signal(parts - parts.mean(0), calls, TRUTH))
 
 

@@ -6,15 +6,8 @@ import asyncio
 
 import pytest
 
+from agentenv.base import errors
 from agentenv.base.deadline import WorkClock, working
-from agentenv.base.errors import (
-    ConfigError,
-    CrashError,
-    EnvError,
-    InfraError,
-    OutageError,
-    ToolError,
-)
 from agentenv.base.types import MALFORMED_CALL, UNKNOWN_TOOL, Limit, Message, ToolCall
 from agentenv.contract.env import close_shared
 from agentenv.contract.tool_env import PIECE_CHARS
@@ -59,7 +52,7 @@ async def test_several_calls_run_in_order() -> None:
 
 async def test_the_policy_reads_tool_errors_and_they_do_not_count() -> None:
     counter = Counter()
-    counter.faults = [ToolError("count what?")]
+    counter.faults = [errors.ToolError("count what?")]
     async with begun(make(counter)) as env:
         observation, *_, info = await env.step(call())
         assert observation[0].content == "count what?"
@@ -79,7 +72,7 @@ async def test_the_record_of_a_huge_error_keeps_head_and_tail() -> None:
     its text like any result."""
     text = "head" + "x" * 5_000_000 + "tail"
     counter = Counter()
-    counter.faults = [ToolError(text, {"log": text, "tries": [{"code": text, "number": 3}]})]
+    counter.faults = [errors.ToolError(text, {"log": text, "tries": [{"code": text, "number": 3}]})]
     async with begun(make(counter)) as env:
         observation, *_, info = await env.step(call())
         assert observation[0].content == text
@@ -96,7 +89,7 @@ async def test_the_record_of_a_huge_error_keeps_head_and_tail() -> None:
 async def test_the_check_of_a_very_long_result_does_not_block_the_loop(half: str) -> None:
     size = 8 * PIECE_CHARS
     counter = Counter()
-    counter.faults = [ToolError("\u597d" * (size - 1) + half + "\u597d" * size)]
+    counter.faults = [errors.ToolError("\u597d" * (size - 1) + half + "\u597d" * size)]
     async with begun(make(counter)) as env:
         turns = 0
 
@@ -127,7 +120,7 @@ async def test_the_policy_may_call_the_reserved_name_of_malformed_calls(
 @on_virtual_clock
 async def test_infrastructure_is_retried_and_never_shown() -> None:
     counter = Counter()
-    counter.faults = [InfraError("gone"), InfraError("gone")]
+    counter.faults = [errors.InfraError("gone"), errors.InfraError("gone")]
     async with begun(make(counter), seed=4) as env:
         loop = asyncio.get_running_loop()
         start = loop.time()
@@ -141,7 +134,7 @@ async def test_the_seconds_of_a_failed_attempt_are_recorded_as_waiting() -> None
     """Two tries of 3 s, one of which fails; the break between them is 0.1 s, and up to half as
     long again."""
     slow = Counter(latency_s=3.0)
-    slow.faults = [InfraError("gone")]
+    slow.faults = [errors.InfraError("gone")]
     async with begun(make(slow)) as env:
         with working(WorkClock()) as clock:
             *_, info = await env.step(call())
@@ -157,9 +150,9 @@ async def test_an_infrastructure_outage_is_awaited_for_outage_s_and_then_fails(
 ) -> None:
     """0.1 s, doubled up to 10 s, each up to half as long again, so 11 waits until 60 s are over."""
     counter = Counter()
-    counter.faults = [InfraError(f"gone {i}") for i in range(99)]
+    counter.faults = [errors.InfraError(f"gone {i}") for i in range(99)]
     async with begun(make(counter, outage_s=outage_s), seed=4) as env:
-        with pytest.raises(OutageError, match=f"failed {num_tries} times"):
+        with pytest.raises(errors.OutageError, match=f"failed {num_tries} times"):
             await env.step(call())
         assert outage_s <= asyncio.get_running_loop().time() <= outage_s + 15
 
@@ -171,7 +164,7 @@ async def test_a_tool_outage_is_logged_once_a_minute_and_shown(
     """However many rollouts wait for it."""
     await close_shared()  # state of other tests
     counter = Counter()
-    counter.faults = [InfraError("connection refused")] * 400
+    counter.faults = [errors.InfraError("connection refused")] * 400
     envs = [make(counter, outage_s=100.0) for _ in range(8)]
     for env in envs:
         await env.reset(seed=4)
@@ -191,10 +184,10 @@ async def test_a_tool_that_hangs_is_stopped() -> None:
     env = make(counter, tool_timeout_s=2, num_retries=1, outage_s=0)
     await env.reset()
     start = asyncio.get_running_loop().time()
-    with pytest.raises(EnvError, match="result within 2"):
+    with pytest.raises(errors.EnvError, match="result within 2"):
         await env.step(call())
     assert asyncio.get_running_loop().time() - start < 5
-    with pytest.raises(EnvError, match="not closed within"):
+    with pytest.raises(errors.EnvError, match="not closed within"):
         await env.close()
 
 
@@ -202,7 +195,7 @@ async def test_a_bug_in_a_tool_is_named_with_the_call() -> None:
     counter = Counter()
     counter.faults = [ZeroDivisionError()]
     async with begun(make(counter)) as env:
-        with pytest.raises(CrashError, match=r"'counter'.*ZeroDivisionError"):
+        with pytest.raises(errors.CrashError, match=r"'counter'.*ZeroDivisionError"):
             await env.step(call())
 
 
@@ -218,12 +211,12 @@ async def test_finish_grades_the_messages_so_far() -> None:
 
 async def test_an_env_may_only_be_used_between_reset_and_close() -> None:
     env = make(Counter())
-    with pytest.raises(EnvError, match="step before reset"):
+    with pytest.raises(errors.EnvError, match="step before reset"):
         await env.step(call())
     await env.close()
     await env.reset()
     await env.close()
-    with pytest.raises(EnvError, match="fork before reset"):
+    with pytest.raises(errors.EnvError, match="fork before reset"):
         await env.fork()
 
 
@@ -237,7 +230,7 @@ async def test_a_second_reset_starts_afresh() -> None:
 
 
 def test_two_tools_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="share a name"):
+    with pytest.raises(errors.ConfigError, match="share a name"):
         make(Counter(), Counter())
 
 

@@ -18,25 +18,11 @@ import msgspec
 from msgspec import inspect as mi
 from msgspec.structs import fields
 
+from agentenv.base import registry
 from agentenv.base.config_hints import hint_for, meant_file
 from agentenv.base.errors import ConfigError, reported_as
 from agentenv.base.model_files import place_on_hub
 from agentenv.base.overrides import blaming, override_kinds
-from agentenv.base.registry import (
-    Registry,
-    choices_of,
-    decode_part,
-    element,
-    joined,
-    not_one_of,
-    registry_of,
-    struct_type,
-    struct_types,
-    tag_field_of,
-    type_at,
-    type_info,
-    unwrap,
-)
 from agentenv.base.secrets import REDACTED, SECRETS
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -115,17 +101,17 @@ def read_toml(path: Path) -> Tree:
 def values_in(raw: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """All values in plain tables, each with its dotted key."""
     for name, value in raw.items():
-        key = joined(path, name)
+        key = registry.joined(path, name)
         yield from values_in(value, key) if isinstance(value, Mapping) else ((key, value),)
 
 
 def build_config(config_type: type[T], raw: Tree, source: str) -> T:
     """Check `raw` against the struct and convert it; errors name `source` and the key."""
     SECRETS.learn(raw)
-    _check_keys(raw, type_info(config_type), source)
+    _check_keys(raw, registry.type_info(config_type), source)
     # of an entry that should be a table
     with reported_as(ConfigError, source, msgspec.ValidationError):
-        return msgspec.convert(raw, config_type, strict=True, dec_hook=decode_part)
+        return msgspec.convert(raw, config_type, strict=True, dec_hook=registry.decode_part)
 
 
 def resolver(run: Path | str) -> Resolve:
@@ -157,7 +143,7 @@ def changes(before: Any, after: Any, path: str = "") -> Iterator[str]:
             yield f"{path}: {before!r} -> {after!r}"
         return
     for key in [*before, *(key for key in after if key not in before)]:
-        yield from changes(before.get(key), after.get(key), joined(path, key))
+        yield from changes(before.get(key), after.get(key), registry.joined(path, key))
 
 
 def _check_keys(raw: Tree, kind: mi.Type, source: str) -> None:
@@ -170,31 +156,35 @@ def _check_keys(raw: Tree, kind: mi.Type, source: str) -> None:
                 continue
             for_kind = f" for {path}.{struct.tag_field} = {struct.tag!r}" if struct.tag else ""
             hint = hint_for(kind, path, key, struct)
-            raise ConfigError(f"{source}: {joined(path, key)}: unknown key{for_kind}; {hint}")
+            raise ConfigError(
+                f"{source}: {registry.joined(path, key)}: unknown key{for_kind}; {hint}"
+            )
     for table, struct, path in tables:
         for field, info in zip(fields(struct.cls), struct.fields, strict=True):
             if field.encode_name in table:
-                place = f"{source}: {joined(path, field.encode_name)}"
+                place = f"{source}: {registry.joined(path, field.encode_name)}"
                 _check_value(table[field.encode_name], field.type, info.type, place)
     for table, struct, path in tables:
         for info in struct.fields:
             if info.required and info.encode_name not in table:
-                name = joined(path, info.encode_name)
+                name = registry.joined(path, info.encode_name)
                 hint = f"--help-keys {name} explains it"
                 raise ConfigError(f"{source}: {name} is missing; {hint}")
 
 
 def _check_value(value: Any, annotation: Any, kind: mi.Type, place: str) -> None:
     """Reject a value of a wrong type, except tables, which are checked one by one."""
-    if isinstance(value, dict | list) and struct_types(element(kind), loads=False):
+    if isinstance(value, dict | list) and registry.struct_types(
+        registry.element(kind), loads=False
+    ):
         return
     if REDACTED in str(value):
         raise ConfigError(f"{place}: a run does not keep secrets: set the key again")
     try:
-        msgspec.convert(value, annotation, strict=True, dec_hook=decode_part)
+        msgspec.convert(value, annotation, strict=True, dec_hook=registry.decode_part)
     except msgspec.ValidationError as error:
-        if isinstance(value, str) and (choices := choices_of(kind)):
-            raise ConfigError(f"{place}: {not_one_of(value, choices)}") from error
+        if isinstance(value, str) and (choices := registry.choices_of(kind)):
+            raise ConfigError(f"{place}: {registry.not_one_of(value, choices)}") from error
         reason = str(error).replace(" | null`", "`")  # TOML has no null
         raise ConfigError(f"{place}: {reason}: {value!r}") from error
 
@@ -205,10 +195,10 @@ def _tables(
     """Every table of `raw` with its struct and its key; a table comes before its subtables. A table
     without a kind has the default one. Raises ConfigError for an unknown kind if there is a
     `source` to name; otherwise skips the table."""
-    kind = unwrap(kind)
+    kind = registry.unwrap(kind)
     if isinstance(kind, mi.DictType) and isinstance(raw, dict):
         for key, value in raw.items():
-            yield from _tables(value, kind.value_type, joined(path, key), source)
+            yield from _tables(value, kind.value_type, registry.joined(path, key), source)
     elif isinstance(kind, mi.ListType | mi.VarTupleType) and isinstance(raw, list):
         for number, value in enumerate(raw):
             yield from _tables(value, kind.item_type, f"{path}[{number}]", source)
@@ -221,13 +211,13 @@ def _tables(
         types = {field.encode_name: field.type for field in struct.fields}
         for key, value in raw.items():
             if key in types:
-                yield from _tables(value, types[key], joined(path, key), source)
+                yield from _tables(value, types[key], registry.joined(path, key), source)
 
 
 def _name_defaults(raw: Tree, struct: mi.StructType) -> None:
     """Set the default kind in subtables without a kind."""
     for field in struct.fields:
-        value, tag = raw.get(field.encode_name), tag_field_of(field.type)
+        value, tag = raw.get(field.encode_name), registry.tag_field_of(field.type)
         default = field.default
         if default is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
             default = field.default_factory()
@@ -237,21 +227,22 @@ def _name_defaults(raw: Tree, struct: mi.StructType) -> None:
 
 def _chosen(raw: Tree, kind: mi.Type, path: str, source: str) -> mi.StructType | None:
     """The struct of `raw`; its tag selects one of several kinds."""
-    registry = registry_of(kind)
-    if registry is not None:
-        with reported_as(ConfigError, f"{source}: {joined(path, 'name')}", ConfigError):
-            return struct_type(registry.find(raw.get("name")))
-    structs = struct_types(kind)
+    group = registry.registry_of(kind)
+    if group is not None:
+        with reported_as(ConfigError, f"{source}: {registry.joined(path, 'name')}", ConfigError):
+            return registry.struct_type(group.find(raw.get("name")))
+    structs = registry.struct_types(kind)
     if len(structs) <= 1:
         return structs[0] if structs else None
     tag_field = str(structs[0].tag_field)
     tags = {str(struct.tag): struct for struct in structs}
     name = raw.get(tag_field)
     if name not in tags and source:
-        raise ConfigError(f"{source}: {joined(path, tag_field)}: {not_one_of(name, sorted(tags))}")
+        known = registry.not_one_of(name, sorted(tags))
+        raise ConfigError(f"{source}: {registry.joined(path, tag_field)}: {known}")
     return tags.get(name or "")
 
 
-def registry_at(config_type: type[msgspec.Struct], key: str) -> Registry[Any] | None:
+def registry_at(config_type: type[msgspec.Struct], key: str) -> registry.Registry[Any] | None:
     """The registry that a table's `name` selects from; None if it has no registry."""
-    return registry_of(type_at(type_info(config_type), key))
+    return registry.registry_of(registry.type_at(registry.type_info(config_type), key))

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from agentenv.base.errors import AgentEnvError, ConfigError, CrashError
+from agentenv.base.errors import AgentEnvError, ConfigError, CrashError, reported_as
 from agentenv.base.installation import PACKAGES
 
 P = ParamSpec("P")
@@ -52,10 +52,8 @@ def _crash(what: str | Callable[[], str], error: BaseException) -> CrashError:
 
 async def at_start(work: Awaitable[T], what: str) -> T:
     """As `guarded`, before a run starts, when a bug must be fixed first: raises ConfigError."""
-    try:
+    with reported_as(ConfigError, "", CrashError):
         return await guarded(work, what)
-    except CrashError as error:
-        raise ConfigError(str(error)) from error
 
 
 def called(function: Callable[P, T], *given: P.args, **keys: P.kwargs) -> T:

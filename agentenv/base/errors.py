@@ -161,9 +161,9 @@ def named(who: str, error: ErrorT) -> ErrorT:
 def reported_as(
     kind: type[Exception], who: str, *caught: type[Exception], end: str = ""
 ) -> Iterator[None]:
-    """Within the block, an error that is `caught` becomes one of this kind: "who: its text", and
-    `end`, such as the remedy."""
+    """Within the block, an error that is `caught` becomes one of this kind: "who: its text", or its
+    text if `who` is empty, and `end`, such as the remedy."""
     try:
         yield
     except caught as error:
-        raise kind(f"{who}: {error}{end}") from error
+        raise kind(f"{f'{who}: ' if who else ''}{error}{end}") from error

@@ -13,18 +13,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import inspect as mi
 
+from agentenv.base import registry
 from agentenv.base.errors import ConfigError
-from agentenv.base.registry import (
-    choices_of,
-    joined,
-    registry_of,
-    struct_type,
-    struct_types,
-    tag_field_of,
-    type_at,
-    type_info,
-    unwrap,
-)
 
 T = TypeVar("T", bound=msgspec.Struct)
 Tree = dict[str, Any]
@@ -51,7 +41,7 @@ def leave_out_old_kinds(
     """If a part of `raw` has another kind than in `before`, remove the keys that only the old kind
     has, except those in `named`; `report` reports each that was set.
     """
-    for line in _leave_out_old_kinds(raw, before, named, type_info(config_type), ""):
+    for line in _leave_out_old_kinds(raw, before, named, registry.type_info(config_type), ""):
         (report or logger.warning)(line)
 
 
@@ -103,11 +93,11 @@ def apply_overrides(
 def _leave_out_old_kinds(
     raw: Tree, before: Tree, named: set[str], kind: mi.Type, path: str
 ) -> Iterator[str]:
-    for field in [field for struct in struct_types(kind) for field in struct.fields]:
+    for field in [field for struct in registry.struct_types(kind) for field in struct.fields]:
         new, old = raw.get(field.encode_name), before.get(field.encode_name)
         if not isinstance(new, dict) or not isinstance(old, dict):
             continue
-        key, tag = joined(path, field.encode_name), tag_field_of(field.type)
+        key, tag = registry.joined(path, field.encode_name), registry.tag_field_of(field.type)
         if not tag:
             yield from _leave_out_old_kinds(new, old, named, field.type, key)
             continue
@@ -116,11 +106,11 @@ def _leave_out_old_kinds(
         chosen, replaced = (_struct_named(one.get(tag), field.type) for one in (new, old))
         if chosen is not None:
             known = {part.encode_name for part in chosen.fields} | {tag}
-            others = struct_types(field.type) if replaced is None else [replaced]
+            others = registry.struct_types(field.type) if replaced is None else [replaced]
             of_others = {part.encode_name for struct in others for part in struct.fields}
             defaults = _defaults(replaced)
             gone = [name for name in new if name in old and name in of_others - known]
-            gone = [name for name in gone if joined(key, name) not in named]
+            gone = [name for name in gone if registry.joined(key, name) not in named]
             values = {name: new.pop(name) for name in gone}
             lost = [f"{n} = {v!r}" for n, v in values.items() if v != defaults.get(n)]
             if lost:
@@ -132,11 +122,11 @@ def _leave_out_old_kinds(
 
 def _struct_named(name: Any, kind: mi.Type) -> mi.StructType | None:
     """The struct of this name; a part may also be the user's own, module:Class."""
-    registry = registry_of(kind)
-    if registry is None:
-        return next((one for one in struct_types(kind) if str(one.tag) == str(name)), None)
+    group = registry.registry_of(kind)
+    if group is None:
+        return next((one for one in registry.struct_types(kind) if str(one.tag) == str(name)), None)
     with suppress(ConfigError):  # the check of keys reports it
-        return struct_type(registry.find(name))
+        return registry.struct_type(group.find(name))
     return None
 
 
@@ -163,25 +153,25 @@ def _read(override: str) -> tuple[str, Any]:
 
 def _is_named(config_type: type[msgspec.Struct], key: str) -> bool:
     """Whether a key holds tables under user-chosen names."""
-    kind = unwrap(type_at(type_info(config_type), key)) if key else None
-    return isinstance(kind, mi.DictType) and bool(struct_types(kind.value_type))
+    kind = registry.unwrap(registry.type_at(registry.type_info(config_type), key)) if key else None
+    return isinstance(kind, mi.DictType) and bool(registry.struct_types(kind.value_type))
 
 
 def _is_plain_table(config_type: type[msgspec.Struct], key: str, override: str) -> bool:
     """Whether a key holds tables under user-chosen names, possibly none, or a table with such a
     key. Raises ConfigError for a table that has several kinds."""
-    kind = unwrap(type_at(type_info(config_type), key))
+    kind = registry.unwrap(registry.type_at(registry.type_info(config_type), key))
     if isinstance(kind, mi.DictType):
         return True
-    registry = registry_of(kind)
-    structs = struct_types(kind) if registry is None else []
-    if not (structs or registry) or _may_be_none(config_type, key):
+    group = registry.registry_of(kind)
+    structs = registry.struct_types(kind) if group is None else []
+    if not (structs or group) or _may_be_none(config_type, key):
         return False
     if len(structs) == 1:
         fields = [field.encode_name for field in structs[0].fields]
-        return any(_is_named(config_type, joined(key, name)) for name in fields)
-    tag = tag_field_of(kind)
-    names = sorted(registry.names() if registry else (str(one.tag) for one in structs))
+        return any(_is_named(config_type, registry.joined(key, name)) for name in fields)
+    tag = registry.tag_field_of(kind)
+    names = sorted(group.names() if group else (str(one.tag) for one in structs))
     raise ConfigError(
         f"override {override!r}: this table always exists; choose its kind by {key}.{tag} = one of "
         f"{names}"
@@ -190,10 +180,12 @@ def _is_plain_table(config_type: type[msgspec.Struct], key: str, override: str) 
 
 def _may_be_none(config_type: type[msgspec.Struct], key: str) -> bool:
     """Whether a key may be unset, and "none" is not one of its values."""
-    kind = unwrap(type_at(type_info(config_type), key))
-    kinds = [unwrap(one) for one in kind.types] if isinstance(kind, mi.UnionType) else [kind]
+    kind = registry.unwrap(registry.type_at(registry.type_info(config_type), key))
+    kinds = (
+        [registry.unwrap(one) for one in kind.types] if isinstance(kind, mi.UnionType) else [kind]
+    )
     has_none = any(isinstance(one, mi.NoneType) for one in kinds)
-    return has_none and "none" not in choices_of(kind)
+    return has_none and "none" not in registry.choices_of(kind)
 
 
 def _lookup(raw: Any, key: str) -> Any:

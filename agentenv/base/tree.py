@@ -137,7 +137,7 @@ class Node(Struct):
     error: str | None = None
     num_forks: int | None = None
     continues: int | None = None
-    info: Info = field(default_factory=dict)
+    info: Info = {}
 
     def __post_init__(self) -> None:
         self.action_ids = _packed("i", self.action_ids)

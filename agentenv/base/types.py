@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal, NewType
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 
 from agentenv.base.config import ESSENTIAL, about
 
@@ -277,4 +277,4 @@ class ToolResult(Struct, frozen=True):
     """The result of a tool: the text for the policy, and info for the metrics."""
 
     text: str
-    info: Info = field(default_factory=dict)
+    info: Info = {}

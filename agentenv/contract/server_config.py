@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from agentenv.base.config import ESSENTIAL, about
 from agentenv.base.errors import ConfigError
@@ -20,13 +20,8 @@ from agentenv.base.secrets import SECRETS
 
 VLLM_IPC = "agentenv_ipc"  # our vLLM backend for weights in shared memory of the learner
 SGLANG_RESERVED = 2  # tokens of its context length that an SGLang server does not use
-ROLES = (
-    "summarizer",
-    "judge",
-    "debugger",
-    "refiner",
-    "user",
-)  # in addition to the policy, which is [engine]
+# In addition to the policy, which is [engine].
+ROLES = ("summarizer", "judge", "debugger", "refiner", "user")
 
 
 KEY_ENV = "AGENTENV_SERVER_KEY"  # variable with the key of engine servers that a run starts
@@ -67,7 +62,7 @@ class LaunchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     gpus: Annotated[
         list[int], about("GPUs by number among the visible ones; empty: free ones in order")
-    ] = field(default_factory=list)
+    ] = []
     port: Annotated[
         int, about("port of the first server, the others follow; 0: any free port", ge=0, le=65535)
     ] = 0
@@ -95,10 +90,8 @@ class LaunchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = ""
     args: Annotated[
         list[str], about("extra arguments for the engine's command line, passed verbatim")
-    ] = field(default_factory=list)
-    env: Annotated[dict[str, str], about("extra environment variables of the server")] = field(
-        default_factory=dict
-    )
+    ] = []
+    env: Annotated[dict[str, str], about("extra environment variables of the server")] = {}
     start_timeout_s: Annotated[float, about("deadline for a server to become ready", gt=0)] = 900.0
 
     @property
@@ -269,4 +262,4 @@ class ChatModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         int, about("retries after 429, 5xx, lost connections, malformed replies", ge=0)
     ] = 5
     max_concurrency: Annotated[int, about("requests in flight", ge=1)] = 64
-    extra_body: ExtraBody = field(default_factory=dict)
+    extra_body: ExtraBody = {}

@@ -25,17 +25,8 @@ from functools import partial
 from random import Random
 from typing import Any, Self, TypeVar
 
+from agentenv.base import deadline
 from agentenv.base.crashes import guarded, not_a_text
-from agentenv.base.deadline import (
-    Deadline,
-    WorkClock,
-    admitted,
-    deferring,
-    doing,
-    uncancelled,
-    work_clock,
-    working,
-)
 from agentenv.base.errors import (
     SHOWN,
     AgentEnvError,
@@ -296,7 +287,7 @@ class ToolEnv:
                 return
             states, self._states = self._states, None
             self._closing = asyncio.ensure_future(self._close_states(states))
-        await uncancelled(self._closing)  # bounded, since each tool has CLOSE_TIMEOUT_S
+        await deadline.uncancelled(self._closing)  # bounded, since each tool has CLOSE_TIMEOUT_S
 
     def _prompt_messages(self) -> list[Message]:
         if callable(self.prompt):
@@ -313,9 +304,9 @@ class ToolEnv:
 
     def _ended(self) -> AbstractContextManager[None]:
         """During grading, no deadline of the rollout applies for `outage_s` seconds."""
-        clock = work_clock() or WorkClock()
+        clock = deadline.work_clock() or deadline.WorkClock()
         until_s = clock() + self.outage_s
-        return deferring(lambda: DEFER_S if clock() < until_s else 0.0)
+        return deadline.deferring(lambda: DEFER_S if clock() < until_s else 0.0)
 
     async def _grade(self, written: Sequence[Message]) -> tuple[float, Info]:
         who = f"the grader {type(self.grader or self).__name__}"
@@ -329,7 +320,7 @@ class ToolEnv:
 
     async def _run(self, call: ToolCall, states: dict[str, Any]) -> tuple[str, Info]:
         """The text for the policy, and the record of the call."""
-        loop, clock = asyncio.get_running_loop(), work_clock()
+        loop, clock = asyncio.get_running_loop(), deadline.work_clock()
         start, worked_s = loop.time(), 0.0 if clock is None else clock()
         record: Info = {"name": call.name, "arguments": call.arguments, "ok": False, "error": None}
         self._budget.num_calls += 1
@@ -396,7 +387,7 @@ class ToolEnv:
         async def close(name: str, state: Any) -> str:
             late, now = TimeoutError(), asyncio.get_running_loop().time
             try:
-                with Deadline(now() + CLOSE_TIMEOUT_S, now, late):
+                with deadline.Deadline(now() + CLOSE_TIMEOUT_S, now, late):
                     await self.tools[name].close(state)
             except AgentEnvError as error:
                 return f"{name}: {error}"
@@ -434,23 +425,23 @@ async def _within(
         return await call_in_time(timeout_s, tool, arguments, state)
     key = ("tool slots", tool.name, max_concurrency)
     places = shared(key, lambda: asyncio.Semaphore(max_concurrency))
-    async with admitted(places, f"a slot of the tool {tool.name!r}"):
+    async with deadline.admitted(places, f"a slot of the tool {tool.name!r}"):
         return await call_in_time(timeout_s, tool, arguments, state)
 
 
 async def call_in_time(
     timeout_s: float, tool: Tool, arguments: dict[str, Any], state: Any
 ) -> ToolResult:
-    clock = work_clock()
+    clock = deadline.work_clock()
     if clock is None:
-        with working(WorkClock()):
+        with deadline.working(deadline.WorkClock()):
             return await call_in_time(timeout_s, tool, arguments, state)
     # Only the end of the call shows whether the tool is down. Until then, other deadlines of the
     # rollout are deferred; this one is not, since it uses the time without deferrals.
-    late = Deadline(
+    late = deadline.Deadline(
         clock() + timeout_s, clock.__call__, lambda: InfraError(f"no result within {timeout_s:g} s")
     )
-    with late, doing(f"the tool {tool.name!r}"), deferring(lambda: DEFER_S):
+    with late, deadline.doing(f"the tool {tool.name!r}"), deadline.deferring(lambda: DEFER_S):
         return await guarded(
             _called(tool, arguments, state),
             lambda: f"the tool {tool.name!r}, called with {arguments},",

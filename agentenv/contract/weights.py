@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
-from agentenv.base.errors import DataError, EngineError
+from agentenv.base.errors import DataError, EngineError, reported_as
 from agentenv.base.model_files import read_object, text_table
 
 
@@ -290,10 +290,8 @@ def read_header(path: Path) -> dict[str, tuple[int, ...]]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises EngineError."""
-    try:
+    with reported_as(EngineError, "", DataError):
         return read_object(path, "JSON object")
-    except DataError as error:
-        raise EngineError(str(error)) from error
 
 
 # Checks of LoRA adapters in peft's format, before a server loads them.

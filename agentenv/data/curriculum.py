@@ -14,7 +14,7 @@ from random import Random
 from statistics import fmean
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from agentenv.base.tree import TrajectoryTree
@@ -31,8 +31,8 @@ Floats = NDArray[np.float64]
 class Outcomes(Struct):
     """Trees and successes, both discounted, by question and by kind: (trees, successes)."""
 
-    questions: dict[str, tuple[float, float]] = field(default_factory=dict)
-    kinds: dict[str, tuple[float, float]] = field(default_factory=dict)
+    questions: dict[str, tuple[float, float]] = {}
+    kinds: dict[str, tuple[float, float]] = {}
 
     def add(self, task: Task, success: float) -> None:
         """Count a tree of this task; `success` is the share of its trajectories that succeeded."""

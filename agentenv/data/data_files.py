@@ -18,14 +18,7 @@ from agentenv.base.disk import undecodable
 from agentenv.base.errors import DataError, ForeignError, reported_as
 from agentenv.base.registry import loaded
 from agentenv.base.untrusted import decode_loose
-from agentenv.data.file_formats import (
-    RawRow,
-    checked,
-    of_both_ends,
-    read_arrow,
-    read_csv,
-    read_json,
-)
+from agentenv.data import file_formats
 
 Row = dict[str, Any]
 ARROW = (".parquet", ".arrow")
@@ -74,27 +67,27 @@ def is_generated(path: str | Path) -> bool:
 
 def generated_rows(
     path: Path, options: Mapping[str, Any], *, held_out: bool, most: int = 0
-) -> Iterator[RawRow]:
+) -> Iterator[file_formats.RawRow]:
     """The generated rows of such a path, `most` at most; rows outside the training set if
     `held_out`. Raises DataError for an unknown WHICH."""
     name, _, which = str(path).partition(":")
     rows = loaded(GENERATORS[name])(which, options, held_out=held_out)
     for number, row in enumerate(islice(rows, most or None), 1):
-        yield RawRow(path, number, row)
+        yield file_formats.RawRow(path, number, row)
 
 
-def read_rows(path: Path, ends: int = 0) -> Iterator[RawRow]:
+def read_rows(path: Path, ends: int = 0) -> Iterator[file_formats.RawRow]:
     """The rows of one file, or only the first and the last `ends`. Raises DataError for an
     unreadable file, and ConfigError if pyarrow is needed but not installed."""
     if not path.exists():
         raise DataError(f"{path}: no such dataset file")
-    readers: dict[str, Callable[..., Iterator[RawRow]]] = {
+    readers: dict[str, Callable[..., Iterator[file_formats.RawRow]]] = {
         ".jsonl": _read_jsonl,
-        ".json": partial(read_json, read_lines=_read_jsonl),
-        ".csv": read_csv,
-        ".tsv": read_csv,
-        ".parquet": read_arrow,
-        ".arrow": read_arrow,
+        ".json": partial(file_formats.read_json, read_lines=_read_jsonl),
+        ".csv": file_formats.read_csv,
+        ".tsv": file_formats.read_csv,
+        ".parquet": file_formats.read_arrow,
+        ".arrow": file_formats.read_arrow,
     }
     reader = readers.get(path.suffix.lower())
     if reader is None or not path.is_file():
@@ -103,10 +96,11 @@ def read_rows(path: Path, ends: int = 0) -> Iterator[RawRow]:
             "folder of such files"
         )
     with reported_as(DataError, f"{path}: cannot be read", OSError, UnicodeDecodeError):
-        if ends and reader in (_read_jsonl, read_arrow):  # they need not parse the rows between
+        # These need not parse the rows between.
+        if ends and reader in (_read_jsonl, file_formats.read_arrow):
             yield from reader(path, ends)
         else:
-            yield from of_both_ends(reader(path), ends)
+            yield from file_formats.of_both_ends(reader(path), ends)
 
 
 def plain(value: Any) -> Any:
@@ -151,16 +145,16 @@ def _saved(path: Path) -> Row | None:
     return value if isinstance(value, dict) else None
 
 
-def _read_jsonl(path: Path, ends: int = 0) -> Iterator[RawRow]:
+def _read_jsonl(path: Path, ends: int = 0) -> Iterator[file_formats.RawRow]:
     with path.open("rb") as file:  # lines end at \n only: a text may hold other line separators
         lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
-        for number, line in of_both_ends(lines, ends):
+        for number, line in file_formats.of_both_ends(lines, ends):
             try:
                 row = decode_loose(line)
             except ForeignError as error:
                 reason = re.sub(r"(?: at)?: line \d+ (column \d+).*", r" at \1", str(error))
                 is_list = number == 1 and line.lstrip().startswith(b"[")
                 hint = "; name a file that contains a single JSON list .json" if is_list else ""
-                yield RawRow(path, number, {}, f"not valid JSON: {reason}{hint}")
+                yield file_formats.RawRow(path, number, {}, f"not valid JSON: {reason}{hint}")
                 continue
-            yield checked(path, number, row)
+            yield file_formats.checked(path, number, row)

@@ -17,15 +17,8 @@ from random import Random
 
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.types import Task
+from agentenv.data import data_files
 from agentenv.data.curriculum import Curriculum
-from agentenv.data.data_files import (
-    GENERATORS,
-    Row,
-    find_files,
-    generated_rows,
-    is_generated,
-    read_rows,
-)
 from agentenv.data.file_formats import RawRow
 from agentenv.data.rows import MixPart, RowReader, RowsConfig
 
@@ -33,7 +26,7 @@ MAX_LISTED = 50  # invalid rows that are listed individually
 MAX_PERIOD = 10_000  # questions after which the order of a mix's parts repeats
 
 Paths = str | Path | Sequence[str | Path]
-Adapt = Callable[[Row], Row | None]
+Adapt = Callable[[data_files.Row], data_files.Row | None]
 logger = logging.getLogger(__name__)
 
 
@@ -172,18 +165,18 @@ def _read(
     *,
     held_out: bool = False,
 ) -> list[Task]:
-    files, source = find_files(paths), reader.config.source
-    if source and not any(map(is_generated, files)):
+    files, source = data_files.find_files(paths), reader.config.source
+    if source and not any(map(data_files.is_generated, files)):
         raise ConfigError(
-            f"source = {source} is for generated rows ({', '.join(GENERATORS)}:NAME), and "
-            f"{files[0]} is a file; remove it"
+            f"source = {source} is for generated rows ({', '.join(data_files.GENERATORS)}:NAME), "
+            f"and {files[0]} is a file; remove it"
         )
     tasks: list[Task] = []
     bad: list[str] = []
     rows = (
-        generated_rows(path, source, held_out=held_out, most=ends or max_samples)
-        if is_generated(path)
-        else read_rows(path, ends)
+        data_files.generated_rows(path, source, held_out=held_out, most=ends or max_samples)
+        if data_files.is_generated(path)
+        else data_files.read_rows(path, ends)
         for path in files
     )
     for read in (raw for some in rows for raw in some):

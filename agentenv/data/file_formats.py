@@ -13,7 +13,7 @@ from itertools import islice, starmap
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from agentenv.base.errors import DataError, ForeignError
+from agentenv.base.errors import DataError, ForeignError, reported_as
 from agentenv.base.installation import needed
 from agentenv.base.untrusted import decode_loose, decode_python
 
@@ -118,15 +118,14 @@ def read_arrow(path: Path, ends: int = 0) -> Iterator[RawRow]:
 def _batches(path: Path) -> Iterator[Any]:
     """The record batches of a file."""
     arrow, parquet = (needed(name, "data", str(path)) for name in ("pyarrow", "pyarrow.parquet"))
-    try:
+    problem = f"{path}: cannot be read as {path.suffix[1:]}"
+    with reported_as(DataError, problem, arrow.ArrowException, OSError):
         if path.suffix.lower() == ".parquet":
             with parquet.ParquetFile(path) as file:
                 yield from file.iter_batches(batch_size=ROWS_PER_BATCH)
             return
         with arrow.memory_map(str(path)) as source:
             yield from arrow.ipc.open_stream(source)  # as `datasets` saves
-    except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from error
 
 
 def _rows(batch: Any) -> list[Any]:

@@ -29,7 +29,7 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from agentenv.base.config import ROWS, about
 from agentenv.base.errors import DataError, ForeignError, reported_as
@@ -76,7 +76,7 @@ class RowsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "environment id by the value of a row's data_source, else of its ability; "
             "a row's own env_id takes precedence; env.id is the default"
         ),
-    ] = field(default_factory=dict)
+    ] = {}
     skip_bad_rows: Annotated[
         bool, about("skip and list invalid rows instead of rejecting the file")
     ] = False
@@ -97,7 +97,7 @@ class RowsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "parameters of generated rows (reasoning_gym:NAME): size, seed, "
             "difficulties under their own names"
         ),
-    ] = field(default_factory=dict)
+    ] = {}
 
 
 class CurriculumConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -128,9 +128,9 @@ class MixPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ColumnsConfig | None, about("columns of this part, instead of data.columns")
     ] = None
     max_samples: Annotated[int, about("first n rows; 0: all", ge=0)] = 0
-    source: Annotated[dict[str, Any], about("source of generated rows, instead of data.source")] = (
-        field(default_factory=dict)
-    )
+    source: Annotated[
+        dict[str, Any], about("source of generated rows, instead of data.source")
+    ] = {}
 
 
 QUESTIONS = ("question", "Question", "problem", "prompt", "input", "extra_info.question")

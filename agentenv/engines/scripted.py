@@ -18,23 +18,18 @@ from agentenv.base.model_files import num_positions, read_eos_ids, read_model_co
 from agentenv.base.offload import in_thread
 from agentenv.base.registry import loaded
 from agentenv.base.types import Chunk, Completion, SamplingParams, VersionSpan
-from agentenv.contract.engine import (
-    Engine,
-    EngineCapabilities,
-    EngineConfig,
-    EngineStart,
-    check_request,
-    extend_spans,
-)
+from agentenv.contract import engine as contract
 
 Script = Callable[[str, Random], str]
 
 
-class ScriptedConfig(EngineConfig, frozen=True, kw_only=True, tag="scripted", tag_field="name"):
+class ScriptedConfig(
+    contract.EngineConfig, frozen=True, kw_only=True, tag="scripted", tag_field="name"
+):
     """Configuration of the scripted engine."""
 
     # no model could differ
-    capabilities: ClassVar = EngineCapabilities(is_exact=True, has_temperature=True)
+    capabilities: ClassVar = contract.EngineCapabilities(is_exact=True, has_temperature=True)
 
     script: Annotated[
         str, about("'module:function' called with (prompt text, Random), returns the turn")
@@ -50,7 +45,7 @@ class ScriptedConfig(EngineConfig, frozen=True, kw_only=True, tag="scripted", ta
         of_model = num_positions(read_model_config(model))
         return min(self.max_model_len, of_model or self.max_model_len)
 
-    async def start(self, given: EngineStart) -> ScriptedEngine:
+    async def start(self, given: contract.EngineStart) -> ScriptedEngine:
         eos_ids = await in_thread(read_eos_ids, given.model, given.tokenizer)
         engine = ScriptedEngine(
             self, given.tokenizer, policy_version=given.policy_version, eos_ids=eos_ids
@@ -59,7 +54,7 @@ class ScriptedConfig(EngineConfig, frozen=True, kw_only=True, tag="scripted", ta
         return engine
 
 
-class ScriptedEngine(Engine):
+class ScriptedEngine(contract.Engine):
     """An engine whose turns come from `script` (or from the function that the config names).
 
     Log-probabilities and entropies are pseudo-random, from the request's seed. A turn that does not
@@ -98,7 +93,7 @@ class ScriptedEngine(Engine):
     ) -> Completion:
         if self._closed:
             raise EngineDeadError("the scripted engine was closed")
-        check_request(prompt_ids, sampling, len(self.tokenizer), self.config.max_model_len)
+        contract.check_request(prompt_ids, sampling, len(self.tokenizer), self.config.max_model_len)
         self._stats["requests"] += 1
         self._stats["prompt_tokens"] += len(prompt_ids)
         rng = Random(f"{sampling.seed}/{session}")
@@ -121,7 +116,7 @@ class ScriptedEngine(Engine):
                 await asyncio.sleep((end - start) / self.config.tokens_per_s)
             if self._closed:
                 raise EngineDeadError("the scripted engine was closed")
-            extend_spans(turn.version_spans, VersionSpan(self.policy_version, start, end))
+            contract.extend_spans(turn.version_spans, VersionSpan(self.policy_version, start, end))
             self._stats["sampled_tokens"] += end - start
             if on_tokens is not None and end - start == stream_interval:
                 on_tokens(

@@ -24,26 +24,8 @@ from agentenv.base.errors import ConfigError, StallError
 from agentenv.base.offload import OwnThread
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.base.types import Task
+from agentenv.rollout import frames
 from agentenv.rollout.earlier_trees import EarlierTrees
-from agentenv.rollout.frames import (
-    OF_TREE,
-    SUFFIX,
-    Began,
-    Counts,
-    Finished,
-    ForkDecision,
-    Frame,
-    Grown,
-    JournalConfig,
-    Mark,
-    OpenBranch,
-    Packed,
-    Recorded,
-    Sink,
-    Turned,
-    framed,
-    trees_of,
-)
 
 logger = logging.getLogger(__name__)
 # Time to collect a batch of frames, and a shorter one while a caller waits: passing each turn to a
@@ -63,7 +45,7 @@ class Journal:
     def __init__(
         self,
         folder: Path,
-        config: JournalConfig,
+        config: frames.JournalConfig,
         *,
         settings: str,
         incarnation: int,
@@ -77,7 +59,7 @@ class Journal:
         self.incarnation = incarnation
         self.earlier = EarlierTrees(settings)
         self._last: dict[Path, int] = {}  # by file, the highest index of a tree in it
-        self._pending: list[Frame | Packed] = []
+        self._pending: list[frames.Frame | frames.Packed] = []
         self._num_appended = self._num_written = 0
         self._wake, self._written = asyncio.Event(), asyncio.Event()
         self._hurry = asyncio.Event()  # a caller waits for unwritten frames
@@ -93,7 +75,7 @@ class Journal:
         self._size = 0  # of the file, complete frames
         try:
             make_folder(folder)
-            paths = sorted(folder.glob(f"*{SUFFIX}"))
+            paths = sorted(folder.glob(f"*{frames.SUFFIX}"))
             for path in paths:
                 self._last[path] = self.earlier.add_file(path)
             self._number = int(paths[-1].stem) if paths else 0
@@ -101,9 +83,9 @@ class Journal:
         except OSError as error:
             raise self._failure(error) from error
 
-    async def recall(self, index: int, task: Task) -> Recorded | None:
+    async def recall(self, index: int, task: Task) -> frames.Recorded | None:
         """The state of a tree of an earlier process, if it can be resumed; see `EarlierTrees`."""
-        found: Recorded | None = await self._offload(self.earlier.read, index, task)
+        found: frames.Recorded | None = await self._offload(self.earlier.read, index, task)
         return found
 
     def record(self, index: int) -> TreeRecord:
@@ -111,7 +93,7 @@ class Journal:
         self._num_records += 1
         return TreeRecord(self, index, self._num_records)
 
-    def append(self, frame: Frame | Packed) -> None:
+    def append(self, frame: frames.Frame | frames.Packed) -> None:
         """Queue a frame for writing; returns at once. A closed journal drops it, and `commit`
         raises."""
         if not self._pending:
@@ -233,12 +215,14 @@ class Journal:
             return
         await asyncio.sleep(COMMIT_S)
 
-    def _put(self, batch: list[Frame | Packed], is_due: bool) -> None:
+    def _put(self, batch: list[frames.Frame | frames.Packed], is_due: bool) -> None:
         """Append the frames completely or not at all."""
         file = self._file
         assert file is not None
-        frames = [one.frame if isinstance(one, Packed) else framed(one) for one in batch]
-        view = memoryview(b"".join(frames))
+        parts = [
+            one.frame if isinstance(one, frames.Packed) else frames.framed(one) for one in batch
+        ]
+        view = memoryview(b"".join(parts))
         size = len(view)
         try:
             while view:
@@ -249,7 +233,7 @@ class Journal:
             os.ftruncate(file.fileno(), self._size)
             raise
         self._size += size
-        trees = [t for one in batch for t in trees_of(one)]
+        trees = [t for one in batch for t in frames.trees_of(one)]
         path = Path(file.name)
         self._last[path] = max([self._last[path], *trees])
 
@@ -267,7 +251,7 @@ class Journal:
 
     def _begin_file(self) -> None:
         self._number += 1
-        path = self.folder / f"{self._number:06d}{SUFFIX}"
+        path = self.folder / f"{self._number:06d}{frames.SUFFIX}"
         file = path.open("xb", buffering=0)
         try:
             sync(self.folder)
@@ -302,16 +286,16 @@ class TreeRecord:
     after: for instance a leaf that ended, and the branches that the plan started for it.
     """
 
-    def __init__(self, journal: Sink, index: int, number: int = 0) -> None:
+    def __init__(self, journal: frames.Sink, index: int, number: int = 0) -> None:
         """`number`: see `Mark.record`."""
         self._journal = journal
         self._index = index
         self._number = number
         self._num_frames = 0
         self._tree: TrajectoryTree
-        self._opened: list[OpenBranch] = []
-        self._turns: list[Turned] = []
-        self._decided: list[ForkDecision] = []
+        self._opened: list[frames.OpenBranch] = []
+        self._turns: list[frames.Turned] = []
+        self._decided: list[frames.ForkDecision] = []
         self._known: set[int] = set()
         self._flushing: asyncio.Handle | None = None
 
@@ -324,7 +308,7 @@ class TreeRecord:
         self._opened, self._turns, self._decided = [], [], []
         self._known = set()
         journal.append(
-            Began(
+            frames.Began(
                 tree=self._index,
                 task_id=tree.task.id,
                 policy_version=tree.policy_version,
@@ -334,12 +318,12 @@ class TreeRecord:
             )
         )
 
-    def _mark(self) -> Mark:
+    def _mark(self) -> frames.Mark:
         """The mark of the next frame."""
         self._num_frames += 1
-        return Mark(self._journal.incarnation, self._number, self._num_frames)
+        return frames.Mark(self._journal.incarnation, self._number, self._num_frames)
 
-    def resumes(self, recorded: Recorded) -> None:
+    def resumes(self, recorded: frames.Recorded) -> None:
         """The tree resumes, with new node numbers."""
         tree = recorded.tree
         self.began(tree)
@@ -354,29 +338,31 @@ class TreeRecord:
 
     def opened(self, name: str, cursor: Node, seconds: float, is_late: bool) -> None:
         """A branch begins after a node."""
-        self._opened.append(OpenBranch(name, cursor.index, seconds, is_late))
+        self._opened.append(frames.OpenBranch(name, cursor.index, seconds, is_late))
         self._soon()
 
     def turned(self, node: Node, seconds: float, stop: str | None = None) -> None:
         """A node is complete; `seconds` is the working time of its branch, `stop` the stop string
         that ended its turn."""
-        self._turns.append(Turned(copy(node), seconds, stop))
+        self._turns.append(frames.Turned(copy(node), seconds, stop))
         self._known.add(node.index)
         self._soon()
 
     def decided(self, node: Node) -> None:
         """The plan decided on forks at a complete node."""
         assert node.num_forks is not None
-        self._decided.append(ForkDecision(node.index, node.num_forks))
+        self._decided.append(frames.ForkDecision(node.index, node.num_forks))
         self._soon()
 
     async def finished(self) -> None:
         """Every branch has ended; returns once this is on disk."""
         self._flush()
         tree = self._tree
-        left = [Turned(copy(node)) for node in tree.nodes if node.index not in self._known]
+        left = [frames.Turned(copy(node)) for node in tree.nodes if node.index not in self._known]
         counts = self._counts()
-        self._journal.append(Finished(self._index, len(tree.nodes), left, counts, self._mark()))
+        self._journal.append(
+            frames.Finished(self._index, len(tree.nodes), left, counts, self._mark())
+        )
         await self._journal.commit()
 
     def _soon(self) -> None:
@@ -390,10 +376,10 @@ class TreeRecord:
         self._flushing = None
         opened, turns, decided = self._opened, self._turns, self._decided
         counts, mark = self._counts(), self._mark()
-        self._journal.append(Grown(self._index, opened, turns, decided, counts, mark))
+        self._journal.append(frames.Grown(self._index, opened, turns, decided, counts, mark))
         self._opened, self._turns, self._decided = [], [], []
 
-    def _counts(self) -> Counts:
+    def _counts(self) -> frames.Counts:
         tree = self._tree
-        of_tree = {name: getattr(tree, name) for name in OF_TREE}
-        return Counts(**of_tree, seconds=self.clock())
+        of_tree = {name: getattr(tree, name) for name in frames.OF_TREE}
+        return frames.Counts(**of_tree, seconds=self.clock())

@@ -20,7 +20,7 @@ from itertools import zip_longest
 from statistics import fmean
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct
 
 from agentenv.base.offload import poll_pause
 from agentenv.base.tree import CANCELLED, GUIDED, LED, Node, Trajectory, TrajectoryTree
@@ -199,7 +199,7 @@ class TreeCounters(Struct):
     trained: int = 0
     equal: int = 0  # trained with equal returns: they count only in the denominators
     filtered: int = 0  # dropped or replaced because of equal returns
-    failed: dict[str, int] = field(default_factory=dict)  # by kind: the group was too small
+    failed: dict[str, int] = {}  # by kind: the group was too small
 
     def add(self, trained: int, filtered: int, failed: Mapping[str, int], equal: int = 0) -> None:
         """Count delivered trees; `equal` of the trained ones have equal returns."""

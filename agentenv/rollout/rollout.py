@@ -30,17 +30,9 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
+from agentenv.base import errors
 from agentenv.base.crashes import called
 from agentenv.base.deadline import Alarm, Deadline, WorkClock, working
-from agentenv.base.errors import (
-    AgentEnvError,
-    CancelledRolloutError,
-    ConfigError,
-    DataError,
-    EngineDeadError,
-    EnvError,
-    WorkerError,
-)
 from agentenv.base.tree import Node, packed_ids
 from agentenv.base.types import Limit, Message
 from agentenv.rollout.branch import Branch, BranchNow
@@ -202,7 +194,7 @@ class Rollout(Growth):
         known = self._recovery.prompt
         if known is not None and conversation.prompt != known:
             if not conversation.opens_contexts:
-                raise EnvError(
+                raise errors.EnvError(
                     f"task {self.tree.task.id}: two resets with one seed gave two prompts"
                 )
             prompt_ids = self._recovery.prompt_ids(conversation)
@@ -265,9 +257,9 @@ class Rollout(Growth):
             cut = await self._in_time(branch, opening)
             if cut is not None:
                 await self._truncate(branch, *cut)
-        except (EngineDeadError, WorkerError, DataError, ConfigError):  # a retry would not help
-            raise
-        except AgentEnvError as error:
+        except (errors.EngineDeadError, errors.WorkerError, errors.DataError, errors.ConfigError):
+            raise  # a retry would not help
+        except errors.AgentEnvError as error:
             self._fail(branch, error)
         else:
             assert branch.pending is not None
@@ -300,9 +292,9 @@ class Rollout(Growth):
                 return await self.take_turns(branch)
         except _OutOfTimeError:
             if self._cancelled:
-                raise CancelledRolloutError(self._cancelled) from None
+                raise errors.CancelledRolloutError(self._cancelled) from None
             if not is_open:
-                raise EnvError(f"no env within {branch.clock():g} s") from None
+                raise errors.EnvError(f"no env within {branch.clock():g} s") from None
             return Limit.SECONDS, None
         finally:
             self._growing.pop(deadline, None)
@@ -320,11 +312,11 @@ class Rollout(Growth):
             leaf.info.update(info)
             branch.conversation.end(leaf)
 
-    def _fail(self, branch: Branch, error: AgentEnvError) -> None:
+    def _fail(self, branch: Branch, error: errors.AgentEnvError) -> None:
         """Record the failure, and replace the branch by a fresh root while retries remain."""
         leaf = branch.leaf(self.tree, "failed")
         leaf.error = f"{kind_of(error)}: {error}"
-        leaf.info |= error.info if isinstance(error, EnvError) else {}
+        leaf.info |= error.info if isinstance(error, errors.EnvError) else {}
         self._complete(branch, [leaf])
         failure = failure_of(error, self.tree.task, branch.action)
         self.actor.failures.add(failure, error, again=self.again)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.assembly.serving.gpus import GIB
@@ -222,8 +222,8 @@ def checkpoint_bytes(shape: ModelShape, learner: LearnerConfig, *, has_reference
 class Memory(Struct, frozen=True):
     """Bytes by part: on the GPU, and in main memory."""
 
-    gpu: dict[str, float] = field(default_factory=dict)
-    host: dict[str, float] = field(default_factory=dict)
+    gpu: dict[str, float] = {}
+    host: dict[str, float] = {}
 
     @property
     def gpu_bytes(self) -> float:
@@ -281,9 +281,8 @@ def model_states(shape: ModelShape, config: LearnerConfig) -> Memory:
     stage, ranks, b = int(config.zero_stage), config.num_ranks, bytes_of(config.dtype)
     whole = shape.num_params
     trained = whole if config.lora is None else shape.adapter_params(config.lora.r)
-    gpu: dict[str, float] = {}
+    gpu = {"weights": b * whole / (ranks if stage == 3 else 1)}
     host: dict[str, float] = {}
-    gpu["weights"] = b * whole / (ranks if stage == 3 else 1)
     if stage == 0:
         gpu["gradients"] = 4.0 * trained
         gpu["optimizer"] = 8.0 * trained

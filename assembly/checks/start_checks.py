@@ -599,10 +599,8 @@ async def trials(assembly: RolloutAssembly[TrainConfig]) -> str:
 async def sequence_lengths(assembly: Any) -> None:
     """The context of the model holds the longest sequence."""
     model_dir = await assembly.model()
-    context, longest = (
-        model_files.num_positions(model_files.read_model_config(model_dir)),
-        (await assembly.rows()).longest,
-    )
+    context = model_files.num_positions(model_files.read_model_config(model_dir))
+    longest = (await assembly.rows()).longest
     if context and longest > context:
         raise DataError(
             f"data.max_length = {assembly.config.data.max_length}: a sequence has {longest} "

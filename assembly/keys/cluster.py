@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Struct
 
 from agentenv.assembly.keys.run import RunConfig
 from agentenv.base.config import ESSENTIAL, about
@@ -130,7 +130,7 @@ class RayCluster(WideCluster, frozen=True, kw_only=True, tag="ray"):
     python: Annotated[str, about("interpreter on the nodes; empty: the same path as here")] = ""
     env: Annotated[
         list[str], about("environment variables for processes on nodes, such as SERPER_API_KEY")
-    ] = field(default_factory=list)
+    ] = []
 
     @property
     def is_far(self) -> bool:
@@ -195,12 +195,8 @@ class SlurmCluster(JobCluster, frozen=True, kw_only=True, tag="slurm"):
     submit: ClassVar[str] = "sbatch"
     nodes: Annotated[int, about("nodes of the job", ge=1)] = 2
     time: Annotated[str, about("time limit of the job in sbatch's format, 1-12:00:00")] = "24:00:00"
-    options: Annotated[list[str], about("extra sbatch options, such as --partition=long")] = field(
-        default_factory=list
-    )
-    setup: Annotated[list[str], about("commands to run first, such as 'module load cuda'")] = field(
-        default_factory=list
-    )
+    options: Annotated[list[str], about("extra sbatch options, such as --partition=long")] = []
+    setup: Annotated[list[str], about("commands to run first, such as 'module load cuda'")] = []
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -339,7 +335,7 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     learner_gpus: Annotated[
         list[int],
         about("one per learner rank; empty: the first ones, when the run also starts servers"),
-    ] = field(default_factory=list)
+    ] = []
     weights_dir: Annotated[
         str,
         about(

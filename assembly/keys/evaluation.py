@@ -83,9 +83,7 @@ class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     python: rl.PythonTable = None
     search: rl.SearchTable = None
     grader: rl.GraderTable = None
-    sets: Annotated[dict[str, QuestionSet], about("sets of questions by name, [sets.NAME]")] = (
-        field(default_factory=dict)
-    )
+    sets: Annotated[dict[str, QuestionSet], about("sets of questions by name, [sets.NAME]")] = {}
     data: Annotated[
         str | list[str],
         about(
@@ -105,7 +103,7 @@ class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     roles: Annotated[
         dict[str, RoleConfig], about("models in addition to the policy by name, [roles.judge]")
-    ] = field(default_factory=dict)
+    ] = {}
     num_samples: Annotated[int, about("trajectories per question", ge=1)] = 1
     concurrency: Annotated[int, about("trajectories in flight", ge=1)] = 256
     seed: Annotated[int, about("seed of sampling", ge=0)] = 0
@@ -147,9 +145,8 @@ def resolve_sets(raw: Tree, source: str) -> EvaluateConfig:
         sets = {name: {**sets.get(name, {}), "path": data}}
     if not sets:
         others = {key: value for key, value in raw.items() if key not in ("data", "sets")}
-        build_config(
-            EvaluateConfig, others, source
-        )  # report a misspelled key first: it may be the table of sets
+        # Report a misspelled key first: it may be the table of sets.
+        build_config(EvaluateConfig, others, source)
         raise ConfigError(f"{source}: no questions; give data=FILE or [sets.NAME] with a path")
     raw = {key: value for key, value in raw.items() if key != "data"}
     raw["sets"] = {name: _own_keys(raw, one) for name, one in sets.items()}
@@ -252,7 +249,7 @@ class SynthesisConfig(EvaluateConfig, frozen=True, kw_only=True):
     filter: FilterConfig = FilterConfig()
     exclude: Annotated[
         list[str], about("files of questions to exclude from the data, such as test sets")
-    ] = field(default_factory=list)
+    ] = []
 
     def __post_init__(self) -> None:
         if self.assist is not None:

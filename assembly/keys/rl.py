@@ -13,12 +13,7 @@ import numpy as np
 from msgspec import Meta, Struct, field
 from msgspec.structs import force_setattr, replace
 
-from agentenv.assembly.keys.cluster import (
-    ClusterConfig,
-    LocalCluster,
-    ResourcesConfig,
-    check_reachable,
-)
+from agentenv.assembly.keys import cluster as clusters
 from agentenv.assembly.keys.run import ModelConfig, RunConfig
 from agentenv.assembly.keys.supervised import SelfCriticConfig, SFTConfig
 from agentenv.assembly.reports.monitors import RolloutMonitorConfig
@@ -126,13 +121,11 @@ class EnvChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An environment, its keywords and tools."""
 
     id: Annotated[str, about("registered environment id", ESSENTIAL)]
-    kwargs: Annotated[dict[str, Any], about("keyword arguments of the environment class")] = field(
-        default_factory=dict
-    )
+    kwargs: Annotated[dict[str, Any], about("keyword arguments of the environment class")] = {}
     tools: Annotated[
         list[ToolConfig],
         about("tools of an episode, [[env.tools]]; empty: those of the environment"),
-    ] = field(default_factory=list)
+    ] = []
 
 
 class EnvVariant(EnvChoice, frozen=True, kw_only=True):
@@ -153,7 +146,7 @@ class EnvConfig(EnvChoice, frozen=True, kw_only=True):
     variants: Annotated[
         dict[str, EnvVariant],
         about("[env.variants.NAME]: a NAME for rows' env_id, data.env_by, data.mix"),
-    ] = field(default_factory=dict)
+    ] = {}
     trial: Annotated[
         bool, Meta(description="dry run, doctor and training with forks try custom environments")
     ] = True
@@ -179,7 +172,7 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         about(
             "strings that end a turn, in addition to those of the renderer; they stay in the text"
         ),
-    ] = field(default_factory=list)
+    ] = []
     seed: Annotated[
         Annotated[int, Meta(ge=0)] | None,
         about("seed of token sampling; none: the seed of the run"),
@@ -219,7 +212,7 @@ class SamplingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "one), as pairs: [[0, 1.2], [200, 0.8]] is linear in between, constant before and "
             "after; a tree has that of its start"
         ),
-    ] = field(default_factory=list)
+    ] = []
 
     def __post_init__(self) -> None:
         """Raises ConfigError for settings that the learner does not follow. Engines report
@@ -384,7 +377,7 @@ class EvalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sets: Annotated[
         dict[str, EvalSet],
         about("evaluation sets by name, [eval.sets.NAME]; the summary reports the first one"),
-    ] = field(default_factory=dict)
+    ] = {}
     concurrency: Annotated[int, about("questions in flight", ge=1)] = 256
     timeout_s: Annotated[
         float, about("deadline of one evaluation; beyond it the curve has a gap", gt=0)
@@ -439,16 +432,14 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     limits: Limits = Limits()
     sampling: SamplingConfig = SamplingConfig()
     engine: Annotated[AnyEngine, Meta(extra=ESSENTIAL)] = EmbeddedConfig()
-    roles: Annotated[dict[str, RoleConfig], about("other models by name, [roles.judge]")] = field(
-        default_factory=dict
-    )
+    roles: Annotated[dict[str, RoleConfig], about("other models by name, [roles.judge]")] = {}
     algorithm: Annotated[AnyAlgorithm, Meta(extra=ESSENTIAL)]
     queue: QueueConfig = QueueConfig()
-    cluster: Annotated[ClusterConfig, about("where rollouts run, by kind (docs/clusters.md)")] = (
-        LocalCluster()
-    )
+    cluster: Annotated[
+        clusters.ClusterConfig, about("where rollouts run, by kind (docs/clusters.md)")
+    ] = clusters.LocalCluster()
     learner: LearnerConfig = LearnerConfig()
-    resources: ResourcesConfig = ResourcesConfig()
+    resources: clusters.ResourcesConfig = clusters.ResourcesConfig()
     sft: SFTConfig | None = None
     train: TrainingConfig
     self_critic: Annotated[
@@ -467,7 +458,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
             force_setattr(self, "algorithm", released(self.algorithm))
         force_setattr(self, "eval", self.eval.with_sources_of(self.data))
-        check_reachable(self.cluster, self.engine, self.roles)
+        clusters.check_reachable(self.cluster, self.engine, self.roles)
         is_tempered = any(one != 1 for _, one in self.sampling.points)
         if is_tempered and not self.engine.capabilities.has_temperature:
             raise ConfigError(

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from agentenv.assembly.reports.records import readable
 from agentenv.base.config import ESSENTIAL, about
@@ -66,7 +66,7 @@ class WandbConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     name: Annotated[str, about("display name; empty: that of the run")] = ""
     group: Annotated[str, about("group of runs, such as the seeds of one setting")] = ""
     entity: Annotated[str, about("user or team; empty: the default")] = ""
-    tags: Annotated[list[str], about("tags of the run")] = field(default_factory=list)
+    tags: Annotated[list[str], about("tags of the run")] = []
     mode: Annotated[
         Literal["online", "offline"],
         about(
@@ -214,7 +214,7 @@ class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     tensorboard: Annotated[bool, about("write RUN/tensorboard", ESSENTIAL)] = False
     wandb: Annotated[WandbConfig | None, about("log to Weights & Biases")] = None
-    own: Annotated[list[AnyMonitor], about(_OWN)] = field(default_factory=list)
+    own: Annotated[list[AnyMonitor], about(_OWN)] = []
 
     def __post_init__(self) -> None:
         for key in ("tensorboard", "wandb"):

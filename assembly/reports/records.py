@@ -12,7 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from agentenv.base.disk import write_whole
 from agentenv.base.secrets import SECRETS
@@ -63,12 +63,12 @@ class EvalRow(Struct, kw_only=True):
     kind: str = "all"
     env_id: str = ""  # of the task; regrading uses the grader of this environment
     question: str = ""
-    answers: list[str] = field(default_factory=list)
-    metadata: dict[str, Any] = field(default_factory=dict)  # of the dataset: level, category, ...
+    answers: list[str] = []
+    metadata: dict[str, Any] = {}  # of the dataset: level, category, ...
     seed: int | None = None
-    segments: list[dict[str, str]] = field(default_factory=list)
+    segments: list[dict[str, str]] = []
     prediction: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)  # name, arguments, ok, error
+    tool_calls: list[dict[str, Any]] = []  # name, arguments, ok, error
     num_turns: int = 0
     num_retries: int = 0  # after failures; with the same seeds
     prompt_tokens: int = 0
@@ -82,12 +82,12 @@ class EvalRow(Struct, kw_only=True):
     reward: float = 0.0
     success: bool = False
     reason: str = ""
-    parts: dict[str, float] = field(default_factory=dict)  # of the reward
-    scores: dict[str, float] = field(default_factory=dict)
-    assist: dict[str, float] = field(default_factory=dict)  # uses, successes, tokens of helpers
-    abandoned: list[str] = field(default_factory=list)  # turns that the backtracer discarded
-    endpoint: dict[str, int] = field(default_factory=dict)  # counts of a program's calls (`noted`)
-    policy_versions: list[int] = field(default_factory=list)  # oldest and newest policy
+    parts: dict[str, float] = {}  # of the reward
+    scores: dict[str, float] = {}
+    assist: dict[str, float] = {}  # uses, successes, tokens of helpers
+    abandoned: list[str] = []  # turns that the backtracer discarded
+    endpoint: dict[str, int] = {}  # counts of a program's calls (`noted`)
+    policy_versions: list[int] = []  # oldest and newest policy
 
     @property
     def key(self) -> Key:

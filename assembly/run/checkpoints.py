@@ -3,7 +3,7 @@ checkpoint at any end of the run.
 
     async with saver.moving(): ...   advance weights and state to the next step together
     await saver.save()               completes despite cancellations
-    await saver.finish()             the last checkpoint before the run ends; reports the outcome
+    async with saver.finishing(): .. the last checkpoint before an error ends the run
 """
 
 from __future__ import annotations
@@ -218,10 +218,16 @@ class Saver:
         if cancelled is not None:
             raise cancelled
 
-    async def finish(self) -> None:
-        """Save before the run ends, if possible. Raises only a cancellation, so that the reason of
-        the run's end stays."""
-        await uncancelled(self._finish())
+    @asynccontextmanager
+    async def finishing(self, is_due: Callable[[], bool] = lambda: True) -> AsyncIterator[None]:
+        """Save before an error inside ends the run, if possible, and if the save `is_due`. Only a
+        cancellation replaces the error, so that the reason of the run's end stays."""
+        try:
+            yield
+        except BaseException:
+            if is_due():
+                await uncancelled(self._finish())
+            raise
 
     async def _finish(self) -> None:
         reason = await self._save_last()

@@ -23,7 +23,7 @@ class Table(Struct, kw_only=True):
     columns: list[str]
     rows: list[list[str]]
     note: str = ""
-    sections: list[int] = field(default_factory=list)
+    sections: list[int] = []
     left: list[int] = field(default_factory=lambda: [0])
 
 

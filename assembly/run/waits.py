@@ -81,9 +81,8 @@ class WaitWatch:
         self, actors: Callable[[], Iterable[Actor]], report: Callable[[str], None]
     ) -> None:
         self._actors, self._report = actors, report
-        self._reported: dict[
-            str, tuple[float, float]
-        ] = {}  # by `what`: its start, and the length of the next report, s
+        # By `what`: its start, and the length of the next report, s.
+        self._reported: dict[str, tuple[float, float]] = {}
 
     async def run(self) -> None:
         """Poll until cancelled."""

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from agentenv.base.deadline import uncancelled, waiting
 from agentenv.base.errors import (
@@ -36,6 +36,7 @@ from agentenv.base.errors import (
     ForeignError,
     InfraError,
     ToolError,
+    reported_as,
 )
 from agentenv.base.types import Info, Limit, Message, Task, ToolResult
 from agentenv.base.untrusted import convert
@@ -61,12 +62,12 @@ Begun = tuple[list[Message], Info]
 
 
 class _Found(Struct):
-    observation: Json = field(default_factory=dict)
+    observation: Json = {}
     reward: float | bool | None = None
     done: bool = False
     message: str = ""
     code: str | int = ""
-    errors: list[Json] = field(default_factory=list)
+    errors: list[Json] = []
     max_sessions: int = 1
 
 
@@ -236,13 +237,12 @@ class OpenEnvServers:
         return self.tools
 
     async def _describe(self) -> None:
-        try:
+        who = f"no OpenEnv 1.x server at {self.url}"
+        with reported_as(ConfigError, who, DataError, TypeError, KeyError, AttributeError):
             api, schema = await self.request("/openapi.json"), await self.request("/schema")
             listed = await self.request("/mcp", _rpc("tools/list"))
             version, action = str(api["info"]["version"]), schema["action"]
             tools = listed.get("result", {}).get("tools", ())
-        except (DataError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"no OpenEnv 1.x server at {self.url}: {error}") from error
         if not version.startswith("1."):
             raise ConfigError(f"{self.url}: expected OpenEnv version 1.x, got {version}")
         self.can_fork = "fork" in api["info"].get("x-openenv-capabilities", ())
@@ -315,7 +315,8 @@ class OpenEnvSession:
         return other
 
     async def _copy_to(self, other: OpenEnvSession) -> None:
-        try:
+        who = f"{self.server.url}: a session cannot be copied"
+        with reported_as(EnvError, who, DataError, LookupError, InfraError):
             if not self.server.can_fork:
                 return await other.replay(self.record)
             request = _rpc("openenv/session/fork", session_id=self._id)
@@ -323,8 +324,6 @@ class OpenEnvSession:
             if "error" in made:
                 raise InfraError(str(made["error"]))
             return await other._connect(made["result"]["session_ids"][0])
-        except (DataError, LookupError, InfraError) as error:
-            raise EnvError(f"{self.server.url}: a session cannot be copied: {error}") from error
 
     async def replay(self, record: Record) -> None:
         """Replay another session's requests. Raises EnvError if the answers differ."""

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from agentenv.base.errors import ConfigError, GraderError, InfraError
+from agentenv.base.errors import ConfigError, GraderError, InfraError, reported_as
 from agentenv.base.types import SYSTEM_KEY, Message, Task
 from agentenv.contract.env import Grade
 from agentenv.data.file_formats import literal
@@ -70,12 +70,9 @@ class CustomGrader:
 
     async def start(self) -> None:
         """Import the user's file; a ConfigError names its fault."""
-        try:
+        who = f"grader.path = {self.path!r}, grader.name = {self.name!r}"
+        with reported_as(ConfigError, who, ConfigError):
             await self._pool.start()
-        except ConfigError as error:
-            raise ConfigError(
-                f"grader.path = {self.path!r}, grader.name = {self.name!r}: {error}"
-            ) from None
 
     async def grade(
         self, task: Task, written: Sequence[Message], calls: Mapping[str, int]

@@ -11,20 +11,13 @@ from typing import Protocol
 from msgspec import Struct
 
 from agentenv.base.errors import GraderError, InfraError
+from agentenv.envs.grading import text as texts
 from agentenv.envs.grading.numbers import as_number
-from agentenv.envs.grading.text import (
-    BOX,
-    MAX_ANSWER_CHARS,
-    Tables,
-    boxes,
-    last_correction,
-    words_of,
-)
 from agentenv.text.call_syntax import without_thoughts
 
 STOPPED = "stopped"  # the part of a grade without a result of the function
 _TAGGED = re.compile(r"(.*?)<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
-_TABLES = Tables("frame")
+_TABLES = texts.Tables("frame")
 _BESIDE = _TABLES.pattern("beside", re.IGNORECASE)
 _ANNOUNCED = _TABLES.pattern("announced", re.IGNORECASE)
 _ENDED, _LEADS = _TABLES.pattern("ended", re.IGNORECASE), _TABLES.pattern("leads")
@@ -33,7 +26,7 @@ MAX_WORDS_ANNOUNCED = 8  # more are a sentence
 
 def last_boxed(text: str) -> str | None:
     r"""The content of the last \boxed{...}, braces inside balanced; None when there is none."""
-    found = boxes(text[max(text.rfind(BOX), 0) :])
+    found = texts.boxes(text[max(text.rfind(texts.BOX), 0) :])
     return found[-1][1] if found else None
 
 
@@ -43,7 +36,7 @@ def boxed_answer(text: str) -> str | None:
     last = last_boxed(text)
     if last is None:
         return None
-    found = boxes(text)
+    found = texts.boxes(text)
     before, after = found[0][0].rstrip(), after_box(text, last)
     line, is_own = before.rpartition("\n")[2], "\n" in found[0][0][len(before) :]
     first = _announced(line, found[0][1]) if is_own or _ENDED.search(line) else []
@@ -55,7 +48,7 @@ def boxed_answer(text: str) -> str | None:
 
 def after_box(text: str, last: str) -> str:
     """The text after the last box, which holds `last`."""
-    rest = text.rpartition(BOX)[2].lstrip()
+    rest = text.rpartition(texts.BOX)[2].lstrip()
     return rest[len(last) :].lstrip().removeprefix("}")
 
 
@@ -76,7 +69,7 @@ def one_of(claims: Sequence[tuple[str, str]]) -> str:
     """Answers, each with the text before it: those after the last correction, each once."""
     kept: dict[str, str] = {}
     for before, content in claims:
-        if kept and next(last_correction(before), None) is not None:
+        if kept and next(texts.last_correction(before), None) is not None:
             kept.clear()
         kept.setdefault("".join(content.split()), content)
     return "; ".join(kept.values())
@@ -174,13 +167,13 @@ class Exact:
 
 def same_answer(answer: str, gold: str) -> bool:
     """Equal as numbers if the gold is a number, else equal as normalized text."""
-    if len(answer) > MAX_ANSWER_CHARS:
+    if len(answer) > texts.MAX_ANSWER_CHARS:
         return False
     number = as_number(gold)
     if number is not None:  # dropping punctuation would make 5 of -5 and 314 of 3.14
         plain = answer.strip().lstrip("$\N{EURO SIGN}\N{POUND SIGN} ").rstrip("%. ")
         return as_number(plain) == number
-    wanted = words_of(gold)
+    wanted = texts.words_of(gold)
     if not wanted:  # a gold of only punctuation or an article
         return answer.strip() == gold.strip()
-    return words_of(answer) == wanted
+    return texts.words_of(answer) == wanted

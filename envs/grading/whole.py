@@ -9,22 +9,9 @@ from itertools import chain, islice
 from msgspec.structs import replace
 
 from agentenv.envs.grading import dates, parts
+from agentenv.envs.grading import text as texts
 from agentenv.envs.grading.gold import Gold, meets
 from agentenv.envs.grading.sentences import has_verb, is_statement
-from agentenv.envs.grading.text import (
-    EQUALS,
-    LEVELS,
-    OF_A_CLAUSE,
-    OF_A_SENTENCE,
-    Cut,
-    Joint,
-    clean,
-    corrections,
-    labels,
-    lines,
-    marks,
-    symbols,
-)
 from agentenv.envs.grading.words import has_cjk, is_wordy
 
 _VARIABLES = re.compile(r"[A-Za-z]{1,3}(?![A-Za-z])|\([^()]*\)")
@@ -38,7 +25,7 @@ MAX_PARTS = 120
 
 def parts_of(gold: Gold, text: str) -> list[parts.Part]:
     """The text cut until each part is the gold or contains no separator."""
-    pieces = labels(text) if gold.kind != "math" else [text]
+    pieces = texts.labels(text) if gold.kind != "math" else [text]
     whole = parts.Part("", is_first=True) if len(pieces) < 2 else parts.Part("", "or")
     cut = chain.from_iterable(_cut(gold, piece, whole) for piece in pieces)
     return list(islice(cut, MAX_PARTS))
@@ -60,10 +47,10 @@ def _cut(gold: Gold, text: str, whole: parts.Part, level: int = 0) -> Iterator[p
         yield replace(whole, text=text, meets=is_gold)
         return
     is_clause = False
-    for next_level in range(level, len(LEVELS)):
-        own, cut = LEVELS[next_level]
+    for next_level in range(level, len(texts.LEVELS)):
+        own, cut = texts.LEVELS[next_level]
         is_clause = is_clause or (
-            cut in OF_A_SENTENCE
+            cut in texts.OF_A_SENTENCE
             and (is_statement(text) or (whole.led and has_verb(text)))
             and not parts.is_named(text)
         )
@@ -76,7 +63,7 @@ def _cut(gold: Gold, text: str, whole: parts.Part, level: int = 0) -> Iterator[p
             else:
                 yield parts.Part(tail.strip(), own, led=True)
             return
-        if not _may_cut(gold, cut, own, text) or (is_clause and cut in OF_A_CLAUSE):
+        if not _may_cut(gold, cut, own, text) or (is_clause and cut in texts.OF_A_CLAUSE):
             continue
         pieces = [piece for piece in cut(text) if piece.strip(parts.EDGE)]
         if len(pieces) < 2:
@@ -94,7 +81,7 @@ def _cut(gold: Gold, text: str, whole: parts.Part, level: int = 0) -> Iterator[p
         )
         rest = parts.Part("", own, led=is_led and is_clause)
         for place, piece in enumerate(pieces):
-            step = cut is LEVELS[-1][1]
+            step = cut is texts.LEVELS[-1][1]
             yield from _cut(gold, piece, rest if place else first, next_level + step)
         return
     yield replace(whole, text=text)
@@ -106,8 +93,8 @@ def _is_worked_out(gold: Gold, text: str) -> bool:
         return False
     if is_wordy(text) or _SCORE.fullmatch(text):
         return False
-    *names, last = (side.strip(" $") for side in EQUALS.split(text))
-    if parts.amount_of(clean(last)) is None:
+    *names, last = (side.strip(" $") for side in texts.EQUALS.split(text))
+    if parts.amount_of(texts.clean(last)) is None:
         is_it = not gold.amount.has_unit and parts.value_of(last) == gold.amount.value
     else:  # an amount with its unit, as the layers compare it
         is_it = bool(names) and meets(gold, last)
@@ -121,26 +108,26 @@ def _is_worked_out(gold: Gold, text: str) -> bool:
 def _is_derivation(gold: Gold, sides: Sequence[str]) -> bool:
     """Whether an equation names or calculates its right side, and equates no two answers."""
     return any(
-        parts.amount_of(clean(side)) is None
+        parts.amount_of(texts.clean(side)) is None
         and not is_wordy(_VARIABLES.sub("x", side))
-        and (gold.kind in ("number", "math", "list") and not dates.dates(clean(side)))
+        and (gold.kind in ("number", "math", "list") and not dates.dates(texts.clean(side)))
         for side in sides[:-1]
     )
 
 
-def _may_cut(gold: Gold, cut: Cut, joint: Joint, text: str) -> bool:
+def _may_cut(gold: Gold, cut: texts.Cut, joint: texts.Joint, text: str) -> bool:
     """Whether a separator may cut a text: brackets, hyphens and commas belong to mathematics,
     equals signs to an equation; to a question of yes or no, "no" is an answer."""
-    if cut is corrections:
+    if cut is texts.corrections:
         return gold.kind != "truth"
-    if cut is symbols:
+    if cut is texts.symbols:
         is_own = len([one for one in cut(gold.text) if one]) > 1
         return (
             gold.kind != "math"
             and (is_wordy(text) or gold.kind != "list")
             and not (is_own or has_cjk(gold.text))
         )
-    if cut in (lines, marks):
+    if cut in (texts.lines, texts.marks):
         return r"\begin" not in text
     if joint == "equals":
         return "=" not in gold.text

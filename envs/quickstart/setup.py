@@ -163,7 +163,7 @@ def _dialogues(rng: Random, count: int, reserved: set[str]) -> Iterator[dict[str
             yield {
                 "conversations": [
                     {"from": "human", "value": demo.question.question},
-                    {"from": "gpt", "value": _chain(demo.turns)},
+                    {"from": "gpt", "value": chain(demo.turns)},
                 ]
             }
 
@@ -178,12 +178,12 @@ def _pairs(rng: Random, count: int, reserved: set[str]) -> Iterator[dict[str, An
             bad = world.demonstration(rng, kind, reserved, habit)
             yield {
                 "conversations": [{"from": "human", "value": good.question.question}],
-                "chosen": {"from": "gpt", "value": _chain(good.turns)},
-                "rejected": {"from": "gpt", "value": _chain(bad.turns)},
+                "chosen": {"from": "gpt", "value": chain(good.turns)},
+                "rejected": {"from": "gpt", "value": chain(bad.turns)},
             }
 
 
-def _chain(turns: Any) -> str:
+def chain(turns: Any) -> str:
     """A whole answer in the form of the published files: results between the policy's texts."""
     parts = []
     for turn in turns:

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from agentenv.base.config import ESSENTIAL, PATH, about
-from agentenv.base.errors import ConfigError
+from agentenv.base.errors import ConfigError, reported_as
 from agentenv.envs.sandbox import confine
 from agentenv.envs.sandbox.launch import HERE, Interpreter, namespaces, parents
 
@@ -50,12 +50,10 @@ class ProgramSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     command: Annotated[tuple[str, ...], about("program and arguments", ESSENTIAL, min_length=1)]
     folder: Annotated[str, about("initial files, copied into the program's own folder", PATH)] = ""
-    files: Annotated[dict[str, str], about("additional initial files: texts by name")] = field(
-        default_factory=dict
-    )
+    files: Annotated[dict[str, str], about("additional initial files: texts by name")] = {}
     variables: Annotated[
         dict[str, str], about("environment variables in addition to those of the endpoint")
-    ] = field(default_factory=dict)
+    ] = {}
     read_only: Annotated[
         tuple[str, ...], about("files and folders of the host that the program may read")
     ] = ()
@@ -131,10 +129,8 @@ def fill_folder(spec: ProgramSpec, uid: int | None, folder: Path) -> None:
     site.mkdir(mode=0o755)
     (site / "sitecustomize.py").write_text(SITE)
     if spec.folder:
-        try:
+        with reported_as(ConfigError, f"folder: {spec.folder} cannot be copied", OSError):
             shutil.copytree(spec.folder, folder, symlinks=True)
-        except (OSError, shutil.Error) as error:
-            raise ConfigError(f"folder: {spec.folder} cannot be copied: {error}") from error
     folder.mkdir(exist_ok=True)
     for name, text in spec.files.items():
         path = folder / name

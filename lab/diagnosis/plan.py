@@ -5,22 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct
 
-from agentenv.assembly.checks.memory import (
-    KNOWN,
-    RESERVE_BYTES,
-    Memory,
-    ModelShape,
-    bytes_of,
-    checkpoint_bytes,
-    embedded_memory,
-    find_shape,
-    learner_memory,
-    model_states,
-    passing_bytes,
-    server_memory,
-)
+from agentenv.assembly.checks import memory as estimates
 from agentenv.assembly.keys.cluster import ResourcesConfig, ServeConfig, WideCluster
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import MAX_TRAJECTORY_BYTES, TrainConfig
@@ -42,9 +29,9 @@ class Process(Struct, frozen=True):
 
     name: str
     count: int
-    gpus: list[str] = field(default_factory=list)
+    gpus: list[str] = []
     model: str = ""
-    memory: Memory = Memory()
+    memory: estimates.Memory = estimates.Memory()
     note: str = ""
 
     @property
@@ -59,13 +46,13 @@ class Plan(Struct):
     `made`: facts about output of the run. All are lines of text."""
 
     machine: PlannedMachine
-    processes: list[Process] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    made: list[str] = field(default_factory=list)
+    processes: list[Process] = []
+    problems: list[str] = []
+    missing: list[str] = []
+    made: list[str] = []
     checkpoint_bytes: float = 0.0  # of one; 0: unknown
-    serving: dict[str, float] = field(default_factory=dict)  # bytes by GPU, while rollouts run
-    training: dict[str, float] = field(default_factory=dict)  # and while the learner trains
+    serving: dict[str, float] = {}  # bytes by GPU, while rollouts run
+    training: dict[str, float] = {}  # and while the learner trains
 
     @property
     def gpu_bytes(self) -> dict[str, float]:
@@ -109,7 +96,7 @@ def check_memory(plan: Plan) -> None:
 
 NO_SHAPE = (
     "not found, and its memory cannot be estimated: the path names no known model "
-    f"({', '.join(KNOWN)})"
+    f"({', '.join(estimates.KNOWN)})"
 )
 
 
@@ -191,7 +178,7 @@ class _Planner:
 
     # models
 
-    def _policy_shape(self) -> ModelShape | None:
+    def _policy_shape(self) -> estimates.ModelShape | None:
         place, key = self.resolve(self.path), f"model.path = {self.path}"
         setup = self.config.run.setup if self.learner is not None else ""
         if RUN in self.path and setup and not place.is_dir():
@@ -205,9 +192,9 @@ class _Planner:
                 return None
         return self._shape(place, "model.path")
 
-    def _shape(self, path: Path, key: str, quantization: str = "") -> ModelShape | None:
+    def _shape(self, path: Path, key: str, quantization: str = "") -> estimates.ModelShape | None:
         """The shape of a model; adds a missing model to the plan."""
-        shape = find_shape(path, quantization)
+        shape = estimates.find_shape(path, quantization)
         if not path.is_dir():
             why = shape.source if shape is not None else NO_SHAPE
             self.plan.missing.append(f"{key} = {path}: {why}")
@@ -219,7 +206,7 @@ class _Planner:
         """Add the controller, with the two copies of weights in its shared memory, and workers."""
         host: dict[str, float] = {}
         if self.learner is not None and not self.resources.weights_dir:
-            copies = passing_bytes(self.shape, self.learner, self.engine)
+            copies = estimates.passing_bytes(self.shape, self.learner, self.engine)
             if copies:
                 host["weights in transfer (/dev/shm)"] = copies
         cluster = getattr(self.config, "cluster", None)
@@ -228,7 +215,9 @@ class _Planner:
         where = "on nodes of the cluster" if is_wide else HERE
         work = "rollouts, tools, graders"
         own = "queue, journal, evaluations" if num_workers else work
-        self.plan.processes.append(Process("controller", 1, memory=Memory({}, host), note=own))
+        self.plan.processes.append(
+            Process("controller", 1, memory=estimates.Memory({}, host), note=own)
+        )
         if num_workers:
             note = f"{work}; {where}"
             self.plan.processes.append(Process("rollout worker", num_workers, note=note))
@@ -238,16 +227,16 @@ class _Planner:
         config, algorithm = self.config, getattr(self.config, "algorithm", None)
         reference = algorithm is not None and algorithm.needs_reference
         tokens = microbatch_tokens(learner, self.num_tokens or config.data.max_length)
-        memory = Memory()
+        memory = estimates.Memory()
         if self.shape is not None:
             check_heads(self.shape.heads, learner.context_parallel)
-            memory = learner_memory(self.shape, learner, tokens, has_reference=reference)
-            size = checkpoint_bytes(self.shape, learner, has_reference=reference)
+            memory = estimates.learner_memory(self.shape, learner, tokens, has_reference=reference)
+            size = estimates.checkpoint_bytes(self.shape, learner, has_reference=reference)
             self.plan.checkpoint_bytes = size
             self.plan.made.append(saving_line(size, config.checkpoint.finish_s))
             if self.colocated:
-                asleep = model_states(self.shape, learner).gpu_bytes
-                memory = Memory(memory.gpu, memory.host | {"sleeping part": asleep})
+                asleep = estimates.model_states(self.shape, learner).gpu_bytes
+                memory = estimates.Memory(memory.gpu, memory.host | {"sleeping part": asleep})
         if self.machine.num_gpus and learner.launch == "local" and not ranks:
             if learner.num_ranks > self.machine.num_gpus:
                 raise ConfigError(
@@ -260,7 +249,9 @@ class _Planner:
             note += f", paths over {learner.context_parallel} ranks"
         note += "; started externally" if learner.launch == "external" else ""
         process = Process("learner rank", learner.num_ranks, ranks, self.path, memory, note=note)
-        serving = min(RESERVE_BYTES, memory.gpu_bytes) if self.colocated else memory.gpu_bytes
+        serving = (
+            min(estimates.RESERVE_BYTES, memory.gpu_bytes) if self.colocated else memory.gpu_bytes
+        )
         self.plan.add(process, serving=serving, training=memory.gpu_bytes)
 
     def _add_engine(self, engine: EngineConfig) -> None:
@@ -289,10 +280,10 @@ class _Planner:
 
     def _add_local(self, local: LocalModel, num_tokens: int) -> None:
         on_gpu = self.machine.num_gpus > 0 and local.device != "cpu"
-        memory = Memory()
+        memory = estimates.Memory()
         if self.shape is not None:
-            size = bytes_of(local.dtype)
-            memory = embedded_memory(self.shape, size, local.num_sequences, num_tokens)
+            size = estimates.bytes_of(local.dtype)
+            memory = estimates.embedded_memory(self.shape, size, local.num_sequences, num_tokens)
         note = "in the controller; its cache grows with use"
         place = ["0"] if on_gpu else []
         process = Process("embedded engine", 1, place, self.path, memory, note=note)
@@ -310,15 +301,15 @@ class _Planner:
         self._add_server(f"{name} server", key, role, shape, context, role.model)
 
     def _add_server(
-        self, name: str, key: str, config: LaunchConfig, shape: ModelShape | None, context: int,
-        path: str, *, policy: bool = False,
+        self, name: str, key: str, config: LaunchConfig, shape: estimates.ModelShape | None,
+        context: int, path: str, *, policy: bool = False,
     ) -> None:  # fmt: skip
         """Add the servers of an engine or role, with their memory."""
         number = config.count
-        b, size = bytes_of(config.dtype), self.machine.gpu_bytes
+        b, size = estimates.bytes_of(config.dtype), self.machine.gpu_bytes
         if not self.machine.num_gpus or config.device == "cpu":
             weights = 0.0 if shape is None else shape.served_bytes(b)
-            host = Memory({}, {"weights": weights, "cache": CPU_CACHE_GIB * GIB})
+            host = estimates.Memory({}, {"weights": weights, "cache": CPU_CACHE_GIB * GIB})
             self.plan.processes.append(Process(name, number, [], path, host, note="on the CPU"))
             return
         sleeps = policy and self.colocated
@@ -333,14 +324,16 @@ class _Planner:
         on_each = min(number, config.per_gpu)  # servers per GPU, each with its budget
         serving = on_each * budget
         awake = on_each * (SERVER_BYTES if sleeps else budget)  # during training
-        memory, note = Memory(), ""
+        memory, note = estimates.Memory(), ""
         if shape is not None:
-            memory, tokens = server_memory(shape, config, size)
+            memory, tokens = estimates.server_memory(shape, config, size)
             weights = memory.gpu["weights"]
             if sleeps:
                 assert self.engine is not None
                 drops = self.engine.kind == "vllm" and self.engine.new_weights != "adapter"
-                memory = Memory(memory.gpu, {} if drops else {"sleeping part": weights * each})
+                memory = estimates.Memory(
+                    memory.gpu, {} if drops else {"sleeping part": weights * each}
+                )
             note = f"tensor parallel {config.tensor_parallel_size}, "
             if config.data_parallel_size > 1:
                 note += f"data parallel {config.data_parallel_size}, "

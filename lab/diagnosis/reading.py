@@ -194,9 +194,8 @@ def _assembly(
     config: AnyRun, folder: Path, model: Path | None, stack: AsyncExitStack, report: Reporter
 ) -> Assembly[Any]:
     if isinstance(config, TrainConfig):
-        from agentenv.training.supervised.assembly import (
-            TrainingAssembly,  # slow to load: after the checks of the configuration
-        )
+        # Slow to load: after the checks of the configuration.
+        from agentenv.training.supervised.assembly import TrainingAssembly
 
         return TrainingAssembly(config, folder, None, stack, report)
     if isinstance(config, EvaluateConfig):

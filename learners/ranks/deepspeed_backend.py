@@ -14,14 +14,7 @@ from torch import Tensor, nn
 from agentenv.learners.deepspeed_settings import deepspeed_settings
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.optimizer import OptimizerConfig
-from agentenv.learners.ranks.backend import (
-    RankBackend,
-    build_optimizer,
-    empty_batch,
-    moved_weights,
-    rates,
-    scale_learning_rates,
-)
+from agentenv.learners.ranks import backend
 from agentenv.learners.trees.policy import Policy
 
 
@@ -33,7 +26,7 @@ class _Arriving(nn.Module):
         self.policy, self.device, self.dtype = policy, device, dtype
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        return moved_weights(self.policy, self.device, self.dtype, copy=True)
+        return backend.moved_weights(self.policy, self.device, self.dtype, copy=True)
 
 
 def prepare_deepspeed() -> None:
@@ -47,7 +40,7 @@ def prepare_deepspeed() -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-class DeepSpeedBackend(RankBackend):
+class DeepSpeedBackend(backend.RankBackend):
     """A DeepSpeed engine around the policy, at stages 1 to 3.
 
     Ranks have different numbers of micro-batches, since trees differ. DeepSpeed 0.19 handles this
@@ -74,14 +67,14 @@ class DeepSpeedBackend(RankBackend):
 
         self.stage = int(self.config.zero_stage)
         fused = self.config.offload != "none"
-        optimizer = build_optimizer(self.policy.model, config, fused=fused)
+        optimizer = backend.build_optimizer(self.policy.model, config, fused=fused)
         settings = deepspeed_settings(self.config)
         dtype = getattr(torch, self.config.dtype)
         if self.stage == 3:  # before a device has the whole model
             arriving = _Arriving(self.policy, self.device, dtype)
             deepspeed.zero.Init(module=arriving, config_dict_or_path=settings)
         else:
-            for _ in moved_weights(self.policy, self.device, dtype):
+            for _ in backend.moved_weights(self.policy, self.device, dtype):
                 pass
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=self.policy, optimizer=optimizer, config=settings
@@ -95,7 +88,7 @@ class DeepSpeedBackend(RankBackend):
         self.optimizer.clip_grad = config.grad_clip
         self.base_optimizer.state.clear()
         for group in self.base_optimizer.param_groups:
-            group.update(rates(config, group["kind"]))
+            group.update(backend.rates(config, group["kind"]))
 
     def backward(self, loss: Tensor) -> None:
         if self.stage == 1 and self._block is None:
@@ -117,7 +110,7 @@ class DeepSpeedBackend(RankBackend):
             param.grad = None
 
     def step(self, lr_scale: float) -> float:
-        scale_learning_rates(self.base_optimizer, lr_scale)
+        backend.scale_learning_rates(self.base_optimizer, lr_scale)
         self._reduce()
         self.engine.step()
         if self.optimizer.overflow:
@@ -137,7 +130,7 @@ class DeepSpeedBackend(RankBackend):
         # DeepSpeed keeps parts of gradients in several places, and clears all of them after a
         # non-finite one; so one is set.
         with torch.enable_grad():
-            logprobs, _, _ = self.forward(empty_batch())
+            logprobs, _, _ = self.forward(backend.empty_batch())
             self.backward(math.nan * logprobs.sum())
         self._reduce()
         self.engine.step()

@@ -27,15 +27,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, dtype
 
+from agentenv.base import model_files
 from agentenv.base.disk import removing, sync, write_whole
 from agentenv.base.errors import DataError, reported_as
-from agentenv.base.model_files import (
-    GENERATION,
-    WEIGHTS_SUFFIXES,
-    load_tokenizer,
-    read_model_config,
-    read_object,
-)
 from agentenv.learners import lora
 from agentenv.learners.ranks.checkpoint import DTYPES, TensorPlace, write_tensors
 from agentenv.learners.trees.policy import text_part
@@ -277,7 +271,7 @@ def copy_files(source: Path, directory: Path, dtype: str) -> None:
     inside = [path for name in FOLDERS for path in (source / name).glob("*")]
     for path in [*source.iterdir(), *inside]:
         target = directory / path.relative_to(source)
-        if path.name.endswith(WEIGHTS_SUFFIXES) or path.name in NOT_OF_THE_MODEL:
+        if path.name.endswith(model_files.WEIGHTS_SUFFIXES) or path.name in NOT_OF_THE_MODEL:
             continue
         if not path.exists():
             raise DataError(f"{path}: this link is broken; download or copy the model again")
@@ -293,12 +287,12 @@ def copy_files(source: Path, directory: Path, dtype: str) -> None:
 def check_written(directory: Path) -> None:
     """Open the files that users of a model directory open: configurations, tokenizer, and the
     header of each file of weights. Raises DataError for a file that cannot be opened."""
-    read_model_config(directory)
-    generation = directory / GENERATION
+    model_files.read_model_config(directory)
+    generation = directory / model_files.GENERATION
     if generation.is_file():
-        read_object(generation, "generation configuration")
+        model_files.read_object(generation, "generation configuration")
     if (directory / "tokenizer.json").is_file():
-        load_tokenizer(directory)
+        model_files.load_tokenizer(directory)
     WeightFiles(directory).check()
     for path in (directory / lora.ADAPTER_FOLDER).glob("*.safetensors"):
         _open(path)
@@ -311,7 +305,7 @@ def _open(path: Path) -> Any:
 
 
 def _config_with(path: Path, dtype: str) -> str:
-    config = read_object(path, "model configuration")
+    config = model_files.read_object(path, "model configuration")
     for key in ("dtype", "torch_dtype"):
         if key in config:
             config[key] = dtype
@@ -326,7 +320,7 @@ class WeightFiles:
     def __init__(self, directory: Path) -> None:
         index = directory / INDEX
         if index.is_file():
-            places = read_object(index, "index of weights").get("weight_map")
+            places = model_files.read_object(index, "index of weights").get("weight_map")
             if not isinstance(places, dict):
                 raise DataError(f"{index}: has no weight_map")
             files = {name: directory / str(file) for name, file in places.items()}

@@ -41,9 +41,8 @@ SIZES = {  # of a small model; sizes that its configuration does not have are sk
     **{"hidden_size_per_layer_input": 16, "laurel_rank": 8, "zero_expert_num": 2},
     **{"num_attention_heads": HEADS, "hidden_size": HEADS * HEAD_SIZE},
 }
-RATIOS: tuple[
-    tuple[str, ...], ...
-] = (  # widths that keep their ratios, and so the inequalities of their sums
+# Widths that keep their ratios, and so the inequalities of their sums.
+RATIOS: tuple[tuple[str, ...], ...] = (
     ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     ("linear_key_head_dim", "linear_value_head_dim"),
 )

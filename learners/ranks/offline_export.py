@@ -25,16 +25,8 @@ from agentenv.learners.lora import (
     merged,
     write_adapter,
 )
+from agentenv.learners.ranks import export as exports
 from agentenv.learners.ranks.checkpoint import MASTER
-from agentenv.learners.ranks.export import (
-    MAX_SHARD_BYTES,
-    ParamParts,
-    WeightEntry,
-    WeightFiles,
-    check_written,
-    copy_files,
-    write_weights,
-)
 from agentenv.learners.ranks.saved_checkpoint import Checkpoint
 
 TRAINER = "trainer"
@@ -45,7 +37,7 @@ def export(
     out: Path,
     *,
     dtype: str = "bfloat16",
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int = exports.MAX_SHARD_BYTES,
     text_only: bool = False,
 ) -> None:
     """Write `out` from a checkpoint's directory, from its float32 weights if they exist.
@@ -61,8 +53,8 @@ def export(
     saved = Checkpoint(checkpoint / TRAINER) if (checkpoint / TRAINER).is_dir() else None
     check_known(checkpoint)
     text = text_model(checkpoint) if text_only else None
-    copy_files(checkpoint, out, dtype)
-    weights = WeightFiles(_base_of(checkpoint, saved))
+    exports.copy_files(checkpoint, out, dtype)
+    weights = exports.WeightFiles(_base_of(checkpoint, saved))
     wanted = getattr(torch, dtype)
     # Loaded, not made from its configuration: transformers notes what it renames.
     model = load_pretrained("AutoModelForCausalLM", checkpoint, device_map="meta")
@@ -91,7 +83,7 @@ def export(
     if text is not None:
         own = dict(zip(disk_names(model), disk_names(text), strict=True))
     entries = [
-        WeightEntry(own[name], written(name), weights.shape(name), partial(tensor, name))
+        exports.WeightEntry(own[name], written(name), weights.shape(name), partial(tensor, name))
         for name in weights.names()
         if name in own
     ]
@@ -100,11 +92,11 @@ def export(
         text.config.tie_word_embeddings = ends[0].weight is ends[1].weight
         text.config.architectures, text.config.dtype = [type(text).__name__], dtype
         text.config.save_pretrained(out)
-    write_weights(entries, entries, out, max_shard_bytes=max_shard_bytes, durable=True)
+    exports.write_weights(entries, entries, out, max_shard_bytes=max_shard_bytes, durable=True)
     if saved is not None and saved.meta.lora is not None:
         adapter = {name: whole(saved, name) for name in saved.shapes if is_adapter(name)}
         write_adapter(out / ADAPTER_FOLDER, saved.meta.lora, adapter, saved.meta.base_model)
-    check_written(out)
+    exports.check_written(out)
 
 
 def text_model(directory: Path) -> Any:
@@ -132,13 +124,15 @@ def disk_names(model: Any) -> Iterator[str]:
             yield from disk_shapes(model, name, tuple(tensor.shape), tensor.dtype)
 
 
-def _fused(saved: Checkpoint, model: Any) -> dict[str, ParamParts]:
+def _fused(saved: Checkpoint, model: Any) -> dict[str, exports.ParamParts]:
     """Trained weights with other names in memory, by their names on disk."""
-    found: dict[str, ParamParts] = {}
+    found: dict[str, exports.ParamParts] = {}
     for name, shape in saved.shapes.items():
         shapes = {} if is_adapter(name) else disk_shapes(model, name, shape, torch.float32)
         if shapes and list(shapes) != [name]:
-            found |= dict.fromkeys(shapes, ParamParts(model, name, partial(whole, saved, name)))
+            found |= dict.fromkeys(
+                shapes, exports.ParamParts(model, name, partial(whole, saved, name))
+            )
     return found
 
 
@@ -148,7 +142,7 @@ def whole(saved: Checkpoint, name: str) -> Tensor:
     return saved.read(name, MASTER, 0, torch.Size(shape).numel()).view(shape)
 
 
-def trained(saved: Checkpoint, weights: WeightFiles, name: str, own: str) -> Tensor:
+def trained(saved: Checkpoint, weights: exports.WeightFiles, name: str, own: str) -> Tensor:
     """A weight of the checkpoint, with its name on disk and its `own` one in memory: trained,
     merged with its adapter, or original."""
     if own in saved.shapes:

@@ -27,17 +27,7 @@ import psutil
 from agentenv.base.deadline import uncancelled
 from agentenv.base.errors import SHOWN, ConfigError, LearnerError
 from agentenv.learners.keys import LearnerConfig
-from agentenv.learners.ranks.messages import (
-    ADDRESS_VARIABLE,
-    TOKEN_VARIABLE,
-    AbortTransfer,
-    R,
-    RankCommand,
-    RankFailed,
-    StopRank,
-    messages_of,
-    unpack_reply,
-)
+from agentenv.learners.ranks import messages as wire
 from agentenv.processes.link import Link
 from agentenv.processes.supervisor import (
     LocalPlacement,
@@ -74,18 +64,18 @@ class RankLink:
     log_path: Path | None
     is_here: bool
 
-    async def exchange(self, command: RankCommand[R]) -> R | RankFailed:
+    async def exchange(self, command: wire.RankCommand[wire.R]) -> wire.R | wire.RankFailed:
         """Send a command and wait for its reply. Raises OSError or EOFError if the rank is lost."""
-        for message in messages_of(command):
+        for message in wire.messages_of(command):
             self.link.send(msgspec.msgpack.encode(message))
             await self.link.drain()
-        reply: Any = unpack_reply(await self.link.receive())
+        reply: Any = wire.unpack_reply(await self.link.receive())
         return reply  # type: ignore[no-any-return]
 
     async def close(self, *, idle: bool) -> None:
         """Close the connection, which ends an external rank; an idle rank first gets StopRank."""
         if idle:
-            self.link.send(msgspec.msgpack.encode(StopRank()))
+            self.link.send(msgspec.msgpack.encode(wire.StopRank()))
         self.link.close()
         await self.link.closed()
 
@@ -153,11 +143,11 @@ class RankGroup:
     async def start(self, timeout_s: float) -> None:
         """Start the processes, or wait for external ones, until all have connected."""
         local = self._placement is not None
-        token = secrets.token_hex(16) if local else os.environ.get(TOKEN_VARIABLE, "")
+        token = secrets.token_hex(16) if local else os.environ.get(wire.TOKEN_VARIABLE, "")
         if not token:
             raise ConfigError(
-                f"learner.launch = external: set {TOKEN_VARIABLE} to a secret, the same for this "
-                "process and for the ranks"
+                f"learner.launch = external: set {wire.TOKEN_VARIABLE} to a secret, the same for "
+                "this process and for the ranks"
             )
         placement = self._placement
         host, port = ("", "0") if local else self.config.address.rsplit(":", 1)
@@ -192,8 +182,8 @@ class RankGroup:
         """Start a rank; on another machine it sees only its own GPUs."""
         config, remote = self.config, self.remote
         env = {
-            ADDRESS_VARIABLE: address,
-            TOKEN_VARIABLE: token,
+            wire.ADDRESS_VARIABLE: address,
+            wire.TOKEN_VARIABLE: token,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank if remote is None else 0),
             "WORLD_SIZE": str(config.num_ranks),
@@ -274,7 +264,9 @@ class RankGroup:
         log_path = None if self._placement is None else self._log_of(missing[0])
         return self._error(missing[0], f"did not connect in {timeout_s:.0f} s", log_path)
 
-    async def call(self, commands: Sequence[RankCommand[R]], timeout_s: float) -> list[R]:
+    async def call(
+        self, commands: Sequence[wire.RankCommand[wire.R]], timeout_s: float
+    ) -> list[wire.R]:
         """Send each rank its command, and wait for all replies, by rank."""
         async with self._lock:
             if not self._links:
@@ -294,13 +286,13 @@ class RankGroup:
                 await asyncio.gather(*tasks, return_exceptions=True)
             if problem is not None:
                 raise problem
-        return [reply for task in tasks if not isinstance(reply := task.result(), RankFailed)]
+        return [reply for task in tasks if not isinstance(reply := task.result(), wire.RankFailed)]
 
     def interrupt(self) -> None:
         """Abort the running command, if it supports that (`AbortTransfer`); returns at once."""
         if self._lock.locked() and self._links:
             link = self._links[0].link
-            link.send(msgspec.msgpack.encode(AbortTransfer()))
+            link.send(msgspec.msgpack.encode(wire.AbortTransfer()))
             link.flush()
 
     async def _settle(
@@ -378,7 +370,7 @@ class RankGroup:
         link = (stopped or silent)[0]
         return self._error(link.hello.number, text, link.log_path)
 
-    def _refusal(self, rank: int, failed: RankFailed) -> LearnerError:
+    def _refusal(self, rank: int, failed: wire.RankFailed) -> LearnerError:
         who = f"learner rank {rank}: " if self.config.num_ranks > 1 else ""
         return LearnerError(f"{who}{failed.error}\n{failed.traceback}".rstrip())
 
@@ -422,4 +414,4 @@ def _is_lost(task: asyncio.Task[Any]) -> bool:
 
 
 def _is_failed(task: asyncio.Task[Any]) -> bool:
-    return task.done() and task.exception() is None and isinstance(task.result(), RankFailed)
+    return task.done() and task.exception() is None and isinstance(task.result(), wire.RankFailed)

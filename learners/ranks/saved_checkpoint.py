@@ -97,9 +97,8 @@ def restore(backend: RankBackend, saved: Checkpoint) -> None:
         if name in saved.steps:
             state[fragment.owner]["step"] = torch.tensor(saved.steps[name], dtype=torch.float32)
     if backend.stage:
-        with changing_weights(
-            backend
-        ):  # the weights in use are the float32 ones, rounded to their dtype
+        # The weights in use are the float32 ones, rounded to their dtype.
+        with changing_weights(backend):
             for name, start, elements in local_weights(backend):
                 elements.copy_(saved.read(name, MASTER, start, elements.numel()))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from agentenv.base.errors import EngineError, LearnerError
+from agentenv.base.errors import EngineError, LearnerError, reported_as
 from agentenv.contract.weights import Address, Group, Manifest, SharedWeights, TransferError, Wire
 from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks.learner import DeepSpeedLearner
@@ -34,10 +34,8 @@ class _Sender:
             if self._written is None:
                 version = self._version
                 path = self.folder / f"v{version}"
-                try:
-                    await self._write(str(path), version)
-                except LearnerError as error:  # training itself reports a lost learner
-                    raise EngineError(f"writing the weights failed: {error}") from error
+                with reported_as(EngineError, "writing the weights failed", LearnerError):
+                    await self._write(str(path), version)  # training reports a lost learner
                 if version != self._version:
                     raise EngineError("the learner has moved on to newer weights")
                 self._written = path

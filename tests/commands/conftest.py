@@ -83,17 +83,11 @@ def golden(
 
 
 SETS = [
-    "eval.sets.a.path={folder}/a.jsonl",
-    "eval.sets.a.every=1",
-    "eval.sets.a.max_tasks=3",
-    "eval.sets.b.path={folder}/b.jsonl",
-    "eval.sets.b.every=3",
-    "eval.sets.b.phases=false",
-    "eval.sets.b.num_samples=2",
-    "checkpoint.every=1",
-    "checkpoint.keep_last=2",
+    "eval.sets.a.path={folder}/a.jsonl", "eval.sets.a.every=1", "eval.sets.a.max_tasks=3",
+    "eval.sets.b.path={folder}/b.jsonl", "eval.sets.b.every=3", "eval.sets.b.phases=false",
+    "eval.sets.b.num_samples=2", "checkpoint.every=1", "checkpoint.keep_last=2",
     "checkpoint.best_metric=b/success",
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -23,11 +23,8 @@ from tests.support.forks import Command
 from tests.support.killing import Plan
 
 NUM_STEPS, GROUPS = 4, 2
-WORDS = {  # by the victim, in the command line of one of them
-    "agent": "agent.py",
-    "sandbox": "program_init.py",
-    "endpoint": "rollout_worker",
-}
+# By the victim, in the command line of one of them.
+WORDS = {"agent": "agent.py", "sandbox": "program_init.py", "endpoint": "rollout_worker"}
 LIMIT_S = 120.0  # until a process reaches its kill point or ends
 
 

@@ -181,8 +181,7 @@ MODULES = {  # of environments
 }
 USER = '{"role": "user", "content": "x"}'
 ROWS = {
-    "empty.jsonl": "",
-    "no_question.jsonl": '{"question": "q", "answer": "a"}\n{"answer": "a"}\n',
+    "empty.jsonl": "", "no_question.jsonl": '{"question": "q", "answer": "a"}\n{"answer": "a"}\n',
     "no_answer.jsonl": '{"question": "q"}\n',
     "ground_truth.jsonl": '{"question": "q", "reward_model": {"ground_truth": ""}}',
     "number.jsonl": '{"question": 3, "answer": "a"}',
@@ -197,19 +196,12 @@ ROWS = {
     "users.jsonl": f'{{"prompt": [{", ".join([USER] * 2)}], "answer": "a"}}',
     "no_message.jsonl": '{"prompt": ["x"], "answer": "a"}',
     "no_json.jsonl": '{"question": "q", "answer": "a"}\n{"question": "q", "answer":}\n',
-    "rows.txt": "?",
-    "open.json": "{",
-    "other.json": '{"query": "result"}',
-    "squad.json": '{"data": [{"paragraphs": [{"qas": [{}]}]}]}',
-    "numbers.json": "[1]",
-    "empty.csv": "",
-    "columns.csv": "a,a\n1,2\n",
-    "short.csv": "question,answer\nq,a\nq\n",
-    "long.csv": "question,answer\nq,a,b\n",
-    "quotes.csv": 'question,answer\n"q"x,a\n',
-    "rows.parquet": "no parquet",
-    "rows.arrow": "no arrow at all",
-}
+    "rows.txt": "?", "open.json": "{", "other.json": '{"query": "result"}',
+    "squad.json": '{"data": [{"paragraphs": [{"qas": [{}]}]}]}', "numbers.json": "[1]",
+    "empty.csv": "", "columns.csv": "a,a\n1,2\n", "short.csv": "question,answer\nq,a\nq\n",
+    "long.csv": "question,answer\nq,a,b\n", "quotes.csv": 'question,answer\n"q"x,a\n',
+    "rows.parquet": "no parquet", "rows.arrow": "no arrow at all",
+}  # fmt: skip
 FILES = ["nowhere.toml", "configs/quikstart.toml", "configs/quickstart", "run.seed=1"]
 
 

@@ -31,17 +31,10 @@ class LettersEnv(WarehouseEnv):
 register("me/Letters-v0", "my_letters:LettersEnv")
 """
 KEYS = [
-    "resources.colocated=true",
-    "engine.name=embedded",
-    "engine.device=cpu",
-    "env.id=me/Letters-v0",
-    "env.module=my_letters",
-    "train.num_steps=2",
-    "train.max_logprob_gap=0.0001",
-    "limits.max_turn_tokens=24",
-    "limits.max_response_tokens=24",
-    "checkpoint.every=1",
-]
+    "resources.colocated=true", "engine.name=embedded", "engine.device=cpu", "env.id=me/Letters-v0",
+    "env.module=my_letters", "train.num_steps=2", "train.max_logprob_gap=0.0001",
+    "limits.max_turn_tokens=24", "limits.max_response_tokens=24", "checkpoint.every=1",
+]  # fmt: skip
 
 
 @pytest.fixture

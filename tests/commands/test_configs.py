@@ -33,10 +33,8 @@ COMMANDS = {
     **dict.fromkeys(("server_judge", "server_summarizer"), serve.main),
 }
 EVALUATIONS = ("eval_reasoning", "eval_deep_search")
-OTHERS = (  # of other tests
-    *("synthesize_tools", "eval_tool_star"),
-    "gsm8k_135m",  # tests/pretrained.py
-)
+# Of other tests, among them tests/pretrained.py.
+OTHERS = ("synthesize_tools", "eval_tool_star", "gsm8k_135m")
 
 SMALL_RL = (
     "model.path={folder}/runs/cold-start", "data.train={folder}/rl.jsonl",

@@ -142,19 +142,14 @@ def test_a_name_in_dataset_info_refers_to_its_file(tmp_path: Path) -> None:
 
 
 BAD_ROWS: list[dict[str, Any]] = [
-    {"text": "x"},
-    {"conversations": []},
+    {"text": "x"}, {"conversations": []},
     {"conversations": [*SHAREGPT, {"from": "bot", "value": "x"}]},
-    {"conversations": [SHAREGPT[0], {"from": "gpt", "value": 3}]},
-    {"conversations": SHAREGPT[:1]},
-    {"conversations": SHAREGPT[1:]},
-    {"conversations": [*SHAREGPT, SHAREGPT[1]]},
+    {"conversations": [SHAREGPT[0], {"from": "gpt", "value": 3}]}, {"conversations": SHAREGPT[:1]},
+    {"conversations": SHAREGPT[1:]}, {"conversations": [*SHAREGPT, SHAREGPT[1]]},
     {"conversations": [SHAREGPT[0], {"from": "function_call", "value": "{"}]},
-    {"conversations": SHAREGPT, "tools": "[{}]"},
-    {"conversations": SHAREGPT, "system": 3},
-    {"instruction": "a", "output": None},
-    {"question": "a", "turns": [{"result": "x"}]},
-]
+    {"conversations": SHAREGPT, "tools": "[{}]"}, {"conversations": SHAREGPT, "system": 3},
+    {"instruction": "a", "output": None}, {"question": "a", "turns": [{"result": "x"}]},
+]  # fmt: skip
 BAD_ENTRIES: list[dict[str, Any]] = [
     {"hf_hub_url": "a/b"},
     {"file_name": "d.json", "formatting": "xml"},

@@ -31,16 +31,10 @@ from tests.commands.wandb_file import history, records
 from tests.support.warehouse import ROOT
 
 SAMPLE: Row = {
-    "kind": "calc",
-    "question": "6 * 7?",
-    "answers": ["42"],
+    "kind": "calc", "question": "6 * 7?", "answers": ["42"],
     "segments": [{"env": "prompt"}, {"policy": "<python>6 * 7</python>"}, {"env": "42"}],
-    "reward": 1.0,
-    "success": True,
-    "tool_calls": [{}],
-    "end": "terminated",
-    "limit": None,
-}
+    "reward": 1.0, "success": True, "tool_calls": [{}], "end": "terminated", "limit": None,
+}  # fmt: skip
 OFFLINE = WandbConfig(project="p", name="shown", tags=["a", "b"], mode="offline")
 
 

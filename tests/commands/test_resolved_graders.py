@@ -35,17 +35,11 @@ GRADED = [
 EXACT, OWN = "quickstart", "gsm8k_135m"  # of no paper
 
 RIGHT = [
-    (r"\frac{7}{12}", r"\dfrac{7}{12}"),
-    (r"\frac{7}{12}", "7/12"),
-    (r"3\sqrt{3} - 6", r"3\sqrt{3}-6"),
-    (r"3\sqrt{3} - 6", r"-6+3\sqrt3"),
-    (r"\frac{1}{2}", "0.5"),
-    (r"\left( 2, \infty \right)", r"(2,\infty)"),
-    ("The United States of America", "United States"),
-    ("12,500", "12500"),
-    ("New York City", "new york city."),
-    ("5", "five"),
-]
+    (r"\frac{7}{12}", r"\dfrac{7}{12}"), (r"\frac{7}{12}", "7/12"),
+    (r"3\sqrt{3} - 6", r"3\sqrt{3}-6"), (r"3\sqrt{3} - 6", r"-6+3\sqrt3"), (r"\frac{1}{2}", "0.5"),
+    (r"\left( 2, \infty \right)", r"(2,\infty)"), ("The United States of America", "United States"),
+    ("12,500", "12500"), ("New York City", "new york city."), ("5", "five"),
+]  # fmt: skip
 WRONG = [  # and no partial credit: no gold consists of words
     (r"-\frac{1}{2}", r"\frac{1}{2}"),
     ("-5", "5"),

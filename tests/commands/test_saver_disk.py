@@ -74,7 +74,9 @@ async def test_saving_state_on_a_hanging_disk_does_not_block_the_loop(
     beats: list[int] = []
     beating = asyncio.create_task(beat(beats))
     try:
-        await one.finish()
+        with pytest.raises(RuntimeError, match="the reason"):
+            async with one.finishing():
+                raise RuntimeError("the reason")
         assert beats, "the loop went on"
     finally:
         answers.set()

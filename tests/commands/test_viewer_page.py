@@ -189,13 +189,9 @@ def test_a_tree_token_by_token(shown: Viewed, open_page: Open) -> None:
     page.locator(".t").first.hover()
     assert "version 1, 1" in text_of(page, ".detail")
     tones = {
-        "advantage": "both",
-        "entropy": "h0",
-        "gap": "p4",
-        "version": "v1",
-        "mask": "m-trained",
+        "advantage": "both", "entropy": "h0", "gap": "p4", "version": "v1", "mask": "m-trained",
         "probability": "h0",
-    }
+    }  # fmt: skip
     for mode, tone in tones.items():
         page.select_option("label:has-text('color by') select", mode)
         page.wait_for_selector(f".t.{tone}")

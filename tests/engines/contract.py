@@ -18,15 +18,7 @@ from agentenv.contract.engine import Engine
 from agentenv.contract.request import ServerRequest
 from agentenv.engines.remote.base import sampled
 from agentenv.engines.remote.weight_sync import Server
-from tests.engines.reference import (
-    EOS,
-    MAX_LENGTH,
-    VOCAB,
-    check_sampled,
-    distribution,
-    greedy,
-    processed,
-)
+from tests.engines import reference
 from tests.engines.traffic import LONG, Traffic, start_many
 from tests.engines.world import END, ServerSubject, Subject, World, prompt
 
@@ -39,10 +31,10 @@ async def check_greedy(subject: Subject, world: World, version: int, num_tokens:
     sampling = SamplingParams(max_tokens=num_tokens, temperature=GREEDY)
     found = await asyncio.gather(*(subject.generate(ids, sampling) for ids in prompts))
     for ids, done in zip(prompts, found, strict=True):
-        assert done.token_ids == greedy(world.models[version], ids, num_tokens)
+        assert done.token_ids == reference.greedy(world.models[version], ids, num_tokens)
         assert done.finish_reason == "length"
         assert done.version_spans == [VersionSpan(version, 0, num_tokens)]
-        check_sampled(world.models, ids, done, greedy=True)
+        reference.check_sampled(world.models, ids, done, greedy=True)
 
 
 async def check_updates(subject: Subject, world: World, num_tokens: int = 12) -> None:
@@ -63,7 +55,7 @@ async def check_temperature(subject: Subject, world: World, version: int) -> Non
         subject.generate(ids, SamplingParams(max_tokens=12, temperature=1.7, seed=4)),
     )
     for done in (first, other):
-        check_sampled({version: world.models[version]}, ids, done, temperature=1.7)
+        reference.check_sampled({version: world.models[version]}, ids, done, temperature=1.7)
     assert first.token_ids == again.token_ids != other.token_ids
 
 
@@ -84,7 +76,7 @@ async def check_truncated(
     ids = prompt(14, 25)
     calls = [subject.generate(ids, SamplingParams(max_tokens=8, **case)) for case in cases]
     for case, done in zip(cases, await asyncio.gather(*calls), strict=True):
-        rows = processed(world.models[version], ids, done.token_ids, **case)
+        rows = reference.processed(world.models[version], ids, done.token_ids, **case)
         for place, token in enumerate(done.token_ids):
             assert done.logprobs[place] == pytest.approx(float(rows[place][token]), abs=1e-4)
         if done.entropy_kind == "exact":
@@ -115,16 +107,16 @@ async def check_end_of_sequence(subject: Subject, world: World, version: int) ->
     """It is the last token, has a log-prob like any other, and no stop string is named."""
     ids = [*prompt(7, 8), END]
     done = await subject.generate(ids, SamplingParams(max_tokens=20, temperature=GREEDY))
-    assert done.token_ids == [EOS]
+    assert done.token_ids == [reference.EOS]
     assert (done.finish_reason, done.stop) == ("stop", None)
-    check_sampled({version: world.models[version]}, ids, done, greedy=True)
+    reference.check_sampled({version: world.models[version]}, ids, done, greedy=True)
 
 
 async def check_stop_strings(subject: Subject, world: World, version: int) -> None:
     """The turn ends with the token that completes a stop string, or that holds one whole; it is
     named and kept."""
     ids = prompt(8, 20)
-    tokens = greedy(world.models[version], ids, 40)
+    tokens = reference.greedy(world.models[version], ids, 40)
     for size in (2, 1):
         end, stop = _find_stop(world.tokenizer, tokens, size)
         for stops in (("no such text", stop), (stop,)):  # which no token holds, and which may be
@@ -138,7 +130,7 @@ async def check_stop_strings(subject: Subject, world: World, version: int) -> No
 async def check_stop_tokens(server: Server, world: World, version: int) -> None:
     """The turn ends with the first of them, which belongs to it."""
     ids = prompt(8, 20)
-    tokens = greedy(world.models[version], ids, 40)
+    tokens = reference.greedy(world.models[version], ids, 40)
     end = next(n for n in range(4, 40) if tokens[n] not in tokens[:n])
     sampling = SamplingParams(max_tokens=40, temperature=GREEDY)
     request = ServerRequest(f"tokens-{id(ids):x}", ids, sampling, 16, (tokens[end], END))
@@ -185,7 +177,7 @@ async def check_prefixes(
         later = await subject.generate(shared, short)
         running_still = not all(task.done() for task in running)
         assert recomputed or later.num_cached_tokens == 0
-        check_sampled(world.models, shared, later, greedy=True)
+        reference.check_sampled(world.models, shared, later, greedy=True)
         assert (await subject.generate(shared, short)).num_cached_tokens >= 3 * block - 1
         for task in running:
             task.cancel()
@@ -211,10 +203,10 @@ async def check_update_within_a_request(
             spans = done.version_spans
             assert [s.version for s in spans] in ([version - 1, version], [version - 1], [version])
             if recomputed:
-                check_sampled(world.models, ids, done)
+                reference.check_sampled(world.models, ids, done)
             old = spans[0].end
             lists = (done.token_ids[:old], done.logprobs[:old], done.entropies[:old])
-            check_sampled(world.models, ids, Completion(*lists, "abort", spans[:1]))
+            reference.check_sampled(world.models, ids, Completion(*lists, "abort", spans[:1]))
         if any(len(done.version_spans) == 2 for done in completions):
             return
     raise AssertionError("no request was running while the weights were loaded")
@@ -250,7 +242,7 @@ async def check_concurrency(
     found = await asyncio.gather(*(subject.generate(ids, sampling) for ids in prompts))
     for ids, done in zip(prompts, found, strict=True):
         assert len(done.token_ids) == num_tokens
-        check_sampled({version: world.models[version]}, ids, done)
+        reference.check_sampled({version: world.models[version]}, ids, done)
 
 
 async def check_refusals(subject: Subject) -> None:
@@ -259,10 +251,10 @@ async def check_refusals(subject: Subject) -> None:
     one = SamplingParams(max_tokens=1)
     cases: list[tuple[list[int], SamplingParams, str]] = [
         ([], one, "empty"),
-        ([5, VOCAB], one, "vocabulary"),
+        ([5, reference.VOCAB], one, "vocabulary"),
         ([-1], one, "vocabulary"),
         ([5], SamplingParams(max_tokens=0), "max_tokens"),
-        ([5] * 10, SamplingParams(max_tokens=MAX_LENGTH - 9), "max_model_len"),
+        ([5] * 10, SamplingParams(max_tokens=reference.MAX_LENGTH - 9), "max_model_len"),
         ([5], SamplingParams(max_tokens=1, temperature=-1.0), "temperature"),
         ([5], SamplingParams(max_tokens=1, top_p=0.0), "top_p"),
         ([5], SamplingParams(max_tokens=1, top_k=0), "top_k"),
@@ -273,8 +265,8 @@ async def check_refusals(subject: Subject) -> None:
     for ids, sampling, reason in cases:
         with pytest.raises(EngineError, match=reason):
             await subject.generate(ids, sampling)
-    done = await subject.generate([5] * 10, SamplingParams(max_tokens=MAX_LENGTH - 10))
-    assert len(done.token_ids) == MAX_LENGTH - 10
+    done = await subject.generate([5] * 10, SamplingParams(max_tokens=reference.MAX_LENGTH - 10))
+    assert len(done.token_ids) == reference.MAX_LENGTH - 10
 
 
 async def check_bad_directories(
@@ -303,7 +295,7 @@ async def check_guided(server: Server, world: World, version: int) -> None:
     text = world.tokenizer.decode(done.token_ids[:-1])
     assert json.loads(text) in ({"lamp": "on"}, {"lamp": "off"})
     plain = await server.scores([*ids, *done.token_ids], len(ids))
-    rows = distribution(world.models[version], ids, done.token_ids).tolist()
+    rows = reference.distribution(world.models[version], ids, done.token_ids).tolist()
     expected = [row[token] for row, token in zip(rows, done.token_ids, strict=True)]
     assert plain == pytest.approx(expected, abs=1e-3)
     assert all(own > one for own, one in zip(done.logprobs, plain, strict=True))
@@ -324,8 +316,8 @@ async def check_changed_logprobs(engine: Engine, world: World, version: int) -> 
             done = await engine.generate(ids, stop, session="guided")
             assert (done.stop, [*map(isnan, done.logprobs)]) == ("m", [True] * 3)
         else:
-            assert done.token_ids == [EOS]
-            check_sampled({version: world.models[version]}, ids, done)
+            assert done.token_ids == [reference.EOS]
+            reference.check_sampled({version: world.models[version]}, ids, done)
             warm = replace(sampling, temperature=0.7)  # at which servers score no texts
             done = await engine.generate(ids, warm, session="guided")
             assert all(map(isnan, done.logprobs))

@@ -28,21 +28,15 @@ def model_at(url: str, **keys: Any) -> ChatModel:
 @pytest.mark.parametrize(
     "body",
     [
-        b"",
-        b"<html>busy</html>",
-        b'"\xff\xfe"',
-        b"[" * 100_000,
-        b"[]",
-        b'{"error": {"message": "no such model"}}',
-        b'{"choices": []}',
-        b'{"choices": [{}]}',
+        b"", b"<html>busy</html>", b'"\xff\xfe"', b"[" * 100_000, b"[]",
+        b'{"error": {"message": "no such model"}}', b'{"choices": []}', b'{"choices": [{}]}',
         b'{"choices": [{"message": {"content": 5}}]}',
         b'{"choices": [{"message": {"content": "x"}}], "usage": 7}',
         b'{"choices": [{"message": {}}], "usage": {"prompt_tokens": %s}}' % (b"9" * 400),
         b'{"choices": [{"message": {}}], "usage": {"completion_tokens": 99999999999}}',
         b'{"choices": [{"message": {"tool_calls": [{"function": "search"}]}}]}',
     ],
-)
+)  # fmt: skip
 def test_a_malformed_chat_completion_has_one_error(body: bytes) -> None:
     with pytest.raises(MalformedReplyError, match="a chat completion"):
         read_chat(body)

@@ -16,9 +16,8 @@ import agentenv.adapters.gym
 from agentenv.base.types import Task
 
 OWN = ["CodeInterpreter", "DeepSearch", "QAGrader", "Quickstart", "WebSearch"]
-NAMES = sorted(
-    [*OWN, "Gymnasium", "OpenEnv", "Program", "Verifiers"]
-)  # of a command, a server, a package
+# Of a command, a server, a package.
+NAMES = sorted([*OWN, "Gymnasium", "OpenEnv", "Program", "Verifiers"])
 TASK = Task("t", "", "How much is 24 and 10?", ("34",))
 
 

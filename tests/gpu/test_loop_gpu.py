@@ -17,14 +17,10 @@ from tests.support.warehouse import ROOT
 pytestmark = pytest.mark.gpu
 
 KEYS = [
-    "train.num_steps=2",
-    "queue.groups_per_step=4",
-    "learner.groups_per_minibatch=4",
-    "algorithm.group_size=4",
-    'sft.stages=[{rows="mixed",num_steps=60}]',
-    "sft.gate_every=60",
+    "train.num_steps=2", "queue.groups_per_step=4", "learner.groups_per_minibatch=4",
+    "algorithm.group_size=4", 'sft.stages=[{rows="mixed",num_steps=60}]', "sft.gate_every=60",
     "eval.sets.heldout.phases=false",
-]
+]  # fmt: skip
 
 
 def test_engine_and_learner_agree_after_two_updates(tmp_path: Path) -> None:

@@ -21,27 +21,18 @@ from agentenv.learners.trees.encoded_tree import EncodedTree, encode
 from agentenv.learners.trees.policy import Policy
 from tests.learners.trees import VOCABULARY, credited, random_tree, tiny_model
 
-OF_THE_RANKS = {
-    "cpu_s",
-    "wall_s",
-    "num_computed_tokens",
-    "num_segments_tokens",
-}  # metrics that depend on their number
+# Metrics that depend on their number.
+OF_THE_RANKS = {"cpu_s", "wall_s", "num_computed_tokens", "num_segments_tokens"}
 ALGORITHM = ARPO(group_size=4, importance_cap=1e9)
 
 
 def two_ranks(**keys: Any) -> LearnerConfig:
     """Two ranks with AdamW; micro-batches are small, so that ranks have different numbers."""
     known = {
-        "optimizer": "adamw",
-        "num_ranks": 2,
-        "groups_per_minibatch": 3,
-        "max_tokens_per_microbatch": 48,
-        "learning_rate": 1e-3,
-        "weight_decay": 0.1,
-        "grad_clip": 0.5,
-        "command_timeout_s": 600,
-    }
+        "optimizer": "adamw", "num_ranks": 2, "groups_per_minibatch": 3,
+        "max_tokens_per_microbatch": 48, "learning_rate": 1e-3, "weight_decay": 0.1,
+        "grad_clip": 0.5, "command_timeout_s": 600,
+    }  # fmt: skip
     return LearnerConfig(**{**known, **keys})
 
 

@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from agentenv.assembly.run.checkpoints import Checkpoints, load_state, save_state
 from agentenv.assembly.run.kept import best_checkpoint, find_checkpoint, keep_best
-from agentenv.learners.keys import SavedLearner
 from agentenv.learners.ranks import checkpoint, export
 from agentenv.learners.ranks.backend import RankBackend, empty_batch
 from agentenv.learners.ranks.checkpoint import fragments, moments
@@ -34,6 +33,7 @@ from agentenv.processes.guard import PR_SET_PDEATHSIG, prctl
 from agentenv.training.loop.state import RunState
 from tests.learners.ranks import two_ranks
 from tests.learners.trees import tiny_model
+from tests.support.toy_rank import saved_meta
 
 
 def make_backend(folder: Path, rank: int, stage: int | None) -> RankBackend:
@@ -69,16 +69,8 @@ def save_forever(folder: Path, backend: RankBackend, step: int, report_fd: int) 
         backend.gather(None)
         partial = checkpoints.path(step).with_suffix(".partial")
         export.write_model(backend, folder / "model", partial, durable=True)
-        meta = SavedLearner(
-            num_ranks=backend.num_ranks,
-            zero_stage=backend.stage,
-            dtype="float32",
-            optimizer="adamw",
-            policy_version=step,
-            optimizer_step=step,
-            moved=False,
-            base_model="",
-        )
+        ranks = {"num_ranks": backend.num_ranks, "zero_stage": backend.stage}
+        meta = saved_meta(**ranks, policy_version=step, optimizer_step=step)
         checkpoint.save(backend, meta, partial / "trainer")
         if backend.rank == 0:
             save_state(partial, RunState(step=step))

@@ -28,16 +28,10 @@ def algorithm(**keys: object) -> AnyAlgorithm:
 
 
 NAMES = {
-    "grpo": Independent,
-    "dr_grpo": Independent,
-    "dapo": Independent,
-    "rloo": Independent,
-    "reinforce_pp": Independent,
-    "gspo": Independent,
-    "cispo": Independent,
-    "arpo": ARPOPlan,
+    "grpo": Independent, "dr_grpo": Independent, "dapo": Independent, "rloo": Independent,
+    "reinforce_pp": Independent, "gspo": Independent, "cispo": Independent, "arpo": ARPOPlan,
     "aepo": AEPOPlan,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "plan"), NAMES.items())

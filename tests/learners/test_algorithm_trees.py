@@ -27,20 +27,15 @@ from tests.learners.trees import credits_of
 
 NARROW = Band(low=0.8, high=1.3)
 ALGORITHMS: dict[str, Algorithm] = {
-    "grpo": GRPO(group_size=2),
-    "grpo without dual clip": GRPO(group_size=2, dual_clip=math.inf),
+    "grpo": GRPO(group_size=2), "grpo without dual clip": GRPO(group_size=2, dual_clip=math.inf),
     "grpo, dual clip often": GRPO(group_size=2, dual_clip=1.1),
     "grpo as printed": GRPO(group_size=2, aggregation="seq-mean-token-mean", clip_high=0.2),
-    "dr_grpo": DrGRPO(group_size=2),
-    "dapo": DAPO(group_size=2),
-    "rloo": RLOO(group_size=2),
+    "dr_grpo": DrGRPO(group_size=2), "dapo": DAPO(group_size=2), "rloo": RLOO(group_size=2),
     "reinforce_pp": ReinforcePP(group_size=2),
     "gspo": GSPO(group_size=2, clip_low=0.1, clip_high=0.1),
     "gspo, nothing clipped": GSPO(group_size=2, clip_low=0.9, clip_high=99.0),
-    "gspo with its own clips": GSPO(group_size=2),
-    "cispo": CISPO(group_size=2),
-    "arpo": ARPO(group_size=2),
-    "aepo": AEPO(group_size=2),
+    "gspo with its own clips": GSPO(group_size=2), "cispo": CISPO(group_size=2),
+    "arpo": ARPO(group_size=2), "aepo": AEPO(group_size=2),
     "aepo without dual clip": AEPO(group_size=2, dual_clip=math.inf),
     "aepo, clipping only": AEPO(group_size=2, entropy_advantage=0.0),
     "aepo, advantage only": AEPO(group_size=2, entropy_balanced_clipping=False),
@@ -52,7 +47,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "kl in the reward, by sequence": RLOO(group_size=2, kl_reward=0.1),
     **{f"kl {kind}": ARPO(group_size=2, kl_loss=0.3, kl_kind=kind) for kind in ("k1", "abs")},
     **{f"kl {kind}": DrGRPO(group_size=2, kl_loss=0.3, kl_kind=kind) for kind in ("k2", "k3")},
-}
+}  # fmt: skip
 
 
 def test_hard_sharing_gives_shared_tokens_the_mean() -> None:

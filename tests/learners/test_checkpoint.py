@@ -12,7 +12,7 @@ from agentenv.assembly.run.checkpoints import Checkpoints
 from agentenv.assembly.run.kept import checkpoint_to_resume, keep_best, set_aside_after
 from agentenv.base.disk import finished_folder
 from agentenv.base.errors import ConfigError, DataError, LearnerError
-from agentenv.learners.keys import SAVED_FILE, SavedLearner
+from agentenv.learners.keys import SAVED_FILE
 from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks.checkpoint import save
 from agentenv.learners.ranks.rank import Rank
@@ -20,23 +20,10 @@ from agentenv.learners.ranks.saved_checkpoint import Checkpoint, restore
 from agentenv.learners.ranks.trainer import Trainer
 from tests.learners import ranks
 from tests.support.forks import Command
+from tests.support.toy_rank import saved_meta
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ranks.two_ranks(num_ranks=1)
-
-
-def meta(**keys: object) -> SavedLearner:
-    known = {
-        "num_ranks": 1,
-        "zero_stage": 0,
-        "dtype": "float32",
-        "optimizer": "adamw",
-        "policy_version": 0,
-        "optimizer_step": 0,
-        "moved": False,
-        "base_model": "",
-    }
-    return SavedLearner(**{**known, **keys})  # type: ignore[arg-type]
 
 
 def load(trainer: Trainer, directory: Path) -> None:
@@ -50,7 +37,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(
 ) -> None:
     whole, stopped = (ranks.plain_torch(model_dir, CONFIG, torch.float32) for _ in range(2))
     ranks.train(stopped, ranks.uneven_trees(4), 3)
-    save(stopped.backend, meta(moved=True), tmp_path / "checkpoint")
+    save(stopped.backend, saved_meta(moved=True), tmp_path / "checkpoint")
     resumed = ranks.plain_torch(model_dir, CONFIG, torch.float32)
     load(resumed, tmp_path / "checkpoint")
     ranks.train(whole, ranks.uneven_trees(4), 3)
@@ -102,7 +89,7 @@ def test_kill_9_at_random_moments_of_saving_loses_nothing(
 def test_an_incomplete_checkpoint_is_detected(model_dir: Path, tmp_path: Path) -> None:
     trainer = ranks.plain_torch(model_dir, CONFIG, torch.float32)
     path = tmp_path / "checkpoint"
-    save(trainer.backend, meta(num_ranks=2), path)
+    save(trainer.backend, saved_meta(num_ranks=2), path)
     with pytest.raises(DataError, match=r"rank-0000.-of-00002\.safetensors"):
         Checkpoint(path)
     (path / SAVED_FILE).write_text('{"num_ranks"')
@@ -115,18 +102,18 @@ def test_the_older_checkpoint_is_used_between_the_two_renames(
 ) -> None:
     trainer = ranks.plain_torch(model_dir, CONFIG, torch.float32)
     path = tmp_path / "checkpoint"
-    save(trainer.backend, meta(policy_version=1), path)
+    save(trainer.backend, saved_meta(policy_version=1), path)
     path.rename(tmp_path / "checkpoint.old")
     assert finished_folder(path) == tmp_path / "checkpoint.old"
     assert Checkpoint(path).meta.policy_version == 1
-    save(trainer.backend, meta(policy_version=2), path)
+    save(trainer.backend, saved_meta(policy_version=2), path)
     assert Checkpoint(path).meta.policy_version == 2
 
 
 def test_another_optimizer_cannot_resume_the_checkpoint(model_dir: Path, tmp_path: Path) -> None:
     trainer = ranks.plain_torch(model_dir, ranks.two_ranks(num_ranks=1), torch.float32)
     ranks.train(trainer, ranks.uneven_trees(2), 3)
-    save(trainer.backend, meta(), tmp_path / "checkpoint")
+    save(trainer.backend, saved_meta(), tmp_path / "checkpoint")
     saved = Checkpoint(tmp_path / "checkpoint")
     with pytest.raises(DataError, match=r"momentum_buffer.*model\.path"):
         saved.read("model.embed_tokens.weight", "momentum_buffer", 0, 4)

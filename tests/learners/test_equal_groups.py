@@ -27,20 +27,16 @@ from tests.learners.test_oracle import compare
 from tests.learners.trees import VOCABULARY, credits_of, level, random_tree
 
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("arpo", {}),
-    ("arpo", {"sharing": "hard", "aggregation": "seq-mean-token-mean"}),
+    ("arpo", {}), ("arpo", {"sharing": "hard", "aggregation": "seq-mean-token-mean"}),
     ("aepo", {"entropy_advantage": 1.0}),
     ("aepo", {"sharing": "hard", "aggregation": "seq-mean-token-sum-norm"}),
     ("aepo", {"proximal": "always", "aggregation": "seq-mean-token-sum"}),
-    ("gspo", {"clip_low": 0.2, "clip_high": 0.3}),
-    ("grpo", {"kl_loss": 0.3, "kl_kind": "k1"}),
+    ("gspo", {"clip_low": 0.2, "clip_high": 0.3}), ("grpo", {"kl_loss": 0.3, "kl_kind": "k1"}),
     ("arpo", {"entropy_bonus": 0.05, "aggregation": "seq-mean-token-mean"}),
-    ("rloo", {"kl_reward": 0.1}),
-    ("reinforce_pp", {}),
+    ("rloo", {"kl_reward": 0.1}), ("reinforce_pp", {}),
     ("dr_grpo", {"sequence_mask": (0.2, 5.0), "token_mask": (0.3, 3.0)}),
-    ("aepo", {"equal_groups": "drop"}),
-    ("reinforce_pp", {"equal_groups": "drop"}),
-]
+    ("aepo", {"equal_groups": "drop"}), ("reinforce_pp", {"equal_groups": "drop"}),
+]  # fmt: skip
 QUICK = (1, 2, 6)
 
 
@@ -119,9 +115,8 @@ def test_a_group_without_a_signal_costs_no_pass_unless_a_term_needs_it(
     encoded = encode_groups(groups, 0, config, algorithm)
     metrics = trainer.update([encoded], 1.0, **known)
     own = sum(tree.num_action_tokens for tree in encoded)
-    assert counting.tokens[True] == (
-        own if trained else 1
-    )  # of an empty micro-batch, for gradients of 0
+    # 1 of an empty micro-batch, for gradients of 0.
+    assert counting.tokens[True] == (own if trained else 1)
     assert counting.tokens[False] == (own if scored else 0)
     assert metrics["num_tokens"] == (own if trained else 0)
     assert metrics["num_steps"] == 1

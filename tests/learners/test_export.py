@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from agentenv.base.errors import DataError
 from agentenv.launchers import export as command
-from agentenv.learners.keys import SavedLearner
 from agentenv.learners.ranks import export
 from agentenv.learners.ranks.backend import RankBackend
 from agentenv.learners.ranks.checkpoint import save
@@ -22,6 +21,7 @@ from agentenv.learners.ranks.offline_export import export as export_offline
 from agentenv.learners.trees.policy import Policy
 from tests.learners.ranks import plain_torch, save_tiny_model, train, two_ranks, uneven_trees
 from tests.learners.trees import tiny_model
+from tests.support.toy_rank import saved_meta
 
 CONFIG = two_ranks(num_ranks=1)
 FILES = {
@@ -41,16 +41,7 @@ def checkpoint(tmp_path: Path) -> Path:
     train(trainer, uneven_trees(4), 3)
     path = tmp_path / "checkpoints" / "step-000001"
     export.write_model(trainer.backend, source, path, durable=True)
-    meta = SavedLearner(
-        num_ranks=1,
-        zero_stage=0,
-        dtype="float32",
-        optimizer="adamw",
-        policy_version=3,
-        optimizer_step=2,
-        moved=False,
-        base_model=str(source),
-    )
+    meta = saved_meta(policy_version=3, optimizer_step=2, base_model=str(source))
     save(trainer.backend, meta, path / "trainer")
     (path / "state.json").write_text("{}")
     return path

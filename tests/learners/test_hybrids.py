@@ -12,14 +12,7 @@ import torch
 from agentenv.learners.trees.attention import TreeLayout
 from agentenv.learners.trees.partition import pack
 from agentenv.learners.trees.policy import Policy, tensors
-from tests.learners.test_tree_equality import (
-    ALGORITHMS,
-    WHOLE,
-    assert_equal_to_flat,
-    gradients,
-    relative,
-    some_trees,
-)
+from tests.learners import test_tree_equality as equality
 from tests.learners.trees import HYBRIDS, tiny_model
 
 
@@ -40,21 +33,21 @@ def _float64_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_loss_and_gradient_equal_the_flat_ones_in_float64(name: str) -> None:
     plain, model = (tiny_model(name, torch.float64) for _ in range(2))
-    assert_equal_to_flat(plain, model, ALGORITHMS["ppo"], 1e-9)
+    equality.assert_equal_to_flat(plain, model, equality.ALGORITHMS["ppo"], 1e-9)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_checkpointing_changes_nothing(name: str) -> None:
-    _, packed = some_trees(9)
-    (batch,) = pack(packed, WHOLE)
+    _, packed = equality.some_trees(9)
+    (batch,) = pack(packed, equality.WHOLE)
     found = []
     for checkpointing in (False, True):
         model = tiny_model(name)
         logprobs, entropies, _ = Policy(model, checkpointing=checkpointing)(
             *tensors(batch, torch.device("cpu"))
         )
-        found.append(gradients(model, (logprobs + 0.1 * entropies).sum()))
-    assert relative(*found) < 1e-6
+        found.append(equality.gradients(model, (logprobs + 0.1 * entropies).sum()))
+    assert equality.relative(*found) < 1e-6
 
 
 def test_segments_of_a_layout() -> None:

@@ -9,12 +9,7 @@ import torch
 
 from agentenv.base.errors import ConfigError
 from agentenv.learners.optimizer import OptimizerConfig, ScheduleConfig, lr_factor
-from agentenv.learners.ranks.backend import (
-    InFloat32,
-    MuonAdamW,
-    build_optimizer,
-    scale_learning_rates,
-)
+from agentenv.learners.ranks import backend
 from tests.learners.trees import VOCABULARY, tiny_model
 
 CONFIG = OptimizerConfig(
@@ -34,7 +29,7 @@ def add_gradients(model: torch.nn.Module, seed: int) -> None:
 
 def test_each_step_equals_that_of_both_torch_optimizers() -> None:
     ours, theirs = tiny_model("llama"), tiny_model("llama")
-    optimizer = build_optimizer(ours, CONFIG)
+    optimizer = backend.build_optimizer(ours, CONFIG)
     named = dict(theirs.named_parameters())
     is_hidden = {
         n: p.ndim == 2 and "embed" not in n and "lm_head" not in n for n, p in named.items()
@@ -52,7 +47,7 @@ def test_each_step_equals_that_of_both_torch_optimizers() -> None:
         add_gradients(ours, step)
         add_gradients(theirs, step)
         optimizer.step()
-        with InFloat32():
+        with backend.InFloat32():
             muon.step()
         adamw.step()
         for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -61,7 +56,7 @@ def test_each_step_equals_that_of_both_torch_optimizers() -> None:
 
 def test_on_the_cpu_muon_differs_from_torch_by_rounding_to_bfloat16() -> None:
     updates = []
-    for context in (contextlib.nullcontext(), InFloat32()):
+    for context in (contextlib.nullcontext(), backend.InFloat32()):
         torch.manual_seed(0)
         matrix = torch.nn.Parameter(torch.zeros(48, 96))
         matrix.grad = torch.randn(48, 96)
@@ -77,11 +72,11 @@ def test_on_the_cpu_muon_differs_from_torch_by_rounding_to_bfloat16() -> None:
 def test_state_survives_saving(kind: str) -> None:
     config = OptimizerConfig(optimizer=kind)
     model = tiny_model()
-    optimizer = build_optimizer(model, config)
+    optimizer = backend.build_optimizer(model, config)
     add_gradients(model, 0)
     optimizer.step()
     twin = copy.deepcopy(model)
-    restored = build_optimizer(twin, config)
+    restored = backend.build_optimizer(twin, config)
     restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for each in (model, twin):
         add_gradients(each, 1)
@@ -94,13 +89,13 @@ def test_state_survives_saving(kind: str) -> None:
 def test_every_parameter_has_one_group_and_scaled_rates() -> None:
     for name in ("qwen3", "llama"):
         model = tiny_model(name)
-        optimizer = build_optimizer(model, CONFIG)
-        assert isinstance(optimizer, MuonAdamW)
+        optimizer = backend.build_optimizer(model, CONFIG)
+        assert isinstance(optimizer, backend.MuonAdamW)
         params = [p for group in optimizer.param_groups for p in group["params"]]
         assert {id(p) for p in params} == {id(p) for p in model.parameters()}
         assert len(params) == len(list(model.parameters()))
         for _ in range(2):
-            scale_learning_rates(optimizer, 0.5)
+            backend.scale_learning_rates(optimizer, 0.5)
         assert {group["kind"]: group["lr"] for group in optimizer.param_groups} == {
             "muon": 0.01,
             **({"adamw": 0.005} if name == "llama" else {}),  # an untied head
@@ -110,7 +105,7 @@ def test_every_parameter_has_one_group_and_scaled_rates() -> None:
 
 def test_norms_biases_and_embeddings_have_no_weight_decay() -> None:
     model = tiny_model("qwen2")  # it has biases
-    optimizer = build_optimizer(model, OptimizerConfig(optimizer="adamw", weight_decay=0.1))
+    optimizer = backend.build_optimizer(model, OptimizerConfig(optimizer="adamw", weight_decay=0.1))
     names = {id(param): name for name, param in model.named_parameters()}
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -137,4 +132,4 @@ def test_schedules() -> None:
 
 def test_muon_refuses_a_model_without_matrices() -> None:
     with pytest.raises(ConfigError, match="hidden 2-D matrix"):
-        build_optimizer(torch.nn.Embedding(VOCABULARY, Random(0).randint(2, 4)), CONFIG)
+        backend.build_optimizer(torch.nn.Embedding(VOCABULARY, Random(0).randint(2, 4)), CONFIG)

@@ -35,19 +35,15 @@ def test_liger_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("key", "of_model"),
     [
-        ("learner.fused=liger", {}),
-        ("learner.router_loss=0.1", {}),
+        ("learner.fused=liger", {}), ("learner.router_loss=0.1", {}),
         ("learner={optimizer='adamw',lora={target_modules=['embed_tokens']}}", {}),
         ("learner={optimizer='adamw',lora={target_modules=['none']}}", {}),
-        ("", {"hidden_act": "none"}),
-        ("", {"attention_dropout": 0.5}),
-        ("", {"model_type": "none"}),
-        ("", {"quantization_config": {"quant_method": "none"}}),
-        ("", {UP: None}),
-        ("", {UP: torch.zeros(3, 128)}),
+        ("", {"hidden_act": "none"}), ("", {"attention_dropout": 0.5}),
+        ("", {"model_type": "none"}), ("", {"quantization_config": {"quant_method": "none"}}),
+        ("", {UP: None}), ("", {UP: torch.zeros(3, 128)}),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_dry_run_refuses_what_a_rank_refuses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, of_model: dict[str, Any]
 ) -> None:

@@ -14,17 +14,7 @@ from agentenv.learners.ranks.backend import moved_weights
 from agentenv.learners.ranks.checkpoint import stored_dtype
 from agentenv.learners.ranks.learner import DeepSpeedLearner
 from agentenv.learners.trees.policy import Policy
-from tests.learners.ranks import (
-    ALGORITHM,
-    largest_difference,
-    plain_torch,
-    save_tiny_model,
-    train,
-    two_ranks,
-    uneven_trees,
-    weights_in,
-    weights_of,
-)
+from tests.learners import ranks
 from tests.learners.trees import credited, tiny_model
 
 
@@ -48,22 +38,28 @@ async def test_backends_agree_and_the_first_start_compiles_nothing(
         settings = {"zero_optimization": {"stage": keys["zero_stage"], "reduce_bucket_size": 4096}}
         (tmp_path / "ds.json").write_text(json.dumps(settings))
         keys = {**keys, "deepspeed_config": str(tmp_path / "ds.json")}
-    model_dir = save_tiny_model(tmp_path / "model")
-    config: LearnerConfig = two_ranks(num_ranks=1, **keys)
-    learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, tmp_path / "learner.log")
-    oracle = plain_torch(model_dir, config, torch.float32)
+    model_dir = ranks.save_tiny_model(tmp_path / "model")
+    config: LearnerConfig = ranks.two_ranks(num_ranks=1, **keys)
+    learner = await DeepSpeedLearner.start(
+        config, ranks.ALGORITHM, model_dir, tmp_path / "learner.log"
+    )
+    oracle = ranks.plain_torch(model_dir, config, torch.float32)
     try:
         for step in range(2):
-            metrics = await learner.update(credited(uneven_trees(4 + step), learner.algorithm))
-            expected = train(oracle, uneven_trees(4 + step), config.groups_per_minibatch)
+            metrics = await learner.update(
+                credited(ranks.uneven_trees(4 + step), learner.algorithm)
+            )
+            expected = ranks.train(
+                oracle, ranks.uneven_trees(4 + step), config.groups_per_minibatch
+            )
             assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-7)
-        found = weights_in(await learner.export(tmp_path / "export"))
+        found = ranks.weights_in(await learner.export(tmp_path / "export"))
         exact = not config.resolved(on_gpu=False).zero_stage
-        assert largest_difference(found, weights_of(oracle)) <= (0.0 if exact else 1e-5)
+        assert ranks.largest_difference(found, ranks.weights_of(oracle)) <= (0.0 if exact else 1e-5)
         await learner.save(tmp_path / "checkpoint")
         await learner.load(tmp_path / "checkpoint")
-        again = weights_in(await learner.export(tmp_path / "again"))
-        assert largest_difference(found, again) == 0
+        again = ranks.weights_in(await learner.export(tmp_path / "again"))
+        assert ranks.largest_difference(found, again) == 0
         assert not list(extensions.rglob("*"))
     finally:
         await learner.close()

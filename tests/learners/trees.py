@@ -39,23 +39,16 @@ EXPERTS = {
 HYBRIDS = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "qwen3_5_text": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"], "head_dim": 16,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
     },
     "granitemoehybrid": {
-        "layer_types": ["mamba", "attention"],
-        "mamba_n_heads": 8,
-        "mamba_d_head": 8,
-        "mamba_d_state": 8,
-        "mamba_chunk_size": 16,
-        "num_local_experts": 0,
+        "layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 8,
+        "mamba_d_state": 8, "mamba_chunk_size": 16, "num_local_experts": 0,
         "shared_intermediate_size": 48,
     },
-}
+}  # fmt: skip
 HYBRID_WITH_EXPERTS = {
     "lfm2_moe": {**OF_EXPERTS, **HYBRIDS["lfm2"], "num_dense_layers": 0, "num_experts": 4}
 }
@@ -170,13 +163,9 @@ def tree_loss(
         behavior, old, pos, neg, weight = (
             torch.from_numpy(values[batch.index]).to(logprobs)
             for values in (
-                tokens.behavior,
-                tokens.entropies,
-                tokens.adv_pos,
-                tokens.adv_neg,
-                tokens.weight,
+                tokens.behavior, tokens.entropies, tokens.adv_pos, tokens.adv_neg, tokens.weight,
             )
-        )
+        )  # fmt: skip
         scalars = float(tokens.weight.sum()), mean.to(logprobs), std.to(logprobs)
         rest = torch.ones_like(old), scalars[0]
         loss_batch = LossBatch(behavior, behavior, old, pos, neg, weight, *scalars, *rest)

@@ -143,9 +143,8 @@ def test_difference_draws_until_the_budget_is_used_not_a_fixed_number() -> None:
 def test_difference_aepo_rounds_its_split_up_and_reads_all_segments() -> None:
     assert algorithms.initial_rollouts(16, 0.5, 1.0, [1.0]) == 9
     assert num_roots_of(16, 0.5, 1.0, [1.0]) == 8
-    assert (
-        algorithms.initial_rollouts(16, 0.5, 0.4, [0.4, 0.1]) == 9
-    )  # the first segment is among them
+    # The first segment is among them.
+    assert algorithms.initial_rollouts(16, 0.5, 0.4, [0.4, 0.1]) == 9
     assert num_roots_of(16, 10.0, 0.4, [0.1]) == 15
 
 

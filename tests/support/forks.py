@@ -17,19 +17,13 @@ from tests.support.forkserver import POLL_S, PYTHON, Forked, ForkServer, fork_se
 
 TRAIN = ("-m", "agentenv.launchers", "train")  # arguments of Python
 MODULES = (
-    "deepspeed",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen2.modeling_qwen2",
-    "transformers.models.qwen3.modeling_qwen3",
-    "agentenv.learners.ranks.rank_process",
-    "agentenv.launchers.__main__",
-    "agentenv.launchers.train",
-    "agentenv.launchers.evaluate",
-    "agentenv.training.loop.training",
-    "agentenv.training.workers.rollout_worker",
-    "agentenv.evaluation.report",
+    "deepspeed", "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen3.modeling_qwen3",
+    "agentenv.learners.ranks.rank_process", "agentenv.launchers.__main__",
+    "agentenv.launchers.train", "agentenv.launchers.evaluate", "agentenv.training.loop.training",
+    "agentenv.training.workers.rollout_worker", "agentenv.evaluation.report",
     "tests.support.pictures:disable",
-)
+)  # fmt: skip
 
 
 def project() -> ForkServer:

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from agentenv.envs.quickstart.setup import build_model
+from agentenv.envs.quickstart.setup import build_model, chain
 from agentenv.envs.quickstart.world import demonstration, make_world
 from agentenv.launchers import sft
 from tests.support.rank_here import rank_here
@@ -100,16 +100,6 @@ def pairs(reserved: set[str]) -> Iterator[dict[str, Any]]:
             "chosen": {"from": "gpt", "value": chain(good.turns)},
             "rejected": {"from": "gpt", "value": chain(bad.turns)},
         }
-
-
-def chain(turns: Any) -> str:
-    """A whole answer, with the results between the texts of the policy."""
-    parts = []
-    for turn in turns:
-        parts.append(turn.action)
-        if turn.result is not None:
-            parts.append(f" <result>\n{turn.result}\n</result>")
-    return "".join(parts)
 
 
 def write(path: Path, rows: Any) -> None:

@@ -28,6 +28,15 @@ COUNT = "count.json"  # in a checkpoint's folder, and in that of the learner's s
 STEP_S = 0.02  # of any command
 
 
+def saved_meta(**keys: object) -> SavedLearner:
+    """The description of a saved learner, by default one rank that has not trained."""
+    known = {
+        "num_ranks": 1, "zero_stage": 0, "dtype": "float32", "optimizer": "adamw",
+        "policy_version": 0, "optimizer_step": 0, "moved": False, "base_model": "",
+    }  # fmt: skip
+    return SavedLearner(**{**known, **keys})  # type: ignore[arg-type]
+
+
 class ToyRank(RankGroup):
     """`at` is called with the name of each command while it works, and returns its remaining
     seconds."""
@@ -116,16 +125,7 @@ class ToyRank(RankGroup):
         folder.mkdir(parents=True)
         (folder / COUNT).write_text(json.dumps(self.count))
         write_tensors(folder / shard_name(0, 1), [], [], {"fragments": "{}"})
-        meta = SavedLearner(
-            num_ranks=1,
-            zero_stage=0,
-            dtype="float32",
-            optimizer="adamw",
-            policy_version=self.version,
-            optimizer_step=self.count["updates"],
-            moved=False,
-            base_model="",
-        )
+        meta = saved_meta(policy_version=self.version, optimizer_step=self.count["updates"])
         (folder / SAVED_FILE).write_bytes(msgspec.json.encode(meta))
 
     async def close(self) -> None:

@@ -79,7 +79,7 @@ class Imitating(Struct):
     Both determine the order of demonstrations, which a resumed run draws again."""
 
     step: int = 0
-    measured: list[dict[str, float]] = field(default_factory=list)
+    measured: list[dict[str, float]] = []
 
 
 class RunState(Struct):
@@ -101,13 +101,13 @@ class RunState(Struct):
     outcomes: Outcomes = field(default_factory=Outcomes)  # for the curriculum
     parity: ParityGap = field(default_factory=ParityGap)
     entropy: EntropyProfile = {}
-    reports: dict[str, dict[str, BriefReport]] = field(default_factory=dict)
+    reports: dict[str, dict[str, BriefReport]] = {}
     best: float | None = None
     evaluating: Evaluating | None = None
     imitating: Imitating | None = None
     working_tools: list[str] = []
-    wall_s: dict[str, float] = field(default_factory=dict)
-    cpu_s: dict[str, float] = field(default_factory=dict)
+    wall_s: dict[str, float] = {}
+    cpu_s: dict[str, float] = {}
 
     def sampling_rate(self, more_s: float = 0.0) -> float:
         """Sampled tokens per second over the whole RL phase; a last step alone samples fewer.

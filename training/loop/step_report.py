@@ -12,15 +12,7 @@ from agentenv.base.offload import in_thread
 from agentenv.base.tree import TrajectoryTree
 from agentenv.contract.env import shared_stats
 from agentenv.learners.algorithms.credit import CreditedTree, counted_leaves
-from agentenv.rollout.metrics import (
-    LoopLag,
-    Metrics,
-    Throughput,
-    entropy_profile,
-    merged_profile,
-    rollout_metrics,
-    trained_metrics,
-)
+from agentenv.rollout import metrics as measures
 from agentenv.training.loop.batching import StepBatch
 from agentenv.training.loop.clocks import Stopwatch
 from agentenv.training.loop.feeder import Feeder
@@ -37,7 +29,7 @@ def step_score(
     seconds: float,
     groups_per_step: int,
     num_known: Mapping[int, int],
-) -> Metrics:
+) -> measures.Metrics:
     """The score of a step, a measure of useful training per second, and its factors.
 
         score = accepted tokens per second x freshness x batch factor
@@ -89,12 +81,12 @@ class StepReport:
     feeder: Feeder
     recorder: Recorder
     watch: Stopwatch
-    lag: LoopLag
+    lag: measures.LoopLag
 
     def __post_init__(self) -> None:
         self.parts, self.queue = self.feeder.parts, self.feeder.queue
         self.state, self.alarms = self.feeder.state, self.feeder.batches.alarms
-        self._throughput = Throughput()
+        self._throughput = measures.Throughput()
         self._num_words = getattr(self.parts.actor.renderer, "num_words", math.inf)
         self.row: dict[str, float] = {}  # of the last step
         self._scored_s = self._began_s = 0.0
@@ -108,14 +100,14 @@ class StepReport:
         """Start the clock of the next step, which waits for its trees."""
         self._began_s = asyncio.get_running_loop().time()
 
-    async def measure(self, batch: StepBatch) -> Metrics:
+    async def measure(self, batch: StepBatch) -> measures.Metrics:
         """Metrics of the trees of a step; also adds to the totals of the state."""
         state, trees, version = self.state, batch.delivered, batch.policy_version
-        metrics = await in_thread(rollout_metrics, trees, version, self._num_words)
+        metrics = await in_thread(measures.rollout_metrics, trees, version, self._num_words)
         counted = [(tree, counted_leaves(tree, credit)) for tree, credit in batch.learned]
-        metrics |= await in_thread(trained_metrics, trees, counted, version)
-        profile = await in_thread(entropy_profile, trees)
-        state.entropy = merged_profile(state.entropy, profile)
+        metrics |= await in_thread(measures.trained_metrics, trees, counted, version)
+        profile = await in_thread(measures.entropy_profile, trees)
+        state.entropy = measures.merged_profile(state.entropy, profile)
         state.totals.add(metrics)
         return metrics
 
@@ -137,7 +129,7 @@ class StepReport:
         self.row = self._row(batch.metrics, hits)
         await self.recorder.record_step(self.row, self.parts.num_steps, batch.delivered)
 
-    def _row(self, metrics: Metrics, hits: Metrics) -> dict[str, float]:
+    def _row(self, metrics: measures.Metrics, hits: measures.Metrics) -> dict[str, float]:
         state, queue = self.state, self.queue
         engine = self.parts.engine.stats()
         workers = {} if self.feeder.workers is None else self.feeder.workers.stats()
@@ -166,7 +158,7 @@ class StepReport:
             **{f"event_loop/{name}": value for name, value in self.lag.figures().items()},
         }
 
-    def _env_figures(self) -> Metrics:
+    def _env_figures(self) -> measures.Metrics:
         """Counts of environments since the start, in this process and in workers."""
         total = Counter(shared_stats())
         workers = self.feeder.workers

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import partial
@@ -121,7 +121,8 @@ class Training:
                 await self.run_rl()
                 self.phase = "end"
                 if "after_rl" not in self.state.reports:
-                    await self._saved_at_end(loop.evaluator.around("after_rl"))
+                    async with loop.saver.finishing():
+                        await loop.evaluator.around("after_rl")
                     await loop.saver.amend()
             await self._finish()
 
@@ -226,26 +227,15 @@ class Training:
         if loop.parts.demonstrations is not None:
             await loop.parity.check()
             with self.clock.phase("sft"):
-                try:
+                async with loop.saver.finishing(lambda: state.imitating is None):  # it had ended
                     await self.cold_start(loop.parts, loop.recorder, self.checkpoint)
-                except BaseException:
-                    if state.imitating is None:  # it had ended
-                        await loop.saver.finish()
-                    raise
         await loop.saver.save()
         if self.config.sft is None:
             state.reports["after_sft"] = state.reports["before_sft"]
         else:
-            await self._saved_at_end(loop.evaluator.around("after_sft"))
+            async with loop.saver.finishing():  # a checkpoint that resumes the evaluation
+                await loop.evaluator.around("after_sft")
         await loop.saver.amend()
-
-    async def _saved_at_end(self, evaluation: Coroutine[Any, Any, None]) -> None:
-        """Await the evaluation; if it is interrupted, save a checkpoint that resumes it."""
-        try:
-            await evaluation
-        except BaseException:
-            await self.loop.saver.finish()
-            raise
 
     # RL
 
@@ -257,13 +247,10 @@ class Training:
         if self.checkpoint is not None:
             await loop.evaluator.resume(loop.evaluator.due(step) if step else [])
         try:
-            async with asyncio.TaskGroup() as rollouts:
-                try:
-                    await self._take_steps(rollouts)
-                    await loop.saver.save()
-                except BaseException:  # also a rollout's, which cancels this task
-                    await loop.saver.finish()
-                    raise
+            # Also at the error of a rollout, which cancels this task.
+            async with asyncio.TaskGroup() as rollouts, loop.saver.finishing():
+                await self._take_steps(rollouts)
+                await loop.saver.save()
             await loop.recorder.written()
             await loop.recorder.archive.written()
         except BaseException:

@@ -83,11 +83,10 @@ async def cold_start(parts: Parts, recorder: Recorder, checkpoint: Path | None) 
     `checkpoint`: one during it."""
     running = ColdStart(parts, recorder, checkpoint)
     try:
-        await running.run_all()
-    except BaseException:
-        if running.done.step and running.state.imitating is not None:
-            await running.saver.finish()
-        raise
+        async with running.saver.finishing(
+            lambda: running.done.step > 0 and running.state.imitating is not None
+        ):
+            await running.run_all()
     finally:
         running.view.end()
 

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from agentenv.assembly.keys.supervised import SFTConfig, SFTRunConfig, SupervisedRunConfig
 from agentenv.base.config import Reporter, Resolve
-from agentenv.base.errors import CrashError, DataError
+from agentenv.base.errors import CrashError, DataError, reported_as
 from agentenv.base.tree import Trajectory, TrajectoryTree
 from agentenv.contract.env import check_observation
 from agentenv.contract.instruction import Instruction
@@ -315,12 +315,10 @@ def load_demonstrations(
 def _check_observations(conversation: Dialogue) -> None:
     """Raises DataError for messages that a policy never reads in a rollout."""
     messages = list(dropwhile(lambda one: one.role != "assistant", conversation.messages))
-    try:
+    with reported_as(DataError, "", CrashError):
         for is_turn, group in groupby(messages, lambda one: one.role == "assistant"):
             if not is_turn:
                 check_observation([*group])
-    except CrashError as error:
-        raise DataError(str(error)) from error
 
 
 def check_stages(config: SFTConfig, demonstrations: Demonstrations) -> None:

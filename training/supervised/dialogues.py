@@ -57,10 +57,8 @@ class RowFormat(Struct, frozen=True):
 
 def converted(raw: Any, kind: type[T], where: str = "") -> T:
     """A value of a file, converted to `kind`. Raises DataError that starts with `where`."""
-    try:
+    with reported_as(DataError, where, ForeignError):
         return convert(raw, kind)
-    except ForeignError as error:
-        raise DataError(f"{where}: {error}" if where else str(error)) from error
 
 
 # Messages of a dialogue, with the file's names of roles and texts.

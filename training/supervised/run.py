@@ -33,12 +33,7 @@ from agentenv.data.dataset import shuffled
 from agentenv.learners.algorithms.baselines import GRPO
 from agentenv.learners.keys import Metrics, Score
 from agentenv.learners.optimizer import lr_factor
-from agentenv.learners.ranks.dpo import (
-    PairTokens,
-    preference_metrics,
-    preference_sums,
-    with_reference,
-)
+from agentenv.learners.ranks import dpo
 from agentenv.learners.ranks.learner import DeepSpeedLearner
 from agentenv.learners.trees.encoded_tree import EncodedTree
 from agentenv.text.prompt import load_instruction
@@ -196,14 +191,12 @@ class SupervisedTraining(ABC):
             await self._measure()
         self.view.begin(self.name, self.num_steps, self.state.step, "the report")
         try:
-            while self.state.step < self.num_steps:
-                with self.view.doing(f"step {self.state.step + 1}"):
-                    await uncancelled(self._step())
-                if self.saver.is_due():
-                    await self.saver.save()
-        except BaseException:
-            await self.saver.finish()
-            raise
+            async with self.saver.finishing():
+                while self.state.step < self.num_steps:
+                    with self.view.doing(f"step {self.state.step + 1}"):
+                        await uncancelled(self._step())
+                    if self.saver.is_due():
+                        await self.saver.save()
         finally:
             self.view.end()
         await self.saver.save()
@@ -356,7 +349,9 @@ async def with_reference_scores(
 ) -> list[EncodedTree]:
     """The pairs with the log-probs of the reference policy, the learner's current weights."""
     scores = await score_all(learner, pairs)
-    return [with_reference(pair, score.logprobs) for pair, score in zip(pairs, scores, strict=True)]
+    return [
+        dpo.with_reference(pair, score.logprobs) for pair, score in zip(pairs, scores, strict=True)
+    ]
 
 
 async def preference_figures(
@@ -366,4 +361,4 @@ async def preference_figures(
     `agentenv.learners.ranks.dpo.preference_metrics`."""
     scores = await score_all(learner, pairs)
     logprobs = np.concatenate([score.logprobs for score in scores])
-    return preference_metrics([preference_sums(PairTokens(pairs), logprobs, beta)])
+    return dpo.preference_metrics([dpo.preference_sums(dpo.PairTokens(pairs), logprobs, beta)])

@@ -59,16 +59,13 @@ async def run_rounds(training: Training, num_rounds: int) -> None:
             await loop.evaluator.evaluate(list(config.eval.sets), "before_rl")
         else:
             resume_from(run, config, state.step, view.log)
-        try:
+        async with saver.finishing():
             while state.step < num_rounds:
                 trees = await critic.sample(state.step)
                 with view.doing(f"round {state.step + 1}"):
                     await uncancelled(_one_round(loop, critic, trees))
                 if saver.is_due():
                     await saver.save()
-        except BaseException:
-            await saver.finish()
-            raise
         await saver.save()
         await loop.evaluator.evaluate(list(config.eval.sets), "after_rl")
         checkpoint = run.checkpoints.path(state.step).name

@@ -132,7 +132,7 @@ class RolloutWorker:
                 self.engine.policy_version = request.policy_version
                 task = group.create_task(self._grow(request))
                 self._rollouts[request.number] = task, request.index
-                task.add_done_callback(partial(self._forget, request.number))
+                task.add_done_callback(lambda _: self._rollouts.pop(request.number))
             case messages.Quit():
                 if request.number in self._rollouts:
                     self._rollouts[request.number][0].cancel()
@@ -181,9 +181,6 @@ class RolloutWorker:
             )
         except Exception as error:
             self.link.send(pack(messages.Refused(request.number, *named(error))))
-
-    def _forget(self, number: int, task: object) -> None:
-        del self._rollouts[number]
 
     def _beat(self) -> bytes:
         actor = self.actor

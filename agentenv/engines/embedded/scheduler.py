@@ -21,14 +21,7 @@ from agentenv.base.errors import EngineError
 from agentenv.base.types import Chunk, Completion, SamplingParams, VersionSpan
 from agentenv.contract.engine import extend_spans
 from agentenv.contract.stop_strings import StopMatcher, StopStrings
-from agentenv.engines.embedded.model import (
-    DecodeGroup,
-    DecoderModel,
-    IntArray,
-    ModelBatch,
-    Prefill,
-    SlotCache,
-)
+from agentenv.engines.embedded import model
 from agentenv.engines.embedded.sampler import TokenSampler
 from agentenv.engines.embedded.weights import Architecture, EmbeddedWeights
 
@@ -42,7 +35,7 @@ class EmbeddedRequest:
     """The thread's state of one call of generate. `context` is the initial content of its slot: the
     prompt, and the tokens from before a sleep of the engine; `turn` has the tokens so far."""
 
-    prompt: IntArray
+    prompt: model.IntArray
     sampling: SamplingParams
     session: str
     chunk_size: int  # tokens of a Chunk, 0: no streaming
@@ -100,13 +93,13 @@ class BatchStep:
 
     def __init__(
         self,
-        cache: SlotCache,
+        cache: model.SlotCache,
         running: Mapping[int, EmbeddedRequest],
         fresh: Sequence[EmbeddedRequest],
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        decodes: list[DecodeGroup] = []
+        decodes: list[model.DecodeGroup] = []
         slots: list[int] = []
         spare: list[int] = []  # steps until a row is full
         token_ids: list[int] = []
@@ -116,7 +109,7 @@ class BatchStep:
             rows = [slot for slot in block.slots if slot not in new]  # the new ones come last
             if rows:
                 lengths = cache.lengths[rows].tolist()
-                decodes.append(DecodeGroup(block, len(token_ids), lengths, device))
+                decodes.append(model.DecodeGroup(block, len(token_ids), lengths, device))
                 token_ids += [running[slot].turn.token_ids[-1] for slot in rows]
                 positions += lengths
                 spare.append(block.width - max(lengths))
@@ -124,19 +117,21 @@ class BatchStep:
         self.slots = np.array(slots, dtype=np.int64)
         self.requests = [running[slot] for slot in slots]
         self.inputs = [request.turn.token_ids[-1] for request in self.requests]
-        prefills: list[Prefill] = []
+        prefills: list[model.Prefill] = []
         for request in fresh:
             block, row = cache.location(request.slot)
             past, start = request.turn.num_cached_tokens, len(token_ids)
             ids = request.context[past:].tolist()
-            prefills.append(Prefill(block, row, past, start, len(ids), device))
+            prefills.append(model.Prefill(block, row, past, start, len(ids), device))
             token_ids += ids
             positions += range(past, len(request.context))
             spare.append(block.width - len(request.context) + 1)
         self.requests += fresh
         self.num_steps = min(spare)
         tokens = torch.tensor(token_ids, device=device)
-        self.batch = ModelBatch(tokens, torch.tensor(positions, device=device), decodes, prefills)
+        self.batch = model.ModelBatch(
+            tokens, torch.tensor(positions, device=device), decodes, prefills
+        )
         self.sampler = TokenSampler(
             [request.sampling for request in self.requests],
             device,
@@ -157,7 +152,7 @@ class Scheduler:
         self,
         arch: Architecture,
         weights: EmbeddedWeights,
-        cache: SlotCache,
+        cache: model.SlotCache,
         stop_strings: StopStrings,
         policy_version: int,
         max_num_seqs: int,
@@ -169,7 +164,7 @@ class Scheduler:
         self.running: dict[int, EmbeddedRequest] = {}  # by slot
         self.asleep = False
         self._arch, self._weights, self._cache = arch, weights, cache
-        self._model = DecoderModel(arch, weights)
+        self._model = model.DecoderModel(arch, weights)
         self._stop_strings = stop_strings
         self._max_num_seqs = max_num_seqs
         self._device = weights.embed.device

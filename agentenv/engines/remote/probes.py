@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from agentenv.base.errors import ConfigError, EngineError
+from agentenv.base.errors import ConfigError, EngineError, reported_as
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Chunk, SamplingParams, VersionSpan
 from agentenv.contract.http_client import Logprob, MalformedReplyError, ServerClient, beginning
@@ -106,16 +106,14 @@ async def probe_vllm(http: ServerClient, vocab_size: int, entropy_top_k: int) ->
     for route, cure in VLLM_NEEDED.items():
         if route not in routes:
             raise ConfigError(f"{http.name} has no route {route}: {cure}")
-    try:
+    with reported_as(ConfigError, "", MalformedReplyError, ValueError, end=f"; {NEWER}"):
         version = await http.read(str, "GET", "/version", "version")
-        model, *_ = (await http.call_as(Models, "GET", "/v1/models")).data
+        model, *_ = (await http.call_as(Models, "GET", "/v1/models")).data  # ValueError: none
         # The first answer takes seconds: vLLM lists the packages of its whole environment.
         params = {"config_format": "json"}
         settings = await http.call_as(
             _ServerInfo, "GET", "/server_info", params=params, timeout_s=120
         )
-    except (MalformedReplyError, ValueError) as error:  # ValueError: it lists no model
-        raise ConfigError(f"{error}; {NEWER}") from error
     info = settings.vllm_config
     cpu = "cpu" in str(info.device_config.get("device", ""))
     _check_logprobs(http.name, info.model_config, entropy_top_k)
@@ -282,13 +280,10 @@ async def probe_sglang(http: ServerClient, vocab_size: int, layout: Layout | Non
     routes = await http.routes()
     if missing := [route for route in SGLANG_NEEDED if route not in routes]:
         raise ConfigError(f"{http.name} lacks {', '.join(missing)}; {SGLANG_NEWER}")
-    try:
+    problem = "cannot read /server_info or /model_info"
+    with reported_as(ConfigError, problem, MalformedReplyError, end=f"; {SGLANG_NEWER}"):
         model = await http.call_as(ModelInfo, "GET", "/model_info")
         args = await http.call_as(ServerArgs, "GET", "/server_info")
-    except MalformedReplyError as error:
-        raise ConfigError(
-            f"cannot read /server_info or /model_info: {error}; {SGLANG_NEWER}"
-        ) from error
     folders = [Path(model.model_path), Path(model.tokenizer_path)]
     await _check_fields(http, args)
     _check_args(http.name, args, model)

@@ -177,16 +177,12 @@ async def test_there_are_no_forks_where_replays_differ_or_are_unknown(
 @pytest.mark.parametrize(
     ("name", "keys", "problem"),
     [
-        ("Again", {}, "id.*resets itself"),
-        ("Many", {}, "id"),
-        ("Absent", {}, "id"),
-        ("Walk", {"options": {"speed": 1}}, "id.*speed"),
-        ("Pixels", {}, "view"),
-        ("Pixels", {"view": "absent"}, "id.*absent"),
-        ("Continuous", {}, "actions.*Box"),
+        ("Again", {}, "id.*resets itself"), ("Many", {}, "id"), ("Absent", {}, "id"),
+        ("Walk", {"options": {"speed": 1}}, "id.*speed"), ("Pixels", {}, "view"),
+        ("Pixels", {"view": "absent"}, "id.*absent"), ("Continuous", {}, "actions.*Box"),
         ("Walk", {"actions": ["on", "ON"]}, "actions"),
     ],
-)
+)  # fmt: skip
 async def test_an_environment_that_cannot_be_played_is_refused(
     name: str, keys: Any, problem: str
 ) -> None:

@@ -15,14 +15,8 @@ from tests.support.grading import TABLES, is_right
 
 NUM = 40
 JOINTS = [
-    "{} or {}",
-    "{}, {}",
-    "{}. {}",
-    "{} ({})",
-    "{}\n{}",
-    "It is {} or maybe {}.",
-    "{}, later {}",
-]
+    "{} or {}", "{}, {}", "{}. {}", "{} ({})", "{}\n{}", "It is {} or maybe {}.", "{}, later {}",
+]  # fmt: skip
 
 
 def _number(draw: random.Random, high: int) -> str:
