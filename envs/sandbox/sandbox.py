@@ -19,7 +19,7 @@ from agentenv.base.deadline import admitted, waiting
 from agentenv.base.errors import SHOWN, ConfigError, EnvError, InfraError
 from agentenv.envs.sandbox.confine import ONE_THREAD
 from agentenv.envs.sandbox.keys import PythonConfig
-from agentenv.envs.sandbox.launch import LOST_BELOW, NAMESPACES_ADVICE, MissingModuleError, Rung
+from agentenv.envs.sandbox.launch import LOST_BELOW, NAMESPACES_ADVICE, InterpreterError, Rung
 from agentenv.envs.sandbox.process import (
     CellAnswer,
     ChannelClosedError,
@@ -251,7 +251,8 @@ class Sandbox:
     ConfigError reports the requirements that each lacks; only `allow_unsafe` falls back to a plain
     subprocess with resource limits, with a warning.
 
-    A module of `config.preload` that is not installed is a ConfigError at the start.
+    A module of `config.preload` that is not installed, and an error of `config.prelude`, is a
+    ConfigError at the start.
     """
 
     def __init__(
@@ -352,7 +353,7 @@ class Sandbox:
         for rung in self._rungs:
             try:
                 zygote = await self._launch_on(rung)
-            except MissingModuleError:
+            except InterpreterError:
                 raise
             except ConfigError as error:
                 problems.append(f"{rung}: {error}")

@@ -34,7 +34,10 @@ def test_sampling_and_limits_are_the_published_ones(name: str) -> None:
         assert one.env is not None
         assert (one.sampling.temperature, one.sampling.top_p) == (0.6, 0.95)
         assert one.sampling.repetition_penalty == 1.1
-        assert (one.limits.max_turn_tokens, one.limits.max_seconds) == (4096, 1500)
+        assert one.python is not None
+        assert one.python.timeout_s == 120
+        assert (one.limits.max_turn_tokens, one.limits.max_seconds) == (4 * 4096, 1500)
+        assert one.limits.max_tool_result_tokens == one.limits.max_response_tokens
         assert one.limits.on_limit == "result"
         assert one.max_tasks is None, "as many as the papers ask"
         calls = {tool.name: tool.max_calls for tool in one.env.tools}
@@ -138,6 +141,7 @@ def test_the_documentation_matches_the_resolved_configurations(name: str) -> Non
     numbers = re.findall(r"[\d,]*\d", row["tokens per turn, seconds per question, at a time"])
     limits = (one.limits.max_turn_tokens, one.limits.max_seconds, config.concurrency)
     assert tuple(int(number.replace(",", "")) for number in numbers) == limits
+    assert row["seconds per Python call"] == f"{getattr(one.python, 'timeout_s', 0):g}"
     times = {1: "one", 5: "five"}[config.num_samples]
     assert row["samples"].startswith(times)
     more = {f"AIME {set_.num_samples}" for set_ in config.sets.values()

@@ -188,12 +188,18 @@ async def test_judge_against_rules():
         for i, (judge, rule) in enumerate(cells)
     ]
     rows.append(row("x", success=False, parts={"rule": 0.0, "judge_unparsed": 1.0}))
-    overall = (await figures(rows)).overall
+    rows.append(row("y", success=True, parts={"rule": 1.0}))  # the rules decided
+    overall = (summary := await figures(rows)).overall
+    assert "kappa 0.47" in hints_of(summary, "e")[0]
     found = overall.agreement
     assert (found.both_right, found.only_judge, found.only_rules, found.both_wrong) == (6, 2, 1, 3)
     assert found.share == pytest.approx(9 / 12)
     assert found.kappa == pytest.approx((9 / 12 - 38 / 72) / (1 - 38 / 72))
-    assert overall.estimates["judge"].value == pytest.approx(9 / 13)
+    assert overall.estimates["judge"].value == pytest.approx(8 / 13), "not those of the rules"
+    for one in rows[:3]:  # within a combined grader: another "judge" is a weighted reward
+        one.parts = {"judge": 0.5, "llm": 1.0, "llm.judge": 0.0, "llm.rule": 1.0, "llm.accuracy": 1}
+    assert "kappa 0.03" in hints_of(summary := await figures(rows), "e")[0]
+    assert summary.overall.estimates["judge"].value == pytest.approx(5 / 13)
 
 
 async def test_the_order_of_rows_does_not_matter():

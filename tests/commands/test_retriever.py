@@ -18,7 +18,7 @@ from agentenv.base.errors import ConfigError, InfraError, ToolError
 from agentenv.base.types import Message, Task, ToolCall
 from agentenv.contract.env import close_shared
 from agentenv.envs.search.bm25 import BM25Backend
-from agentenv.envs.search.corpus import CORPUS_SCHEME, Query
+from agentenv.envs.search.corpus import CORPUS_SCHEME, Query, document_of
 from agentenv.envs.search.faiss_index import FaissBackend
 from agentenv.envs.search.providers import HttpBackend, RemoteBackend, RemoteSearchConfig
 from agentenv.envs.web_search import WebSearchEnv
@@ -91,6 +91,26 @@ async def test_the_retriever_serves_both_dialects(client: Any) -> None:
     assert await retrieve(client, {"query": "zebra"}) == (200, {"result": [[]]})
     async with client.get("/health") as response:
         assert await response.json() == {"status": "ok"}
+
+
+async def test_documents_come_back_as_stored(tmp_path: Path) -> None:
+    """To clients and, over a remote backend, as the contents that the policy reads."""
+    texts = ['"Lima"\nof Peru.', "Lima\n\nPeru", "Peru alone", '""\nPeru', " Peru \n"]
+    rows: list[Any] = [{"id": place, "contents": text} for place, text in enumerate(texts)]
+    rows[1] |= {"id": "one", "title": "The capital", "url": "http://lima", "document": [1]}
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    async with served(BM25Backend(path)) as client:
+        for route, body in (("/search", {}), ("/retrieve", {"topk": 9})):
+            _, found = await post(client, route, {"query": "peru", **body})
+            found = [one["document"] for one in found["result"][0]] if body else found
+            assert sorted(found, key=lambda one: str(one["id"])) == [
+                rows[i] for i in (0, 2, 3, 4, 1)
+            ]
+        backend = remote(client, "tool_star")
+        hits = await backend.search(Query("peru", 9))
+        await backend.close()
+        assert sorted(document_of(hit)["contents"] for hit in hits) == sorted(texts)
 
 
 @pytest.mark.parametrize(

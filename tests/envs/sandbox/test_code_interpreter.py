@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tomllib
+
 import pytest
 
 import agentenv.contract.env_registry
@@ -11,6 +13,7 @@ from agentenv.contract.env import shared_stats
 from agentenv.envs.code_interpreter import python_tool, shared_sandbox
 from agentenv.envs.sandbox.keys import PythonConfig
 from agentenv.envs.sandbox.sandbox import Sandbox
+from tests.support.warehouse import ROOT
 
 pytestmark = pytest.mark.usefixtures("services")
 
@@ -46,6 +49,26 @@ async def test_the_time_limit_of_a_call_is_a_key() -> None:
     observation, _, _, _, info = await env.step(run("while True: pass"))
     assert observation[0].content == "TimeoutError: stopped after 0.3 s"
     assert info["tool_calls"][0]["ok"] is False
+    await env.close()
+
+
+@pytest.mark.parametrize("name", ["tool_star_rl_3b", "eval_tool_star"])
+async def test_names_of_a_prelude_are_there_first_after_a_restart_and_in_forks(name: str) -> None:
+    """Those of Tool-Star's executor, without an import."""
+    python = tomllib.loads((ROOT / "configs" / f"{name}.toml").read_text("utf-8"))["python"]
+    env = agentenv.contract.env_registry.make(ENV_ID, TASK, python={**python, "timeout_s": 3.0})
+    await env.reset(seed=1)
+    used = "solve(Eq(symbols('t') ** 2, math.comb(4, 1))), sympy.diff(x * y * z, x), np.int64(7)"
+    shown = "([-2, 2], y*z, np.int64(7))"
+    for code, expected in (
+        (f"x, {used}", f"(x, {shown[1:]}"), ("x = 5; import os; os._exit(1)", "The interpreter"),
+        (used, shown), ("import random; r, x = random.random(), 5; x", "5"),
+    ):  # fmt: skip
+        observation, *_ = await env.step(run(code))
+        assert expected in observation[0].content
+    child = await env.fork()
+    assert (await child.step(run("x, y")))[0][0].content == "(5, y)"
+    await child.close()
     await env.close()
 
 
