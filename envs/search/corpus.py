@@ -247,7 +247,9 @@ def read_passage(line: bytes, where: str) -> Passage:
     except ForeignError as error:
         raise DataError(f"{where}: {error}; {_EXPECTED}") from error
     title, text = split_contents(flash.contents)
-    return Passage(str(flash.id), flash.title or title, text, row)
+    if flash.title not in (None, title):  # its contents have no line of the title
+        title, text = flash.title, flash.contents
+    return Passage(str(flash.id), title, text, row)
 
 
 def split_contents(contents: str) -> tuple[str, str]:

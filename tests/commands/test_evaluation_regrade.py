@@ -26,19 +26,6 @@ from tests.support.openai_endpoint import Json, ScriptedEndpoint, reply
 from tests.support.stored_evaluation import QUICK, mixed_rows, rows_of, write_evaluation
 
 
-def test_the_same_grader_gives_the_same_rows_and_figures(tmp_path, capsys):
-    folder = write_evaluation(tmp_path / "e", mixed_rows(12, 3), {"kind": "layered"})
-    assert evaluate.main(["regrade", str(folder)]) == 0  # the labels of the rows become real grades
-    rows, summary = read_rows(folder), (folder / "summary.json").read_bytes()
-    capsys.readouterr()
-    assert evaluate.main(["regrade", str(folder)]) == 0
-    assert "0 of 36" in capsys.readouterr().out
-    assert read_rows(folder) == rows
-    assert (folder / "summary.json").read_bytes() == summary
-    assert {row.success for row in rows} == {True, False}
-    assert all("em" in row.scores for row in rows)
-
-
 def test_another_grader_flips_verdicts_and_lists_them(tmp_path, capsys):
     answers = {"1": ["World War I"], "2": ["WWII"], "3": ["World War II"]}
     folder = write_evaluation(tmp_path / "e", rows_of(answers, "World War II"), QUICK)
@@ -176,11 +163,14 @@ def test_regrading_with_the_stored_grader_changes_nothing(
     for row in rows[2:]:
         row.segments[-1]["policy"] = rf"The answer is \boxed{{{row.prediction}}}."
     folder = write_evaluation(tmp_path / "e", rows, {"math": False}, DEEP_SEARCH, name)
-    for overrides in ([], ["grader.kind=layered"], ["grader.math=false"], ["grader.kind=exact"]):
+    assert evaluate.main(["regrade", str(folder)]) == 0  # their labels become real grades
+    before, summary = read_rows(folder), (folder / "summary.json").read_bytes()
+    for overrides in ([], ["grader.kind=layered"], ["grader.math=false"]):
         assert evaluate.main(["regrade", str(folder), *overrides]) == 0
-        said = capsys.readouterr().out
-        assert "0 of 4 verdicts changed" in said, overrides
-        assert "rule of the reward changes" not in said
+        assert "0 of 4 verdicts changed" in capsys.readouterr().out
+        assert (read_rows(folder), (folder / "summary.json").read_bytes()) == (before, summary)
+    assert evaluate.main(["regrade", str(folder), "grader.kind=exact"]) == 0
+    assert "rule of the reward" not in capsys.readouterr().out
     assert evaluate.main(["regrade", str(folder), "grader.reward=tools"]) == 0
     told = "the rule of the reward changes, not only the comparison: grader.reward: 'answer'"
     assert told in capsys.readouterr().out.splitlines()[0]

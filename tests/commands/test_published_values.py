@@ -6,7 +6,6 @@ docs/reproduce.md prints the differences: `python -m tests.commands.test_publish
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from collections.abc import Iterator

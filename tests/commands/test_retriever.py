@@ -97,16 +97,14 @@ async def test_documents_come_back_as_stored(tmp_path: Path) -> None:
     """To clients and, over a remote backend, as the contents that the policy reads."""
     texts = ['"Lima"\nof Peru.', "Lima\n\nPeru", "Peru alone", '""\nPeru', " Peru \n"]
     rows: list[Any] = [{"id": place, "contents": text} for place, text in enumerate(texts)]
-    rows[1] |= {"id": "one", "title": "The capital", "url": "http://lima", "document": [1]}
+    rows[4] |= {"id": "4", "title": "The capital", "url": "http://lima", "document": [1]}
     path = tmp_path / "corpus.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     async with served(BM25Backend(path)) as client:
-        for route, body in (("/search", {}), ("/retrieve", {"topk": 9})):
-            _, found = await post(client, route, {"query": "peru", **body})
-            found = [one["document"] for one in found["result"][0]] if body else found
-            assert sorted(found, key=lambda one: str(one["id"])) == [
-                rows[i] for i in (0, 2, 3, 4, 1)
-            ]
+        _, found = await post(client, "/search", {"query": "peru"})
+        _, again = await retrieve(client, {"query": "peru"})
+        assert [{"document": one} for one in found] == again["result"][0]
+        assert sorted(found, key=lambda one: int(one["id"])) == rows
         backend = remote(client, "tool_star")
         hits = await backend.search(Query("peru", 9))
         await backend.close()
