@@ -20,7 +20,6 @@ A session runs untrusted code: the host trusts none of its answers.
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import errno
 import functools
@@ -36,7 +35,6 @@ import socket
 import sys
 import tempfile
 import time
-import types
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -78,7 +76,7 @@ def main() -> None:
         initializer = ForkInitializer(config["tmp_bytes"], config["below_tmp"])
     del sys.path[0]
     missing = preload(config["preload"], config["preload_is_optional"])
-    config["scope"], problem = prelude(config["prelude"], config["max_output_chars"])
+    config["scope"], problem = cells.prelude(config["prelude"], config["max_output_chars"])
     if config["rung"] == "landlock":
         config["rules_fd"] = confine.landlock_ruleset(confine.landlock_abi(), config["readable"])
     config["rlimits"]["AS"] += _pages("self", 0) * resource.getpagesize()
@@ -306,18 +304,6 @@ def preload(names: Sequence[str], optional: bool) -> list[str]:
         else:
             _WARM_UPS.get(name, int)()
     return missing
-
-
-def prelude(code: str, max_chars: int) -> tuple[types.ModuleType, str]:
-    """The main module of all sessions, with the names that `code` sets; and its error."""
-    scope = types.ModuleType("__main__")
-    vars(scope)["__builtins__"] = builtins
-    problem = ""
-    if code:
-        cells.seed_all(0)  # equal names after a restart of the sandbox, which replays need
-        _, problem = cells.run_cell(code, vars(scope), 0, max_chars)
-        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-    return scope, problem
 
 
 def stat_by_opening() -> None:

@@ -49,7 +49,7 @@ def test_limits_of_tools_below_those_of_the_training_warn(
     dry += [str(CONFIGS / "eval_deep_search.toml")]
     evaluate.main(dry)
     assert "trained with" not in (shown := capsys.readouterr()).err
-    assert "grader.partial_credit: True -> None: not used by its kind" in shown.out
+    assert "grader.partial_credit: True" in shown.out
     lower = ["python.timeout_s=10", "search.mode=snippets", "limits.max_tool_result_tokens=99"]
     evaluate.main([*dry, *lower, "env.tools=[{name='python', max_calls=1}]"])
     said = capsys.readouterr().err
@@ -150,7 +150,7 @@ def test_the_documentation_matches_the_resolved_configurations(name: str) -> Non
     numbers = re.findall(r"[\d,]*\d", row["tokens per turn, seconds per question, at a time"])
     limits = (one.limits.max_turn_tokens, one.limits.max_seconds, config.concurrency)
     assert tuple(int(number.replace(",", "")) for number in numbers) == limits
-    assert row["seconds per Python call"] == f"{getattr(one.python, 'timeout_s', 0):g}"
+    assert row["seconds in Python"] == f"{getattr(one.python, 'timeout_s', 0):g}"
     times = {1: "one", 5: "five"}[config.num_samples]
     assert row["samples"].startswith(times)
     more = {f"AIME {set_.num_samples}" for set_ in config.sets.values()

@@ -167,10 +167,10 @@ def test_regrading_with_the_stored_grader_changes_nothing(
     before, summary = read_rows(folder), (folder / "summary.json").read_bytes()
     for overrides in ([], ["grader.kind=layered"], ["grader.math=false"]):
         assert evaluate.main(["regrade", str(folder), *overrides]) == 0
-        assert "0 of 4 verdicts changed" in capsys.readouterr().out
+        assert "0 of 4" in capsys.readouterr().out
         assert (read_rows(folder), (folder / "summary.json").read_bytes()) == (before, summary)
     assert evaluate.main(["regrade", str(folder), "grader.kind=exact"]) == 0
-    assert "rule of the reward" not in capsys.readouterr().out
+    assert "rule of" not in capsys.readouterr().out
     assert evaluate.main(["regrade", str(folder), "grader.reward=tools"]) == 0
     told = "the rule of the reward changes, not only the comparison: grader.reward: 'answer'"
     assert told in capsys.readouterr().out.splitlines()[0]

@@ -147,9 +147,7 @@ async def test_a_missing_package_is_reported_at_the_start() -> None:
     with pytest.raises(ConfigError, match=r"python\.preload: .*no_such_package.*pip install"):
         await sandbox.start()
     sandbox = Sandbox(PythonConfig(preload=(), prelude="print(1)\nfrom json import nothing"))
-    with pytest.raises(
-        ConfigError, match=r"python\.prelude, in .* line 2, .*ImportError.*'nothing'"
-    ):
+    with pytest.raises(ConfigError, match=r"python\.prelude.*line 2, .*ImportError"):
         await sandbox.start()
     assert children() == []
 
