@@ -161,12 +161,10 @@ def changed_keys(before: Tree, after: Tree) -> list[str]:
     answers into the reward."""
     found = [line for line in key_changes(before["sets"], after["sets"]) if "grader." in line]
     texts = dict.fromkeys(line[line.index("grader.") :] for line in found)  # without their sets
-    if not texts:
-        return []
     rules = [text for text in texts if re.split("[.:]", text)[1] in RULE]
     about = f"the rule of the reward changes, not only the comparison: {'; '.join(rules)}"
     keys = ", ".join(text.partition(":")[0] for text in texts)
-    return [about] * bool(rules) + [f"changed keys: {keys}"]
+    return [about] * bool(rules) + [f"changed keys: {keys}"] * bool(texts)
 
 
 BEFORE_FILE, CHANGES_FILE = "rows.before.jsonl", "regrade.md"

@@ -139,11 +139,11 @@ def prelude(code: str, max_chars: int) -> tuple[types.ModuleType, str]:
     """The main module of all sessions, with the names that `code` sets; and its error."""
     scope = types.ModuleType("__main__")
     vars(scope)["__builtins__"] = builtins
-    problem = ""
-    if code:
-        seed_all(0)  # equal names after a restart of the sandbox, which replays need
-        _, problem = run_cell(code, vars(scope), 0, max_chars)
-        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    if not code:
+        return scope, ""
+    seed_all(0)  # equal names after a restart of the sandbox, which replays need
+    _, problem = run_cell(code, vars(scope), 0, max_chars)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     return scope, problem
 
 
