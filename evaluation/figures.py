@@ -13,7 +13,7 @@ from msgspec import Struct
 from agentenv.assembly.keys.benchmarks import groups as benchmark_groups
 from agentenv.assembly.reports.records import FAILED, EvalRow
 from agentenv.evaluation import statistics
-from agentenv.evaluation.scores import Scorer, Votes, count_votes, for_each, score_rows
+from agentenv.evaluation.scores import Scorer, Votes, count_votes, for_each, judge_parts, score_rows
 from agentenv.evaluation.statistics import Floats, cohen_kappa, majority_at_k, pass_at_k
 from agentenv.rollout.failures import faults_of
 from agentenv.rollout.metrics import failure_kind_of, part_means
@@ -67,15 +67,16 @@ class Figures(Struct, kw_only=True):
     `num_failed`, `failures` and `success_if_failed_wrong`. A trajectory failed if its last attempt
     did. `num_retries`: number of failed attempts that were retried, over all trajectories.
     `num_empty`: number of trajectories with an empty reply of the model; `num_padded`: of sampled
-    ids beyond the tokenizer's.
+    ids beyond the tokenizer's; `num_valid`: of trajectories with an answer.
     `parts`: means of the parts of rewards, as in training.
     `num_misformatted`: number of answers that equal a gold (em) but are wrong because of their
     format.
 
     `estimates` contains success (of the environment's grader), reward, the scores, tool_calls (per
-    trajectory), tool_productivity (correct trajectories / tool calls), tool_efficiency (share of
-    correct ones among trajectories with tool calls), action_tokens, tool_tokens, seconds. `pass_at`
-    and `majority_at` are by k, over the questions with at least k finished samples.
+    trajectory), tool_productivity (correct trajectories / tool calls), tool_use (share of
+    trajectories with tool calls), tool_efficiency (share of correct ones among these),
+    action_tokens, tool_tokens, seconds. `pass_at` and `majority_at` are by k, over the questions
+    with at least k finished samples.
     """
 
     num_questions: int
@@ -99,6 +100,7 @@ class Figures(Struct, kw_only=True):
     num_misformatted: int = 0
     num_empty: int = 0
     num_padded: int = 0
+    num_valid: int = 0
 
 
 class Summary(Struct, kw_only=True):
@@ -195,6 +197,7 @@ def figures_of(
         num_misformatted=sum(map(_is_misformatted, done)),
         num_padded=sum(row.padded_tokens for row in rows),
         num_empty=sum(map(_is_empty, done)),
+        num_valid=sum(bool(row.prediction.strip()) for row in done),
     )
 
 
@@ -219,11 +222,9 @@ def _is_misformatted(row: EvalRow) -> bool:
 
 def agreement_of(rows: Iterable[EvalRow]) -> Agreement | None:
     """The agreement over the rows with both verdicts; None if no judge graded."""
-    judged = [row.parts for row in rows if {"judge", "judge_unparsed"} & row.parts.keys()]
+    judged = [parts for row in rows if (parts := judge_parts(row))]
     both = Counter(
-        (parts["judge"] >= 1, parts["rule"] >= 1)
-        for parts in judged
-        if "judge" in parts and "rule" in parts
+        (parts["judge"] >= 1, parts["rule"] >= 1) for parts in judged if "judge" in parts
     )
     num_unparsed = sum(parts.get("judge_unparsed", 0) > 0 for parts in judged)
     if not both and not num_unparsed:
@@ -261,7 +262,7 @@ def estimate(name: str, above: Floats, below: Floats, counts: Floats) -> Estimat
 
 def is_share(name: str) -> bool:
     """Whether a figure is a mean of values in [0, 1]."""
-    return name in (*SCORES, "success", "tool_efficiency") or "@" in name
+    return name in (*SCORES, "success", "tool_use", "tool_efficiency") or "@" in name
 
 
 def ratios(question: QuestionRows, ks: Sequence[int]) -> Ratios:
@@ -278,6 +279,7 @@ def ratios(question: QuestionRows, ks: Sequence[int]) -> Ratios:
             name: _mean([row.scores[name] for row in done if name in row.scores]) for name in SCORES
         },
         "tool_calls": _mean(calls),
+        "tool_use": _mean([bool(row.tool_calls) for row in done]),
         "tool_productivity": (num_right, sum(calls)),
         "tool_efficiency": (right_with_tools, len(with_tools)),
         **{name: _mean([getattr(row, name) for row in done]) for name in COSTS},

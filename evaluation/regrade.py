@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -22,6 +23,7 @@ from agentenv.assembly.reports.records import FAILED, EvalRow, calls_that_ran, p
 from agentenv.assembly.run.tables import Table, as_markdown, short
 from agentenv.assembly.run.terminal import View
 from agentenv.base.config import Resolve, Tree, build_config, resolver, to_plain
+from agentenv.base.config import changes as key_changes
 from agentenv.base.crashes import guarded
 from agentenv.base.disk import write_whole
 from agentenv.base.errors import ConfigError, CrashError, GraderError
@@ -29,6 +31,7 @@ from agentenv.base.offload import in_thread
 from agentenv.base.overrides import apply_overrides, blaming
 from agentenv.base.types import Task
 from agentenv.contract.env import Grader, close_shared, graded, start_grader
+from agentenv.envs.grading.keys import GraderConfig, fit
 from agentenv.evaluation import store
 from agentenv.evaluation.report import figures, show_report
 from agentenv.evaluation.run import verdict
@@ -36,6 +39,7 @@ from agentenv.evaluation.scores import for_each, make_scorer
 
 MAX_FAILED_AT_FIRST = 20  # rows; if none of them could be graded, the grader is unavailable
 GRADER_FAILED = "GraderError:"
+RULE = ("reward", "compat", "combined", "own", "path", "name", "success_at", "solution_str")  # keys
 
 
 Change = tuple[EvalRow, EvalRow]  # a row before and after regrading
@@ -152,6 +156,17 @@ async def regraded(row: EvalRow, graders: Graders) -> EvalRow:
     )
 
 
+def changed_keys(before: Tree, after: Tree) -> list[str]:
+    """Lines about the changed keys of graders; first, those of the rule that turns a comparison of
+    answers into the reward."""
+    found = [line for line in key_changes(before["sets"], after["sets"]) if "grader." in line]
+    texts = dict.fromkeys(line[line.index("grader.") :] for line in found)  # without their sets
+    rules = [text for text in texts if re.split("[.:]", text)[1] in RULE]
+    about = f"the rule of the reward changes, not only the comparison: {'; '.join(rules)}"
+    keys = ", ".join(text.partition(":")[0] for text in texts)
+    return [about] * bool(rules) + [f"changed keys: {keys}"] * bool(texts)
+
+
 BEFORE_FILE, CHANGES_FILE = "rows.before.jsonl", "regrade.md"
 MAX_LISTED = 40
 MAX_CELL = 60
@@ -168,6 +183,8 @@ async def regrade(folder: Path, overrides: Sequence[str], view: View) -> None:
     try:
         with closing(store.lock(folder)):
             rows = await in_thread(store.load_rows, folder)
+            for line in changed_keys(saved.config, to_plain(config)):
+                view.log(line)
             scorer = make_scorer(view.log)
             view.begin("regrading", len(rows))
             changes = await regrade_rows(
@@ -201,19 +218,19 @@ def regraded_config(config: Tree, overrides: Sequence[str]) -> Tree:
             raise ConfigError(f"{override!r}: the sets are {sorted(tree['sets'])}")
         by_set[name].append(override.strip().removeprefix(f"{start}grader."))
     for name in sorted(by_set):  # "" first: of every set
-        for place in [tree["sets"][name]] if name else [tree, *tree["sets"].values()]:
+        for place in [tree["sets"][name]] if name else tree["sets"].values():
             _override(place, by_set[name])
     return tree
 
 
 def _override(place: Tree, overrides: Sequence[str]) -> None:
     """Change the grader of a table and of the variants of its environment."""
+    named = {text.partition("=")[0].strip() for text in overrides}
     variants = (place.get("env") or {}).get("variants") or {}
-    chosen = any(text.partition("=")[0].strip() == "kind" for text in overrides)
     for table in [place, *(one for one in variants.values() if one.get("grader") is not None)]:
-        grader = {} if chosen else dict(table.get("grader") or {})
-        apply_overrides(grader, overrides)
-        table["grader"] = grader
+        grader = table["grader"] = dict(table.get("grader") or {})
+        apply_overrides(grader, overrides, GraderConfig)
+        fit(grader, named)
 
 
 def changes_table(changes: Sequence[Change]) -> Table:

@@ -93,20 +93,25 @@ def hints_of(summary: Summary, folder: str) -> list[str]:
             "gateways answer so under load (lower engine.max_concurrency); thoughts may fill "
             "limits.max_turn_tokens"
         )
+    found = summary.overall.agreement
+    kappa = found.kappa if found and found.both_right + found.only_rules else None
+    if found and kappa is not None and kappa < LOW_KAPPA:
+        hints.append(
+            f"judge and rules agree little, Cohen's kappa {kappa:.2f}: the judge alone accepts "
+            f"{found.only_judge} answers, the rules alone {found.only_rules}; read some of both"
+        )
     if summary.overall.num_padded:
         hints.append(f"{summary.overall.num_padded} {PADDED}")
     if noted := [f"{name} {count:.0f}" for name, count in summary.overall.endpoint.items()]:
         hints.append(f"counted of the program's calls (docs/metrics.md): {', '.join(noted)}")
-    count = summary.overall.num_misformatted
-    if not count:
-        return hints
-    return [
-        *hints,
-        f"{count} of {summary.overall.num_trajectories} answers are correct (EM) but not in the "
-        "format that the grader requires, and count as wrong: grade only the answers (agentenv "
-        f"evaluate regrade {shlex.quote(folder)} grader.reward=answer), or request the format "
-        "with a prompt.template such as no_tools or search",
-    ]
+    if count := summary.overall.num_misformatted:
+        hints.append(
+            f"{count} of {summary.overall.num_trajectories} answers are correct (EM) but not in "
+            "the format that the grader requires, and count as wrong: grade only the answers "
+            f"(agentenv evaluate regrade {shlex.quote(folder)} grader.reward=answer), or request "
+            "the format with a prompt.template such as no_tools or search"
+        )
+    return hints
 
 
 Cell = Callable[[Figures], str]
@@ -115,6 +120,7 @@ SCORE_TITLES = {"em": "EM", "f1": "F1", "rule": "rules"}  # of those with anothe
 FEW_CALLS = 5  # of a tool; a share of errors over fewer means nothing
 MAX_EMPTY_SHARE = 0.01  # of trajectories with an empty reply; above it the report warns
 NOT_SHORT = ("reward", "contains", "rule")
+LOW_KAPPA = 0.5  # of judge and rules, below which the report warns
 MAX_UNREADABLE_SHARE = 0.05  # of a judge's replies; above it the report warns
 
 
@@ -191,11 +197,12 @@ def _scores(summary: Summary, short: bool) -> Table:
     cells["graded"] = lambda one: str(one.num_trajectories)
     cells["success [95 %]"] = lambda one: interval(one.estimates.get("success"))
     cells |= {SCORE_TITLES.get(name, name): _value_of(name) for name in known}
+    cells |= {} if short else {"valid": lambda one: str(one.num_valid)}
     cells["failed"] = lambda one: str(one.num_failed)
     table = _grouped(f"Scores of {summary.name}", summary, cells, _scores_note(summary))
     if len(summary.groups.get("dataset", {})) > 1:
         before = [""] if short else ["", ""]
-        blank = [""] * (len(known) + 1)
+        blank = [""] * (len(cells) - len(before) - 1)
         table.rows.append(["mean of datasets", *before, number(summary.average), *blank])
     return table
 
@@ -248,6 +255,7 @@ def _spread_of(name: str, *figure: str) -> Cell:
 _COST: dict[str, Cell] = {
     "tool calls": _spread_of("tool_calls", "mean"),
     "right / call": _value_of("tool_productivity"),
+    "used a tool": _value_of("tool_use"),
     "correct with tools": _value_of("tool_efficiency"),
     "ARPO productivity": lambda figures: number(figures.arpo_tool_productivity),
     "turns": _spread_of("turns", "mean"),

@@ -5,7 +5,7 @@ f1        SQuAD token F1
 contains  the prediction contains the words of a gold in sequence (`acc` of the published code)
 rule      the layered grader's verdict: text, numbers, units, dates, lists, words, math-verify
 math      the same, only for mathematics
-judge     correct according to the rules or to an LLM judge, if one graded
+judge     accepted by an LLM judge, of the answers that it was asked about
 
 With several golds, the best score counts. With `compat = "reference"`, em, f1, contains and math
 follow the published evaluation of ARPO and Tool-Star, except that the best gold counts.
@@ -90,11 +90,19 @@ async def score_rows(rows: Sequence[EvalRow], scorer: Scorer) -> None:
 
     done = [row for row in rows if row.end != FAILED]
     await for_each(one, [row for row in done if scorer.compat or "em" not in row.scores])
-    # in sets with a judge: the grade by the rules or else by the judge
-    judged = {row.dataset for row in rows if {"judge", "judge_unparsed"} & row.parts.keys()}
     for row in done:
-        if row.dataset in judged:
-            row.scores["judge"] = float(row.success)
+        row.scores.pop("judge", None)
+        if found := judge_parts(row):
+            row.scores["judge"] = float(found.get("judge", 0.0) >= 1)
+
+
+def judge_parts(row: EvalRow) -> dict[str, float]:
+    """The parts of the judge that was asked about an answer, also of one in a combined grader,
+    whose own parts have no dot: rule, judge or judge_unparsed; empty without one."""
+    own = {key.rpartition(".")[2]: part for key, part in row.parts.items() if "." in key}
+    found = own or row.parts
+    is_asked = "rule" in found and {"judge", "judge_unparsed"} & found.keys()
+    return found if is_asked else {}
 
 
 def make_scorer(report: Callable[[str], None], compat: Compat = "") -> Scorer:

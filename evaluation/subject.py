@@ -5,8 +5,11 @@ parts of its evaluation.
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
-from collections import Counter
+import math
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -23,7 +26,7 @@ from agentenv.assembly.parts import assembly
 from agentenv.assembly.run.kept import BEST, find_checkpoint
 from agentenv.assembly.run.rundir import CONFIG_FILE
 from agentenv.assembly.serving.servers import ServerFactory, fill_roles
-from agentenv.base.config import Reporter, Tree, read_toml, resolver, values_in
+from agentenv.base.config import Reporter, Tree, changes, read_toml, resolver, to_plain, values_in
 from agentenv.base.errors import ConfigError, DataError, reported_as
 from agentenv.base.model_files import fetch_from_hub, find_on_hub, read_eos_ids
 from agentenv.base.offload import in_thread
@@ -33,6 +36,9 @@ from agentenv.contract.engine import Engine
 from agentenv.data.rows import RowsConfig
 from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces
 from agentenv.engines.openai import OpenAIConfig, TokensEngine
+from agentenv.envs.grading.keys import fit
+from agentenv.envs.sandbox.keys import PythonConfig
+from agentenv.envs.search.keys import PRESETS, SearchConfig
 from agentenv.evaluation.store import load_run_config
 from agentenv.reference.helpers import Assist, assist_actor
 from agentenv.rollout.actor import Actor
@@ -328,6 +334,40 @@ class EvaluationAssembly(assembly.RolloutAssembly[EvaluateConfig]):
         return self.config.seed if own is None else own
 
 
+def lower_limits(config: EvaluateConfig, trained: Tree) -> list[str]:
+    """A line for each limit of a tool that is lower in a set than in the run that trained the
+    policy, whose keys are `trained`, if there is one."""
+    then = _tool_limits(trained) if "env" in trained else {}
+    found = defaultdict[str, list[str]](list)
+    for name, one in config.sets.items():
+        now = _tool_limits(to_plain(one))
+        for key in then and {**then, **now}:
+            other = ALL_CALLS if key.endswith(".max_calls") else ""
+            own, before = (each.get(key, each.get(other, math.nan)) for each in (now, then))
+            if own < before:
+                found[f"{key} = {own:g}, but the policy was trained with {before:g}"].append(name)
+    return [f"{line}, in the sets {', '.join(names)}" for line, names in found.items()]
+
+
+ALL_CALLS = "limits.max_tool_calls"
+_BOUND = re.compile(r".*\.(max_(?!conc|sess)\w+|window_chars|timeout_s|cpu_s|memory_bytes)$")
+
+
+def _tool_limits(raw: Tree) -> dict[str, float]:
+    """The numbers that bound tools, by key: calls, seconds, and sizes of results and pages."""
+    search = raw.get("search") or to_plain(SearchConfig())
+    preset = PRESETS[search["preset"]]
+    reads = (search["mode"] or preset.mode) != "snippets"
+    sizes = {key: reads * getattr(preset, key) for key in ("max_page_chars", "window_chars")}
+    tables = {
+        "env.tools": {tool["name"]: tool for tool in raw["env"]["tools"]},
+        "python": raw.get("python") or to_plain(PythonConfig()),
+        "search": {**search, "preset": sizes},
+        "limits": {key: raw["limits"][key] for key in ("max_tool_calls", "max_tool_result_tokens")},
+    }
+    return {key: one for key, one in values_in(tables) if one is not None and _BOUND.match(key)}
+
+
 def with_own_names(tasks: Sequence[Task], report: Reporter) -> list[Task]:
     """The tasks with unique ids, which identify rows: a repeated id gets a number."""
     seen: Counter[str] = Counter()
@@ -370,7 +410,7 @@ def resolve(
     report: Reporter,
 ) -> C:
     """`configured` with the keys `given` instead of a file; messages call them `source`."""
-    raw = of_env(subject.raw, env_id, report)
+    raw = of_env(copy.deepcopy(subject.raw), env_id, report)  # the subject keeps its own
     if given is not None:
         has_sets = given.get("sets") or given.get("data")
         before = {k: v for k, v in raw.items() if k != "sets" or not has_sets}
@@ -387,6 +427,12 @@ def resolve(
     if env_id:
         raw = merged(raw, {"env": {"id": env_id}})
     override_kinds(config_type, raw, overrides, report)
+    keys = [*dict(values_in(given or {})), *(text.partition("=")[0].strip() for text in overrides)]
+    if named := {key.removeprefix("grader.") for key in keys if key.startswith("grader.")}:
+        before, raw["grader"] = raw["grader"], copy.deepcopy(raw["grader"])
+        fit(raw["grader"], named)
+        for line in changes(before, raw["grader"], "grader"):
+            report(f"{line}: not used by its kind")
     with blaming(source, overrides):
         try:
             return build(raw, source)

@@ -21,7 +21,7 @@ from agentenv.assembly.serving.gpus import gpus_for_others
 from agentenv.base.installation import require_train
 from agentenv.evaluation.report import report_of
 from agentenv.evaluation.run import FOLDER, chosen_sets, default_folder, evaluate_and_report
-from agentenv.evaluation.subject import configured
+from agentenv.evaluation.subject import configured, lower_limits
 from agentenv.launchers import compare
 from agentenv.launchers.command import add_dry_run, add_questions, parse, subject_of
 
@@ -63,6 +63,8 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     subject = subject_of(arguments, view, [] if arguments.config else names)
     config = configured(arguments, subject, EvaluateConfig, resolve_sets, view.log)
     config = chosen_sets(config, names, arguments.n)
+    for line in lower_limits(config, subject.raw):
+        view.warn(line)
     if arguments.dry_run:
         from agentenv.lab.diagnosis.dry_run import dry_run  # slow to load
 
@@ -123,9 +125,9 @@ def _regrade(argv: Sequence[str]) -> int:
     parser = KeysParser(
         prog="agentenv evaluate regrade",
         description="Regrade the stored trajectories of an evaluation, without generating.",
-        epilog="grader.kind=KIND starts from that kind's defaults; other grader.key=value change "
-        "the evaluation's grader, sets.NAME.grader.key=value that of one set. Without any, the "
-        "same grader regrades.",
+        epilog="grader.key=value changes that key of the evaluation's grader, sets.NAME.grader."
+        "key=value that of one set; a new grader.kind drops the keys that it does not use. Without "
+        "any, the same grader regrades.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("overrides", nargs="*", default=[], metavar="grader.key=value")

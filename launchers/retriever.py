@@ -35,7 +35,7 @@ from agentenv.contract.server_config import ClientKeyEnv, ListenHost, ListenPort
 from agentenv.endpoint.listener import Listener, body_of, json_response
 from agentenv.endpoint.messages import ApiError
 from agentenv.envs.search.bm25 import BM25Config
-from agentenv.envs.search.corpus import Backend, Hit, Query, joined_contents
+from agentenv.envs.search.corpus import Backend, Hit, Query, document_of
 from agentenv.envs.search.keys import AnyBackend, SearchConfig
 from agentenv.envs.search.service import build_backend
 from agentenv.launchers.command import until_stopped
@@ -106,7 +106,7 @@ class Retriever(Listener):
             if not many and not queries[0].strip():
                 raise ValueError("query is empty")
             found = await self._search(queries, body.top_n)
-        documents: list[Any] = [[_document(hit) for hit in hits] for hits in found]
+        documents: list[Any] = [[document_of(hit) for hit in hits] for hits in found]
         scores: list[Any] = [[hit.score for hit in hits] for hits in found]
         if not many:
             documents, scores = documents[0], scores[0]
@@ -128,12 +128,8 @@ def _expecting(form: str) -> Iterator[None]:
         raise ApiError("invalid", f"{error}; expected {form}") from error
 
 
-def _document(hit: Hit) -> dict[str, object]:
-    return {"id": hit.id, "contents": joined_contents(hit.title, hit.text)}
-
-
 def _row(hit: Hit, with_score: bool) -> dict[str, object]:
-    document = {**_document(hit), "title": hit.title}
+    document = document_of(hit) if hit.document else {**document_of(hit), "title": hit.title}
     return {"document": document, "score": hit.score} if with_score else {"document": document}
 
 

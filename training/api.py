@@ -65,7 +65,7 @@ from agentenv.envs.qa_grader import ExactMatch
 from agentenv.evaluation.figures import Summary
 from agentenv.evaluation.run import chosen_sets, default_folder, evaluate_and_report
 from agentenv.evaluation.store import read_rows
-from agentenv.evaluation.subject import LAST, find_subject, of_env, resolve
+from agentenv.evaluation.subject import LAST, find_subject, lower_limits, of_env, resolve
 
 T = TypeVar("T")
 Rows = str | Path | Sequence[str] | Sequence[Mapping[str, Any]]
@@ -282,6 +282,8 @@ def evaluate(
             found, source or text, raw, texts, given.id, EvaluateConfig, resolve_sets, view.log
         )
         built = chosen_sets(built, sets, max_tasks)
+        for line in lower_limits(built, found.raw):
+            view.warn(line)
         if found.model is not None:
             require_train("torch", "transformers")
         folder = default_folder(built, found) if out is None else Path(out)

@@ -33,6 +33,7 @@ from agentenv.base.untrusted import decode_python
 from agentenv.data.data_files import Row, find_files
 from agentenv.data.dataset import Paths, load_tasks
 from agentenv.data.rows import ANSWERS, QUESTIONS, ColumnsConfig, RowsConfig, look_up
+from agentenv.envs.grading.keys import READ_BY, kind_of
 from agentenv.envs.grading.verdict import last_boxed
 
 BenchmarkKind = Literal["math", "qa", "deep_search"]
@@ -108,13 +109,13 @@ class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 "max_turns": num_calls + SPARE_TURNS,
                 "on_limit": "result",
             }
-        if not grader.get("path") and grader.get("kind") != "custom":
-            keys["grader"] = {"reward": "answer"}
-            if not grader.get("judge"):
-                keys["grader"]["kind"] = "layered"
-            is_ours = not grader.get("own") and not grader.get("combined")
-            if self.ordered and is_ours and grader.get("kind") in (None, "layered", "judge"):
-                keys["grader"]["ordered"] = True
+        kind = kind_of(grader)
+        usual = {"reward": "answer"} | ({"ordered": True} if self.ordered else {})
+        keys["grader"] = {
+            key: one for key, one in usual.items() if kind is None or kind in READ_BY[key]
+        }
+        if kind is None:
+            keys["grader"]["kind"] = "layered"
         return keys
 
     @property

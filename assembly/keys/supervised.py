@@ -313,6 +313,7 @@ class SelfCriticConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     every: Annotated[int, about("updates between two rounds", ge=1)] = 20
     num_questions: Annotated[int, about("training questions per round, drawn at random", ge=1)] = 32
     num_samples: Annotated[int, about("answers per question", ge=2)] = 8
+    pairs_per_question: Annotated[int, about("most pairs of a question, drawn", ge=1)] = 4
     threshold: Annotated[
         float, about("reward from which an answer is chosen; others are rejected")
     ] = 1.0

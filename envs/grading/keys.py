@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast, get_type_hints
 
 from msgspec import NODEFAULT, Struct, defstruct, field
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from agentenv.base.config import ESSENTIAL, PATH, about, build_config
 from agentenv.base.errors import ConfigError
@@ -134,7 +134,7 @@ class GraderKeys(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         Reward | None,
         about(
             "the answer's score, or ARPO's rule: format -1, score, +0.1 for tools; "
-            "none: the environment's",
+            "none: the environment's; of combined: the parts' default",
             ESSENTIAL,
         ),
     ] = None
@@ -208,8 +208,8 @@ class GraderConfig(GraderKeys, frozen=True, forbid_unknown_fields=True, kw_only=
 
 READ_BY = {
     "combined": ("combined",),
-    "compat": ("exact", "f1", "layered", "judge"),
-    "reward": ("exact", "f1", "layered", "judge"),
+    "compat": ("f1", "layered"),
+    "reward": ("exact", "f1", "layered", "judge", "combined"),
     "math": ("layered", "judge"),
     "ordered": ("layered", "judge"),
     "partial_credit": ("layered",),
@@ -221,13 +221,36 @@ READ_BY = {
     "success_at": ("custom",),
     "solution_str": ("custom",),
 }
-_NEEDED = {
-    "judge": ("judge", "grader.judge.url and grader.judge.model"),
+_NEEDED: dict[str, tuple[str, str]] = {
+    "combined": ("combined", "[grader.combined.NAME], a table for each grader"),
     "own": ("own", "[grader.own] with the name of a grader"),
     "custom": ("path", "grader.path, a Python file"),
-    "combined": ("combined", "[grader.combined.NAME], a table for each grader"),
+    "judge": ("judge", "grader.judge.url and grader.judge.model"),
 }
 Keys = TypeVar("Keys", bound=GraderKeys)
+
+
+def kind_of(table: Mapping[str, Any]) -> GraderKind | None:
+    """The kind of a grader's keys, named or implied by the key that it needs; None: that of the
+    environment."""
+    implied = (kind for kind, (key, _) in _NEEDED.items() if table.get(key))
+    return cast(GraderKind | None, table.get("kind") or next(implied, None))
+
+
+def fit(table: dict[str, Any], named: Collection[str]) -> None:
+    """Remove the values that the kind of a grader's table refuses, except those of the `named` keys
+    such as "judge.url" or "combined.NAME.kind"; of these, one that a kind needs chooses it."""
+    tops = {one.partition(".")[0] for one in named}
+    kind = table.get("kind") or kind_of({key: table.get(key) for key in tops}) or kind_of(table)
+    for key, kinds in READ_BY.items():
+        is_used = kind is None or kind in kinds or key in tops
+        if not is_used and table.get(key) != getattr(GraderConfig(), key):
+            table.pop(key, None)
+    parts = table.get("combined")
+    for name, part in parts.items() if isinstance(parts, dict) else ():
+        if isinstance(part, dict):
+            start = f"combined.{name}."
+            fit(part, {one.removeprefix(start) for one in named if one.startswith(start)})
 
 
 def grader_config(
@@ -241,23 +264,20 @@ def grader_config(
     for omitted ones; a ConfigError names a key that is wrong or not read."""
     if not isinstance(keys, GraderConfig):
         keys = build_config(GraderConfig, dict(keys or {}), "grader")
-    if keys.kind is None and keys.combined:
-        keys = replace(keys, kind="combined")
     keys = _filled(keys, "grader", kind, reward, partial_credit)
     parts = {}
     for name, one in keys.combined.items():
         where = f"grader.combined.{name}"
         if one.kind == "combined":
             raise ConfigError(f"{where}.kind: a combined grader cannot be part of another one")
-        parts[name] = _filled(one, where, kind, reward, partial_credit)
+        parts[name] = _filled(one, where, kind, keys.reward or reward, partial_credit)
     return replace(keys, combined=parts)
 
 
 def _filled(keys: Keys, where: str, kind: GraderKind, reward: Reward, partial_credit: bool) -> Keys:
     """The keys of one grader, the table `where`, checked and filled up."""
     if keys.kind is None:
-        chosen: GraderKind = "custom" if keys.path else "judge" if keys.judge is not None else kind
-        keys = replace(keys, kind="own" if keys.own is not None else chosen)
+        keys = replace(keys, kind=kind_of(asdict(keys)) or kind)
     default = GraderConfig()
     for key, kinds in READ_BY.items():
         value, usual = getattr(keys, key, None) or None, getattr(default, key) or None

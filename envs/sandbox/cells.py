@@ -7,6 +7,7 @@ cells that read the clock leave different variables, which the digest detects.
 from __future__ import annotations
 
 import ast
+import builtins
 import hashlib
 import io
 import json
@@ -132,6 +133,18 @@ def run_cell(code: str, scope: dict[str, Any], number: int, max_chars: int) -> t
     else:
         problem = ""
     return output.text(), problem
+
+
+def prelude(code: str, max_chars: int) -> tuple[types.ModuleType, str]:
+    """The main module of all sessions, with the names that `code` sets; and its error."""
+    scope = types.ModuleType("__main__")
+    vars(scope)["__builtins__"] = builtins
+    if not code:
+        return scope, ""
+    seed_all(0)  # equal names after a restart of the sandbox, which replays need
+    _, problem = run_cell(code, vars(scope), 0, max_chars)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    return scope, problem
 
 
 def _traceback_end(error: BaseException) -> str:

@@ -41,6 +41,9 @@ class PythonConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     preload: Annotated[
         tuple[str, ...] | None, about("preloaded modules; none: numpy and sympy where installed")
     ] = None
+    prelude: Annotated[
+        str, about("code that runs first, whose names all calls have", max_length=32_768)
+    ] = ""
     timeout_s: Annotated[
         Annotated[float, Meta(gt=0)], about("wall-clock limit of one call", ESSENTIAL)
     ] = 10.0

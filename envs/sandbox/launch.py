@@ -104,8 +104,8 @@ def _program(where: str) -> str:
 UNUSED_ID = 1_948_000_000  # uid and gid of model-written code when the host runs as root
 
 
-class MissingModuleError(ConfigError):
-    """The interpreter lacks a module, on every rung of the ladder."""
+class InterpreterError(ConfigError):
+    """The interpreter lacks a module or cannot run the prelude, on every rung of the ladder."""
 
 
 Rung = Literal["namespaces", "landlock", "unsafe"]
@@ -230,11 +230,13 @@ def bubblewrap(python: Interpreter) -> list[str]:
     return [*command, "--"]
 
 
-def check_missing(missing: list[str], python: Interpreter) -> None:
-    """Raises MissingModuleError if there are any."""
+def check_prepared(missing: list[str], problem: str, python: Interpreter) -> None:
+    """Raises InterpreterError for missing modules, and for the error of the prelude."""
+    if problem:
+        raise InterpreterError(f"python.prelude, in {python.program}: {' '.join(problem.split())}")
     if missing:
         names = ", ".join(missing)
-        raise MissingModuleError(
+        raise InterpreterError(
             f"python.preload: {python.program} cannot import {names}; install it there "
             f"({python.program} -m pip install ...), set another python.interpreter, or remove it "
             "from python.preload"
@@ -255,6 +257,7 @@ def settings_of(config: PythonConfig, python: Interpreter, rung: Rung, home: str
         "live_forks": rung != "unsafe",
         "preload": PRELOAD_IF_INSTALLED if config.preload is None else config.preload,
         "preload_is_optional": config.preload is None,
+        "prelude": config.prelude,
         "readable": [path for path in (*READABLE, *python.folders) if os.path.exists(path)],
         "below_tmp": [path for path in python.folders if path.startswith("/tmp/")],
         "tmp_bytes": limits.tmp_bytes,
@@ -320,7 +323,7 @@ class ControlledProcess:
                 await readable
             message, fds, *_ = socket.recv_fds(self.control, 1 << 16, 1)
         except TimeoutError as error:
-            raise InfraError(f"a sandbox did not start in {START_S:g} s") from error
+            raise InfraError(f"a sandbox did not start in {START_S:g} s (its prelude?)") from error
         except OSError:
             return b""
         finally:

@@ -166,10 +166,11 @@ def kill(pidfd: int) -> None:
 
 
 class _Report(Struct):
-    """The message of a ready zygote: the missing preload modules, and whether its sessions can be
-    forked."""
+    """The message of a ready zygote: the missing preload modules, the error of the prelude, and
+    whether its sessions can be forked."""
 
     missing: list[str]
+    problem: str
     live_forks: bool
 
 
@@ -225,7 +226,7 @@ class ZygoteProcess:
                 reason = launch.advised(reason)
                 raise ConfigError(f"the Python sandbox cannot start: {reason}")
             report = decode(message, _Report)
-            launch.check_missing(report.missing, python)
+            launch.check_prepared(report.missing, report.problem, python)
             zygote.live_forks = report.live_forks
             asyncio.get_running_loop().add_reader(process.control, zygote._on_news)
         except BaseException as error:

@@ -23,7 +23,7 @@ from agentenv.envs.sandbox.launch import (
     LOST_BELOW,
     MEMORY_ADVICE,
     NAMESPACES_ADVICE,
-    MissingModuleError,
+    InterpreterError,
     Rung,
 )
 from agentenv.envs.sandbox.process import (
@@ -258,7 +258,8 @@ class Sandbox:
     ConfigError reports the requirements that each lacks; only `allow_unsafe` falls back to a plain
     subprocess with resource limits, with a warning.
 
-    A module of `config.preload` that is not installed is a ConfigError at the start.
+    A module of `config.preload` that is not installed, and an error of `config.prelude`, is a
+    ConfigError at the start.
     """
 
     def __init__(
@@ -359,7 +360,7 @@ class Sandbox:
         for rung in self._rungs:
             try:
                 zygote = await self._launch_on(rung)
-            except MissingModuleError:
+            except InterpreterError:
                 raise
             except ConfigError as error:
                 problems.append(f"{rung}: {error}")

@@ -20,7 +20,6 @@ A session runs untrusted code: the host trusts none of its answers.
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import errno
 import functools
@@ -36,7 +35,6 @@ import socket
 import sys
 import tempfile
 import time
-import types
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -78,6 +76,7 @@ def main() -> None:
         initializer = ForkInitializer(config["tmp_bytes"], config["below_tmp"])
     del sys.path[0]
     missing = preload(config["preload"], config["preload_is_optional"])
+    config["scope"], problem = cells.prelude(config["prelude"], config["max_output_chars"])
     if config["rung"] == "landlock":
         config["rules_fd"] = confine.landlock_ruleset(confine.landlock_abi(), config["readable"])
     config["rlimits"]["AS"] += _pages("self", 0) * resource.getpagesize()
@@ -91,7 +90,7 @@ def main() -> None:
     if config["rung"] == "namespaces" or broker is not None:  # its own process 1, or brokered
         config["filter"] = _filter(config, 1)
     own = os.pidfd_open(os.getpid())
-    report = {"missing": missing, "live_forks": broker is not None}
+    report = {"missing": missing, "problem": problem, "live_forks": broker is not None}
     socket.send_fds(control, [json.dumps(report).encode()], [own])
     os.close(own)
     gc.freeze()
@@ -245,13 +244,11 @@ def _run_session(channel: int, seed: int, config: dict[str, Any]) -> None:
         cells.send(CHANNEL_FD, {"error": str(error)})
         return
     sys.argv = [""]
-    main_module = types.ModuleType("__main__")
-    main_module.__dict__["__builtins__"] = builtins
-    sys.modules["__main__"] = main_module
+    sys.modules["__main__"] = config["scope"]
     cells.send(CHANNEL_FD, {"ready": True})
     files = None if config["rung"] == "landlock" else home  # no file can be written there
     fork = functools.partial(confine.fork_at_rest, config.get("fork_flags", 0))
-    cells.serve(CHANNEL_FD, main_module.__dict__, config["max_output_chars"], files, fork)
+    cells.serve(CHANNEL_FD, vars(config["scope"]), config["max_output_chars"], files, fork)
 
 
 def _confine(config: dict[str, Any]) -> str:

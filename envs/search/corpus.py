@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -28,7 +28,7 @@ _MARKETS = (  # by script, kana first, since Japanese also uses Chinese characte
 
 class Hit(Struct, frozen=True, omit_defaults=True):
     """One result. `text` is a passage or a snippet; `url` may be "corpus:ID" for a local one;
-    `site` and `date` are as reported by a provider."""
+    `site` and `date` are as reported by a provider, `document` is a FlashRAG row as stored."""
 
     text: str
     title: str = ""
@@ -37,6 +37,7 @@ class Hit(Struct, frozen=True, omit_defaults=True):
     score: float = 0.0
     site: str = ""
     date: str = ""
+    document: dict[str, Any] | None = None
 
 
 class Query(Struct, frozen=True):
@@ -158,16 +159,18 @@ _ACCENTS = re.compile("(?<=[a-z\u0370-\u03ff])[\u0300-\u036f]+")
 _EXPECTED = 'expected {"id": text, "title": text, "text": text} or {"id": ..., "contents": text}'
 
 
-class Passage(Struct, frozen=True):
-    """One row of a corpus."""
+class Passage(Struct, frozen=True, rename={"document": "(stored)"}):
+    """One row of a corpus; `document` is a FlashRAG row as stored."""
 
     id: str
     title: str
     text: str
+    document: dict[str, Any] | None = None
 
     def hit(self, score: float = 0.0) -> Hit:
         """The passage as a result, whose address is "corpus:ID"."""
-        return Hit(self.text, self.title, CORPUS_SCHEME + self.id, self.id, score)
+        url = CORPUS_SCHEME + self.id
+        return Hit(self.text, self.title, url, self.id, score, self.document)
 
 
 class _FlashRagRow(Struct):
@@ -243,7 +246,9 @@ def read_passage(line: bytes, where: str) -> Passage:
     except ForeignError as error:
         raise DataError(f"{where}: {error}; {_EXPECTED}") from error
     title, text = split_contents(flash.contents)
-    return Passage(str(flash.id), flash.title or title, text)
+    if flash.title not in (None, title):  # its contents have no line of the title
+        title, text = flash.title, flash.contents
+    return Passage(str(flash.id), title, text, row)
 
 
 def split_contents(contents: str) -> tuple[str, str]:
@@ -252,6 +257,7 @@ def split_contents(contents: str) -> tuple[str, str]:
     return (head.strip().strip('"'), rest) if newline else ("", contents)
 
 
-def joined_contents(title: str, text: str) -> str:
-    """The FlashRAG form of a passage."""
-    return f'"{title}"\n{text}'
+def document_of(hit: Hit) -> dict[str, Any]:
+    """The FlashRAG row of a result: as stored, or made of title and text."""
+    contents = f'"{hit.title}"\n{hit.text}' if hit.title else hit.text
+    return hit.document or {"id": hit.id, "contents": contents}

@@ -275,7 +275,7 @@ class SearchService:
         if not hits:
             return ToolResult(NO_RESULTS, info)
         if sizes.mode == "snippets" and sizes.form == "passages":
-            texts = [corpus.joined_contents(hit.title, hit.text).strip() for hit in hits]
+            texts = [str(corpus.document_of(hit)["contents"]).strip() for hit in hits]
             return ToolResult("\n\n".join(texts), info)
         if sizes.mode == "snippets":
             parts = [hit.text[: config.max_chars_per_result] for hit in hits]

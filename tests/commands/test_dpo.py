@@ -157,10 +157,13 @@ def test_the_self_critic_alone_prefers_the_answers_that_the_reward_finds_right(
 
 
 def test_rounds_between_updates_do_not_increase_the_policy_version(warehouse: Path) -> None:
-    assert train.main([str(warehouse), "run.name=critical", "train.num_steps=5", *CRITIC]) == 0
+    one = "self_critic.pairs_per_question=1"
+    assert train.main([str(warehouse), "run.name=critical", "train.num_steps=5", *CRITIC, one]) == 0
     found = warehouse.parent / "runs" / "critical"
     steps = [row for row in rows_of(found) if "trees/offered" in row]
-    assert [row["step"] for row in steps if "self_critic/num_pairs" in row] == [3, 5]
+    rounds = [row for row in steps if "self_critic/num_pairs" in row]
+    assert [row["step"] for row in rounds] == [3, 5]
+    assert all(row["self_critic/num_pairs"] == row["self_critic/num_mixed"] for row in rounds)
     assert all(row["self_critic/loss"] < log(2) for row in steps if "self_critic/loss" in row)
     versions = [row["policy_version"] for row in steps]
     assert versions[-1] <= 5

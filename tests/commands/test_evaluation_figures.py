@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from agentenv.assembly.reports.records import EvalRow
-from agentenv.evaluation.figures import default_ks, figures_of, questions_of, summarize
+from agentenv.evaluation.figures import (
+    agreement_of,
+    default_ks,
+    figures_of,
+    questions_of,
+    summarize,
+)
 from agentenv.evaluation.report import hints_of
 from agentenv.evaluation.scores import Scorer
 from agentenv.training.loop.evaluations import brief_report
@@ -50,6 +56,7 @@ async def test_tool_figures_by_hand():
     assert overall.estimates["tool_calls"].value == pytest.approx(6 / 4)
     assert overall.estimates["tool_productivity"].value == pytest.approx(3 / 6)
     assert overall.estimates["tool_efficiency"].value == pytest.approx(1 / 2)
+    assert (overall.estimates["tool_use"].value, overall.num_valid) == (1 / 2, 4)
     assert overall.arpo_tool_productivity == pytest.approx(0.75 * 1.5 / 1.6 * 100)
     assert overall.tools["python"].calls == overall.tools["python"].errors == 3
     assert overall.tools["search"].errors == 0
@@ -188,12 +195,21 @@ async def test_judge_against_rules():
         for i, (judge, rule) in enumerate(cells)
     ]
     rows.append(row("x", success=False, parts={"rule": 0.0, "judge_unparsed": 1.0}))
-    overall = (await figures(rows)).overall
+    rows.append(row("y", success=True, parts={"rule": 1.0}))  # the rules decided
+    overall = (summary := await figures(rows)).overall
+    assert "kappa 0.47" in hints_of(summary, "e")[0]
     found = overall.agreement
     assert (found.both_right, found.only_judge, found.only_rules, found.both_wrong) == (6, 2, 1, 3)
-    assert found.share == pytest.approx(9 / 12)
+    assert (found.share, found.num_unparsed) == (pytest.approx(9 / 12), 1)
+    alone = agreement_of(rows[12:])
+    assert (alone.num_unparsed, alone.kappa) == (1, None)
+    assert agreement_of(rows[13:]) is None
     assert found.kappa == pytest.approx((9 / 12 - 38 / 72) / (1 - 38 / 72))
-    assert overall.estimates["judge"].value == pytest.approx(9 / 13)
+    assert overall.estimates["judge"].value == pytest.approx(8 / 13), "not those of the rules"
+    for one in rows[:3]:  # within a combined grader: another "judge" is a weighted reward
+        one.parts = {"judge": 0.5, "llm": 1.0, "llm.judge": 0.0, "llm.rule": 1.0, "llm.accuracy": 1}
+    assert "kappa 0.03" in hints_of(summary := await figures(rows), "e")[0]
+    assert summary.overall.estimates["judge"].value == pytest.approx(5 / 13)
 
 
 async def test_the_order_of_rows_does_not_matter():

@@ -6,32 +6,24 @@ import json
 import os
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from agentenv import Task, ToolEnv, register
-from agentenv.assembly.keys.evaluation import resolve_sets
-from agentenv.base.config import to_plain
+from agentenv.assembly.keys.benchmarks import BENCHMARKS
+from agentenv.assembly.keys.benchmarks import ENV_ID as DEEP_SEARCH
+from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
+from agentenv.base.config import build_config, to_plain, values_in
 from agentenv.base.errors import ConfigError
+from agentenv.envs.grading.keys import GraderConfig, grader_config
 from agentenv.envs.grading.reward import ExactMatch
+from agentenv.evaluation.regrade import regraded_config
 from agentenv.evaluation.store import Saved, Store, load_saved, lock, read_rows
 from agentenv.launchers import evaluate
 from tests.support.openai_endpoint import Json, ScriptedEndpoint, reply
 from tests.support.stored_evaluation import QUICK, mixed_rows, rows_of, write_evaluation
-
-
-def test_the_same_grader_gives_the_same_rows_and_figures(tmp_path, capsys):
-    folder = write_evaluation(tmp_path / "e", mixed_rows(12, 3), {"kind": "layered"})
-    assert evaluate.main(["regrade", str(folder)]) == 0  # the labels of the rows become real grades
-    rows, summary = read_rows(folder), (folder / "summary.json").read_bytes()
-    capsys.readouterr()
-    assert evaluate.main(["regrade", str(folder)]) == 0
-    assert "0 of 36" in capsys.readouterr().out
-    assert read_rows(folder) == rows
-    assert (folder / "summary.json").read_bytes() == summary
-    assert {row.success for row in rows} == {True, False}
-    assert all("em" in row.scores for row in rows)
 
 
 def test_another_grader_flips_verdicts_and_lists_them(tmp_path, capsys):
@@ -142,6 +134,49 @@ def test_a_grader_that_the_environment_does_not_read_is_refused(tmp_path, capsys
     assert "used by test/SelfGraded-v0" in capsys.readouterr().err
 
 
+JUDGE = {"url": "http://judge/v1", "model": "m", "when": "always", "cache": "verdicts.db"}
+STORED: list[dict[str, Any]] = [
+    {}, {"kind": "exact"}, {"kind": "f1", "reward": "tools"}, {"reward": "tools"}, {"math": False},
+    {"kind": "layered", "ordered": True, "partial_credit": True},
+    {"reward": "tools", "compat": "reference"}, {"judge": JUDGE}, {"kind": "judge", "judge": JUDGE},
+    {"path": "g.py", "name": "f", "timeout_s": 2.0, "success_at": 0.5, "solution_str": "sequence"},
+    {"own": {"name": "reasoning_gym"}},
+    {"combined": {"a": {"kind": "exact", "weight": 0.5}, "b": {"math": False, "decides": True}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_regrading_with_the_stored_grader_changes_nothing(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No key, for every key of every kind; no verdict, with and without tags."""
+    for grader in STORED:
+        keys = {"sets": {"qa": {"benchmark": name, "path": "q.jsonl"}}, "grader": grader}
+        config = to_plain(resolve_sets(keys, "test"))
+        table = config["sets"]["qa"]["grader"]
+        assert grader_config(build_config(GraderConfig, table, "test")).kind
+        same = [f"grader.{key}={json.dumps(value)}" for key, value in values_in(table) if value]
+        for overrides in ([], *([one] for one in same), same):
+            tree = regraded_config(config, overrides)
+            assert to_plain(build_config(EvaluateConfig, tree, "test")) == config, overrides
+    rows = rows_of({"1": ["Paris", "Rome"], "2": ["Paris", "Rome"]})
+    for row in rows[2:]:
+        row.segments[-1]["policy"] = rf"The answer is \boxed{{{row.prediction}}}."
+    folder = write_evaluation(tmp_path / "e", rows, {"math": False}, DEEP_SEARCH, name)
+    assert evaluate.main(["regrade", str(folder)]) == 0  # their labels become real grades
+    before, summary = read_rows(folder), (folder / "summary.json").read_bytes()
+    for overrides in ([], ["grader.kind=layered"], ["grader.math=false"]):
+        assert evaluate.main(["regrade", str(folder), *overrides]) == 0
+        assert "0 of 4" in capsys.readouterr().out
+        assert (read_rows(folder), (folder / "summary.json").read_bytes()) == (before, summary)
+    assert evaluate.main(["regrade", str(folder), "grader.kind=exact"]) == 0
+    assert "rule of" not in capsys.readouterr().out
+    assert evaluate.main(["regrade", str(folder), "grader.reward=tools"]) == 0
+    told = "the rule of the reward changes, not only the comparison: grader.reward: 'answer'"
+    assert told in capsys.readouterr().out.splitlines()[0]
+    assert [row.success for row in read_rows(folder)] == [True, False, False, False]
+
+
 def judged(body: Json, _: int) -> Json:
     """An answer with an "a" in it is right."""
     answer = body["messages"][-1]["content"].splitlines()[3]
@@ -157,6 +192,7 @@ def test_a_judge_is_queried_once_and_its_agreement_with_the_rules_reported(tmp_p
         asked = [f"grader.judge.{key}={value}" for key, value in keys.items()]
         asked += ["grader.kind=judge", "grader.math=false"]
         assert evaluate.main(["regrade", str(folder), *asked]) == 0
+        assert "agree little" not in capsys.readouterr().err
         num_asked = len(endpoint.requests)
         assert num_asked >= 4
         assert evaluate.main(["regrade", str(folder)]) == 0

@@ -11,7 +11,6 @@ import pytest
 from agentenv import Message, Task
 from agentenv.contract.env import close_shared
 from agentenv.envs.quickstart.world import QuickstartEnv
-from agentenv.evaluation.figures import agreement_of
 from agentenv.evaluation.report import MAX_UNREADABLE_SHARE
 from agentenv.evaluation.subject import of_env
 from agentenv.launchers import evaluate, train
@@ -116,18 +115,6 @@ async def test_the_quick_start_can_be_graded_by_another_grader(
     await close_shared()
     assert terminated
     assert given == reward
-
-
-def test_replies_of_a_judge_without_a_verdict_are_counted() -> None:
-    parts = [{"rule": 0.0, "judge_unparsed": 1.0}, {"rule": 0.0, "judge": 1.0}, {"rule": 1.0}]
-    rows = [row(str(i), success=bool(i), parts=one) for i, one in enumerate(parts)]
-    found = agreement_of(rows)
-    assert found is not None
-    assert (found.only_judge, found.both_wrong, found.num_unparsed) == (1, 0, 1)
-    alone = agreement_of(rows[:1])
-    assert alone is not None
-    assert (alone.num_unparsed, alone.kappa) == (1, None)
-    assert agreement_of(rows[2:]) is None
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from agentenv.base.errors import ConfigError, InfraError, ToolError
 from agentenv.base.types import Message, Task, ToolCall
 from agentenv.contract.env import close_shared
 from agentenv.envs.search.bm25 import BM25Backend
-from agentenv.envs.search.corpus import CORPUS_SCHEME, Query
+from agentenv.envs.search.corpus import CORPUS_SCHEME, Query, document_of
 from agentenv.envs.search.faiss_index import FaissBackend
 from agentenv.envs.search.providers import HttpBackend, RemoteBackend, RemoteSearchConfig
 from agentenv.envs.web_search import WebSearchEnv
@@ -91,6 +91,24 @@ async def test_the_retriever_serves_both_dialects(client: Any) -> None:
     assert await retrieve(client, {"query": "zebra"}) == (200, {"result": [[]]})
     async with client.get("/health") as response:
         assert await response.json() == {"status": "ok"}
+
+
+async def test_documents_come_back_as_stored(tmp_path: Path) -> None:
+    """To clients and, over a remote backend, as the contents that the policy reads."""
+    texts = ['"Lima"\nof Peru.', "Lima\n\nPeru", "Peru alone", '""\nPeru', " Peru \n"]
+    rows: list[Any] = [{"id": place, "contents": text} for place, text in enumerate(texts)]
+    rows[4] |= {"id": "4", "title": "The capital", "url": "http://lima", "document": [1]}
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    async with served(BM25Backend(path)) as client:
+        _, found = await post(client, "/search", {"query": "peru"})
+        _, again = await retrieve(client, {"query": "peru"})
+        assert [{"document": one} for one in found] == again["result"][0]
+        assert sorted(found, key=lambda one: int(one["id"])) == rows
+        backend = remote(client, "tool_star")
+        hits = await backend.search(Query("peru", 9))
+        await backend.close()
+        assert sorted(document_of(hit)["contents"] for hit in hits) == sorted(texts)
 
 
 @pytest.mark.parametrize(

@@ -97,10 +97,12 @@ def write_evaluation(
     rows: Sequence[EvalRow],
     grader: dict[str, Any] | None = None,
     env: str = "agentenv/QAGrader-v0",
+    benchmark: str = "",
 ) -> Path:
-    """An evaluation directory that holds these rows."""
+    """An evaluation directory that holds these rows, of sets of `benchmark`."""
     keys: dict[str, Any] = {"env": {"id": env}}
-    keys["sets"] = {name: {"path": f"{name}.jsonl"} for name in {row.dataset for row in rows}}
+    names = {row.dataset for row in rows}
+    keys["sets"] = {name: {"path": f"{name}.jsonl", "benchmark": benchmark} for name in names}
     if grader is not None:
         keys["grader"] = grader
     config = msgspec.to_builtins(resolve_sets(keys, "test"))

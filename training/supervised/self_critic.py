@@ -87,9 +87,6 @@ async def _one_round(loop: Loop, critic: Critic, trees: list[TrajectoryTree]) ->
     await recorder.write_trajectories(f"self-critic-{state.step:06d}", trees)
 
 
-PAIRS_PER_QUESTION = 4  # maximum number of random pairs of a chosen and a rejected answer
-
-
 class SelfCritic:
     """The self-critic rounds of a run with the table [self_critic]."""
 
@@ -111,7 +108,7 @@ class SelfCritic:
         rows = list[PairRow]()
         for tree in trees:
             rng = Random(f"{self.seed}/pairs/{number}/{tree.index}")
-            rows += pairs_of(tree, self.config.threshold, PAIRS_PER_QUESTION, rng)
+            rows += pairs_of(tree, self.config.threshold, self.config.pairs_per_question, rng)
         await in_thread(self._write, number, rows)
         counts = num_kinds(trees, self.config.threshold)
         metrics = {f"num_{name}": float(count) for name, count in counts.items()}

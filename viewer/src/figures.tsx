@@ -64,7 +64,7 @@ const SCORES: [string, string, string][] = [
   ["contains", "contains", "contains the words of a gold answer in sequence"],
   ["rule", "rules", "verdict of the layered grader"],
   ["math", "math", "the same, mathematics only"],
-  ["judge", "judge", "correct by the rules or by a judge"],
+  ["judge", "judge", "accepted by the judge, of the answers that it was asked about"],
 ];
 
 export function Scores(props: { summary: Summary }) {
@@ -76,9 +76,9 @@ export function Scores(props: { summary: Summary }) {
     <Card title="Scores by group">
       <Grouped
         groups={groupsOf(summary)}
-        titles={[["number"], ["graded", "trajectories"], ["success", "of the environment's grader, with its 95 % interval"], [""], ...shown.map(([, title, about]) => [title, about] as [string, string]), ["failed", "excluded from all other figures"]]}
+        titles={[["number"], ["graded", "trajectories"], ["success", "of the environment's grader, with its 95 % interval"], [""], ...shown.map(([, title, about]) => [title, about] as [string, string]), ["valid", "trajectories with an answer"], ["failed", "excluded from all other figures"]]}
         left={[2, 3]}
-        cells={(of) => [num(of.num_questions), num(of.num_trajectories), <Value of={of.estimates["success"]} />, of.estimates["success"] && <Interval {...of.estimates["success"]} />, ...shown.map(([name]) => num(of.estimates[name]?.value)), <span class={cx(of.num_failed > 0 && "bad")}>{num(of.num_failed)}</span>]}
+        cells={(of) => [num(of.num_questions), num(of.num_trajectories), <Value of={of.estimates["success"]} />, of.estimates["success"] && <Interval {...of.estimates["success"]} />, ...shown.map(([name]) => num(of.estimates[name]?.value)), num(of.num_valid), <span class={cx(of.num_failed > 0 && "bad")}>{num(of.num_failed)}</span>]}
       />
       <p class="small muted">
         95 % intervals are over questions.
@@ -119,6 +119,7 @@ export function Cost(props: { summary: Summary }) {
         titles={[
           ["tool calls"],
           ["right / call", "all correct answers over all tool calls"],
+          ["used a tool", "share of the trajectories"],
           ["correct with tools", "share of correct ones among the trajectories that used a tool"],
           ["ARPO productivity", "success * calls / (calls + 0.1) * 100"],
           ["turns"],
@@ -130,6 +131,7 @@ export function Cost(props: { summary: Summary }) {
         cells={(of) => [
           num(of.spreads["tool_calls"]?.mean, 2),
           num(of.estimates["tool_productivity"]?.value),
+          num(of.estimates["tool_use"]?.value),
           num(of.estimates["tool_efficiency"]?.value),
           num(of.arpo_tool_productivity, 1),
           num(of.spreads["turns"]?.mean, 2),

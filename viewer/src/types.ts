@@ -154,6 +154,7 @@ export interface FiguresOf {
   num_questions: number;
   num_trajectories: number;
   num_failed: number;
+  num_valid: number;
   failures: Record<string, number>;
   estimates: Record<string, Estimate>;
   pass_at: Record<string, Estimate>;

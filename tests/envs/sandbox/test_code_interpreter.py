@@ -6,11 +6,13 @@ import pytest
 
 import agentenv.contract.env_registry
 import agentenv.envs
+from agentenv.base.config import read_toml
 from agentenv.base.types import Message, Task, ToolCall
 from agentenv.contract.env import shared_stats
 from agentenv.envs.code_interpreter import python_tool, shared_sandbox
 from agentenv.envs.sandbox.keys import PythonConfig
 from agentenv.envs.sandbox.sandbox import Sandbox
+from tests.support.warehouse import ROOT
 
 pytestmark = pytest.mark.usefixtures("services")
 
@@ -49,6 +51,27 @@ async def test_the_time_limit_of_a_call_is_a_key() -> None:
     await env.close()
 
 
+async def test_names_of_a_prelude_are_there_first_after_a_restart_and_in_forks() -> None:
+    """Those of Tool-Star's executor, without an import."""
+    names = ("tool_star_rl_3b", "eval_tool_star", "synthesize_tools")
+    python, *others = [read_toml(ROOT / "configs" / f"{name}.toml")["python"] for name in names]
+    assert [one["prelude"] for one in others] == [python["prelude"]] * 2
+    env = agentenv.contract.env_registry.make(ENV_ID, TASK, python={**python, "timeout_s": 3.0})
+    await env.reset(seed=1)
+    used = "solve(Eq(symbols('t') ** 2, math.comb(4, 1))), sympy.diff(x * y * z, x), np.int64(7)"
+    for code, expected in (
+        (used, "([-2, 2], y*z, np.int64(7))"), ("x = 5; import os; os._exit(1)", "The interpreter"),
+        (used, "([-2, 2], y*z, np.int64(7))"), ("x = 5; x", "5"),
+    ):  # fmt: skip
+        observation, *_ = await env.step(run(code))
+        assert expected in observation[0].content
+    child = await env.fork()
+    assert (await child.step(run("x, y")))[0][0].content == "(5, y)"
+    assert shared_stats()["sandbox/num_live_forks"] == 1
+    await child.close()
+    await env.close()
+
+
 async def test_episodes_with_equal_settings_share_one_sandbox() -> None:
     one = shared_sandbox(PythonConfig())
     assert isinstance(one, Sandbox)
@@ -56,21 +79,3 @@ async def test_episodes_with_equal_settings_share_one_sandbox() -> None:
     assert shared_sandbox(PythonConfig(allow_unsafe=True)) is not one
     tool = python_tool(timeout_s=3.0)
     assert (tool.sandbox, tool.timeout_s) == (one, 3.0)
-
-
-async def test_a_fork_is_a_copy_or_an_exact_replay() -> None:
-    env = agentenv.contract.env_registry.make(ENV_ID, TASK)
-    await env.reset(seed=1)
-    child = await env.fork()
-    assert shared_stats()["sandbox/num_replays"] == 0  # nothing has run, nothing is to be replayed
-    await child.close()
-    await env.step(run("x = 5"))
-    child = await env.fork()
-    assert shared_stats()["sandbox/num_live_forks"] == 1
-    await child.close()
-    await env.step(run("f = open('/dev/null')"))  # which a copy would share
-    child = await env.fork()
-    assert shared_stats()["sandbox/num_replays"] == 1
-    assert (await child.step(run("x + 1")))[0][0].content == "6"
-    await child.close()
-    await env.close()

@@ -147,6 +147,9 @@ async def test_a_missing_package_is_reported_at_the_start() -> None:
     sandbox = Sandbox(PythonConfig(preload=("json", "no_such_package")))
     with pytest.raises(ConfigError, match=r"python\.preload: .*no_such_package.*pip install"):
         await sandbox.start()
+    sandbox = Sandbox(PythonConfig(preload=(), prelude="print(1)\nfrom json import nothing"))
+    with pytest.raises(ConfigError, match=r"python\.prelude.*line 2, .*ImportError"):
+        await sandbox.start()
     assert children() == []
 
 

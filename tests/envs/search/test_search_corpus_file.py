@@ -34,9 +34,9 @@ def test_passages_are_found_by_place_and_by_id(tmp_path: Path) -> None:
     path.write_text(path.read_text() + "\n  \n" + last)
     corpus = CorpusFile(path)
     wanted = [
-        Passage("0", "Lima", "Lima is in Peru."),
+        Passage("0", "Lima", "Lima is in Peru.", {"id": 0, "contents": '"Lima"\nLima is in Peru.'}),
         Passage("o", "Oslo", "\u00c5 pass p\u00e5 Oslo."),
-        Passage("x", "", "no title"),
+        Passage("x", "", "no title", json.loads(last)),
     ]
     assert len(corpus) == 3
     assert [corpus[place] for place in range(3)] == wanted
