@@ -63,7 +63,7 @@ KEEP = "keep it in the state that a tool's `start` returns, and copy it in `fork
 MAX_BYTES = 1 << 20  # of a pickled object; larger ones are not compared
 FIXED = (str, bytes, int, float, complex, tuple, frozenset, type(None))
 POOLS = ("asyncio_", "ThreadPool")  # names of threads
-SETTLE_S = 0.2  # of tasks and threads that end
+SETTLE_S, POLL_S = 0.2, 0.05  # of tasks and threads that end
 MAX_FILES = 1000  # of a folder that are compared
 TRIAL_S, ENOUGH_S = 60.0, 5.0
 NUM_EPISODES, MIN_EPISODES = 12, 3  # fewer if they take ENOUGH_S
@@ -132,9 +132,7 @@ class Trial:
             self.reference = await self.beside(resting, env, 0, "another episode", NEW)
         before = running()
         found = await self.play()
-        if left := running() - before:
-            await asyncio.sleep(SETTLE_S)
-        for one in left & running():
+        for one in await left(before, running, SETTLE_S):
             raise AssertionError(f"{one} goes on after its episode; {END}")
         self.same(found, "two episodes with the same seed")
 
@@ -246,7 +244,7 @@ async def look(env: Env) -> dict[str, bytes]:
     """The contents of an env, with its grade so far by a user's own grader."""
     inner, found = unwrapped(env), contents(env)
     if grades_state(type(inner)) or is_theirs(getattr(inner, "grader", None)):
-        grade = await guarded(env.finish(Limit.TURNS, None), "the environment's finish")
+        grade = await guarded(env.finish(Limit.TURNS, LAST), "the environment's finish")
         found[GRADE] = repr(grade).encode()
     return found
 
@@ -283,8 +281,10 @@ def check_fork(env: Env, child: Env) -> None:
     parent."""
     before = dict(objects(env))
     for name, value in objects(child):
-        if name.startswith("the state") and value is before[name] and not isinstance(value, FIXED):
-            raise AssertionError(f"{name} is the same object after a fork as before; {COPY}")
+        is_same = value is before[name] and not isinstance(value, FIXED)
+        if name.startswith("the state") and (is_same or value is None is not before[name]):
+            found = "the same object" if is_same else "None"
+            raise AssertionError(f"{name} is {found} after a fork; {COPY}")
     env, grader = unwrapped(env), getattr(unwrapped(child), "grader", None)
     values = [*_held(grader).values()]
     values += [one for value in values if callable(value) for one in _held(value).values()]
@@ -323,6 +323,14 @@ def running() -> set[Any]:
     """The tasks and threads of this process, without threads of pools."""
     threads = [one for one in threading.enumerate() if not one.name.startswith(POOLS)]
     return {*asyncio.all_tasks(), *threads}
+
+
+async def left(before: set[Any], found: Callable[[], set[Any]], settle_s: float) -> set[Any]:
+    """Those found now beyond earlier ones, after time to end (seconds)."""
+    for _ in range(int(settle_s / POLL_S)):
+        if found() - before:
+            await asyncio.sleep(POLL_S)
+    return found() - before
 
 
 def tools_of(env: Env) -> dict[str, Any]:
@@ -399,7 +407,7 @@ async def _try_episode(trial: Trial, rng: Random) -> str:
         await trial.check_episodes()
     except AssertionError as error:
         # left behind by earlier episodes, if the next ones are equal
-        if any(one in str(error) for one in (COPY, NEW, END)) or (
+        if any(one in str(error) for one in (" acted; ", END)) or (
             KEEP in str(error) and await trial.play() == await trial.play()
         ):
             raise
