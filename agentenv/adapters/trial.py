@@ -129,7 +129,7 @@ class Trial:
     async def check_episodes(self) -> None:
         """Two episodes with the same seed are equal, and end; the first is the reference."""
         async with self.begun(0) as resting, self.begun(0) as env:
-            self.reference = await self.beside(resting, env, 0, "another episode", NEW)
+            self.reference = await self.beside(resting, env, 0, "another episode")
         before = running()
         found = await self.play()
         for one in await left(before, running, SETTLE_S):
@@ -156,12 +156,10 @@ class Trial:
             for outcomes in await asyncio.gather(self.act(env, rest), self.act(child, rest)):
                 self.same(outcomes, "a parent and its fork that act at the same time", place)
 
-    async def beside(
-        self, resting: Env, acting: Env, place: int, what: str, remedy: str = COPY
-    ) -> list[Outcome]:
+    async def beside(self, resting: Env, acting: Env, place: int, what: str) -> list[Outcome]:
         """The outcomes of the rest in an env beside another one, whose states and grade must not
         change; other objects that change may be caches."""
-        before = await look(resting)
+        before, remedy = await look(resting), COPY if "fork" in what else NEW
         self.compare(before, await look(resting), "the grader read it", "let it grade a copy")
         outcomes = await self.act(acting, self.actions[place:])
         self.compare(before, await look(resting), f"{what} acted", remedy)
