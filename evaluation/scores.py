@@ -48,7 +48,10 @@ class Scorer:
         self.layered = {ordered: Layered(math=math, ordered=ordered) for ordered in (False, True)}
 
     async def score(self, row: EvalRow) -> dict[str, float]:
-        """All scores of a row that did not fail. Raises GraderError if math-verify cannot run."""
+        """All scores of a row that did not fail, none without an answer. Raises GraderError if
+        math-verify cannot run."""
+        if not row.answers:
+            return {}
         if self.compat:
             return _reference_scores(row)
         answer = row.prediction or prediction(row)
@@ -121,7 +124,7 @@ async def stored_rows(folder: Path, scorer: Scorer) -> AsyncIterator[list[EvalRo
     """The rows of an evaluation. On exit, store new scores in the evaluation, so that no answer is
     scored twice. Raises DataError without rows."""
     rows = await in_thread(load_rows, folder)
-    has_new = any("em" not in row.scores for row in rows if row.end != FAILED)
+    has_new = any("em" not in row.scores for row in rows if row.answers and row.end != FAILED)
     yield rows
     if scorer.is_usual and has_new:
         await in_thread(keep_scores, folder, rows)

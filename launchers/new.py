@@ -94,6 +94,6 @@ def next_commands(name: str, parent: Path) -> dict[str, str]:
         before["pip install pytest"] = "for the test"
     return before | {
         f"python -m pytest {name}": "test of the environment",
-        f"{train} --dry-run": "check everything",
+        f"agentenv doctor --config {name}/train.toml --quick": "check everything",
         train: "cold start, then RL: minutes",
     }

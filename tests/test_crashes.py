@@ -100,11 +100,11 @@ CASES: dict[str, tuple[Callable[[Task], Any], str]] = {
     "grader": (tools_env(well, boom), r"the grader Grading raised KeyError.*test_crashes.py, line"),
     "grade": (
         tools_env(well, nothing),
-        "the grader Grading must return a Grade with a numeric reward, got None",
+        "the grader Grading must return a Grade with finite numbers, got None",
     ),
     "bare": (
         tools_env(well, a_number),
-        "the grader Grading must return a Grade with a numeric reward, got 3",
+        "the grader Grading must return a Grade with finite numbers, got 3",
     ),
     "making": (boom, "making the environment raised KeyError"),
     "reset": (broken("reset", boom), "the environment's reset raised KeyError"),

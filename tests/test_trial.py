@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import os
 import re
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from tempfile import mkdtemp
 from typing import Any, ClassVar
 
 import pytest
@@ -16,7 +19,7 @@ import pytest
 from agentenv.adapters.testing import check_tool_env
 from agentenv.adapters.trial import BranchReplays, try_contract, watched
 from agentenv.assembly.run.terminal import is_shown
-from agentenv.base.errors import ConfigError, CrashError, ToolError
+from agentenv.base.errors import AgentEnvError, ConfigError, ToolError
 from agentenv.base.types import Message, Task, ToolCall, ToolResult
 from agentenv.contract.env import EnvWrapper, Grade, isolated_shared, shared
 from agentenv.contract.function_tool import FunctionTool, argument_schema, tool
@@ -122,6 +125,54 @@ class OfTool(Book):
         return self.slots
 
 
+class Fresh(Book):
+    async def fork(self, state: Any) -> Any:
+        return self.start(None)
+
+
+class Remembered(Book):
+    @functools.lru_cache  # noqa: B019 - the mistake
+    def calendar_of(self) -> list[Any]:
+        return []
+
+    def calendar(self, state: Any) -> list[Any]:
+        return self.calendar_of()
+
+
+class Unnamed(Book):
+    fork_mode = "copy"
+
+
+class Ticking(Book):
+    def start(self, seed: int | None) -> Any:
+        asyncio.get_running_loop().create_task(asyncio.sleep(60))
+        return super().start(seed)
+
+
+class Database(Shallow):
+    """Answers do not show what the database has."""
+
+    def start(self, seed: int | None) -> Any:
+        db = sqlite3.connect(":memory:")
+        db.execute("create table taken (room, hour)")
+        return {"db": db, "taken": []}
+
+    async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
+        state["db"].execute("insert into taken values (:room, :hour)", arguments)
+        return ToolResult("Booked.")
+
+
+class Folder(Book):
+    """A copy of a path is the same folder."""
+
+    def start(self, seed: int | None) -> Any:
+        return {"folder": Path(mkdtemp()), "taken": []}
+
+    async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
+        (state["folder"] / f"{arguments['room']}.txt").write_text(str(arguments))
+        return ToolResult("Booked.")
+
+
 class InFile(Book):
     """Each episode clears one file."""
 
@@ -144,6 +195,34 @@ class Kept(InFile):
 
     def start(self, seed: int | None) -> Any:
         return {"taken": []}
+
+
+class Spoiling(RoomsEnv):
+    async def judge(self, states: Any, written: Any, calls: Any) -> Grade:
+        states["book"]["taken"].append(["Oak", 9])
+        return await super().judge(states, written, calls)
+
+
+class Marking(RoomsEnv):
+    async def judge(self, states: Any, written: Any, calls: Any) -> Grade:
+        self.task.metadata["rooms"].append("graded")
+        return await super().judge(states, written, calls)
+
+
+class Unknown(RoomsEnv):
+    async def judge(self, states: Any, written: Any, calls: Any) -> Grade:
+        return Grade(0.0, False, {"rooms": float("nan")})
+
+
+class Everyone(RoomsEnv):
+    """Only the grade depends on a global."""
+
+    async def step(self, action: Message) -> Any:
+        EVERYWHERE.extend(action.tool_calls)
+        return await super().step(action)
+
+    async def judge(self, states: Any, written: Any, calls: Any) -> Grade:
+        return Grade(len(EVERYWHERE), False)
 
 
 class AnswerEnv(ToolEnv):
@@ -208,9 +287,9 @@ class Calls(ToolEnv):
 
 COPY, KEEP = "return a copy from `fork`", "changed and is shared: keep it in the state"
 MISTAKES: dict[str, tuple[Any, str]] = {
-    "same state": (Same, f"state of the tool 'book' is the same object after a fork .*{COPY}"),
+    "same state": (Same, f"state of the tool 'book' is the same object after a fork; {COPY}"),
     "shallow": (Shallow, f"the state of the tool 'book' changed when a fork .* acted; {COPY}"),
-    "lost": (Lost, "raised TypeError"),
+    "lost": (Lost, f"state of the tool 'book' is None after a fork; {COPY}"),
     "raising": (Raising, "the fork of the tool 'book' raised KeyError: 'taken' .test_trial.py, l"),
     "global": (Global, f"'book'.* 'EVERYWHERE' of tests.test_trial {KEEP}"),
     "class": (OfClass, f"'book'.* 'slots' of OfClass {KEEP}"),
@@ -223,12 +302,23 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "method": (of_grader(lambda env: env.state), "the grader ByCalendar holds the environment"),
     "closure": (of_grader(lambda env: lambda: env.task), "the grader ByCalendar holds the env"),
     "own step": (Calls, f"'calls' of Calls {KEEP}"),
+    "fresh": (Fresh, f"a fork after . steps differ at step .*{COPY}"),
+    "cache": (Remembered, f"'book'.* 'calendar_of' of Remembered {KEEP}"),
+    "mode": (Unnamed, "the tool 'book' has fork_mode = 'copy'; expected one of"),
+    "task": (Ticking, "<Task pending .*sleep.* goes on after its episode; end it in the `close`"),
+    "database": (Database, f"the state of the tool 'book' changed when a fork .* acted; {COPY}"),
+    "folder": (Folder, f"the state of the tool 'book' changed when a fork .* acted; {COPY}"),
+    "kept": (Kept, f"'path' of the tool 'book' {KEEP}"),
+    "spoiling": (Spoiling, "the state of the tool 'book' changed when the grader read it; let it"),
+    "marking": (Marking, "the row changed when the grader read it; let it grade a copy"),
+    "unknown": (Unknown, "the grader Unknown must return a Grade with finite numbers, got"),
+    "everyone": (Everyone, f"the grade changed when another .* acted; 'EVERYWHERE' of .* {KEEP}"),
     "wrapped": (lambda task: EnvWrapper(Calls(task)), f"'calls' of Calls {KEEP}"),
 }
 
 
 def maker(name: str, folder: Path) -> Callable[[Task], Any]:
-    found: Any = Kept if name == "kept" else MISTAKES[name][0]
+    found: Any = MISTAKES[name][0]
     if isinstance(found, type) and issubclass(found, InFile):
         kind = found
         return lambda task: RoomsEnv(task, kind(folder / "calendar.txt"))
@@ -247,12 +337,13 @@ EPISODE = [*(Message("assistant", "", (call,)) for call in CALLS), Message("assi
 async def test_a_mistake_is_named_before_the_run_and_by_the_kit(name: str, tmp_path: Path) -> None:
     for taken in (EVERYWHERE, OfClass.slots, Default.calendar.__defaults__[0]):  # type: ignore[index]
         taken.clear()
-    make, says = maker(name, tmp_path), MISTAKES[name][1]
+    (tmp_path / "calendar.txt").touch()
+    make, says, task = maker(name, tmp_path), MISTAKES[name][1], copy.deepcopy(TASK)
     with pytest.raises(ConfigError, match=f"(?s)random calls.*{says}.*env.trial = false"):
-        await try_contract(make, TASK)
-    if name not in ("global", "class", "default"):  # filled by now
-        with pytest.raises((AssertionError, CrashError), match=f"(?s){says}"):
-            await check_tool_env(make, TASK, EPISODE)
+        await try_contract(make, task)
+    if name not in ("global", "class", "default", "kept"):  # filled by now
+        with pytest.raises((AssertionError, AgentEnvError), match=f"(?s){says}"):
+            await check_tool_env(make, task, EPISODE)
 
 
 def at_random(task: Task) -> ToolEnv:
@@ -290,9 +381,7 @@ def half_broken(task: Task) -> ToolEnv:
     return AnswerEnv(task, fails, Book())
 
 
-@pytest.mark.parametrize(
-    "make", [RoomsEnv, half_broken, lambda t: AnswerEnv(t, Cached(), Book()), AnswerEnv]
-)
+@pytest.mark.parametrize("make", [RoomsEnv, lambda t: AnswerEnv(t, Cached(), Book()), AnswerEnv])
 async def test_an_environment_without_a_mistake_passes(make: Any) -> None:
     assert await try_contract(make, TASK) == ""
 
@@ -310,11 +399,10 @@ def at_luck(task: Task) -> ToolEnv:
     return AnswerEnv(task, look, Book())
 
 
-async def test_a_doubt_is_a_line(tmp_path: Path) -> None:
-    assert "change by themselves" in await try_contract(at_random, TASK)
+async def test_a_doubt_is_a_line() -> None:
+    assert "may change by itself" in await try_contract(at_random, TASK)
     assert "'LUCK' of tests.test_trial" in await try_contract(at_luck, TASK)
-    (tmp_path / "calendar.txt").touch()
-    assert "share a file" in await try_contract(maker("kept", tmp_path), TASK)
+    assert "called with {'room': 'Oak'}, raised KeyError" in await try_contract(half_broken, TASK)
 
 
 class Vault(Shallow):

@@ -11,12 +11,22 @@ import asyncio
 import os
 import types
 from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import suppress
 from random import getstate
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import psutil
 
-from agentenv.adapters.trial import SEED, Make, Outcome, Trial, fork_and_close, refuse
+from agentenv.adapters.trial import (
+    SEED,
+    Make,
+    Outcome,
+    Trial,
+    fork_and_close,
+    left,
+    refuse,
+    running,
+)
 from agentenv.base.errors import AgentEnvError
 from agentenv.base.types import Limit, Message, Task
 from agentenv.contract.env import (
@@ -81,7 +91,7 @@ class _Conformance(Trial):
     async def check(self) -> None:
         """The seed determines an episode; it does not block the loop, nor depend on others."""
         before = getstate()
-        self.held: list[float] = []
+        self.held: dict[int, list[float]] = {}
         try:
             await self.check_episodes()
         finally:
@@ -89,8 +99,8 @@ class _Conformance(Trial):
         check_end(self.reference, len(self.actions))
         for observation, *_ in self.reference[:-1]:
             refuse(check_observation, observation)
-        held = zip(self.held[: len(self.actions)], self.held[len(self.actions) :], strict=True)
-        for number, seconds in enumerate(map(min, held)):  # the first call may load something
+        for number, action in enumerate(self.actions):
+            seconds = min(self.held[id(action)])  # the first call may load something
             assert seconds <= HELD_S, (
                 f"step {number} blocked the event loop, and with it every other rollout, for "
                 f"{seconds:.1f} s: await I/O, and run computations in a thread (asyncio.to_thread) "
@@ -117,7 +127,7 @@ class _Conformance(Trial):
         in seconds for which it blocked the event loop."""
         seconds: list[float] = []
         outcome = await _watched(env.step(action), seconds)
-        self.held.append(max(seconds))
+        self.held.setdefault(id(action), []).append(max(seconds))
         check_outcome(outcome)
         return outcome
 
@@ -151,7 +161,7 @@ class _Conformance(Trial):
     async def check_cancellation(self) -> None:
         """Cancel each step, and each fork, at every point where it waits; closing must still
         work."""
-        before = await Leftovers.settled(None, SETTLE_S)
+        before = resources()
         for number, action in enumerate(self.actions):
             for suspension in range(1, MAX_SUSPENSIONS):
                 async with self.begun(number) as env:
@@ -162,8 +172,8 @@ class _Conformance(Trial):
             for suspension in range(1, MAX_SUSPENSIONS if env.fork_mode != "none" else 1):
                 if await cancel_at(fork_and_close(env), suspension, "fork"):
                     break
-        after = await Leftovers.settled(before, SETTLE_S)
-        assert after.beyond(before) == "", f"after cancelled steps: {after.beyond(before)}"
+        for one in await left(before, resources, SETTLE_S):
+            raise AssertionError(f"after cancelled steps: {one} left")
 
 
 def check_outcome(outcome: Any) -> None:
@@ -242,37 +252,10 @@ def _watched(
             error = raised
 
 
-class Leftovers(NamedTuple):
-    """Counts of resources that an episode could leave in this process."""
-
-    tasks: int
-    descriptors: int
-    processes: int
-
-    @classmethod
-    def now(cls) -> Leftovers:
-        """The current numbers of tasks, file descriptors and child processes."""
-        directory = "/proc/self/fd"
-        descriptors = len(os.listdir(directory)) if os.path.isdir(directory) else 0
-        children = psutil.Process().children(recursive=True)
-        return cls(len(asyncio.all_tasks()), descriptors, len(children))
-
-    @classmethod
-    async def settled(cls, wanted: Leftovers | None, settle_s: float) -> Leftovers:
-        """The counts once they are at most `wanted`, or no longer fall, or after settle_s
-        seconds."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + settle_s
-        last = cls.now()
-        while loop.time() < deadline:
-            await asyncio.sleep(0.05)
-            state = cls.now()
-            if state == last if wanted is None else not state.beyond(wanted):
-                return state
-            last = state
-        return last
-
-    def beyond(self, before: Leftovers) -> str:
-        """Resources that increased, as text; "" for none."""
-        found = zip(("asyncio tasks", "file descriptors", "processes"), self, before, strict=True)
-        return ", ".join(f"{now - then} {what} left" for what, now, then in found if now > then)
+def resources() -> set[Any]:
+    """The tasks, threads, open files and child processes of this process."""
+    found = {*running(), *psutil.Process().children(recursive=True)}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed since
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+    return found

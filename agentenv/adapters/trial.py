@@ -9,22 +9,28 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import inspect
 import logging
+import os
 import pickle
+import sqlite3
 import sys
+import threading
 import types
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from contextvars import Context
 from io import BytesIO
-from itertools import zip_longest
+from itertools import islice, zip_longest
+from pathlib import Path, PurePath
 from random import Random
+from tempfile import gettempdir
 from typing import Any, Self
 
 from agentenv.base.crashes import OURS, guarded
 from agentenv.base.errors import AgentEnvError, ConfigError, CrashError, InfraError, OutageError
-from agentenv.base.types import Info, Message, Task
+from agentenv.base.types import Info, Limit, Message, Task
 from agentenv.base.untrusted import shortened
 from agentenv.contract.env import (
     Env,
@@ -35,7 +41,7 @@ from agentenv.contract.env import (
     shared,
     tally,
 )
-from agentenv.contract.tool_env import ToolEnv
+from agentenv.contract.tool_env import ToolEnv, grades_state
 from agentenv.contract.tools import state_of
 from agentenv.rollout.actor_parts import ActorParts
 from agentenv.text.call_syntax import sample_call
@@ -45,13 +51,22 @@ Outcome = tuple[list[Message], float, bool, bool]
 
 logger = logging.getLogger(__name__)
 
+CACHE = functools._lru_cache_wrapper
 SEED = 20  # of every episode before a run
 COPY = "return a copy from `fork`, also of what the state contains"
+NEW = "let `start` return a new object, also of what it contains"
+END = "end it in the `close` of its tool, and start it for each fork"
+FORK = "`async def fork` returns a copy of the state, with new ones of what has no copy"
+GRADE = "the grade"
+ALONE = "an answer may change by itself, else episodes share a variable, a file or a service"
 KEEP = "keep it in the state that a tool's `start` returns, and copy it in `fork`"
 MAX_BYTES = 1 << 20  # of a pickled object; larger ones are not compared
 FIXED = (str, bytes, int, float, complex, tuple, frozenset, type(None))
-TRIAL_S = 60.0
-NUM_EPISODES = 3
+POOLS = ("asyncio_", "ThreadPool")  # names of threads
+SETTLE_S, POLL_S = 0.2, 0.05  # of tasks and threads that end
+MAX_FILES = 1000  # of a folder that are compared
+TRIAL_S, ENOUGH_S = 60.0, 5.0
+NUM_EPISODES, MIN_EPISODES = 12, 3  # fewer if they take ENOUGH_S
 NUM_CALLS = 8
 LAST = Message("assistant", "<answer>unknown</answer>")
 NUM_REPLAYS = 8  # branches of a run whose calls are played again
@@ -70,6 +85,7 @@ class Trial:
     def __init__(self, make: Make, task: Task, actions: Sequence[Message]) -> None:
         self.make, self.task, self.actions = make, task, actions
         self.reference, self.changed = list[Outcome](), list[str]()
+        self.crash = ""  # the first one of a tool
 
     @asynccontextmanager
     async def begun(self, num_actions: int) -> AsyncIterator[Env]:
@@ -99,19 +115,26 @@ class Trial:
         return outcomes
 
     async def step(self, env: Env, action: Message) -> StepResult:
-        """The result of a step; a failure is a result too, except those in `raised`."""
+        """The result of a step; a failure is a result too, except those in `raised` and crashes
+        of the grader."""
         try:
             return check_step(await guarded(env.step(action), "the environment's step"))
         except AgentEnvError as error:
-            if isinstance(error, self.raised):
+            is_crash = isinstance(error, CrashError)
+            if isinstance(error, self.raised) or (is_crash and not action.tool_calls):
                 raise
+            self.crash = self.crash or f"{error}; such a rollout fails" * is_crash
             return [Message("tool", str(error))], 0.0, False, False, {}
 
     async def check_episodes(self) -> None:
-        """Two episodes with the same seed are equal; the first is the reference."""
+        """Two episodes with the same seed are equal, and end; the first is the reference."""
         async with self.begun(0) as resting, self.begun(0) as env:
             self.reference = await self.beside(resting, env, 0, "another episode")
-        self.same(await self.play(), "two episodes with the same seed")
+        before = running()
+        found = await self.play()
+        for one in await left(before, running, SETTLE_S):
+            raise AssertionError(f"{one} goes on after its episode; {END}")
+        self.same(found, "two episodes with the same seed")
 
     async def check_forks(self, places: Iterable[int]) -> None:
         """At each place a child plays the rest, then its parent; in the middle both at the same
@@ -119,9 +142,11 @@ class Trial:
         for place in places:
             what = f"a fork after {place} steps"
             async with self.begun(place) as env:
+                before = contents(env)
                 async with forked(env) as child:
                     check_fork(env, child)
                     await fork_and_close(child)
+                    self.compare(before, contents(env), f"{what} closed", COPY)
                     self.same(await self.beside(env, child, place, what), what, place)
                 what = f"an env after its fork at {place} steps acted and closed"
                 self.same(await self.act(env, self.actions[place:]), what, place)
@@ -132,16 +157,29 @@ class Trial:
                 self.same(outcomes, "a parent and its fork that act at the same time", place)
 
     async def beside(self, resting: Env, acting: Env, place: int, what: str) -> list[Outcome]:
-        """The outcomes of the rest in an env beside another one, whose states must not change;
-        other objects that change may be caches."""
-        before = contents(resting)
+        """The outcomes of the rest in an env beside another one, whose states and grade must not
+        change; other objects that change may be caches."""
+        before, remedy = await look(resting), COPY if "fork" in what else NEW
+        self.compare(before, await look(resting), "the grader read it", "let it grade a copy")
         outcomes = await self.act(acting, self.actions[place:])
-        after = contents(resting)
+        self.compare(before, await look(resting), f"{what} acted", remedy)
+        return outcomes
+
+    def compare(
+        self, before: dict[str, bytes], after: dict[str, bytes], event: str, remedy: str
+    ) -> None:
+        """Note the objects that have changed; refuse a row, a state and a grade among them."""
         self.changed = [name for name, data in before.items() if after.get(name, data) != data]
         for name in self.changed:
-            if name.startswith("the state"):
-                raise AssertionError(f"{name} changed when {what} acted; {COPY}")
-        return outcomes
+            if name.startswith(("the row", "the state")):
+                raise AssertionError(f"{name} changed when {event}; {remedy}")
+            if name == GRADE and self.is_steady:
+                raise AssertionError(f"{name} changed when {event}; {self.cause(remedy)}")
+
+    def cause(self, remedy: str) -> str:
+        """The remedy of the object that may be the cause of a difference; else `remedy`."""
+        found = [name for name in self.changed if name != GRADE]
+        return f"{found[0]} changed and is shared: {KEEP}" if found else remedy
 
     def same(self, found: list[Outcome], what: str, place: int = 0) -> None:
         """The outcomes are those of the reference from this action on."""
@@ -150,23 +188,24 @@ class Trial:
                 calls = self.actions[place + number].tool_calls
                 named = (f"the tool {one.name!r}, called with {one.arguments}" for one in calls)
                 step = shortened(", ".join([f"step {number}", *named]), MAX_SHOWN)
-                cause = f"; {self.changed[0]} changed and is shared: {KEEP}" if self.changed else ""
                 pair: list[Any] = [one, other]
                 if one and other and one[1:] == other[1:]:
                     pair = [[message.content for message in each[0]] for each in (one, other)]
+                cause = self.cause(COPY if "fork" in what else ALONE)
                 shown = "\n  ".join(shortened(str(each), MAX_SHOWN) for each in pair)
-                raise AssertionError(f"{what} differ at {step}:\n  {shown}{cause}")
+                raise AssertionError(f"{what} differ at {step}:\n  {shown}; {cause}")
 
 
 # Where state may lie.
 
 
 def objects(env: Env) -> Iterator[tuple[str, Any]]:
-    """The states of tools; the attributes of an env, its tools and its grader; variables that
-    functions of tools close over; and attributes of classes, default arguments and globals of a
-    user's modules, which outlive an episode. All with their names."""
+    """The row; the states of tools; the attributes of an env, its tools and its grader; variables
+    that functions of tools close over; and attributes of classes, default arguments and globals of
+    a user's modules, which outlive an episode. All with their names."""
     owners: list[Any] = [inner := unwrapped(env), env]
     if isinstance(inner, ToolEnv):
+        yield "the row", repr(inner.task.metadata)
         owners = [*inner.tools.values(), inner.grader, *owners]
         own = [name for name, one in inner.tools.items() if not state_of(one)]
         yield from ((f"the state of the tool {name!r}", inner.state(name)) for name in own)
@@ -177,7 +216,11 @@ def objects(env: Env) -> Iterator[tuple[str, Any]]:
         for name, value in _held(function or owner).items():
             yield f"{name!r} of {who}", value
         kinds += filter(is_own, (function, *type(owner).__mro__))
-    for outer in dict.fromkeys([*kinds, *(sys.modules[one.__module__] for one in kinds)]):
+    modules = dict.fromkeys(sys.modules[one.__module__] for one in kinds)
+    values = [one for module in modules for one in vars(module).values()]
+    kinds += [one for one in values if isinstance(one, type) and is_own(one)]
+    yield "'environ' of os", str(os.environ)
+    for outer in dict.fromkeys([*kinds, *modules]):
         for name, one in vars(outer).items():
             if isinstance(one, types.FunctionType):
                 yield (f"a default of {one.__qualname__}", [one.__defaults__, one.__kwdefaults__])
@@ -190,9 +233,36 @@ def contents(env: Env) -> dict[str, bytes]:
     found = {}
     for name, value in objects(env):
         with suppress(Exception):  # such as of a connection
-            pickle.Pickler(file := _Bounded(), 5).dump(value)
+            _Picture(file := _Bounded(), 5).dump(value)
             found[name] = file.getvalue()
     return found
+
+
+async def look(env: Env) -> dict[str, bytes]:
+    """The contents of an env, with its grade so far by a user's own grader."""
+    inner, found = unwrapped(env), contents(env)
+    if grades_state(type(inner)) or is_theirs(getattr(inner, "grader", None)):
+        grade = await guarded(env.finish(Limit.TURNS, LAST), "the environment's finish")
+        found[GRADE] = repr(grade).encode()
+    return found
+
+
+class _Picture(pickle.Pickler):
+    """Pickles databases with their contents, caches with their sizes, and names of files and
+    folders with the times of their last change."""
+
+    def persistent_id(self, one: Any) -> Any:
+        if isinstance(one, sqlite3.Connection):
+            return one.serialize()
+        if isinstance(one, CACHE):
+            return str(one.cache_info())
+        if not (isinstance(one, str | PurePath) and os.path.isabs(one) and os.path.exists(one)):
+            return None
+        path, common = Path(one), (Path.cwd(), Path(gettempdir()))  # others change these
+        if any(folder.is_relative_to(path) for folder in common):
+            return None
+        found = [(each, each.lstat()) for each in (path, *islice(path.rglob("*"), MAX_FILES))]
+        return str([(each, status.st_size, status.st_mtime_ns) for each, status in found])
 
 
 class _Bounded(BytesIO):
@@ -209,8 +279,10 @@ def check_fork(env: Env, child: Env) -> None:
     parent."""
     before = dict(objects(env))
     for name, value in objects(child):
-        if name.startswith("the state") and value is before[name] and not isinstance(value, FIXED):
-            raise AssertionError(f"{name} is the same object after a fork as before; {COPY}")
+        is_same = value is before[name] and not isinstance(value, FIXED)
+        if name.startswith("the state") and (is_same or value is None is not before[name]):
+            found = "the same object" if is_same else "None"
+            raise AssertionError(f"{name} is {found} after a fork; {COPY}")
     env, grader = unwrapped(env), getattr(unwrapped(child), "grader", None)
     values = [*_held(grader).values()]
     values += [one for value in values if callable(value) for one in _held(value).values()]
@@ -245,6 +317,20 @@ def is_theirs(one: Any) -> bool:
     return is_own(type(one)) or is_own(getattr(one, "function", None))
 
 
+def running() -> set[Any]:
+    """The tasks and threads of this process, without threads of pools."""
+    threads = [one for one in threading.enumerate() if not one.name.startswith(POOLS)]
+    return {*asyncio.all_tasks(), *threads}
+
+
+async def left(before: set[Any], found: Callable[[], set[Any]], settle_s: float) -> set[Any]:
+    """Those found now beyond earlier ones, after time to end (seconds)."""
+    for _ in range(int(settle_s / POLL_S)):
+        if found() - before:
+            await asyncio.sleep(POLL_S)
+    return found() - before
+
+
 def tools_of(env: Env) -> dict[str, Any]:
     """The tools of an environment by name."""
     inner = unwrapped(env)
@@ -272,7 +358,10 @@ async def fork_and_close(env: Env) -> None:
 @asynccontextmanager
 async def forked(env: Env) -> AsyncIterator[Env]:
     """A fork; closed at the end."""
-    child = await guarded(env.fork(), "the environment's fork")
+    try:
+        child = await guarded(env.fork(), "the environment's fork")
+    except CrashError as error:
+        raise AssertionError(f"{error}; {FORK}") from error
     try:
         yield child
     finally:
@@ -286,12 +375,14 @@ async def try_contract(make: Make, task: Task) -> str:
     """Play random calls of a user's tools in episodes of a task and in their forks; returns a
     finding. Raises ConfigError that names the tool, the mistake and the remedy."""
     try:
+        enough_s = (now := asyncio.get_running_loop().time)() + ENOUGH_S
         async with asyncio.timeout(TRIAL_S):
             for number in range(NUM_EPISODES):
-                if found := await _try_episode(
-                    Trial(make, task, ()), Random(f"{task.id} {number}")
-                ):
+                rng = Random(f"{task.id} {number}")
+                if found := await _try_episode(Trial(make, task, ()), rng):
                     return f"{task.env_id}: {' '.join(found.split())}"
+                if number >= MIN_EPISODES and now() > enough_s:
+                    return ""
     except (AssertionError, ConfigError, CrashError) as error:
         raise ConfigError(
             f"{task.env_id}, tried with random calls for task {task.id}: "
@@ -314,31 +405,33 @@ async def _try_episode(trial: Trial, rng: Random) -> str:
         await trial.check_episodes()
     except AssertionError as error:
         # left behind by earlier episodes, if the next ones are equal
-        if COPY in str(error) or (KEEP in str(error) and await trial.play() == await trial.play()):
+        if any(one in str(error) for one in (" acted; ", END)) or (
+            KEEP in str(error) and await trial.play() == await trial.play()
+        ):
             raise
         trial.is_steady = False
-        finding = (
-            f"{error}; correct for answers that change by themselves, else episodes share a file, "
-            "a service or a random number"
-        )
+        finding = str(error)
     trial.actions = trial.actions[: len(trial.reference)]  # a turn may end the episode
     if trial.fork_mode != "none":
         await trial.check_forks((0, len(trial.actions) // 2))
-    return finding
+    return finding or trial.crash
 
 
 def random_calls(tools: Sequence[dict[str, Any]], task: Task, rng: Random) -> Iterator[Message]:
     """Turns with a call each, whose arguments are values of the row, mostly those of a column or
-    key with the argument's name."""
+    key with the name of the argument, or with the value of one before it."""
+    drawn = list[Any]()
     row = list(values_of("", [task.metadata, task.answers, task.question.split()]))
 
     def draw(name: str, fitting: list[Any]) -> Any:
         typed = [one for one in row if type(one[1]) is type(fitting[0]) and len(fitting) == 1]
-        named = [one for one in typed if one[0] == name and rng.random() < 0.9]
-        return rng.choice(named or typed or [("", one) for one in fitting])[1]
+        named = [one for one in typed if one[0] in (name, *drawn) and rng.random() < 0.9]
+        drawn.append(rng.choice(named or typed or [("", one) for one in fitting])[1])
+        return drawn[-1]
 
     order = rng.sample(tools, len(tools))
     for number in range(NUM_CALLS):
+        drawn.clear()
         calls = [sample_call(order[number % len(order)], draw)] if order else []
         yield Message("assistant", draw("", ["a"]), tuple(calls))
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 A_TEXT = "expected the text for the policy (str, or json.dumps), or a ToolResult"
-MAX_SHOWN = 500  # characters of a description of a call and its arguments
+MAX_SHOWN = 500  # characters of a description of a call and its arguments, and of an error
 
 
 async def guarded(work: Awaitable[T], what: str | Callable[[], str]) -> T:
@@ -44,7 +44,7 @@ def _crash(what: str | Callable[[], str], error: BaseException) -> CrashError:
     text = what if isinstance(what, str) else what()
     if len(text) > MAX_SHOWN:
         text = f"{text[:MAX_SHOWN]}..."
-    summary = f"raised {type(error).__name__}: {error}{place_of(error)}"
+    summary = f"raised {type(error).__name__}: {str(error)[:MAX_SHOWN]}{place_of(error)}"
     crash = CrashError(f"{text} {summary}")
     crash.summary = f"{text.partition(', called with')[0]} {summary}"
     return crash

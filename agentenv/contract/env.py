@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from math import isfinite
-from numbers import Real
 from typing import Any, Literal, Protocol, Self, TypeVar, cast
 
 from msgspec import Struct
@@ -303,7 +302,7 @@ async def judged(who: str, grade: Callable[..., Any], *given: Any) -> Grade:
 
     with doing(who):
         found: Any = await guarded(result(), who)
-    reward: Any = getattr(found, "reward", None)
-    if isinstance(found, Grade) and isinstance(reward, Real):
-        return found
-    raise CrashError(f"{who} must return a Grade with a numeric reward, got {repr(found)[:200]}")
+    with suppress(AttributeError, TypeError, ValueError, OverflowError):
+        if isinstance(found, Grade) and all(map(isfinite, (found.reward, *found.parts.values()))):
+            return found
+    raise CrashError(f"{who} must return a Grade with finite numbers, got {repr(found)[:200]}")

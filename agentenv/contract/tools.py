@@ -280,6 +280,10 @@ class Toolbox:
                 self.add(tool, limits)
         self._sources = []
         for tool in self.tools.values():
+            mode = getattr(tool, "fork_mode", None)
+            if mode not in _WEAKEST_FIRST:
+                known = f"expected one of {_WEAKEST_FIRST}"
+                raise ConfigError(f"the tool {tool.name!r} has fork_mode = {mode!r}; {known}")
             of = state_of(tool)
             if of and (of not in self.tools or state_of(self.tools[of])):
                 raise ConfigError(

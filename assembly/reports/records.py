@@ -258,10 +258,8 @@ def readable(row: Row) -> str:
     graded = row.get("error") or (
         f"{'correct' if row['success'] else 'wrong'}, reward {row['reward']:g}, {ended}"
     )
-    lines = [
-        f"--- {row['kind']}: {row['question']}",
-        f"    expected {' or '.join(row['answers'])}; {graded}",
-    ]
+    golds = f"expected {' or '.join(row['answers'])}; " if row["answers"] else ""
+    lines = [f"--- {row['kind']}: {row['question']}", f"    {golds}{graded}"]
     for segment in row["segments"][1:]:
         if "policy" in segment:
             lines.append(f"policy | {segment['policy']}")

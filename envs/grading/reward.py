@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -164,7 +163,7 @@ def _matcher(config: GraderKeys) -> Matcher:
 async def check_grader(grader: Grader, tasks: Sequence[Task]) -> list[Grade]:
     """Grade the golds of the first three rows, so that a broken grader is refused at the start.
 
-    Raises ConfigError: the grader cannot start, fails on a row, or gives no finite reward.
+    Raises ConfigError if the grader cannot start, or fails on a row.
     """
     await at_start(start_grader(grader), f"the start of the grader {type(grader).__name__}")
     grades = []
@@ -179,8 +178,6 @@ async def check_grader(grader: Grader, tasks: Sequence[Task]) -> list[Grade]:
             raise ConfigError(f"{where}: {error}{expected}") from error
         if grade.parts.get(STOPPED):
             raise ConfigError(f"{where}: {grade.reason}")
-        if not math.isfinite(grade.reward):
-            raise ConfigError(f"{where}: the reward {grade.reward}; expected a finite number")
         grades.append(grade)
     return grades
 

@@ -230,7 +230,7 @@ async def _read_sets(
     if made:
         report(
             "not checked, with env, grader and the trial of a program, since the run generates "
-            f"the rows: {', '.join(made)}"
+            f"the rows: {', '.join(made)} (the doctor generates and checks them)"
         )
     assembly.sets = {
         name: _local(one)

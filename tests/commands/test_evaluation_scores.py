@@ -84,6 +84,10 @@ async def test_math_questions_are_recognized_by_benchmark_or_else_by_golds():
     assert not scores.is_math(row(answers=["1994"], metadata={"benchmark": "hotpotqa"}))
 
 
+async def test_a_row_without_an_answer_has_no_scores():
+    assert await scores.Scorer().score(row(answers=[])) == {}
+
+
 async def test_equivalent_expressions_are_right_by_the_rules():
     scorer = scores.Scorer()
     same = await scorer.score(row(answer=r"2\sqrt{2}+1", answers=[r"1+\sqrt{8}"]))
