@@ -177,3 +177,12 @@ def test_an_event_with_fewer_log_probs_than_tokens_loses_the_server(missing: str
         event = json.dumps({"output_ids": [3], "meta_info": figures}).encode()
         with pytest.raises(ServerLostError, match="missing") if lost else nullcontext():
             answer.add(event)
+
+
+@pytest.mark.parametrize("mask", [[[3, 9]], [[3, -1]], [[4, 5]], []], ids=str)
+def test_a_mask_that_the_learner_cannot_use_is_refused(mask: list[list[int]]) -> None:
+    supports = {"output_token_sampling_mask": mask, "output_token_sampling_logprobs": [[-0.5, -1]]}
+    event = {"output_ids": [3], "meta_info": {"completion_tokens": 1, **supports}}
+    request = ServerRequest("r", [1], SamplingParams(8, top_k=2, returns_kept=True))
+    with pytest.raises(EngineError, match="vocabulary|missing"):
+        SGLangAnswer("s", request, 4, VersionSpan, 9).add(json.dumps(event).encode())

@@ -122,9 +122,10 @@ class AnswerParser(ABC):
         kept: list[list[int]] | None = None,
     ) -> Chunk:
         """A chunk of these tokens; `entropies` computes theirs if they are requested."""
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+        ids = (*token_ids, *chain.from_iterable(kept or ()))
+        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
             raise EngineError(
-                f"{self._server} sampled the token {max(token_ids)}, the vocabulary has "
+                f"{self._server} sampled the token {max(ids)}, the vocabulary has "
                 f"{self._vocab_size}"
             )
         self._num_tokens += len(token_ids)
