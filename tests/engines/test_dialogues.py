@@ -184,5 +184,5 @@ def test_a_mask_that_the_learner_cannot_use_is_refused(mask: list[list[int]]) ->
     supports = {"output_token_sampling_mask": mask, "output_token_sampling_logprobs": [[-0.5, -1]]}
     event = {"output_ids": [3], "meta_info": {"completion_tokens": 1, **supports}}
     request = ServerRequest("r", [1], SamplingParams(8, top_k=2, returns_kept=True))
-    with pytest.raises(EngineError, match="vocabulary|missing"):
+    with pytest.raises(EngineError, match=r"vocabulary|missing"):
         SGLangAnswer("s", request, 4, VersionSpan, 9).add(json.dumps(event).encode())
