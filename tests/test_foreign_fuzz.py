@@ -268,13 +268,16 @@ def turn_of(answer: VLLMAnswer | SGLangAnswer, events: list[bytes]) -> Any:
     assert end.num_tokens == sum(len(chunk.token_ids) for chunk in chunks)
     for chunk in chunks:
         assert len(chunk.token_ids) == len(chunk.logprobs) == len(chunk.entropies)
+        assert len(chunk.kept) in (0, len(chunk.token_ids))
+        for token, ids in zip(chunk.token_ids, chunk.kept, strict=False):
+            assert {token, *ids} == {*ids} <= {*range(9)}
     return end
 
 
 @fuzzed()
 @given(damaged_stream(SGLANG[:2], SGLANG), st.sampled_from([1.0, 0.5]))
 def test_events_of_sglang(events: list[bytes], top_p: float) -> None:
-    request = ServerRequest("r", [1], SamplingParams(max_tokens=8, top_p=top_p))
+    request = ServerRequest("r", [1], SamplingParams(8, top_p=top_p, returns_kept=True))
     answer = SGLangAnswer("s", request, 20, name_span, 9)
     written(ended("sglang", partial(turn_of, answer, events), EngineError))
 

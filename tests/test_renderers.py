@@ -13,12 +13,14 @@ import pytest
 from renderers import create_renderer
 from renderers.configs import config_from_name
 
-from agentenv.base.errors import ConfigError, MissingError
+from agentenv.base.errors import ConfigError, DataError, MissingError
 from agentenv.base.types import MALFORMED_CALL, Completion, Message, ToolCall
 from agentenv.text.bridged import BridgedRenderer
 from agentenv.text.contexts import for_programs
 from agentenv.text.native import SAMPLE_TOOL, NativeRenderer
 from agentenv.text.prompt import PromptConfig
+from agentenv.training.supervised.dialogues import Dialogue
+from agentenv.training.supervised.encoding import ChatEncoder
 from tests.support.chat_models import byte_tokenizer
 from tests.support.trl_templates import TEMPLATES, ends_of, longest, markers_of
 from tests.test_native_templates import ONE_A_TURN, RIGHT, TOOLS
@@ -55,6 +57,10 @@ FAMILIES = [
     "deepseek-v4", "glm-4.5", "glm-5", "glm-5.1", "glm-5.3", "hy3", "inkling", "kimi-k2",
     "kimi-k2.5", "laguna-m.1", "laguna-s-2.1", "laguna-xs-2.1", "laguna-xs.2", "minimax-m2",
 ]  # fmt: skip
+THINKING = {
+    "deepseek": {"enable_thinking": True}, "hy3": {"reasoning_effort": "high"},
+    "laguna": {"enable_thinking": True},
+}  # fmt: skip
 REFUSED = {
     "deepseek-r1": "ignores the list of tools",
     "deepseek-v3": "ignores the list of tools",
@@ -144,6 +150,43 @@ def test_a_dialogue_with_tools_has_the_same_ids(family: str) -> None:
     answer = [Message("user", "Sure?")]
     appended = own.observation(answer, tools, 100, said)[family in UNBROKEN :]
     assert [*before, *said, *appended] == bridged(other, before, said, answer)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_demonstrations_have_the_same_ids(family: str) -> None:
+    """With thoughts, if the family has some; the trained ids are the turns and their ends."""
+    keys: dict[str, Any] = longest(family, THINKING, {})
+    prompt = PromptConfig(chat_template_kwargs=keys)
+    own = made(lambda tokenizer: BridgedRenderer(tokenizer, family, prompt))
+    tools, thoughts = [*TOOLS, SAMPLE_TOOL], "" if family == "kimi-k2" else "Hm."
+    lead = f"<think>\n{thoughts}\n</think>\n\n" if thoughts else ""
+    calls, result = tuple(CALLS[2:]), Message("tool", "R", name="search")
+    turn, said = Message("assistant", f"{lead}Ah.", calls), Message("assistant", f"{lead}Lima")
+    found = ChatEncoder(own).encode(Dialogue((*QUESTIONS[0], turn, result, said), tuple(tools)))
+    chat: list[dict[str, Any]] = [{"role": m.role, "content": m.content} for m in QUESTIONS[0]]
+    chat.append(own._turn_of(calls, as_text=False) | {"content": "Ah."})
+    chat[-1] |= {"reasoning_content": thoughts} if thoughts else {}
+    own_id = chat[-1]["tool_calls"][0]["id"]
+    chat.append({"role": "tool", "name": "search", "tool_call_id": own_id, "content": "R"})
+    other = theirs(own.tokenizer, family, **keys)
+    ids = other.render_ids(chat, tools=FUNCTIONS, add_generation_prompt=True)
+    assert found.token_ids.tolist()[: len(ids)] == ids
+    before = own.prompt(QUESTIONS[0], tools)
+    after = own.observation([result], tools, 99)
+    size = len(ids) - len(before) - len(after)
+    last = found.token_ids.tolist()[len(ids) :]
+    parts = (len(before), False), (size, True), (len(after), False), (len(last), True)
+    assert found.mask.tolist() == [is_policy for number, is_policy in parts for _ in range(number)]
+    read = other.parse_response(last, tools=FUNCTIONS, prompt_ids=ids)
+    assert ((read.reasoning_content or "").strip(), read.content.strip()) == (thoughts, "Lima")
+
+
+def test_thoughts_that_a_prompt_does_not_open_are_refused() -> None:
+    for family, text in (("deepseek-v4", "<think>\nHm.\n</think>\n\nLima"), ("minimax-m2", "Lima")):
+        with pytest.raises(DataError, match=f"{family}.*thoughts"):
+            ChatEncoder(ours(family)[0]).encode(
+                Dialogue((*QUESTIONS[0], Message("assistant", text)), tuple(TOOLS))
+            )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -201,6 +201,7 @@ def check_turn_end(
 
 def check_model_directory(model: Path, with_weights: bool = True) -> None:
     """Raises DataError, naming the missing file."""
+    check_format(model)
     for name in ("config.json", "tokenizer.json"):
         if not (model / name).is_file():
             raise DataError(
@@ -215,6 +216,19 @@ def check_model_directory(model: Path, with_weights: bool = True) -> None:
             )
     if with_weights and not any(model.glob("*.safetensors")):
         raise DataError(f"{model} is not a model directory: it has no *.safetensors file")
+
+
+OTHER_FORMATS = {
+    "adapter_config.json": "an adapter: merge it into its model (merge_and_unload() of peft)",
+    "*.gguf": "a GGUF model: choose one of its files instead of the folder",
+}
+
+
+def check_format(model: Path) -> None:
+    """Raises DataError for a folder with a model in another format."""
+    for pattern, what in OTHER_FORMATS.items():
+        if not (model / "config.json").is_file() and any(model.glob(pattern)):
+            raise DataError(f"{model} has {pattern} and no config.json, so that it is {what}")
 
 
 IMPLEMENTATION = re.compile(r"\w+_implementation(_internal)?")

@@ -241,11 +241,13 @@ class VersionSpan(Struct, frozen=True, array_like=True):
 
 
 class Chunk(Struct, frozen=True):
-    """New tokens of a running request; lists of equal length."""
+    """New tokens of a running request; lists of equal length. `kept`: by token the ids that could
+    be sampled, if the request `returns_kept`."""
 
     token_ids: list[int]
     logprobs: list[float]
     entropies: list[float]
+    kept: list[list[int]] = []
 
 
 class Completion(Struct):

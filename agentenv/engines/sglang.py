@@ -170,6 +170,7 @@ class SGLangAnswer(AnswerParser):
         vocab_size: int,
     ) -> None:
         self._truncated = is_truncated(request.sampling)
+        self._returns_kept = self._truncated and request.sampling.returns_kept
         exact = entropy_top_k == -1 or self._truncated
         kind: Literal["exact", "top_k"] = "exact" if exact else "top_k"
         entropies = request.with_entropies
@@ -194,10 +195,11 @@ class SGLangAnswer(AnswerParser):
             return None
         token_ids = found.output_ids[-num_new:]
         logprobs, rivals = self._logprobs(token_ids, meta, num_new)
+        kept = meta.output_token_sampling_mask[-num_new:] if self._returns_kept else []
         sizes = {len(token_ids), len(logprobs), len(rivals) if self._with_entropies else num_new}
-        if sizes != {num_new}:
+        if sizes | ({len(kept)} if self._returns_kept else set()) != {num_new}:
             raise ServerLostError(f"{self._server}/generate: tokens are missing from the stream")
-        return self._chunk(token_ids, logprobs, partial(top_k_entropies, rivals))
+        return self._chunk(token_ids, logprobs, partial(top_k_entropies, rivals), kept)
 
     def _end(self, meta: Meta, reason: Reason) -> None:
         if reason.type == "abort" and reason.status_code is not None:
@@ -433,4 +435,4 @@ class SGLangConfig(PooledEngineConfig, frozen=True, kw_only=True, tag="sglang", 
     """SGLang servers."""
 
     client: ClassVar[type[SGLangServer]] = SGLangServer
-    capabilities: ClassVar = replace(SERVERS, num_reserved=SGLANG_RESERVED)
+    capabilities: ClassVar = replace(SERVERS, has_kept=True, num_reserved=SGLANG_RESERVED)

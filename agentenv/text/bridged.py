@@ -14,11 +14,11 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from agentenv.base.errors import ConfigError, ForeignError
+from agentenv.base.errors import ConfigError, ForeignError, reported_as
 from agentenv.base.installation import needed
 from agentenv.base.types import Message, ToolCall
 from agentenv.base.untrusted import decode
-from agentenv.text.call_syntax import malformed
+from agentenv.text.call_syntax import malformed, split_thoughts
 from agentenv.text.contexts import num_common
 from agentenv.text.native import (
     QUESTION,
@@ -54,7 +54,7 @@ class BridgedRenderer(NativeRenderer):
     """Renders by the package's renderer of `family`. Raises ConfigError for one that cannot be used
     with this tokenizer, rewrites earlier text, or does not read the calls that it writes.
 
-    The conversations of programs, whose turns were not all sampled, are refused.
+    Programs and servers are refused: the package gives no places of thoughts and calls in a text.
     """
 
     turn = None  # type: ignore[assignment]
@@ -87,6 +87,7 @@ class BridgedRenderer(NativeRenderer):
             raise self._refusal(f"needs one of {texts} in eos_token_id (generation_config.json)")
         after = written_ids[num_common(written_ids, header) :]
         self.end_id = next(one for one in (*after, *ends) if one in stops & ends)
+        self.written_end = self.end_id
         self._learn()
 
     def _made(self, tokenizer: Any) -> Any:
@@ -95,7 +96,8 @@ class BridgedRenderer(NativeRenderer):
             raise ConfigError(f"renderer.family: {self._family!r}; expected one of {known}")
         try:
             kind = type(package.configs.config_from_name(self._family))
-            config = kind.model_validate(self.prompt_config.chat_template_kwargs)
+            keys = {"thinking_retention": "all", **self.prompt_config.chat_template_kwargs}
+            config = kind.model_validate(keys)
             return package.create_renderer(tokenizer, config)
         except ERRORS as error:
             cause = " ".join(str(error).split())
@@ -116,6 +118,30 @@ class BridgedRenderer(NativeRenderer):
     ) -> str:
         return self.decode(self._chat_ids(chat, tools, generation=generation))
 
+    def demonstrated(self, message: Message, tools: ToolSchemas) -> list[int]:
+        """As the package writes it after the header of a turn, and reads it back."""
+        thoughts, text = map(str.strip, split_thoughts(message.content, "", ()))
+        turn = self._turn_of(message.tool_calls, as_text=False) | {"content": text}
+        turn |= {"reasoning_content": thoughts} if thoughts else {}
+        with reported_as(ConfigError, f"renderer.family = {self._family!r} rejects it", ValueError):
+            header = self._chat_ids([QUESTION], tools)
+            ids = self._chat_ids([QUESTION, turn], tools, generation=False)
+        start = num_common(ids, header)
+        ids = ids[start:]
+        place = next((n for n, one in enumerate(ids) if one in self.eos_ids), len(ids))
+        ids = [*ids[:place], self._ends[bool(message.tool_calls)]]
+        is_after = start == len(header) or not thoughts
+        for lead in ([], self.encode(thoughts)) if is_after else ():  # Kimi K2.5 drops thoughts
+            read = self._response([*lead, *ids], tools, header)
+            found = (read.reasoning_content or "").strip(), read.content.strip()
+            if found == (thoughts, text):
+                return [*lead, *ids]
+        raise self._refusal(
+            f"cannot write a turn with the thoughts {thoughts[:40]!r} after its header, "
+            f"{self.decode(header[-8:])!r}: keep or omit thoughts, or open them by "
+            "prompt.chat_template_kwargs"
+        )
+
     def _calls(
         self, text: str, ids: Sequence[int], tools: ToolSchemas, prefix_ids: Sequence[int] = ()
     ) -> tuple[ToolCall, ...]:
@@ -125,12 +151,14 @@ class BridgedRenderer(NativeRenderer):
         self, ids: Sequence[int], tools: ToolSchemas, prefix_ids: Sequence[int] = ()
     ) -> list[Any]:
         """The calls of a turn as the package reads them, or the error if it cannot."""
-        header = prefix_ids[-NUM_HEADER_IDS:] if len(prefix_ids) else self._header
-        keys = {"tools": _functions(tools), "prompt_ids": [*header]}
         try:
-            return list(self._theirs.parse_response([*ids], **keys).tool_calls)
+            return list(self._response(ids, tools, prefix_ids).tool_calls)
         except ERRORS as error:  # such as a nesting that is too deep
             return [error]
+
+    def _response(self, ids: Sequence[int], tools: ToolSchemas, prefix_ids: Sequence[int]) -> Any:
+        header = prefix_ids[-NUM_HEADER_IDS:] if len(prefix_ids) else self._header
+        return self._theirs.parse_response([*ids], tools=_functions(tools), prompt_ids=[*header])
 
     def _frames_around(
         self, messages: Sequence[Message], tools: ToolSchemas, turn_ids: Sequence[int] = ()

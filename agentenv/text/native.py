@@ -15,6 +15,7 @@ import json
 import re
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -23,13 +24,18 @@ from msgspec import Struct
 from agentenv.base.errors import ConfigError
 from agentenv.base.types import UNKNOWN_TOOL, Completion, Message, Role, ToolCall
 from agentenv.contract.env import check_observation
-from agentenv.text.call_syntax import PARSERS, THOUGHT_CLOSE, THOUGHTS, Parser
+from agentenv.text.call_syntax import (
+    PARSERS,
+    THOUGHT_CLOSE,
+    THOUGHT_OPEN,
+    THOUGHTS,
+    Parser,
+    split_thoughts,
+)
 from agentenv.text.contexts import num_common
 from agentenv.text.prompt import PromptConfig, count_tagged_call, for_native_calls
 from agentenv.text.renderer import TextCodec, ToolSchemas, template_errors
 
-# the texts between messages, and whether a template quotes these as JSON, and trims them
-Frames = tuple[list[str], bool, bool]
 Senders = tuple[tuple[str, str | None], ...]  # (role, tool) of each message of an observation
 
 ANSWERS: tuple[Role, ...] = ("user", "system")  # to a turn, after the tool results
@@ -38,7 +44,7 @@ WAY_OUT = "use renderer.name = 'tags'"
 _CALLED_NAME = re.compile(r"[\w.:/-]+")
 _PYTHON_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _STAND_IN = "qZ{}Zq"  # a placeholder that no template changes
-_TEXT = "qSaidq"
+_TEXT, _THOUGHTS = "qSaidq", "qThoughtsq"
 _EMPTY_THOUGHT = re.compile(r"\A<think>\s*</think>\s*")
 QUESTION = {"role": "user", "content": "qQuestionq"}
 SAMPLE_TOOL = {
@@ -74,6 +80,16 @@ _SAMPLE_CALLS = (
 class NativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="native",
                    tag_field="name"):  # fmt: skip
     """Tool calls in the format of the model's chat template."""
+
+
+class Frames(NamedTuple):
+    """The texts around the messages that answer a turn, whether the template quotes these as JSON
+    and trims them, and the token with which it ends the turn."""
+
+    texts: list[str]
+    quotes: bool
+    trims: bool
+    end: int
 
 
 class _CallForm(NamedTuple):
@@ -116,8 +132,14 @@ class NativeRenderer(TextCodec):
             raise self._refusal("ignores the list of tools")
         self._form = self._find_form()
         self._frames_of = lru_cache(1024)(self._find_frames)
+        self._written = lru_cache(4)(lambda *marks: self._sampled((), self._form.as_text, *marks))
         self._check_appends()
-        self._frames_of((("tool", "sample_tool"),))
+        said, called = self.end_id, self._frames_of((("tool", "sample_tool"),)).end
+        with suppress(ConfigError):
+            said = self._frames_of((("user", None),)).end
+        # of a turn without calls, and with some; where they differ, they begin the answer
+        self._ends = said, called
+        self._is_open = self.opens_thought(self.encode(self._try([QUESTION], generation=True)))
 
     @property
     def style(self) -> str:
@@ -163,9 +185,10 @@ class NativeRenderer(TextCodec):
         """The token ids from the end of the turn to the beginning of the next one; a longer text
         keeps its head and tail within max_tokens."""
         texts = self.texts(messages, tools)
-        frames = self._frames_around(messages, tools, turn_ids)[0]
-        is_open = turn_ids and not self.is_ended(turn_ids)
-        ids = array("i", [self.end_id] if is_open else [])
+        frames, _, _, end = self._frames_around(messages, tools, turn_ids)
+        is_open = len(turn_ids) and not self.is_ended(turn_ids)
+        is_other = len({*self._ends}) > 1 and len(turn_ids) and turn_ids[-1] != end
+        ids = array("i", [end] if is_open or is_other else [])
         ids.extend(self.encode(frames[0]))
         for message, text, frame in zip(messages, texts, frames[1:], strict=True):
             ids += self.encode_foreign(text, tools, max_tokens, message.name)
@@ -175,7 +198,7 @@ class NativeRenderer(TextCodec):
     def texts(self, messages: Sequence[Message], tools: ToolSchemas) -> list[str]:
         """The texts of an observation, as the template quotes them."""
         check_observation(messages, ANSWERS)
-        _, quotes, trims = self._frames_around(messages, tools)
+        _, quotes, trims, _ = self._frames_around(messages, tools)
         texts = [one.content.strip() if trims else one.content for one in messages]
         return [json.dumps(text, ensure_ascii=False)[1:-1] for text in texts] if quotes else texts
 
@@ -193,23 +216,38 @@ class NativeRenderer(TextCodec):
         named = ((role, "sample_tool" if role == "tool" else None) for role in roles)
         return self._frames_of(tuple(named))
 
-    def turn(self, message: Message, tools: ToolSchemas) -> list[int]:
+    def demonstrated(self, message: Message, tools: ToolSchemas) -> list[int]:
         """Token ids of a turn that was not sampled. Raises ConfigError."""
-        return [*self.encode(self.calling(message.content, message.tool_calls)), self.end_id]
+        text = self.calling(message.content, message.tool_calls)
+        calls = message.tool_calls or self._form.parse(text, tools)
+        return [*self.encode(text), self._ends[bool(calls)]]
+
+    turn = demonstrated
 
     def calling(self, text: str, calls: Sequence[ToolCall], tools: ToolSchemas = ()) -> str:
         """The template's text of a turn with `text` (thoughts included) and these calls, up to its
         end token. Raises ConfigError if the template rejects them."""
-        written = self._sampled(calls, self._form.as_text, text_mark=_TEXT if text else "")
+        thoughts, said = split_thoughts(text, "", ())
+        with suppress(ConfigError):  # it refuses thoughts, or does not write them after its header
+            written = self._around_text(calls, said.lstrip(), _THOUGHTS if thoughts else "")
+            if thoughts and _THOUGHTS in written:
+                return written.replace(_THOUGHTS, thoughts).replace(_TEXT, said.lstrip())
+        if thoughts and self._is_open:
+            text = text.lstrip().removeprefix(THOUGHT_OPEN).lstrip("\n")
+        written = self._around_text(calls, text)
         before, text_mark, after = written.partition(_TEXT)
         if not text_mark:
             before, after = "", written
             if self.style == "llama":  # its calls cannot have other text
                 text = "".join(text.rpartition(THOUGHT_CLOSE)[:2])
         if THOUGHT_CLOSE in text:  # the text has a thought
-            before = THOUGHTS.sub("", before).rpartition(THOUGHT_CLOSE)[2]
+            before = THOUGHTS.sub("", before).rpartition(THOUGHT_CLOSE)[2].lstrip()
             after = _EMPTY_THOUGHT.sub("", after)
         return _EMPTY_THOUGHT.sub("", before + text + after)
+
+    def _around_text(self, calls: Sequence[ToolCall], text: str, thoughts: str = "") -> str:
+        marks = _TEXT if text else "", thoughts
+        return self._sampled(calls, self._form.as_text, *marks) if calls else self._written(*marks)
 
     # inner workings
 
@@ -260,38 +298,46 @@ class NativeRenderer(TextCodec):
             )
         return calls != _SAMPLE_CALLS
 
-    def _sampled(self, calls: Sequence[ToolCall], as_text: bool, text_mark: str = "") -> str:
+    def _sampled(
+        self, calls: Sequence[ToolCall], as_text: bool, text: str = "", thoughts: str = ""
+    ) -> str:
         """The text that the policy would sample for a turn with these calls."""
-        turn = self._turn_of(calls, as_text)
+        turn = self._turn_of(calls, as_text) | {"content": text}
+        if thoughts:
+            turn |= {"reasoning_content": thoughts, "thinking": thoughts}
         results = [
             {"role": "tool", "name": call.name, "tool_call_id": own["id"], "content": _mark(n)}
-            for n, (call, own) in enumerate(zip(calls, turn["tool_calls"], strict=True))
+            for n, (call, own) in enumerate(zip(calls, turn.get("tool_calls", ()), strict=True))
         ]
-        return self._split_turn({**turn, "content": text_mark}, results)[0]
+        return self._split_turn(turn, results, generation=bool(calls))[0]
 
-    def _split_turn(self, turn: dict[str, Any], answers: list[dict[str, Any]]) -> tuple[str, str]:
-        """A turn as the policy would sample it, and the template's text from its end token to the
-        beginning of the next turn."""
-        text = self._try([QUESTION, turn, *answers], generation=True)
+    def _split_turn(
+        self, turn: dict[str, Any], answers: list[dict[str, Any]], *, generation: bool = True
+    ) -> tuple[str, int, str]:
+        """A turn as the policy would sample it, its end token, and the template's text from there
+        to the beginning of the next turn."""
+        text = self._try([QUESTION, turn, *answers], generation=generation)
         roles = [answer["role"] for answer in answers]
         before = self._try([QUESTION])
         self._must_start(text, before, f"an answer and {roles}")
         prompt = self._try([QUESTION], generation=True)
         start = num_common(text, prompt)
+        if start < len(prompt) and "thinking" in turn:
+            raise self._refusal("writes thoughts before a turn")
         if start < len(prompt):  # not within a tag that both begin with
             start = max(len(before), *(text.rfind(mark, 0, start) + 1 for mark in "\n>"))
         text = text[start:]
-        ends = {end for token in self.eos_ids if (end := self.decode([token]))}
-        places = [(text.find(end), -len(end)) for end in ends if end in text]
-        place, size = min(places, default=(len(text), 0))
+        ends = {end: token for token in self.eos_ids if (end := self.decode([token]))}
+        places = [(text.find(end), -len(end), end) for end in ends if end in text]
+        place, size, end = min(places, default=(len(text), 0, ""))
         first = text.find(_STAND_IN.format(0))
-        if 0 <= first < place or not places:
+        if 0 <= first < place or (generation and not places):
             between = text[:first] if first >= 0 else text
             raise self._refusal(
                 f"writes {between[-60:]!r} between a turn and its answer, without any of the end "
                 f"tokens {sorted(ends)}; check eos_token_id in generation_config.json"
             )
-        return text[:place], text[place - size :]
+        return text[:place], ends.get(end, self.end_id), text[place - size :]
 
     def _check_appends(self) -> None:
         """Appending messages must not change earlier text."""
@@ -316,11 +362,11 @@ class NativeRenderer(TextCodec):
             f"{shorter[place : place + 40]!r} stood"
         )
 
-    def _cut(self, written: Callable[[str], str], number: int) -> Frames:
+    def _cut(self, written: Callable[[str], tuple[int, str]], number: int) -> Frames:
         """The frames of a text between two turns; `written` returns it for `number` placeholders
-        with these blanks around them."""
-        rest, texts = written(""), list[str]()
-        trims = written("\n") == rest
+        with these blanks around them, with the end token before it."""
+        (end, rest), texts = written(""), list[str]()
+        trims = written("\n")[1] == rest
         quotes = bool(number) and _mark(0) not in rest
         for place in range(number):
             mark = _mark(place)
@@ -328,7 +374,7 @@ class NativeRenderer(TextCodec):
             if not found:
                 raise self._refusal("omits or changes the text of tool results")
             texts.append(text)
-        return [*texts, rest], quotes, trims
+        return Frames([*texts, rest], quotes, trims, end)
 
     def _find_frames(self, senders: Senders, call_ids: tuple[str, ...] = ()) -> Frames:
         """The template's texts between these messages, which answer calls with these ids."""
@@ -348,7 +394,7 @@ class NativeRenderer(TextCodec):
         if calls:
             turn = self._turn_of(calls[:1] if self._form.one_a_turn else calls, self._form.as_text)
         return self._cut(
-            lambda blanks: self._split_turn(turn, _padded(answers, blanks))[1], len(answers)
+            lambda blanks: self._split_turn(turn, _padded(answers, blanks))[1:], len(answers)
         )
 
     def _turn_of(self, calls: Sequence[ToolCall], as_text: bool) -> dict[str, Any]:
@@ -358,7 +404,8 @@ class NativeRenderer(TextCodec):
             arguments = json.dumps(call.arguments) if as_text else call.arguments
             own = {"id": self._call_id(number, call.name), "type": "function"}
             written.append({**own, "function": {"name": call.name, "arguments": arguments}})
-        return {"role": "assistant", "content": "", "tool_calls": written}
+        called = {"tool_calls": written} if written else {}  # some refuse an empty list
+        return {"role": "assistant", "content": "", **called}
 
     def _call_id(self, number: int, name: str) -> str:
         return f"call{number:05d}"  # nine letters and digits, as some templates require

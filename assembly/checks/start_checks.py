@@ -33,7 +33,7 @@ from agentenv.assembly.serving.gpus import trains_on_gpu
 from agentenv.assembly.serving.server_command import find_python
 from agentenv.assembly.serving.servers import check_roles
 from agentenv.base import model_files
-from agentenv.base.errors import ConfigError, CrashError, DataError, reported_as
+from agentenv.base.errors import ConfigError, CrashError, DataError, EngineError, reported_as
 from agentenv.base.offload import in_thread
 from agentenv.base.registry import joined, marks_of, type_info
 from agentenv.base.types import Message, Task
@@ -41,6 +41,7 @@ from agentenv.contract.engine import EngineConfig, check_context
 from agentenv.contract.env import Env, check_observation, check_step
 from agentenv.contract.server_config import LaunchConfig, RoleConfig, Served
 from agentenv.contract.tool_env import ToolEnv
+from agentenv.contract.weights import read_layout
 from agentenv.data.data_files import is_generated
 from agentenv.engines.openai import OpenAIConfig
 from agentenv.envs.grading.keys import grader_config
@@ -362,10 +363,14 @@ async def graders_here(assembly: RolloutAssembly[Any]) -> None:
 
 
 async def model_type(assembly: Assembly[Any]) -> None:
-    """transformers knows the type of the model, which has an embedding for every token."""
+    """transformers knows the type of the model, which has an embedding for every token, and its
+    weights are complete."""
     model = await assembly.model()
     assert model is not None, "an endpoint cannot be trained"
     await in_thread(model_files.check_known, model)
+    if any(model.glob("*.safetensors")):  # a dry run lists them as missing
+        with reported_as(DataError, "model.path", EngineError):
+            await in_thread(read_layout, model)
     await in_thread(model_files.check_vocabulary, model, await assembly.tokenizer())
 
 

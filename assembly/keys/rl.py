@@ -470,7 +470,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             raise ConfigError(
                 f"engine.name = {self.engine.kind!r} does not return the ids that top_k, top_p and "
                 "min_p keep (EngineCapabilities.has_kept), which the learner needs: remove them "
-                "from sampling.train, or train with engine.name = 'embedded'"
+                "from sampling.train, or train with engine.name = 'embedded' or 'sglang'"
             )
         if self.sampling.is_truncated and not 0 < self.sampling.train.top_k <= MAX_KEPT:
             raise ConfigError(

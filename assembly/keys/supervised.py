@@ -24,7 +24,7 @@ from agentenv.learners.optimizer import (
     WarmupRatio,
     WeightDecay,
 )
-from agentenv.text.native import NativeConfig
+from agentenv.text.bridged import AnyRenderer
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.renderer import TagsConfig
 
@@ -179,7 +179,7 @@ class SupervisedRunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     model: ModelConfig
     data: ChatDataConfig
     prompt: PromptConfig = PromptConfig()
-    renderer: TagsConfig | NativeConfig = TagsConfig()
+    renderer: AnyRenderer = TagsConfig()
     learner: SupervisedLearnerConfig = SupervisedLearnerConfig()
     checkpoint: KeepingConfig = KeepingConfig()
     monitor: MonitorConfig = MonitorConfig()

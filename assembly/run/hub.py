@@ -41,6 +41,7 @@ class HubRepository:
             return str(address)
         except Exception as error:
             raise InfraError(
-                f"--push: {folder} is complete, but not on the hub ({brief_reason(error)}); "
+                f"--push: {folder} is complete, but not on the hub "
+                f"({brief_reason(error.__cause__ or error)}); "
                 f"send it: hf upload --private {self.name} {shlex.quote(str(folder))}"
             ) from error

@@ -276,5 +276,5 @@ CHECKS: tuple[checks.Check, ...] = (
     # the ranks start and load the model; the engine starts and serves it
     checks.Check("learner", "started", checks.RUNS, checks.part("learner"), slow=True),
     checks.Check("engine", "started", checks.SAMPLING, checks.part("engine"), slow=True),
-    checks.Check("log-prob parity", "measured", checks.TRAIN, parity, slow=True),
+    checks.Check("log-prob parity", "measured", checks.TRAIN, parity, slow=True, after="engine"),
 )

@@ -39,7 +39,7 @@ from agentenv.assembly.serving.server_command import find_python
 from agentenv.base import errors
 from agentenv.base.config import Resolve, resolver
 from agentenv.base.installation import PACKAGES
-from agentenv.base.model_files import find_on_hub, hub_id
+from agentenv.base.model_files import check_format, find_on_hub, hub_id
 from agentenv.engines.openai import OpenAIConfig
 from agentenv.envs.search.keys import SearchConfig
 from agentenv.envs.search.providers import PROVIDERS, WebConfig
@@ -300,6 +300,8 @@ def _model_of(config: AnyRun, path: str, resolve: Resolve, plan: Plan) -> Path |
     if place is None or not place.is_dir():
         return None
     place = find_checkpoint(place)
+    with errors.reported_as(errors.DataError, "model.path", errors.DataError):
+        check_format(place)
     names = ("config.json", "tokenizer.json")
     lacks = [name for name in names if not (place / name).is_file()]
     if not any(place.glob("*.safetensors")) and not isinstance(config, EvaluateConfig):

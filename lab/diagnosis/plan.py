@@ -17,6 +17,7 @@ from agentenv.assembly.serving.gpus import GIB, GpuPlan, PlannedMachine, learner
 from agentenv.assembly.serving.server_command import CPU_CACHE_GIB, SERVER_BYTES
 from agentenv.base.config import RUN, Resolve
 from agentenv.base.errors import AgentEnvError, ConfigError
+from agentenv.base.model_files import check_known
 from agentenv.contract.engine import EngineConfig, LocalModel
 from agentenv.contract.server_config import LaunchConfig, RoleConfig
 from agentenv.learners.keys import LearnerConfig, check_heads
@@ -190,6 +191,8 @@ class _Planner:
             except AgentEnvError as error:
                 self.plan.missing.append(f"{key}: {error}")
                 return None
+        if self.learner is not None and (place / "config.json").is_file():
+            check_known(place)
         return self._shape(place, "model.path")
 
     def _shape(self, path: Path, key: str, quantization: str = "") -> estimates.ModelShape | None:

@@ -99,7 +99,7 @@ def check_model(directory: Path, context_parallel: int = 1) -> None:
         )
 
 
-def lacks_memory(error: BaseException) -> bool:
+def lacks_memory(error: BaseException | None) -> bool:
     """Whether the machine or its GPU has run out of memory."""
     is_cpu_allocator = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     return is_cpu_allocator or isinstance(error, MemoryError | torch.OutOfMemoryError)

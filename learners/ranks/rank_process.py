@@ -32,6 +32,7 @@ import torch.distributed as dist
 from msgspec import Struct
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from agentenv.base.crashes import place_of
 from agentenv.base.disk_errors import DIR_KEY, explain
 from agentenv.base.errors import AgentEnvError, ConfigError
 from agentenv.base.ports import LOOPBACK_DEVICE, is_loopback
@@ -174,11 +175,11 @@ def failure(error: Exception, text: str) -> wire.RankFailed:
     traceback, even if torch wraps it in another error."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, AgentEnvError):
+        if isinstance(cause, AgentEnvError) and not lacks_memory(cause.__cause__):
             return wire.RankFailed(str(cause), "")
         if lacks_memory(cause):
             reason = (str(cause) or "out of memory").splitlines()[0]
-            return wire.RankFailed(OUT_OF_MEMORY.format(reason), "")
+            return wire.RankFailed(OUT_OF_MEMORY.format(reason + place_of(cause)), "")
         if isinstance(cause, OSError) and cause.strerror:
             return wire.RankFailed(
                 f"{cause.filename or 'writing a file'}: {explain(cause, DIR_KEY)}", ""

@@ -138,6 +138,41 @@ def test_a_model_of_an_unknown_type_is_refused_and_its_code_never_runs(
     assert not (here / "it-ran").exists()
 
 
+BROKEN = {
+    "llm_config": "model_type 'internvl_chat'",
+    "adapter": "merge_and_unload",
+    "gguf": "choose one of its files",
+    "shard": "No such file or directory: model/model-2.safetensors",
+    "index": "index.json: has no weight_map",
+    "cut": "not fully covered",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_model_is_refused_alike_by_dry_run_and_start(
+    here: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    folder = here / "model"
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    if kind == "llm_config":
+        table = {"model_type": "internvl_chat", "llm_config": json.loads(config.read_text())}
+        config.write_text(json.dumps(table))
+    elif kind in ("adapter", "gguf"):
+        config.unlink()
+        (folder / ("adapter_config.json" if kind == "adapter" else "a.gguf")).touch()
+    elif kind == "cut":
+        weights.write_bytes(weights.read_bytes()[:-9])
+    else:
+        index = {"weight_map": {"a": "model-2.safetensors"} if kind == "shard" else []}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    told = set[str]()
+    for words in (["--dry-run"], []):
+        assert train.main(["train.toml", "engine.name=embedded", *words]) == 2
+        told.add(capsys.readouterr().err)
+    (error,) = told
+    assert BROKEN[kind] in error
+
+
 def change_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 

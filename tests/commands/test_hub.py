@@ -159,8 +159,9 @@ def test_a_gguf_file_needs_the_package_that_reads_it_and_a_damaged_one_is_named(
     assert not [*home.glob("gguf/*")]
 
 
+@pytest.mark.filterwarnings("ignore:Use 'content=")  # the hub's client
 @pytest.mark.parametrize(
-    "problem", ["", "no token", "token", "exists", "name", "commit", "network"]
+    "problem", ["", "no token", "token", "exists", "name", "commit", "batch", "storage", "network"]
 )
 async def test_an_export_is_pushed_to_a_private_repository(
     warehouse: Path,
@@ -170,23 +171,27 @@ async def test_an_export_is_pushed_to_a_private_repository(
     problem: str,
 ) -> None:
     """Or the command ends with one line: before the export, or with all its files."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    is_late = problem in ("commit", "batch", "storage")
     out, name = tmp_path / "out", "a/b/c" if problem == "name" else "me/tiny"
     async with fake_hub() as hub:
         monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9" if problem == "network" else hub.url)
         monkeypatch.setenv("HF_TOKEN", {"no token": "", "token": "hf_odd"}.get(problem, TOKEN))
         hub.files = {"me/tiny": {}} if problem == "exists" else {}
-        hub.failing = "commit" if problem == "commit" else ""
+        hub.failing = problem if is_late else ""
         command = [str(warehouse.parent / "model"), str(out), "--push", name]
         code = await asyncio.to_thread(export.main, command)
     printed = capsys.readouterr()
     there = {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*")}
     if not problem:
         assert (code, hub.files) == (0, {name: there})
+        assert [len(parts) > 1 for parts in hub.parts.values()] == [True]
         assert [one["visibility"] for one in hub.created] == ["private"]
         assert f"{hub.url}/{name}" in printed.out
         return
-    assert (code, bool(there)) == ((1, True) if problem == "commit" else (2, False))
+    assert (code, bool(there)) == ((1, True) if is_late else (2, False))
     (line,) = printed.err.splitlines()
-    remedy = {"commit": "hf upload --private me/tiny", "exists": "another name"}
-    assert remedy.get(problem, "HF_TOKEN") in line
+    remedy = "hf upload --private me/tiny" if is_late else "HF_TOKEN"
+    assert ("another name" if problem == "exists" else remedy) in line
+    assert not is_late or "403" in line
     assert TOKEN not in line

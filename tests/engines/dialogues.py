@@ -102,7 +102,7 @@ async def talk(name: str, url: str, models: list[Path]) -> dict[str, Any]:
             found["features"] = sorted(info.features)
             found["greedy"] = await turn(server, "greedy", SamplingParams(6, temperature=0.0))
             sampling = SamplingParams(
-                12, 0.7, top_p=0.9, top_k=20, min_p=0.01, stop=("zz",), seed=5
+                12, 0.7, top_p=0.9, top_k=20, min_p=0.01, stop=("zz",), seed=5, returns_kept=True
             )
             found["sampled"] = await turn(server, "sampled", sampling, 4, (300,))
             found["plain"] = await turn(server, "plain", SamplingParams(12, seed=6), 4)

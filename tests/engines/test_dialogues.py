@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import Qwen2ForCausalLM
 
 from agentenv.base.errors import ConfigError, EngineError
-from agentenv.base.types import SamplingParams, VersionSpan
+from agentenv.base.types import Chunk, SamplingParams, VersionSpan
 from agentenv.contract.request import ServerLostError, ServerRequest
+from agentenv.engines.pool.turn import PooledTurn
 from agentenv.engines.remote.vllm_answer import VLLMAnswer
 from agentenv.engines.sglang import SGLangAnswer
-from tests.engines.dialogues import CLIENTS, play, read_dialogue
+from tests.engines.dialogues import CLIENTS, PROMPT, play, read_dialogue
+from tests.engines.reference import distribution
 from tests.engines.world import World
 
 
@@ -54,6 +58,29 @@ def test_an_update_keeps_or_recomputes_caches_and_reports_it() -> None:
     assert [body["request_id"] for body in bodies] == ["unstarted", "unstarted-1", "unstarted"]
     kept, again, recomputed = (body["cache_salt"] for body in bodies)
     assert len({kept, again, recomputed}) == 3
+
+
+def test_recorded_log_probs_are_those_over_the_kept_ids(models: list[Path]) -> None:
+    """SGLang's of top_k, top_p and min_p at 0.7, against transformers."""
+    done = read_dialogue("sglang").outcome["sampled"]
+    rows = distribution(Qwen2ForCausalLM.from_pretrained(models[0]), PROMPT, done["token_ids"], 0.7)
+    kept = torch.split(torch.tensor(done["kept_ids"]), done["num_kept"])
+    for row, ids, token, logprob in zip(
+        rows, kept, done["token_ids"], done["logprobs"], strict=True
+    ):
+        assert float(row[token] - row[ids].logsumexp(0)) == pytest.approx(logprob, abs=1e-4)
+
+
+async def test_kept_ids_are_those_of_the_tokens_that_stay() -> None:
+    turn = PooledTurn([1], SamplingParams(4, returns_kept=True), None, 1, {9}, None)
+    turn.receive(Chunk([3], [-1.0], [1.0], [[3, 4]]), 0)
+    turn.end_part(None)  # the connection broke
+    turn.receive(Chunk([5], [-1.0], [1.0], [[5]]), 0)
+    turn.discard(EngineError("foreign weights"))
+    turn.receive(Chunk([9], [-1.0], [1.0], [[9, 2, 1]]), 0)
+    turn.end_part(None)
+    assert (done := turn.completion) is not None
+    assert (done.token_ids, done.num_kept, done.kept_ids) == ([3, 9], [2, 3], [3, 4, 9, 2, 1])
 
 
 WRONG: dict[str, tuple[str, str, tuple[str, ...], Any, str]] = {
@@ -150,3 +177,12 @@ def test_an_event_with_fewer_log_probs_than_tokens_loses_the_server(missing: str
         event = json.dumps({"output_ids": [3], "meta_info": figures}).encode()
         with pytest.raises(ServerLostError, match="missing") if lost else nullcontext():
             answer.add(event)
+
+
+@pytest.mark.parametrize("mask", [[[3, 9]], [[3, -1]], [[4, 5]], []], ids=str)
+def test_a_mask_that_the_learner_cannot_use_is_refused(mask: list[list[int]]) -> None:
+    supports = {"output_token_sampling_mask": mask, "output_token_sampling_logprobs": [[-0.5, -1]]}
+    event = {"output_ids": [3], "meta_info": {"completion_tokens": 1, **supports}}
+    request = ServerRequest("r", [1], SamplingParams(8, top_k=2, returns_kept=True))
+    with pytest.raises(EngineError, match=r"vocabulary|missing"):
+        SGLangAnswer("s", request, 4, VersionSpan, 9).add(json.dumps(event).encode())

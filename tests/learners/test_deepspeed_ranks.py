@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from agentenv.base.crashes import called
 from agentenv.base.errors import ConfigError, LearnerError
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks import messages as wire
@@ -74,6 +75,9 @@ async def test_a_hanging_rank_ends_all_ranks_and_is_named(
 def test_an_out_of_memory_error_gives_a_hint() -> None:
     import torch
 
+    def loss() -> None:
+        raise error
+
     for error in (
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         MemoryError(),
@@ -82,6 +86,11 @@ def test_an_out_of_memory_error_gives_a_hint() -> None:
         reported = failure(error, "traceback").error
         assert "max_tokens_per_microbatch" in reported
         assert "learner.max_tokens_per_microbatch" in reported
+        with pytest.raises(ConfigError) as caught:  # in the loss of a user
+            called(loss)
+        reported = failure(caught.value, "traceback").error
+        assert "learner.max_tokens_per_microbatch" in reported
+        assert "test_deepspeed_ranks.py, line" in reported
     assert failure(RuntimeError("else"), "traceback").traceback == "traceback"
 
 

@@ -110,7 +110,8 @@ class ChatEncoder:
                 follower = groups[place + 1][0].role if place + 1 < len(groups) else ""
                 is_trained = number >= first_trained
                 for answer in group:
-                    written = self._answer(answer, tools, follower)
+                    with reported_as(DataError, "an answer cannot be rendered", ConfigError):
+                        written = [*self._answer(answer, tools, follower)]
                     parts += [(ids, is_policy and is_trained) for ids, is_policy in written]
             number += len(group)
         return _join(parts)
@@ -132,17 +133,20 @@ class ChatEncoder:
     ) -> Iterator[Part]:
         """The parts of a turn, without a <think> that the prompt already contains."""
         text = answer.content
+        if isinstance(self.renderer, NativeRenderer):
+            yield self._turn(replace(answer, content=self._without_end(text)), tools), True
+            return
         if self._opens_thought and text.lstrip().startswith(THOUGHT_OPEN):
             text = text.lstrip().removeprefix(THOUGHT_OPEN).lstrip("\n")
         text = self._without_end(text)
         if answer.tool_calls:
-            text = self._with_calls(text, answer, tools)
-        if self.is_native or self.compat:
+            text = self.renderer.calling(text, answer.tool_calls, tools)
+        if self.compat:
             yield self.renderer.encode(text), True
         else:
             yield from self._chain(text, tools)
         calls = answer.tool_calls or tag_calls(text, tools)
-        if self.is_native or not (follower == "tool" or (calls and follower)):
+        if not (follower == "tool" or (calls and follower)):
             yield [self.end_id], True
 
     def _without_end(self, text: str) -> str:
@@ -191,18 +195,15 @@ class ChatEncoder:
             return [*group]
         return [replace(group[0], name=group[0].name or names[0]), *group[1:]]
 
-    def _with_calls(self, text: str, answer: Message, tools: Sequence[dict[str, Any]]) -> str:
+    def _turn(self, answer: Message, tools: Sequence[dict[str, Any]]) -> list[int]:
         calls = answer.tool_calls
-        with reported_as(DataError, f"the call {calls[0].name} cannot be rendered", ConfigError):
-            whole = self.renderer.calling(text, calls, tools)
-        if isinstance(self.renderer, TagRenderer):
-            return whole
-        done = Completion([*self.renderer.encode(whole), self.end_id], [], [], "stop", [])
-        if self.renderer.parse(done, tools).tool_calls != calls:
+        ids = self.renderer.demonstrated(answer, tools)
+        done = Completion(ids, [], [], "stop", [])
+        if calls and self.renderer.parse(done, tools).tool_calls != calls:
             raise DataError(
                 f"the call {calls[0].name} cannot be rendered so that the renderer parses it back"
             )
-        return whole
+        return ids
 
     def _between(
         self, group: list[Message], tools: Sequence[dict[str, Any]], turn_ids: Sequence[int]

@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from math import nan
 from pathlib import Path
 from random import Random
@@ -87,6 +87,7 @@ class PooledTurn:
         self._on_tokens, self._stream_interval = on_tokens, stream_interval
         self._eos_ids, self._matcher = eos_ids, matcher
         self._logprobs, self._entropies = array("d"), array("d")  # nats
+        self._kept = list[list[int]]()  # by token, if the server returns them
         sampled = (self.token_ids, self._logprobs, self._entropies)
         self._sampled: tuple[array[Any], ...] = sampled
         self._spans: list[VersionSpan] = []
@@ -139,6 +140,7 @@ class PooledTurn:
         self.token_ids.extend(chunk.token_ids)
         self._logprobs.extend(chunk.logprobs)
         self._entropies.extend(chunk.entropies)
+        self._kept += chunk.kept
         if self._base or self._has_tokens:
             self._find_stop(start)
         extend_spans(self._observed, VersionSpan(version, start, len(self.token_ids)))
@@ -182,7 +184,7 @@ class PooledTurn:
         its tokens were reported already."""
         if self._num_reported > self._base or self.is_stopped:
             raise error
-        for values in self._sampled:
+        for values in (*self._sampled, self._kept):
             del values[self._base :]
         self._observed = []
 
@@ -209,7 +211,7 @@ class PooledTurn:
             stop = self._match(length)
             if stop is not None and not self._ends_by_itself(length):
                 self._stop = stop
-                for values in self._sampled:
+                for values in (*self._sampled, self._kept):
                     del values[length:]
                 self.is_stopped = True
                 if self._ended is not None:
@@ -248,6 +250,8 @@ class PooledTurn:
             stop=stop,
             entropy_kind=self.entropy_kind,
             num_cached_tokens=min(num_cached, len(self.prompt_ids)),
+            num_kept=[*map(len, self._kept)],
+            kept_ids=[*chain.from_iterable(self._kept)],
         )
 
 

@@ -115,18 +115,22 @@ class AnswerParser(ABC):
         return PartEnd(reason, spans, self._num_tokens, self._stop, kind, num_cached)
 
     def _chunk(
-        self, token_ids: list[int], logprobs: list[float], entropies: Callable[[], list[float]]
+        self,
+        token_ids: list[int],
+        logprobs: list[float],
+        entropies: Callable[[], list[float]],
+        kept: list[list[int]] | None = None,
     ) -> Chunk:
         """A chunk of these tokens; `entropies` computes theirs if they are requested."""
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+        ids = (*token_ids, *chain.from_iterable(kept or ()))
+        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
             raise EngineError(
-                f"{self._server} sampled the token {max(token_ids)}, the vocabulary has "
+                f"{self._server} sampled the token {max(ids)}, the vocabulary has "
                 f"{self._vocab_size}"
             )
         self._num_tokens += len(token_ids)
-        if not self._with_entropies:
-            return Chunk(token_ids, logprobs, [nan] * len(token_ids))
-        return Chunk(token_ids, logprobs, entropies())
+        found = entropies() if self._with_entropies else [nan] * len(token_ids)
+        return Chunk(token_ids, logprobs, found, kept or [])
 
 
 class Facts(Struct, frozen=True):
@@ -464,6 +468,8 @@ async def sampled(
         token_ids=[*chain.from_iterable(chunk.token_ids for chunk in chunks)],
         logprobs=[*chain.from_iterable(chunk.logprobs for chunk in chunks)],
         entropies=[*chain.from_iterable(chunk.entropies for chunk in chunks)],
+        num_kept=[len(ids) for chunk in chunks for ids in chunk.kept],
+        kept_ids=[token for chunk in chunks for ids in chunk.kept for token in ids],
         finish_reason=end.finish_reason,
         version_spans=end.version_spans,
         stop=end.stop,
