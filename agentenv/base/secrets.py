@@ -147,7 +147,9 @@ class Redactor:
                 is_whole = one and not only_known and _SECRET_KEY.fullmatch(str(key))
                 return REDACTED if is_whole else clean(one)
             kind = type(one)
-            if not (one if isinstance(one, _NESTED) else hasattr(kind, "__struct_fields__")):
+            if kind in _PLAIN or not (
+                one if isinstance(one, _NESTED) else hasattr(kind, "__struct_fields__")
+            ):
                 return one
             if id(one) in above or len(above) > MAX_DEPTH:  # an env's own info may hold itself
                 return "..."
@@ -162,7 +164,7 @@ class Redactor:
             new = {}
             for name in one.__struct_fields__:
                 inner = getattr(one, name)
-                if type(inner) in _PLAIN or (type(inner) in _OFTEN_EMPTY and not inner):
+                if (kind := type(inner)) in _PLAIN or (kind in _OFTEN_EMPTY and not inner):
                     continue
                 if (clear := changed(inner, above)) is not inner:
                     new[name] = clear
@@ -172,10 +174,13 @@ class Redactor:
 
     def _found(self, text: str) -> Spans:
         """The places of known secrets, which line breaks may interrupt."""
-        spans = list[tuple[int, int]]()
-        parts = (parts for char, parts in _PARTS.items() if char in text)
-        if any(part in text for some in parts for part in some):
-            spans += [found.span() for found in _KEYS.finditer(text)]
+        spans: Spans = []
+        if len(text) < MIN_CHARS:
+            return spans
+        for char, parts in _PARTS.items():
+            if char in text and any(part in text for part in parts):
+                spans = [found.span() for found in _KEYS.finditer(text)]
+                break
         bare = _bare(text) if self._forms else ""
         if forms := [(head, whole) for head, whole in self._forms if head in bare]:
             firsts, lasts = _places(text)
