@@ -25,12 +25,13 @@ from functools import reduce
 from typing import Any, TypeVar, cast
 from urllib.parse import quote, quote_plus, unquote_plus
 
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 T = TypeVar("T")
 
 REDACTED = "[redacted]"
 MAX_DEPTH = 100  # of nested values; deeper ones are left out
+MAX_LEVELS, MAX_WIDE = 20, 1000  # of nested values that are searched at once
 MIN_CHARS = 8  # of a secret; shorter values occur in ordinary text
 MIN_HEAD = 12  # of the beginning of a secret that was cut
 
@@ -76,7 +77,6 @@ _LIKELY = (  # group 1 is the secret
 )
 _NESTED = (dict, list, tuple)
 _PLAIN = frozenset({type(None), bool, int, float})  # without texts
-_OFTEN_EMPTY = frozenset({str, tuple})
 _REST = re.compile(rf"(?:{_CODE.pattern}|[\w+/=%-])*")  # of a secret that was cut
 # to a bare text
 _STEPS = _CODE, _CODE, *(re.compile(f"(?:{re.escape(joint)})+") for joint in _JOINTS)
@@ -140,6 +140,8 @@ class Redactor:
     def tree(self, value: T, *, only_known: bool = False) -> T:
         """As `text`, for all texts of lists, tuples, dicts and structs; the value of a key such as
         api_key is replaced as a whole. `only_known`: as `known`."""
+        if only_known and self._is_clean(value):
+            return cast(T, _copied(value))
         clean = self.known if only_known else self.text
 
         def changed(one: Any, above: tuple[int, ...] = (), key: Any = "") -> Any:
@@ -147,9 +149,7 @@ class Redactor:
                 is_whole = one and not only_known and _SECRET_KEY.fullmatch(str(key))
                 return REDACTED if is_whole else clean(one)
             kind = type(one)
-            if kind in _PLAIN or not (
-                one if isinstance(one, _NESTED) else hasattr(kind, "__struct_fields__")
-            ):
+            if not (one if isinstance(one, _NESTED) else hasattr(kind, "__struct_fields__")):
                 return one
             if id(one) in above or len(above) > MAX_DEPTH:  # an env's own info may hold itself
                 return "..."
@@ -164,13 +164,36 @@ class Redactor:
             new = {}
             for name in one.__struct_fields__:
                 inner = getattr(one, name)
-                if (kind := type(inner)) in _PLAIN or (kind in _OFTEN_EMPTY and not inner):
-                    continue
                 if (clear := changed(inner, above)) is not inner:
                     new[name] = clear
             return replace(one, **new) if new else one
 
         return cast(T, changed(value))
+
+    def _is_clean(self, value: Any) -> bool:
+        """Whether a small value of usual types has no known secret."""
+        texts: list[str] = []
+        level = [value]
+        for _ in range(MAX_LEVELS):
+            below: list[Any] = []
+            for one in level:
+                kind = type(one)
+                if kind is str:
+                    texts.append(one)
+                elif kind is tuple or kind is list:
+                    below += one
+                elif kind is dict:
+                    below += (*one, *one.values())
+                elif kind not in _PLAIN:
+                    if not hasattr(kind, "__struct_fields__"):
+                        return False
+                    below += astuple(one)
+            if not below:
+                return not self._found('"'.join(texts))
+            if len(below) > MAX_WIDE:
+                return False
+            level = below
+        return False
 
     def _found(self, text: str) -> Spans:
         """The places of known secrets, which line breaks may interrupt."""
@@ -196,6 +219,13 @@ class Redactor:
                 spans.append((first, last))
                 start = bisect_left(firsts, last)
         return spans
+
+
+def _copied(one: Any) -> Any:
+    """The value with its own lists, tuples and dicts."""
+    if type(one) is dict:
+        return {name: _copied(inner) for name, inner in one.items()}
+    return type(one)(map(_copied, one)) if type(one) in (list, tuple) else one
 
 
 def _bare(text: str) -> str:
