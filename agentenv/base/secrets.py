@@ -178,16 +178,18 @@ class Redactor:
             below: list[Any] = []
             for one in level:
                 kind = type(one)
+                if kind in _PLAIN:
+                    continue
                 if kind is str:
                     texts.append(one)
-                elif kind is tuple or kind is list:
+                elif kind in (tuple, list):
                     below += one
                 elif kind is dict:
                     below += (*one, *one.values())
-                elif kind not in _PLAIN:
-                    if not hasattr(kind, "__struct_fields__"):
-                        return False
+                elif hasattr(kind, "__struct_fields__"):
                     below += astuple(one)
+                else:
+                    return False
             if not below:
                 return not self._found('"'.join(texts))
             if len(below) > MAX_WIDE:
