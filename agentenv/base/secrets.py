@@ -25,12 +25,13 @@ from functools import reduce
 from typing import Any, TypeVar, cast
 from urllib.parse import quote, quote_plus, unquote_plus
 
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 T = TypeVar("T")
 
 REDACTED = "[redacted]"
 MAX_DEPTH = 100  # of nested values; deeper ones are left out
+MAX_LEVELS, MAX_WIDE = 20, 1000  # of nested values that are searched at once
 MIN_CHARS = 8  # of a secret; shorter values occur in ordinary text
 LONG_WORD = 16  # characters of one that is no word of ordinary text, such as "postgres"
 MIN_HEAD = 12  # of the beginning of a secret that was cut
@@ -77,7 +78,6 @@ _LIKELY = (  # group 1 is the secret
 )
 _NESTED = (dict, list, tuple)
 _PLAIN = frozenset({type(None), bool, int, float})  # without texts
-_OFTEN_EMPTY = frozenset({str, tuple})
 _REST = re.compile(rf"(?:{_CODE.pattern}|[\w+/=%-])*")  # of a secret that was cut
 # to a bare text
 _STEPS = _CODE, _CODE, *(re.compile(f"(?:{re.escape(joint)})+") for joint in _JOINTS)
@@ -143,6 +143,8 @@ class Redactor:
     def tree(self, value: T, *, only_known: bool = False) -> T:
         """As `text`, for all texts of lists, tuples, dicts and structs; the value of a key such as
         api_key is replaced as a whole. `only_known`: as `known`."""
+        if only_known and self._is_clean(value):
+            return cast(T, _copied(value))
         clean = self.known if only_known else self.text
 
         def changed(one: Any, above: tuple[int, ...] = (), key: Any = "") -> Any:
@@ -165,20 +167,48 @@ class Redactor:
             new = {}
             for name in one.__struct_fields__:
                 inner = getattr(one, name)
-                if type(inner) in _PLAIN or (type(inner) in _OFTEN_EMPTY and not inner):
-                    continue
                 if (clear := changed(inner, above)) is not inner:
                     new[name] = clear
             return replace(one, **new) if new else one
 
         return cast(T, changed(value))
 
+    def _is_clean(self, value: Any) -> bool:
+        """Whether a small value of usual types has no known secret."""
+        texts: list[str] = []
+        level = [value]
+        for _ in range(MAX_LEVELS):
+            below: list[Any] = []
+            for one in level:
+                kind = type(one)
+                if kind in _PLAIN:
+                    continue
+                if kind is str:
+                    texts.append(one)
+                elif kind in (tuple, list):
+                    below += one
+                elif kind is dict:
+                    below += (*one, *one.values())
+                elif hasattr(kind, "__struct_fields__"):
+                    below += astuple(one)
+                else:
+                    return False
+            if not below:
+                return not self._found('"'.join(texts))
+            if len(below) > MAX_WIDE:
+                return False
+            level = below
+        return False
+
     def _found(self, text: str) -> Spans:
         """The places of known secrets, which line breaks may interrupt."""
-        spans = list[tuple[int, int]]()
-        parts = (parts for char, parts in _PARTS.items() if char in text)
-        if any(part in text for some in parts for part in some):
-            spans += [found.span() for found in _KEYS.finditer(text)]
+        spans: Spans = []
+        if len(text) < MIN_CHARS:
+            return spans
+        for char, parts in _PARTS.items():
+            if char in text and any(part in text for part in parts):
+                spans = [found.span() for found in _KEYS.finditer(text)]
+                break
         bare = _bare(text) if self._forms else ""
         if forms := [(head, whole) for head, whole in self._forms if head in bare]:
             firsts, lasts = _places(text)
@@ -194,6 +224,13 @@ class Redactor:
                 spans.append((first, last))
                 start = bisect_left(firsts, last)
         return spans
+
+
+def _copied(one: Any) -> Any:
+    """The value with its own lists, tuples and dicts."""
+    if type(one) is dict:
+        return {name: _copied(inner) for name, inner in one.items()}
+    return type(one)(map(_copied, one)) if type(one) in (list, tuple) else one
 
 
 def _bare(text: str) -> str:

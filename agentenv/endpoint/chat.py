@@ -54,13 +54,12 @@ class Chat:
         """Raises ApiError."""
         shared = common(body, "chat")
         found = objects(body.get("messages"), "messages", MAX_MESSAGES)
-        messages = [_message(one, f"messages[{i}]") for i, one in enumerate(found)]
-        if any(one.get("name") and one.get("role") != "tool" for one in found):
-            shared["ignored"].add("message.name")
+        ignored = shared["ignored"]
+        messages = [_message(one, f"messages[{i}]", ignored) for i, one in enumerate(found)]
         options = get(body, "stream_options", dict, {})
         schema = schema_of(get(body, "response_format", dict, {}), "response_format")
         return request_of(
-            [*separated(messages, shared["ignored"])],
+            separated(messages, ignored),
             schema,
             usage_in_stream=get(options, "include_usage", bool, False),
             n=number(body, "n", int, 1, MAX_CHOICES) or 1,
@@ -147,8 +146,8 @@ def common(body: Json, api: Api) -> Json:
     """The fields that the APIs share. Raises ApiError for a key that is not supported."""
     ignored: set[str] = set()
     check_keys(body, api, ignored)
-    sampling = {key for key in BOUNDS if body.get(key) is not None}
-    unserved = {key for key in KEYS[api].unserved if number(body, key, float, -2, 2)}
+    sampling = {key for key in BOUNDS.keys() & body if body[key] is not None}
+    unserved = {key for key in KEYS[api].unserved & body.keys() if number(body, key, float, -2, 2)}
     return {
         "model": get(body, "model", str, ""),
         "stream": get(body, "stream", bool, False),
@@ -251,19 +250,22 @@ def _name(tool: Json) -> str:
 
 def read_role(raw: Json, where: str) -> Role:
     """The role of a message; developer becomes system."""
-    role = raw.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        what = f"expected one of {', '.join(ROLES)}, got {role!r:.60}"
-        raise ApiError("invalid", what, f"{where}.role")
-    return ROLES[role]
+    try:
+        return ROLES[raw["role"]]
+    except (KeyError, TypeError):
+        what = f"expected one of {', '.join(ROLES)}, got {raw.get('role')!r:.60}"
+        raise ApiError("invalid", what, f"{where}.role") from None
 
 
-def _message(raw: Json, where: str) -> Given:
-    role = read_role(raw, where)
-    text = text_of(raw.get("content"), f"{where}.content", ("text", "refusal"))
+def _message(raw: Json, where: str, ignored: set[str]) -> Given:
+    role, text = read_role(raw, where), raw.get("content")
+    if type(text) is not str:
+        text = text_of(text, f"{where}.content", ("text", "refusal"))
     if role == "tool":
         answers = get(raw, "tool_call_id", str, "", where + ".")
-        return Given("tool", text, answers=answers, name=get(raw, "name", str, "") or None)
+        return Given("tool", text, "", (), answers, get(raw, "name", str, "") or None)
+    if raw.get("name"):
+        ignored.add("message.name")
     if role != "assistant":
         return Given(role, text)
     thoughts = raw.get("reasoning_content") or raw.get("reasoning") or ""
@@ -276,8 +278,7 @@ def _message(raw: Json, where: str) -> Given:
 
 
 def _read_call(raw: Json, where: str) -> ServedCall:
-    custom = get(raw, "custom", dict, {}, where + ".")
-    if custom:
+    if custom := get(raw, "custom", dict, {}, where + ".") if "custom" in raw else None:
         return read_call(raw.get("id"), custom.get("name"), {INPUT: custom.get("input")}, where)
     function = get(raw, "function", dict, {}, where + ".")
     return read_call(raw.get("id"), function.get("name"), function.get("arguments"), where)

@@ -137,7 +137,7 @@ class Listener:
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
         if self._is_local and not is_loopback(name):
             raise ApiError("other_host", f"this is not {host}")
-        site, mode = (http.headers.get(f"Sec-Fetch-{one}", "none") for one in ("Site", "Mode"))
+        site, mode = http.headers.get("Sec-Fetch-Site", "none"), http.headers.get("Sec-Fetch-Mode")
         is_own = origins <= {f"http://{host}"} and site in ("none", "same-origin")
         is_link = not origins and http.method == "GET" and mode == "navigate"
         if not (is_own or is_link):
@@ -202,8 +202,8 @@ async def body_of(http: web.Request) -> bytes:
     try:
         if (http.content_length or 0) > http.client_max_size:
             raise web.HTTPRequestEntityTooLarge(http.client_max_size, http.content_length or 0)
-        async with asyncio.timeout(None if http.content.is_eof() else BODY_S):
-            data = await http.read()
+        whole = http.read()
+        data = await (whole if http.content.is_eof() else asyncio.wait_for(whole, BODY_S))
         coding = http.headers.get("Content-Encoding", "identity").lower()
         if coding == "identity":
             return data

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import groupby, pairwise
@@ -315,9 +315,9 @@ def objects(value: Any, where: str, most: int) -> list[Json]:
     """A list of objects."""
     if not isinstance(value, list):
         raise ApiError("invalid", f"expected a list of objects, got {_kind(value)}", where)
-    for place, one in enumerate(value):
-        if not isinstance(one, dict):
-            raise ApiError("invalid", f"expected an object, got {_kind(one)}", f"{where}[{place}]")
+    if not {dict}.issuperset(map(type, value)):
+        place, one = next((n, one) for n, one in enumerate(value) if type(one) is not dict)
+        raise ApiError("invalid", f"expected an object, got {_kind(one)}", f"{where}[{place}]")
     if len(value) > most:
         raise ApiError("invalid", f"{len(value)} items exceed the maximum of {most}", where)
     return value
@@ -418,28 +418,30 @@ def in_order(messages: Sequence[Given]) -> Iterable[Given]:
         order = {call.id: place for place, call in enumerate(found[-1].calls)}
 
 
-def separated(messages: Sequence[Given], ignored: set[str]) -> Iterator[Given]:
+def separated(messages: list[Given], ignored: set[str]) -> list[Given]:
     """The messages, with an empty one of the user after an empty turn of the policy that another
     turn follows, since templates begin a turn after a message of others."""
-    for place, one in enumerate(messages):
-        yield one
-        is_empty = one.role == "assistant" and not (one.text or one.calls)
-        if is_empty and all(then.role == "assistant" for then in messages[place + 1 :][:1]):
+    empty = [place for place, one in enumerate(messages) if not (one.text or one.calls)]
+    for place in reversed(empty):
+        here, *then = messages[place : place + 2]
+        if here.role == "assistant" and all(one.role == "assistant" for one in then):
             ignored.add("message.empty")
-            yield Given("user", "")
+            messages.insert(place + 1, Given("user", ""))
+    return messages
 
 
 def checked(request: Request) -> Request:
     """The request, after checking that a turn can follow its messages."""
-    if any(one.role == then.role == "tool" for one, then in pairwise(request.messages)):
+    roles = [one.role for one in request.messages]
+    if ("tool", "tool") in pairwise(roles):
         request.messages = tuple(in_order(request.messages))
     if not request.messages:
         raise ApiError("invalid", "the request has no message", "messages")
-    if request.messages[-1].role == "assistant":
+    if roles[-1] == "assistant":
         what = "the last message is the assistant's; expected one of the user or a tool"
         raise ApiError("unsupported", what, "messages")
     called = {call.id for one in request.messages if one.calls for call in one.calls}
-    if any(one.role == "tool" and one.answers not in called for one in request.messages):
+    if {one.answers for one in request.messages if one.role == "tool"} - called:
         request.ignored.add("tool_call_id")
     return request
 
@@ -461,8 +463,9 @@ def as_message(given: Given, before: Sequence[Given] = ()) -> Message:
     """The message for a renderer; `before` has the earlier messages, with the name of the call that
     a result answers. Raises ApiError for arguments that are not a JSON object."""
     if given.role == "tool":
-        names = {call.id: call.name for one in before for call in one.calls}
-        return Message("tool", given.text, name=given.name or names.get(given.answers))
+        calls = (call for one in reversed(before) for call in reversed(one.calls))
+        name = given.name or next((call.name for call in calls if call.id == given.answers), None)
+        return Message("tool", given.text, name=name)
     text = with_thoughts(given.thoughts, given.text) if given.thoughts else given.text
     return Message(given.role, text, tuple(map(_as_call, given.calls)))
 

@@ -63,7 +63,7 @@ class Responses:
         include = get(body, "include", list, [])
         shared["ignored"] |= {f"include.{one}"[:60] for one in include if one != LOGPROBS}
         return request_of(
-            [*separated(messages, shared["ignored"])],
+            separated(messages, shared["ignored"]),
             schema,
             max_tokens=number(body, "max_output_tokens", int, 1, 1 << 24) or 0,
             stop=stops(body, "stop"),

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 from agentenv.base.errors import ConfigError, ForeignError
@@ -53,17 +54,19 @@ def tagged_call(text: str, tool: ToolSchema) -> tuple[ToolCall, ...]:
     if start < 0:
         return ()
     written = text[start + len(opened) : end].strip()
-    alone = _alone(tool)
-    is_text = not takes_object(tool) or (alone is not None and not written.startswith("{"))
+    is_object = takes_object(tool)
+    alone = _alone(tool) if is_object else None
+    is_text = not is_object or (alone is not None and not written.startswith("{"))
     if is_text and opened in written:
         return (malformed(f"{opened} is opened twice before </{name}>; expected {form(tool)}"),)
-    if not takes_object(tool):
+    if not is_object:
         return (ToolCall(name, dict.fromkeys([*properties_of(tool)][:1], written)),)
     if alone is not None and is_text:
         return (ToolCall(name, {alone: written} if written else {}),)
     return (_object_call(name, written, tool),)
 
 
+@lru_cache(maxsize=16)  # a turn is read twice
 def call_start(text: str, name: str) -> int:
     """The offset of the call at the end of a text; -1 if its tag was never opened."""
     opened = f"<{name}>"
