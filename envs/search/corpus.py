@@ -170,7 +170,7 @@ class Passage(Struct, frozen=True, rename={"document": "(stored)"}):
     def hit(self, score: float = 0.0) -> Hit:
         """The passage as a result, whose address is "corpus:ID"."""
         url = CORPUS_SCHEME + self.id
-        return Hit(self.text, self.title, url, self.id, score, self.document)
+        return Hit(self.text, self.title, url, self.id, score, document=self.document)
 
 
 class _FlashRagRow(Struct):

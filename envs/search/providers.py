@@ -355,7 +355,7 @@ def _retrieved_hit(document: dict[str, Any], score: float) -> Hit:
         str(document.get("url") or ""),
         str(document.get("id") or ""),
         score,
-        document if "contents" in document else None,
+        document=document if "contents" in document else None,
     )
 
 

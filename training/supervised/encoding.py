@@ -197,6 +197,7 @@ class ChatEncoder:
 
     def _turn(self, answer: Message, tools: Sequence[dict[str, Any]]) -> list[int]:
         calls = answer.tool_calls
+        assert isinstance(self.renderer, NativeRenderer)
         ids = self.renderer.demonstrated(answer, tools)
         done = Completion(ids, [], [], "stop", [])
         if calls and self.renderer.parse(done, tools).tool_calls != calls:
