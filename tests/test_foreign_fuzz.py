@@ -269,8 +269,6 @@ def turn_of(answer: VLLMAnswer | SGLangAnswer, events: list[bytes]) -> Any:
     for chunk in chunks:
         assert len(chunk.token_ids) == len(chunk.logprobs) == len(chunk.entropies)
         assert len(chunk.kept) in (0, len(chunk.token_ids))
-        for token, ids in zip(chunk.token_ids, chunk.kept, strict=False):
-            assert {token, *ids} == {*ids} <= {*range(9)}
     return end
 
 

@@ -51,10 +51,6 @@ def turn(chosen: NativeRenderer | TagRenderer, text: str, end: str | None = None
     return Completion(ids, [0.0] * len(ids), [0.0] * len(ids), "stop", [])
 
 
-def text_of(chosen: NativeRenderer, ids: list[int]) -> str:
-    return chosen.decode(ids)
-
-
 def test_a_turn_truncated_by_a_limit_has_no_calls() -> None:
     chosen = renderer("Qwen2.5")
     completion = turn(chosen, HERMES)
@@ -108,10 +104,10 @@ def test_a_thought_that_the_prompt_opened_counts(
 def test_template_arguments_reach_the_template() -> None:
     closed = "<think>\n\n</think>\n\n"
     with_thoughts, without = renderer("Qwen3"), renderer("Qwen3", enable_thinking=False)
-    assert not text_of(with_thoughts, with_thoughts.prompt(QUESTION, TOOLS)).endswith(closed)
-    assert text_of(without, without.prompt(QUESTION, TOOLS)).endswith(closed)
+    assert not with_thoughts.decode(with_thoughts.prompt(QUESTION, TOOLS)).endswith(closed)
+    assert without.decode(without.prompt(QUESTION, TOOLS)).endswith(closed)
     result = without.observation([Message("tool", "Lima")], TOOLS, 100)
-    assert text_of(without, result).endswith(closed)
+    assert without.decode(result).endswith(closed)
     tags = TagRenderer(
         without.tokenizer, PromptConfig(chat_template_kwargs={"enable_thinking": False})
     )
@@ -164,7 +160,7 @@ def test_a_turn_with_the_tags_of_a_tool_is_counted_for_native_calls(kind: str, s
 
 def test_an_env_may_speak_as_the_user() -> None:
     chosen = renderer("Qwen3")
-    shown = text_of(chosen, chosen.observation([Message("user", "Sure?")], TOOLS, 100))
+    shown = chosen.decode(chosen.observation([Message("user", "Sure?")], TOOLS, 100))
     assert shown == "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
     with pytest.raises(EnvError, match="not 'assistant'"):
         chosen.observation([Message("assistant", "me")], TOOLS, 100)

@@ -52,7 +52,6 @@ BOOLEANS = ("nemotron", "qwen3_5")
 SINGLE = (*ONE_A_TURN, "llama", "deepseek-v4")
 # and its bridge omits the line break after a turn that its own rendering has
 UNBROKEN = ("laguna-m.1", "laguna-xs.2")
-GLM_ENDS, GEMMA_ENDS = ("<|user|>", "<|observation|>"), ("<turn|>", "<|tool_response>")
 FAMILIES = [
     "deepseek-v4", "glm-4.5", "glm-5", "glm-5.1", "glm-5.3", "hy3", "inkling", "kimi-k2",
     "kimi-k2.5", "laguna-m.1", "laguna-s-2.1", "laguna-xs-2.1", "laguna-xs.2", "minimax-m2",
@@ -108,12 +107,10 @@ def ours(family: str) -> tuple[NativeRenderer, Any]:
 
 
 def sampled(own: NativeRenderer, family: str, calls: Sequence[ToolCall]) -> list[int]:
-    """A turn with these calls, or with text, and the token that ends it in this family."""
-    ends = longest(family, {"glm": GLM_ENDS, "gemma": GEMMA_ENDS}, None)
-    thought = "</think>" if own.opens_thought(own.prompt(QUESTIONS[1], TOOLS)) else ""
-    thought = "</think>" if "glm" in family else thought
-    ids = own.encode(own.calling("", calls) if calls else f"{thought}Lima")
-    return [*ids, own.tokenizer.convert_tokens_to_ids(ends[bool(calls)]) if ends else own.end_id]
+    """A turn with these calls, or with text; MiniMax's opens a thought."""
+    thought = "<think>\nHm.\n</think>\n\n" if family.startswith("minimax") else ""
+    text = thought + "Lima" * (not calls)
+    return own.demonstrated(Message("assistant", text, tuple(calls)), [*TOOLS, SAMPLE_TOOL])
 
 
 def bridged(other: Any, before: list[int], turn: list[int], answers: Sequence[Message]) -> Any:

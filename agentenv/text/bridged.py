@@ -87,7 +87,6 @@ class BridgedRenderer(NativeRenderer):
             raise self._refusal(f"needs one of {texts} in eos_token_id (generation_config.json)")
         after = written_ids[num_common(written_ids, header) :]
         self.end_id = next(one for one in (*after, *ends) if one in stops & ends)
-        self.written_end = self.end_id
         self._learn()
 
     def _made(self, tokenizer: Any) -> Any:

@@ -276,20 +276,15 @@ class TextCodec:
         return "tags"
 
     @cached_property
-    def written_end(self) -> int | None:
-        """The token with which the chat template (or else the tokenizer) ends a policy turn."""
+    def end_id(self) -> int:
+        """The token with which the chat template, or else the tokenizer, ends a policy turn, if
+        generation stops there, else one at which it stops."""
         found: int | None = None
         if self.prompt_config.apply_chat_template:
             kwargs = self.prompt_config.chat_template_kwargs
             found = template_end(self.tokenizer, self.eos_ids, kwargs)
-        own: int | None = self.tokenizer.eos_token_id
-        return own if found is None else found
-
-    @cached_property
-    def end_id(self) -> int:
-        """`written_end` if generation stops there, else a token at which it stops."""
-        found = self.written_end
-        return found if found is not None and found in self.eos_ids else min(self.eos_ids)
+        found = self.tokenizer.eos_token_id if found is None else found
+        return found if found in self.eos_ids else min(self.eos_ids)
 
     def _opens_thought(self, tail_ids: tuple[int, ...]) -> bool:
         return self.decode(tail_ids).rstrip().endswith(THOUGHT_OPEN)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentenv.base.errors import DataError
-from agentenv.base.types import Completion, Message, ToolCall
+from agentenv.base.types import Message, ToolCall
 from agentenv.contract.instruction import Instruction
 from agentenv.envs.quickstart.setup import build_tokenizer
 from agentenv.text.native import NativeRenderer
@@ -148,31 +148,17 @@ def test_a_base_model_reads_plain_text() -> None:
 NATIVE_CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "52 * 57"}}\n</tool_call>'
 
 
-def test_native_calls_are_written_in_the_form_that_the_renderer_parses() -> None:
-    tokenizer = make_tokenizer(QWEN25)
-    renderer = NativeRenderer(tokenizer)
-    called = Dialogue(
-        (
-            Message("user", "What is 52 * 57?"),
-            Message("assistant", "", (ToolCall("python", {"code": "52 * 57"}),)),
-            Message("tool", "2964", name="python"),
-            Message("assistant", "It is 2964."),
-        ),
-        TOOLS,
+def test_native_calls_may_be_in_the_text_of_an_answer() -> None:
+    renderer = NativeRenderer(make_tokenizer(QWEN25))
+    call = ToolCall("python", {"code": "52 * 57"})
+    rest = Message("tool", "2964", name="python"), Message("assistant", "It is 2964.")
+    listed, written = (
+        ChatEncoder(renderer).encode(Dialogue((Message("user", "52 * 57?"), one, *rest), TOOLS))
+        for one in (Message("assistant", "", (call,)), Message("assistant", NATIVE_CALL))
     )
-    example = ChatEncoder(renderer).encode(called)
-    found = runs(renderer, example)
-    assert [learned for learned, _ in found] == [False, True, False, True]
-    assert found[1][1] == NATIVE_CALL + "<|im_end|>"
-    assert "<tool_response>\n2964\n</tool_response>" in found[2][1]
-    assert found[3][1] == "It is 2964.<|im_end|>"
-    action = [*renderer.encode(NATIVE_CALL), tokenizer.eos_token_id]
-    parsed = renderer.parse(Completion(action, [], [], "stop", []), TOOLS)
-    assert parsed.tool_calls == called.messages[1].tool_calls
-    written = Dialogue(
-        (called.messages[0], Message("assistant", NATIVE_CALL), *called.messages[2:]), TOOLS
-    )
-    assert ChatEncoder(renderer).encode(written).equals(example)
+    learned = [text for learned, text in runs(renderer, listed) if learned]
+    assert learned == [f"{NATIVE_CALL}<|im_end|>", "It is 2964.<|im_end|>"]
+    assert written.equals(listed)
 
 
 def test_a_thought_that_the_prompt_opens_is_not_opened_twice() -> None:

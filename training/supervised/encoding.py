@@ -86,7 +86,7 @@ class ChatEncoder:
         self.compat = compat
         self.is_native = isinstance(renderer, NativeRenderer)
         self._opens_thought = False
-        self.end_id = self._end_of_turn()
+        self.end_id = renderer.end_id
 
     def encode(self, conversation: Dialogue, first_trained: int = 0) -> Example:
         """Encode a conversation. Answers are trained from message number `first_trained` on,
@@ -214,18 +214,6 @@ class ChatEncoder:
             return list(self.renderer.observation(group, tools, self.max_result_tokens, turn_ids))
         except (ConfigError, CrashError) as error:
             raise DataError(str(error)) from error
-
-    def _end_of_turn(self) -> int:
-        """The token that ends an answer: the chat template's, else the tokenizer's."""
-        found = self.renderer.written_end
-        if found is None:
-            return self.renderer.end_id
-        if found not in self.renderer.eos_ids:
-            raise DataError(
-                f"demonstrations would end with {self.renderer.decode([found])!r} (token {found}), "
-                f"at which generation does not stop; it stops at {sorted(self.renderer.eos_ids)}"
-            )
-        return found
 
 
 def _join(parts: list[Part]) -> Example:
