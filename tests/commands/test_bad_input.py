@@ -57,7 +57,7 @@ GRADERS = [
     "grader.kind=judge", "grader.kind=custom", "grader.kind=custom grader.path=missing.py",
     "grader.kind=combined", "grader.kind=exact grader.combined.a={}", "grader.combined.a.kind=own",
     "grader.combined.a.kind=combined", "grader.combined.a.wieght=1",
-    "grader.combined.a={} grader.reward=tools", f"{QA % 'kwargs={grader={}}'} grader={{}}",
+    "grader.combined.a={} grader.math=false", f"{QA % 'kwargs={grader={}}'} grader={{}}",
     QA % "kwargs={search={}}", QA % "variants={a={id='agentenv/QAGrader-v0',search={}}}",
     QA % "variants={a={id='agentenv/QAGrader-v0'}}", QA % "variants={a={id='agentenv/QAGradr-v0'}}",
 ]  # fmt: skip
