@@ -57,7 +57,7 @@ from agentenv.envs.search import providers
 from agentenv.envs.search.corpus import Hit, Query
 from agentenv.envs.search.keys import FetchConfig, SummarizerConfig, TrafficConfig
 from agentenv.envs.search.pages import PageReader
-from agentenv.envs.search.service import Summarizer
+from agentenv.envs.search.service import Episode, Summarizer
 from agentenv.envs.search.upstream import Reply
 from agentenv.launchers.retriever import Retriever, RetrieverConfig
 from agentenv.processes.link import Link, frame_of
@@ -221,7 +221,7 @@ async def test_replies_of_helper_models(body: bytes) -> None:
     for model in (judge._model, summarizer._model):
         model.endpoint.api.call = answering(body)  # type: ignore[method-assign]
     written(await ended_async("judge", judge.verdict("q", "a", ["b"]), GraderError))
-    asked = summarizer.summarize("q", "r", "s", "p")
+    asked = summarizer.summarize(Episode("q", ["r"]), "s", "p")
     written(await ended_async("summary", asked, InfraError))
 
 
