@@ -16,7 +16,6 @@ import os
 import re
 import resource
 import socket
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -406,14 +405,14 @@ class PageText:
 
     def _text_of_pdf(self, body: bytes) -> str:
         """The texts of the first pages, in PDF_S seconds, without the breaks of their lines."""
-        text, end_s = "", time.process_time() + PDF_S
-        limits = resource.getrlimit(resource.RLIMIT_AS)
-        most = psutil.Process().memory_info().vms + PDF_MEMORY_BYTES
+        text, process = "", psutil.Process()
+        limits, end_s = resource.getrlimit(resource.RLIMIT_AS), process.cpu_times().user + PDF_S
+        most = process.memory_info().vms + PDF_MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
         try:
             for page in self._pypdf.PdfReader(io.BytesIO(body)).pages:
                 text += " ".join(page.extract_text().split()) + PAGE_BREAK
-                if len(text) > MAX_PAGE_CHARS or time.process_time() > end_s:
+                if len(text) > MAX_PAGE_CHARS or process.cpu_times().user > end_s:
                     break
         finally:
             resource.setrlimit(resource.RLIMIT_AS, limits)

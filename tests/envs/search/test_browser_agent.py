@@ -11,7 +11,7 @@ import pytest
 from agentenv.base.errors import ConfigError, EnvError
 from agentenv.base.types import Message, Task, ToolCall
 from agentenv.envs.search.keys import SummarizerConfig
-from agentenv.envs.search.service import Episode, SearchService
+from agentenv.envs.search.service import UNREADABLE, Episode, SearchService
 from agentenv.envs.web_search import WebSearchEnv
 from agentenv.reference.helpers import count_calls
 from tests.envs.search_site import GOOD, SNIPPET, Web, search
@@ -31,7 +31,7 @@ async def test_the_policy_reads_the_final_information_of_the_window(site: Web) -
     known = {"site_name": "Almanac", "date": "2020-01-18", "snippet": SNIPPET}
     assert article == {"id": 1, "title": "Lima", "url": f"{site.url}/article", **known}
     assert list(gone) == ["id", "title", "url", "site_name", "date", "snippet", "context"]
-    assert gone["context"] == "Web Page content cannot fetch"
+    assert gone["context"] == UNREADABLE
 
 
 @pytest.mark.parametrize(

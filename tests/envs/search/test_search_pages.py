@@ -100,7 +100,7 @@ async def test_hostile_pdfs_are_errors_within_64_mb() -> None:
         assert await reader.extract(fine) == f"{SENTENCE}\f"
         before = max(_peaks())
         for name, body in hostile().items():
-            with pytest.raises(ToolError, match=r"\Ahttp://x/ could not be read.*\.\Z"):
+            with pytest.raises(ToolError, match=r"\Ahttp://x/ could not"):
                 await reader.extract(Reply(200, body, "application/pdf", "http://x/"))
             assert max(_peaks()) - before < 64_000, name
         assert await reader.extract(fine) == f"{SENTENCE}\f"

@@ -80,8 +80,8 @@ async def test_the_summarizer_receives_the_text_of_the_policy(site: Web) -> None
     assert "Step 1: child's<search>c</search>\n" in first
     assert "Step 1: <search>p</search>\n" in second
     assert "child's" not in second
-    found = "Step 2: <result>Founded in 1535.</result>"
-    assert f"Step 1: <search>p</search>\n\n{found}\n\nStep 3: <search>q</search>\n" in third
+    steps = "Step 1: <search>p</search>\n\nStep 2: <result>Founded in 1535.</result>\n\nStep 3"
+    assert steps in third
 
 
 async def test_a_failing_provider_fails_the_episode() -> None:
