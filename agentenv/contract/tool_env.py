@@ -335,6 +335,8 @@ class ToolEnv:
             limits = self.tool_limits.get(call.name, NO_LIMITS)
             self._budget.use(call.name, limits)
             text = await self._call(call, states[call.name], record, limits)
+            if record.get("info", {}).get("repeated"):  # a repeated query is no further search
+                self._budget.num_of[call.name] -= 1
             record["ok"] = True
             self._num_ok[call.name] += 1
         except ToolError as error:

@@ -172,17 +172,17 @@ OnLimit = Literal["end", "result"]  # of a call beyond a limit: end the episode,
 
 
 class CallBudget:
-    """Used and remaining calls of an episode."""
+    """Used and remaining calls of an episode; `num_of` counts them by tool."""
 
     def __init__(self, max_tool_calls: int | None) -> None:
         self.max_tool_calls = max_tool_calls
         self.num_calls = 0
-        self._num_of: Counter[str] = Counter()
+        self.num_of: Counter[str] = Counter()
 
     def copy(self) -> CallBudget:
         """An independent copy of the counts, for a fork of the episode."""
         other = CallBudget(self.max_tool_calls)
-        other.num_calls, other._num_of = self.num_calls, self._num_of.copy()
+        other.num_calls, other.num_of = self.num_calls, self.num_of.copy()
         return other
 
     def use(self, name: str, limits: ToolLimits) -> None:
@@ -196,12 +196,12 @@ class CallBudget:
                 {"limit": "max_tool_calls"},
             )
         most = limits.max_calls
-        if most is not None and self._num_of[name] >= most:
+        if most is not None and self.num_of[name] >= most:
             raise ToolError(
                 f"{name} cannot be called any more: all {most} calls of it are used.",
                 {"limit": f"max_calls of {name}"},
             )
-        self._num_of[name] += 1
+        self.num_of[name] += 1
 
     def beyond(self, names: Sequence[str], limits: Mapping[str, ToolLimits]) -> str:
         """The limit that calls of these tools would exceed, as text; "" for none."""
@@ -210,7 +210,7 @@ class CallBudget:
             return "max_tool_calls"
         for name in names:
             most = limits[name].max_calls if name in limits else None
-            if most is not None and self._num_of[name] + names.count(name) > most:
+            if most is not None and self.num_of[name] + names.count(name) > most:
                 return f"max_calls of {name}"
         return ""
 

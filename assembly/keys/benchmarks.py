@@ -44,7 +44,7 @@ Metric = Literal["math", "f1", "judge"]
 ENV_ID = "agentenv/DeepSearch-v0"
 MAX_CALLS = {"search": 10, "python": 5}
 PRESET = "search+python"
-SPARE_TURNS = 5  # for the answer, and for calls beyond the limit
+MAX_TURNS = 100  # with refused calls; the released loop ends by tokens and seconds alone
 
 
 class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,13 +102,9 @@ class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         keys: dict[str, Any] = {"prompt": {"template": self.prompt}, "grader": {}}
         if env.get("id", ENV_ID) == ENV_ID:
             tools = [{"name": name, "max_calls": calls} for name, calls in MAX_CALLS.items()]
-            num_calls = sum(MAX_CALLS.values())
             keys["env"] = {"id": ENV_ID, "tools": tools}
-            keys["limits"] = {
-                "max_tool_calls": num_calls,
-                "max_turns": num_calls + SPARE_TURNS,
-                "on_limit": "result",
-            }
+            most = dict.fromkeys(("max_tool_calls", "max_turns"), MAX_TURNS)
+            keys["limits"] = {**most, "on_limit": "result"}
         kind = kind_of(grader)
         usual = {"reward": "answer"} | ({"ordered": True} if self.ordered else {})
         keys["grader"] = {

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlencode
 
 from msgspec import Struct
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from agentenv.base.config import ESSENTIAL, about
 from agentenv.base.errors import ConfigError, ForeignError, InfraError, ToolError, reported_as
@@ -64,11 +64,13 @@ class WebConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="web
     provider: Annotated[ProviderName, about("search service", ESSENTIAL)]
     url: Annotated[str, about("custom address of the service; required for SearXNG")] = ""
     zone: Annotated[str, about("Bright Data: the SERP zone")] = "serp_api"
+    quotes: Annotated[bool, about("Bright Data: keep the quotes in a query")] = False
     traffic: Annotated[TrafficConfig, about("rate limit and retries")] = TrafficConfig()
 
     @property
     def cache_name(self) -> str:
-        return f"{self.provider} {public_url(self.url)}" if self.url else self.provider
+        name = f"{self.provider} {public_url(self.url)}" if self.url else self.provider
+        return f"{name} with quotes" if self.quotes else name
 
     def build(self) -> WebBackend:
         """The provider, with the key from the environment variable."""
@@ -145,6 +147,8 @@ class WebBackend(HttpBackend):
             raise ToolError(
                 f"The query has {found} characters; at most {provider.max_chars} are searched for."
             )
+        if provider is _BrightData and not self._config.quotes:
+            query = replace(query, text=query.text.replace('"', ""))
         request = provider.request(self._url, self._key, self._config.zone, query)
         return provider_hits(self._config, await self.send(request, query), query.max_results)
 
@@ -188,7 +192,7 @@ def _decoded(reply: Reply, form: type[T], name: str, expected: str) -> T:
 
 
 class _BrightData(Provider):
-    """Bing through Bright Data, as in ARPO: without quotes in the query."""
+    """Bing through Bright Data, as in ARPO: in its training without quotes in the query."""
 
     url, key_variable = "https://api.brightdata.com", "BRIGHTDATA_API_KEY"
     rows, text_field, url_field = "organic", "description", "link"
@@ -196,7 +200,7 @@ class _BrightData(Provider):
 
     @staticmethod
     def request(url: str, key: str, zone: str, query: Query) -> HttpRequest:
-        params = {"q": query.text.replace('"', ""), "mkt": query.market, "setLang": query.language}
+        params = {"q": query.text, "mkt": query.market, "setLang": query.language}
         search = urlencode({**params, "brd_json": "1", "cc": query.country})
         body = {"zone": zone, "url": f"https://www.bing.com/search?{search}", "format": "raw"}
         return HttpRequest("POST", f"{url}/request", json=body, secret_headers=_bearer(key))

@@ -219,7 +219,7 @@ def build_backend(config: SearchConfig, cache: ResultCache) -> corpus.Backend:
 
 
 NO_RESULTS = "No search results found."
-REPEATED = "You have searched for this before; the results are in an earlier answer."
+REPEATED = "You have searched this query. Please refer to previous results."  # as in ARPO
 MAX_QUERY_CHARS = 2000
 MAX_SNIPPET_CHARS = 6000  # of a result for the summarizer
 

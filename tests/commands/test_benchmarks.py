@@ -146,7 +146,7 @@ async def test_the_usual_keys_make_its_environment(name: str) -> None:
     assert tuple(made.tools) == ("search", "python")
     calls = {name: made.tool_limits[name].max_calls for name in made.tools}
     assert calls == {"search": 10, "python": 5}
-    assert (limits.max_tool_calls, limits.max_turns) == (15, 20)
+    assert (limits.max_tool_calls, limits.max_turns) == (100, 100)
     text = load_instruction(prompt).text
     assert "<search>" in text
     assert "<python>" in text

@@ -17,10 +17,12 @@ Answer = Json | int | tuple[int, str] | bytes | float
 
 
 class ScriptedEndpoint:
-    """Serves one model; `script(body, number of the request)` answers."""
+    """Serves one model; `script(body, number of the request)` answers. `pages`: content type and
+    bytes by path, of a web site."""
 
     def __init__(self, script: Callable[[Json, int], Answer], owner: str = "somebody") -> None:
         self.script, self.owner = script, owner
+        self.pages: dict[str, tuple[str, bytes]] = {}
         self.requests: list[Json] = []
         self.headers: list[dict[str, str]] = []
         self.url = ""
@@ -45,6 +47,7 @@ class ScriptedEndpoint:
     async def _serve(self) -> None:
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/{path:.*}", self._page)
         app.router.add_post("/{path:.*}", self._answer)
         async with listening(app) as self.url:
             self._ready.set()
@@ -52,6 +55,10 @@ class ScriptedEndpoint:
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "m", "owned_by": self.owner}]})
+
+    async def _page(self, request: web.Request) -> web.Response:
+        kind, body = self.pages.get(request.path, ("text/html", b""))
+        return web.Response(body=body, content_type=kind, status=200 if body else 404)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
