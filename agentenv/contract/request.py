@@ -61,11 +61,9 @@ def passes(error: BaseException | None) -> bool:
     """Whether the same command may succeed later: a service, or room on the machine, was missing,
     by the error or one of its causes."""
     lost = InfraError, ServerLostError, BusyError, NoDescriptorError, ConnectionError, TimeoutError
-    while error is not None:
-        if isinstance(error, lost) or getattr(error, "errno", None) in FULL:
-            return True
-        error = error.__cause__
-    return False
+    if error is None or isinstance(error, lost) or getattr(error, "errno", None) in FULL:
+        return error is not None
+    return passes(error.__cause__)
 
 
 class ForeignWeightsError(EngineError):

@@ -28,8 +28,8 @@ class Table(Struct, kw_only=True):
 
 
 def as_rich(table: Table) -> rich.table.Table:
-    """The table for the terminal. Texts wrap between words of the heading's width; figures, and the
-    first of several texts, a name, do not: of a long name, the end is shown."""
+    """The table for the terminal. Texts wrap; figures, and the first of several texts, a name, do
+    not: of a long name, the end is shown."""
     most = get_terminal_size().columns // 3
     found = rich.table.Table(
         title=escape(plain(table.title)),
@@ -46,15 +46,13 @@ def as_rich(table: Table) -> rich.table.Table:
         heading = escape(plain(column))
         wraps = is_text and (number > 0 or len(table.left) == 1)
         how: Literal["fold", "ellipsis"] = "fold" if wraps else "ellipsis"
-        least = max(map(len, heading.split()), default=12) if wraps else None
-        found.add_column(heading, justify=side, no_wrap=not wraps, overflow=how, min_width=least)
+        found.add_column(heading, justify=side, no_wrap=not wraps, overflow=how)
     for number, row in enumerate(table.rows):
         if number in table.sections:
             found.add_section()
-        name = plain(row[0])
-        if len(table.left) > 1 and len(name) > most:
-            name = f"…{name[1 - most :]}"
-        found.add_row(escape(name), *(escape(plain(cell)) for cell in row[1:]))
+        name, *rest = map(plain, row)
+        is_long = len(table.left) > 1 and len(name) > most
+        found.add_row(*map(escape, [f"…{name[1 - most :]}" if is_long else name, *rest]))
     return found
 
 

@@ -43,7 +43,6 @@ GRACE_S = 1.0  # for a server to end; the package kills it after 2
 MAX_PAGES = 1000  # of a server's list of tools
 MAX_LOG_CHARS = 2000  # of a server's standard error, shown if it does not start
 MAX_VALUES = 100_000  # of a reply
-WEIGHTS = {b",": 1, b"[": 1, b"{": 1, b":": 4}  # the package describes each unknown key
 EDGE_BYTES = 200  # of a line, in which its id is
 INVALID_REQUEST_CODES = (-32600, -32602)  # JSON-RPC: the call is invalid
 WRITERS = ("httpx2", "mcp.client.streamable_http")  # loggers of addresses
@@ -51,7 +50,7 @@ TOO_LARGE = "the result is too large"
 _LARGE = re.compile(rf"{TOO_LARGE}|byte limit")  # the package's text for an event
 # of a reply, before its result or after it
 _ID = re.compile(rb'\A[\s{]*(?:"jsonrpc"[^,{}]*,\s*)?"id":\s*(\d+)|"id":\s*(\d+)[^{}]*\}\s*\Z')
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*(?:"|\Z)')
+_STRING, _VALUE = re.compile(rb'"(?:[^"\\]|\\.)*(?:"|\Z)'), re.compile(rb"[,\[{]")
 _EVENT_END = re.compile(rb"\n\n|\r\r|\r\n\r\n")
 # data in base64, such as an image, of which no policy reads the letters
 _BASE64 = re.compile(
@@ -311,11 +310,10 @@ async def _bound(response: Any) -> None:
             error, held = (SSEError if is_stream else StreamError)(TOO_LARGE), bytearray()
             async for piece in whole:
                 held += piece
-                if len(held) > MAX_REPLY_BYTES:
+                is_whole = is_stream and _EVENT_END.search(held)
+                if len(held) > MAX_REPLY_BYTES or (is_whole and _is_dense(held)):
                     raise error
-                if is_stream and _EVENT_END.search(held):
-                    if _is_dense(held):
-                        raise error
+                if is_whole:
                     yield bytes(held)
                     held.clear()
             if _is_dense(held):
@@ -333,8 +331,8 @@ def _is_dense(data: bytes | bytearray) -> bool:
     """Whether a reply has so many values that they take far more memory than their text."""
     if data.count(b'"') - data.count(b'\\"') > MAX_VALUES:  # too many strings for `sub`
         return True
-    signs = _STRING.sub(b"", data)
-    return sum(signs.count(sign) * weight for sign, weight in WEIGHTS.items()) > MAX_VALUES
+    signs = _STRING.sub(b"", data)  # the package describes each unknown key
+    return len(_VALUE.findall(signs)) + 4 * signs.count(b":") > MAX_VALUES
 
 
 class _Lines(codecs.IncrementalDecoder):

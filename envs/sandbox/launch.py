@@ -123,11 +123,8 @@ LANDLOCK_ADVICE = (
 HERE = Path(__file__).resolve().parent
 _INSIDE = ("zygote.py", "fork_broker.py", "process_table.py", "cells.py", *confine.FILES)
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-NO_NAMESPACES_ADVICE = (
-    "The kernel allows no further namespace: raise sysctl user.max_user_namespaces, "
-    "user.max_pid_namespaces, user.max_mnt_namespaces, user.max_net_namespaces, "
-    "user.max_ipc_namespaces, user.max_uts_namespaces and user.max_cgroup_namespaces, or nest "
-    "fewer containers"
+NO_NAMESPACES_ADVICE = "The kernel allows no further namespace: raise sysctl " + ", ".join(
+    f"user.max_{kind}_namespaces" for kind in ("user", "pid", "mnt", "net", "ipc", "uts", "cgroup")
 )
 NAMESPACES_ADVICE = (
     "Unprivileged user namespaces must be allowed: sysctl kernel.unprivileged_userns_clone=1 "
@@ -135,9 +132,7 @@ NAMESPACES_ADVICE = (
     "--security-opt seccomp=unconfined or --privileged (Docker), cluster.seccomp = Unconfined "
     "(Kubernetes)"
 )
-MEMORY_ADVICE = (
-    "if memory ran out (see dmesg), raise the container's, or lower max_sessions of python.limits"
-)
+MEMORY_ADVICE = "if memory ran out (see dmesg), raise it, or lower python.limits.max_sessions"
 LIMITS = {
     errno.ENOSPC: "The disk of the temporary folder is full: free some space, or set TMPDIR",
     errno.EDQUOT: "The quota of the temporary folder is used up: free some space, or set TMPDIR",

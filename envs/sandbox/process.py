@@ -216,8 +216,7 @@ class ZygoteProcess:
             process = launch.ControlledProcess(command, settings, variables, files)
         except OSError as error:
             files.close()
-            problem = launch.advised(f"the Python sandbox cannot start: {error}")
-            raise ConfigError(problem) from error
+            raise ConfigError(launch.advised(f"the sandbox cannot start: {error}")) from error
         zygote = cls(process, rung)
         try:
             message = await process.started()
@@ -261,8 +260,7 @@ class ZygoteProcess:
             except TimeoutError as error:
                 raise InfraError(f"no sandbox session within {launch.START_S:g} s") from error
             except ChannelClosedError as error:
-                problem = f"a sandbox session died at its start: {error}; {launch.MEMORY_ADVICE}"
-                raise InfraError(problem) from error
+                raise InfraError(f"a session died: {error}; {launch.MEMORY_ADVICE}") from error
         return process
 
     async def fork(self, parent: SessionProcess) -> SessionProcess | None:
@@ -334,12 +332,9 @@ class ZygoteProcess:
         if born is None or born.done():  # its caller was cancelled
             for pidfd in fds:
                 kill(pidfd)
-        elif news.failed:
-            born.set_exception(ForkRefusedError())
-            born.exception()  # mark as retrieved
-        elif not fds:
-            lost = InfraError(launch.advised(f"no sandbox session: {os.strerror(errno.EMFILE)}"))
-            born.set_exception(lost)
+        elif news.failed or not fds:
+            full = launch.advised(f"no sandbox session: {os.strerror(errno.EMFILE)}")
+            born.set_exception(ForkRefusedError() if news.failed else InfraError(full))
             born.exception()  # mark as retrieved
         else:
             born.set_result(fds[0])

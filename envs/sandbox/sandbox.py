@@ -17,15 +17,10 @@ from msgspec.structs import asdict
 
 from agentenv.base.deadline import admitted, waiting
 from agentenv.base.errors import SHOWN, ConfigError, EnvError, InfraError
+from agentenv.envs.sandbox import launch
 from agentenv.envs.sandbox.confine import ONE_THREAD
 from agentenv.envs.sandbox.keys import PythonConfig
-from agentenv.envs.sandbox.launch import (
-    LOST_BELOW,
-    MEMORY_ADVICE,
-    NAMESPACES_ADVICE,
-    InterpreterError,
-    Rung,
-)
+from agentenv.envs.sandbox.launch import Rung
 from agentenv.envs.sandbox.process import (
     CellAnswer,
     ChannelClosedError,
@@ -39,9 +34,8 @@ FORK_TIMEOUT_S = 10.0
 REPLAY_PATIENCE = 4  # factor of the limit of a replayed cell, for a busy machine
 VARIABLES_LOST = "(The interpreter was restarted: earlier variables are lost.)"
 DIED = (
-    "a Python interpreter died (env/sandbox/num_deaths): its code exited or crashed, or all took "
-    "the container's memory or half of the machine's: lower memory_bytes or max_sessions of "
-    "python.limits"
+    "a Python interpreter died (env/sandbox/num_deaths): its code exited or crashed, or memory ran "
+    "out (all may take half of the machine's): lower memory_bytes or max_sessions of python.limits"
 )
 CODE_TOO_LONG = f"The code is longer than {MAX_CODE_CHARS} characters."
 
@@ -221,7 +215,7 @@ class SandboxSession:
             if not isinstance(error, ChannelClosedError):
                 raise
             if not live.zygote.alive():
-                raise InfraError(f"the sandbox died; {MEMORY_ADVICE}") from error
+                raise InfraError(f"the sandbox died; {launch.MEMORY_ADVICE}") from error
             return RunResult("The interpreter died.", False, "died")
 
 
@@ -360,7 +354,7 @@ class Sandbox:
         for rung in self._rungs:
             try:
                 zygote = await self._launch_on(rung)
-            except InterpreterError:
+            except launch.InterpreterError:
                 raise
             except ConfigError as error:
                 problems.append(f"{rung}: {error}")
@@ -368,7 +362,7 @@ class Sandbox:
             if problems:
                 text = "the Python sandbox uses its level %r, since: %s; %s"
                 reasons = "; ".join(problems)
-                logger.warning(text, rung, reasons, LOST_BELOW, extra=SHOWN)
+                logger.warning(text, rung, reasons, launch.LOST_BELOW, extra=SHOWN)
             self.rung = rung
             return zygote
         reasons = ". ".join(problems)
@@ -388,9 +382,7 @@ class Sandbox:
             try:
                 if not isinstance(error, InfraError) or self.rung is not None:
                     raise  # a sandbox that has worked on this machine: a passing trouble
-                is_limit = "raise" in str(error)  # and has its remedy
-                advice = NAMESPACES_ADVICE if rung == "namespaces" and not is_limit else ""
-                raise ConfigError(f"{error}. {advice}".rstrip(". ")) from error
+                raise ConfigError(str(error)) from error
             finally:
                 await zygote.stop()
         return zygote
