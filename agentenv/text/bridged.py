@@ -122,19 +122,19 @@ class BridgedRenderer(NativeRenderer):
         thoughts, text = map(str.strip, split_thoughts(message.content, "", ()))
         turn = self._turn_of(message.tool_calls, as_text=False) | {"content": text}
         turn |= {"reasoning_content": thoughts} if thoughts else {}
-        with reported_as(ConfigError, f"renderer.family = {self._family!r} rejects it", ValueError):
+        with reported_as(ConfigError, f"renderer.family = {self._family!r} rejects it", *ERRORS):
             header = self._chat_ids([QUESTION], tools)
             ids = self._chat_ids([QUESTION, turn], tools, generation=False)
-        start = num_common(ids, header)
-        ids = ids[start:]
-        place = next((n for n, one in enumerate(ids) if one in self.eos_ids), len(ids))
-        ids = [*ids[:place], self._ends[bool(message.tool_calls)]]
-        is_after = start == len(header) or not thoughts
-        for lead in ([], self.encode(thoughts)) if is_after else ():  # Kimi K2.5 drops thoughts
-            read = self._response([*lead, *ids], tools, header)
-            found = (read.reasoning_content or "").strip(), read.content.strip()
-            if found == (thoughts, text):
-                return [*lead, *ids]
+            start = num_common(ids, header)
+            ids = ids[start:]
+            place = next((n for n, one in enumerate(ids) if one in self.eos_ids), len(ids))
+            ids = [*ids[:place], self._ends[bool(message.tool_calls)]]
+            is_after = start == len(header) or not thoughts
+            for lead in ([], self.encode(thoughts)) if is_after else ():  # Kimi K2.5 drops them
+                read = self._response([*lead, *ids], tools, header)
+                found = (read.reasoning_content or "").strip(), read.content.strip()
+                if found == (thoughts, text):
+                    return [*lead, *ids]
         raise self._refusal(
             f"cannot write a turn with the thoughts {thoughts[:40]!r} after its header, "
             f"{self.decode(header[-8:])!r}: keep or omit thoughts, or open them by "

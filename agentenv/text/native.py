@@ -228,12 +228,13 @@ class NativeRenderer(TextCodec):
         """The template's text of a turn with `text` (thoughts included) and these calls, up to its
         end token. Raises ConfigError if the template rejects them."""
         thoughts, said = split_thoughts(text, "", ())
-        with suppress(ConfigError):  # it refuses thoughts, or does not write them after its header
-            written = self._around_text(calls, said.lstrip(), _THOUGHTS if thoughts else "")
-            if thoughts and _THOUGHTS in written:
-                return written.replace(_THOUGHTS, thoughts).replace(_TEXT, said.lstrip())
-        if thoughts and self._is_open:
-            text = text.lstrip().removeprefix(THOUGHT_OPEN).lstrip("\n")
+        if thoughts:
+            with suppress(ConfigError):  # it refuses them, or does not write them after its header
+                written = self._around_text(calls, said.lstrip(), _THOUGHTS)
+                if _THOUGHTS in written:
+                    return written.replace(_THOUGHTS, thoughts).replace(_TEXT, said.lstrip())
+            if self._is_open:
+                text = text.lstrip().removeprefix(THOUGHT_OPEN).lstrip("\n")
         written = self._around_text(calls, text)
         before, text_mark, after = written.partition(_TEXT)
         if not text_mark:
