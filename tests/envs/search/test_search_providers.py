@@ -11,6 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 
 from agentenv.base.errors import ConfigError, InfraError, ToolError
 from agentenv.envs.search.corpus import Hit, Query
@@ -234,16 +235,17 @@ async def test_no_error_names_the_key(name: ProviderName) -> None:
 
 # /retrieve
 
+STORED = {"id": "1", "contents": '"Lima"\nThe capital.'}
 NESTED = {
     "result": [
         [
-            {"document": {"id": "1", "contents": '"Lima"\nThe capital.'}, "score": 2.5},
+            {"document": STORED, "score": 2.5},
             {"document": {"id": "2", "title": "Cusco", "text": "A city."}, "score": 1.0},
         ]
     ]
 }
-RETRIEVED = [Hit("The capital.", "Lima", "", "1", 2.5), Hit("A city.", "Cusco", "", "2", 1.0)]
-BARE = Hit("The capital.", "Lima", "", "1", 0.0)
+BARE = Hit("The capital.", "Lima", "", "1", document=STORED)
+RETRIEVED = [replace(BARE, score=2.5), Hit("A city.", "Cusco", "", "2", 1.0)]
 
 
 @pytest.mark.parametrize(
@@ -264,7 +266,7 @@ async def test_a_retriever_is_queried_in_both_dialects(dialect: Any, sent: dict[
     ("content", "expected"),
     [
         ({"result": NESTED["result"][0]}, RETRIEVED),  # one query, one list
-        ({"result": [[{"id": "1", "contents": '"Lima"\nThe capital.'}]]}, [BARE]),  # no scores
+        ({"result": [[STORED]]}, [BARE]),  # no scores
         ({"result": [[]]}, []),
         ({"result": []}, []),
     ],
