@@ -46,7 +46,7 @@ class ProgramConversation(Conversation):
 
     def open(self) -> list[int]:
         with _of_program():
-            return list(context_ids(self._writer, self.prompt, self.tools, self._most))
+            return context_ids(self._writer, self.prompt, self.tools, self._most).tolist()
 
     def limited(self, sampling: SamplingParams, prefix: Prefix, room: int) -> SamplingParams:
         then = self._next
