@@ -228,9 +228,11 @@ class Redactor:
 
 def _copied(one: Any) -> Any:
     """The value with its own lists, tuples and dicts."""
+    if type(one) not in _NESTED:
+        return one
     if type(one) is dict:
         return {name: _copied(inner) for name, inner in one.items()}
-    return type(one)(map(_copied, one)) if type(one) in (list, tuple) else one
+    return type(one)(map(_copied, one))
 
 
 def _bare(text: str) -> str:

@@ -134,7 +134,8 @@ class Listener:
     def _refuse(self, http: web.Request) -> None:
         """Raises ApiError for a request that a page of others, or no known client, sends."""
         host, origins = http.headers.get("Host", ""), {*http.headers.getall("Origin", ())}
-        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        name, _, port = host.rpartition(":")
+        name = name if port.isdigit() else host
         if self._is_local and not is_loopback(name):
             raise ApiError("other_host", f"this is not {host}")
         site, mode = http.headers.get("Sec-Fetch-Site", "none"), http.headers.get("Sec-Fetch-Mode")

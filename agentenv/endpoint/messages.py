@@ -453,10 +453,14 @@ def _kind(value: Any) -> str:
 # Conversions between the forms.
 
 
+_COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_SPACED = json.JSONEncoder(ensure_ascii=False)
+
+
 def arguments_text(arguments: Mapping[str, Any], *, compact: bool = False) -> str:
     """Arguments in the client's JSON style, so that they are returned unchanged: with blanks for
     Python, without for JavaScript."""
-    return json.dumps(arguments, ensure_ascii=False, separators=(",", ":") if compact else None)
+    return (_COMPACT if compact else _SPACED).encode(arguments)
 
 
 def as_message(given: Given, before: Sequence[Given] = ()) -> Message:

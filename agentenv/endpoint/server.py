@@ -14,7 +14,7 @@ import asyncio
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 from aiohttp import web
@@ -133,7 +133,8 @@ class ApiServer(Listener):
     async def _call(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
         handler = self._handler(http)
         request = dialect.read(read_body(await body_of(http)), handler.handed)
-        request.compact = not isinstance(dialect, Anthropic) and _writes_compact(http)
+        client = http.headers.get("X-Stainless-Lang", ""), http.headers.get("User-Agent", "")
+        request.compact = not isinstance(dialect, Anthropic) and _writes_compact(*client)
         request.repeats = http.headers.get("Idempotency-Key", "")
         request.id, request.created = handler.new_id(), self._created
         is_written = False
@@ -219,9 +220,9 @@ async def _end(response: web.StreamResponse, http: web.Request) -> None:
         await response.write_eof()
 
 
-def _writes_compact(http: web.Request) -> bool:
+@lru_cache(maxsize=256)
+def _writes_compact(*client: str) -> bool:
     """Whether the client writes JSON without blanks. In Anthropic's API arguments are no text."""
-    client = http.headers.get("X-Stainless-Lang", ""), http.headers.get("User-Agent", "")
     return _COMPACT.search(" ".join(client)) is not None
 
 

@@ -29,6 +29,7 @@ class ProgramConversation(Conversation):
         super().__init__(renderer, most)
         self._writer = renderer
         self._next = NextTurn()
+        self._stops: tuple[str, ...] = ()  # the texts that end the turn without an end token
         self._turns: list[Node] = []
         self._tips: dict[int, tuple[Node, Prefix]] = {}  # unanswered turns, and tokens up to them
         self._cut: set[int] = set()  # turns without an end token
@@ -45,7 +46,7 @@ class ProgramConversation(Conversation):
 
     def open(self) -> list[int]:
         with _of_program():
-            return list(context_ids(self._writer, self.prompt, self.tools, self._most))
+            return context_ids(self._writer, self.prompt, self.tools, self._most).tolist()
 
     def limited(self, sampling: SamplingParams, prefix: Prefix, room: int) -> SamplingParams:
         then = self._next
@@ -54,11 +55,6 @@ class ProgramConversation(Conversation):
         guide = guide_of(then, self._writer, self.tools, prefix)
         self._is_guided = bool(guide)
         return replace(sampling, max_tokens=most, stop=stop, guide=guide)
-
-    @property
-    def _stops(self) -> tuple[str, ...]:
-        """The texts that end the turn without an end token."""
-        return (*self._next.stop, *single_ends(self._writer.style, self._next))
 
     def read(self, completion: Completion, prefix: Prefix) -> Message:
         """With the facts of the sampling, which the environment passes to the program."""
@@ -118,7 +114,8 @@ class ProgramConversation(Conversation):
         """Take the description of the next turn, if any, out of the info of a step or reset."""
         given = info.pop("turn", None)
         if given is not None:
-            self._next = convert(given, NextTurn)
+            then = self._next = convert(given, NextTurn)
+            self._stops = (*then.stop, *single_ends(self._writer.style, then))
             self.max_tokens = self._next.max_tokens
             if self._next.tools is not None:
                 self.tools = self._next.tools

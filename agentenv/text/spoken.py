@@ -52,9 +52,8 @@ def spoken(
     calls: list[ToolCall] = []
     kept: list[Kept] = []
     for one in found:
-        wrong = [why for call in one.calls if (why := _reason(call, names))]
-        reasons: list[Kept] = [] if raw else wrong
-        fine = [call for call in one.calls if raw or _reason(call, names) is None]
+        reasons = [] if raw else [why for call in one.calls if (why := _reason(call, names))]
+        fine = [call for call in one.calls if not (reasons and _reason(call, names))]
         room = 1 - len(calls) if single else len(fine)
         reasons += ["second"] * (len(fine) - room)
         calls += fine[:room]
@@ -64,7 +63,7 @@ def spoken(
             part, place = "", max(place, one.end)
         elif has_messages:
             parts.append(text[one.start : one.end])
-    shown = (piece.strip() for piece in (*parts, part + text[place:]))
+    shown = map(str.strip, (*parts, part + text[place:]))
     return Spoken(thoughts.strip(), "\n".join(filter(None, shown)), tuple(calls), tuple(kept))
 
 
