@@ -147,16 +147,11 @@ def evaluation_of(saved: Tree, names: Sequence[str], more_keys: Collection[str] 
     chosen = {name: {k: v for k, v in sets[name].items() if k in keys} for name in names}
     return {
         "env": saved["env"],
-        **{name: saved[name] for name in TABLES if saved.get(name) is not None},
-        "sets": chosen,
-        "prompt": saved.get("prompt", {}),
-        "renderer": saved.get("renderer", {"name": "tags"}),
-        "limits": saved["limits"],
-        "sampling": saved["sampling"]["eval"],
-        "engine": saved["engine"],
-        "roles": saved.get("roles", {}),
-        "seed": saved["run"]["seed"],
-    }
+        **{name: saved[name] for name in TABLES if saved.get(name) is not None}, "sets": chosen,
+        "prompt": saved.get("prompt", {}), "renderer": saved.get("renderer", {"name": "tags"}),
+        "limits": saved["limits"], "sampling": saved["sampling"]["eval"], "engine": saved["engine"],
+        "roles": saved.get("roles", {}), "seed": saved["run"]["seed"],
+    }  # fmt: skip
 
 
 def weights_digest(model: Path) -> str:

@@ -20,15 +20,7 @@ from pathlib import Path
 
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.base.config import load_config
-from benchmarks.parts.simulation import (
-    Figures,
-    ServiceModel,
-    Variant,
-    fitted,
-    recorded,
-    simulate,
-    together,
-)
+from benchmarks.parts import simulation as machine
 from benchmarks.parts.timings import Trace, read_trace
 from tests.support.snippets import ran
 
@@ -84,14 +76,14 @@ def main() -> int:
             for name, overrides in TRACED.items()
         }
         traces = {name: read_trace(run) for name, (run, _) in traced.items()}
-        model, work = fitted(*traces.values()), together([*traces.values()])
+        model, work = machine.fitted(*traces.values()), machine.together([*traces.values()])
         for name, overrides in TRACED.items():
             said = of(plain, (*keys, *overrides), work, model)
-            show(f"traced: {name}", recorded(traces[name]), said, traced[name][1])
+            show(f"traced: {name}", machine.recorded(traces[name]), said, traced[name][1])
         worst = 0.0
         for name, overrides in OTHERS.items():
             run, others = train(plain, name.replace(" ", "-"), *keys, *overrides)
-            found = recorded(read_trace(run))
+            found = machine.recorded(read_trace(run))
             said = of(plain, (*keys, *overrides), work, model)
             worst = max(worst, show(name, found, said, others))
     print_line(f"at most {worst:.0%} off, allowed are {ALLOWED:.0%}")
@@ -103,13 +95,17 @@ def print_line(line: str) -> None:
     sys.stdout.flush()
 
 
-def of(config: Path, keys: tuple[str, ...], work: Trace, model: ServiceModel) -> Figures:
+def of(
+    config: Path, keys: tuple[str, ...], work: Trace, model: machine.ServiceModel
+) -> machine.Figures:
     """The figures of the simulation."""
     loaded = load_config(TrainConfig, config, list(keys))
-    return simulate(loaded, work, Variant(name="as configured"), 2 * NUM_STEPS, model)
+    return machine.simulate(
+        loaded, work, machine.Variant(name="as configured"), 2 * NUM_STEPS, model
+    )
 
 
-def show(name: str, real: Figures, simulated: Figures, others: float) -> float:
+def show(name: str, real: machine.Figures, simulated: machine.Figures, others: float) -> float:
     """A line; the largest of the relative errors."""
     pairs = [
         (real.step_s, simulated.step_s),

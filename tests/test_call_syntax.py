@@ -161,11 +161,7 @@ def test_several_calls_of_a_turn_are_read_each_on_its_own() -> None:
 
 MARKERS = [
     *(
-        "<think>",
-        "</think>",
-        "<tool_call>",
-        "</tool_call>",
-        "<|python_tag|>",
+        "<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>",
         "<|tool_call_start|>",
     ),
     *("<|tool_call_end|>", "<|start|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
@@ -173,7 +169,7 @@ MARKERS = [
     *("<parameter=query>", "<arg_key>", "<arg_value>", '<atem:invoke name="x">', "[", "]", "a"),
     *('<atem:parameter name="x">', '{"name": "search", "arguments": {}}', "[search(query='b')]"),
     *("\\", '"', "'", '\\"', '"""', "\n", ",", ":", "name", " ", "é", "\0"),
-]
+]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(MARKERS), max_size=6).map("".join)
 VALUES = st.recursive(
     TEXTS | st.integers(-(2**60), 2**60) | st.booleans() | st.none(),

@@ -48,14 +48,8 @@ BODIES = {
     ],
 }
 FREE = (
-    "definition",
-    "metadata",
-    "client_metadata",
-    "parameters",
-    "input_schema",
-    "schema",
-    "headers",
-)
+    "definition", "metadata", "client_metadata", "parameters", "input_schema", "schema", "headers",
+)  # fmt: skip
 
 
 def check_object(kind: Any, name: str, place: str, seen: set[Any]) -> None:

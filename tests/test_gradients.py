@@ -16,17 +16,8 @@ from agentenv.learners.algorithms.baselines import GRPO
 from agentenv.learners.trees.encoded_tree import ActionTokens, encode
 from agentenv.learners.trees.minibatch import MiniBatch
 from agentenv.learners.trees.partition import pack
+from benchmarks.experiments import gradients as estimates
 from benchmarks.experiments.forks import ROOTS, of_branches, scores
-from benchmarks.experiments.gradients import (
-    DIRECTIONS,
-    Gradients,
-    cosine,
-    interval,
-    kept,
-    of_first_turns,
-    signal,
-    square,
-)
 from tests.learners.flat import grown
 from tests.learners.ranks import save_tiny_model
 from tests.learners.trees import credited
@@ -41,43 +32,45 @@ def noisy(mean: list[float], num: int, noise: float = 2.0, seed: int = 0) -> np.
 
 def test_the_square_of_a_mean_is_that_over_pairs_of_trees() -> None:
     one, other = np.array([1.0, 2.0, 0.0]), np.array([3.0, -1.0, 5.0])
-    assert square(np.array([one, other])) == pytest.approx(one @ other)
+    assert estimates.square(np.array([one, other])) == pytest.approx(one @ other)
     draws = [noisy([1.0, 1.0, 0.0], 8, seed=seed) for seed in range(4000)]
-    assert np.mean([square(draw) for draw in draws]) == pytest.approx(2.0, abs=0.15)
+    assert np.mean([estimates.square(draw) for draw in draws]) == pytest.approx(2.0, abs=0.15)
     assert np.mean([draw.mean(0) @ draw.mean(0) for draw in draws]) > 3.0  # 3 x 4 / 8 of noise
 
 
 def test_the_signal_is_that_along_the_true_gradient_a_call() -> None:
     parts, calls = noisy([1.0, 0.0, 0.0], 20_000), np.full(20_000, 2.0)
-    found = signal(parts, calls, TRUTH)
+    found = estimates.signal(parts, calls, TRUTH)
     assert found == pytest.approx(1 / 4 / 2, rel=0.1)
-    assert signal(parts, 2 * calls, TRUTH) == pytest.approx(found / 2)
-    assert signal(10 * parts, calls, TRUTH) == pytest.approx(found)
+    assert estimates.signal(parts, 2 * calls, TRUTH) == pytest.approx(found / 2)
+    assert estimates.signal(10 * parts, calls, TRUTH) == pytest.approx(found)
     # But the cosine.
-    assert signal(parts + np.array([0.0, 5.0, 0.0]), calls, TRUTH) == pytest.approx(found)
-    assert np.isnan(signal(parts - parts.mean(0), calls, TRUTH))
+    assert estimates.signal(parts + np.array([0.0, 5.0, 0.0]), calls, TRUTH) == pytest.approx(found)
+    assert np.isnan(estimates.signal(parts - parts.mean(0), calls, TRUTH))
 
 
 def test_bias_lowers_the_cosine_of_the_mean_and_noise_that_of_an_update() -> None:
     truths = noisy([2.0, 0.0, 0.0], 5000)
     biased = noisy([1.0, 3.0**0.5, 0.0], 5000, seed=1)
-    assert cosine(truths, truths) == pytest.approx(1.0, abs=0.01)
-    assert cosine(biased, truths) == pytest.approx(0.5, abs=0.05)
-    assert cosine(biased, truths, 4) == pytest.approx(0.5 * (4 / (4 + 3)) ** 0.5, abs=0.05)
+    assert estimates.cosine(truths, truths) == pytest.approx(1.0, abs=0.01)
+    assert estimates.cosine(biased, truths) == pytest.approx(0.5, abs=0.05)
+    assert estimates.cosine(biased, truths, 4) == pytest.approx(
+        0.5 * (4 / (4 + 3)) ** 0.5, abs=0.05
+    )
 
 
 def test_the_interval_of_a_mean_is_that_of_its_standard_error() -> None:
     values = noisy([5.0], 2000)[:, 0]
-    value, half = interval(lambda block: float(kept(values, block).mean()))
+    value, half = estimates.interval(lambda block: float(estimates.kept(values, block).mean()))
     assert value == pytest.approx(values.mean())
     assert half == pytest.approx(1.96 * 2 / 2000**0.5, rel=0.5)
 
 
 def test_parts_of_trees_add_up_to_the_gradient_of_their_mini_batch(tmp_path: Path) -> None:
-    gradients, algorithm = Gradients(save_tiny_model(tmp_path)), GRPO(group_size=2)
+    gradients, algorithm = estimates.Gradients(save_tiny_model(tmp_path)), GRPO(group_size=2)
     trees = grown(4)
     parts = gradients.parts(trees, algorithm)
-    assert parts.shape == (2, len(trees), DIRECTIONS)
+    assert parts.shape == (2, len(trees), estimates.DIRECTIONS)
     pairs = credited(trees, algorithm)
     assert len(pairs) == len(trees)
     encoded = [encode(tree, credit, 0) for tree, credit in pairs]
@@ -88,7 +81,7 @@ def test_parts_of_trees_add_up_to_the_gradient_of_their_mini_batch(tmp_path: Pat
     logprobs, entropies, _ = gradients.backend.forward(micro)
     loss, _ = algorithm.loss(batch.loss_batch(micro.index, logprobs, None), logprobs, entropies)
     flat = torch.cat([one.ravel() for one in torch.autograd.grad(loss, gradients.parameters)])
-    whole = np.bincount(gradients.places, gradients.signs * flat.numpy(), DIRECTIONS)
+    whole = np.bincount(gradients.places, gradients.signs * flat.numpy(), estimates.DIRECTIONS)
     assert np.abs(whole).max() > 1e-3
     assert parts[0].sum(0) / -batch.denominator == pytest.approx(whole, abs=1e-5)
 
@@ -97,12 +90,12 @@ def test_the_gradient_of_first_turns_is_that_of_the_tree_cut_after_them(tmp_path
     (tree,), algorithm = grown(5, 1), GRPO(group_size=2)
     credit = algorithm.credit(tree)
     assert credit is not None
-    first = of_first_turns(tree, credit)
+    first = estimates.of_first_turns(tree, credit)
     later = np.array([node.parent not in (None, tree.root.index) for node in tree.nodes])
     assert later.any()
     assert not np.stack([first.adv_pos, first.adv_neg, first.weight])[:, later].any()
     kept_weight = dataclasses.replace(first, weight=credit.weight)
-    gradients = Gradients(save_tiny_model(tmp_path))
+    gradients = estimates.Gradients(save_tiny_model(tmp_path))
     found = gradients.of(tree, first, algorithm)
     assert np.abs(found).max() > 1e-3
     assert found == pytest.approx(gradients.of(tree, kept_weight, algorithm), abs=1e-4)

@@ -29,16 +29,7 @@ from agentenv.adapters.trial import (
 )
 from agentenv.base.errors import AgentEnvError
 from agentenv.base.types import Limit, Message, Task
-from agentenv.contract.env import (
-    Env,
-    ForkMode,
-    StepResult,
-    check_finish,
-    check_observation,
-    check_reset,
-    check_step,
-    isolated_shared,
-)
+from agentenv.contract import env as contract
 from agentenv.text.tags import check_tags, tag_calls
 
 T = TypeVar("T")
@@ -68,7 +59,7 @@ async def check_tool_env(
     user messages. Checks of rollouts (`agentenv.contract.env`) fail with the same text. Shared
     resources are closed at the end.
     """
-    async with isolated_shared():
+    async with contract.isolated_shared():
         trial = _Conformance(make, task, ())
         async with trial.begun(0):
             tools: Sequence[dict[str, Any]] = trial.info.get("tools", ())
@@ -98,7 +89,7 @@ class _Conformance(Trial):
             assert getstate() == before, "an episode changed the global random generator"
         check_end(self.reference, len(self.actions))
         for observation, *_ in self.reference[:-1]:
-            refuse(check_observation, observation)
+            refuse(contract.check_observation, observation)
         for number, action in enumerate(self.actions):
             seconds = min(self.held[id(action)])  # the first call may load something
             assert seconds <= HELD_S, (
@@ -106,7 +97,7 @@ class _Conformance(Trial):
                 f"{seconds:.1f} s: await I/O, and run computations in a thread (asyncio.to_thread) "
                 "or a process"
             )
-        assert self.fork_mode in get_args(ForkMode), f"fork_mode is {self.fork_mode!r}"
+        assert self.fork_mode in get_args(contract.ForkMode), f"fork_mode is {self.fork_mode!r}"
         if self.fork_mode != "none":
             await self.check_forks(range(len(self.actions)))
         await self.check_reset_and_close()
@@ -116,13 +107,13 @@ class _Conformance(Trial):
             self.same(outcomes, "an episode and the next one of the same env")
         async with self.begun(len(self.actions) - 1) as env:
             found = await env.finish(Limit.TURNS, self.actions[-1])
-            refuse(check_finish, found)
+            refuse(contract.check_finish, found)
             check_reward(found[0], "finish")
         for episode in await asyncio.gather(*(self.play() for _ in range(NUM_CONCURRENT))):
             self.same(episode, "an episode alone and one of several at the same time")
         await self.check_cancellation()
 
-    async def step(self, env: Env, action: Message) -> StepResult:
+    async def step(self, env: contract.Env, action: Message) -> contract.StepResult:
         """The result of a step, which follows Gymnasium's rules too. `held` gets the longest time
         in seconds for which it blocked the event loop."""
         seconds: list[float] = []
@@ -146,7 +137,7 @@ class _Conformance(Trial):
         choices: tuple[dict[str, Any] | None, ...] = (None, {})
         for options in choices:
             env = self.make(self.task)
-            messages, _ = refuse(check_reset, await env.reset(seed=SEED, options=options))
+            messages, _ = refuse(contract.check_reset, await env.reset(seed=SEED, options=options))
             assert messages, "reset returned no prompt"
             prompts.append(messages)
             await env.close()
@@ -178,7 +169,7 @@ class _Conformance(Trial):
 
 def check_outcome(outcome: Any) -> None:
     """Check a result of `step`: the rules of rollouts, and those of Gymnasium."""
-    refuse(check_step, outcome)
+    refuse(contract.check_step, outcome)
     assert isinstance(outcome, tuple), f"step returned {type(outcome).__name__}, not a tuple"
     messages, reward, terminated, truncated, _ = outcome
     assert isinstance(messages, list), "the observation of step is not a list"

@@ -148,17 +148,9 @@ HEAD = "lm_head.weight"
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 # Keys that shapes do not reveal, and that a server does not read again when it loads weights.
 SAME = (
-    "architectures",
-    "model_type",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "hidden_act",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_parameters",
-    "rope_scaling",
-    "tie_word_embeddings",
-)
+    "architectures", "model_type", "num_attention_heads", "num_key_value_heads", "hidden_act",
+    "rms_norm_eps", "rope_theta", "rope_parameters", "rope_scaling", "tie_word_embeddings",
+)  # fmt: skip
 
 
 class Layout(Struct, frozen=True):

@@ -122,30 +122,18 @@ def request_body(
     stream it aborts its rid again."""
     sampling = request.sampling
     params: dict[str, Any] = {
-        "max_new_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "stop": list(sampling.stop),
-        "stop_token_ids": list(request.stop_token_ids),
-        "no_stop_trim": True,
-        "n": 1,
+        "max_new_tokens": sampling.max_tokens, "temperature": sampling.temperature, "top_p": 1.0,
+        "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
+        "repetition_penalty": 1.0, "stop": list(sampling.stop),
+        "stop_token_ids": list(request.stop_token_ids), "no_stop_trim": True, "n": 1,
         "stream_interval": request.stream_interval,
-    }
+    }  # fmt: skip
     if sampling.guide:
         params["structural_tag"] = sampling.guide
     body: dict[str, Any] = {
-        "rid": f"{request.id}.{uuid4().hex}",
-        "input_ids": list(request.prompt_ids),
-        "sampling_params": params,
-        "return_logprob": True,
-        "stream": True,
-        "cache_salt": cache_salt,
-    }
+        "rid": f"{request.id}.{uuid4().hex}", "input_ids": list(request.prompt_ids),
+        "sampling_params": params, "return_logprob": True, "stream": True, "cache_salt": cache_salt,
+    }  # fmt: skip
     if is_truncated(sampling):
         # Ordinary log-probs are those before truncation; the sampling mask has those after it.
         params |= {"top_p": sampling.top_p, "min_p": sampling.min_p}

@@ -221,13 +221,9 @@ class TreeCounters(Struct):
     def counts(self, in_flight: int) -> dict[str, int]:
         """The terms of the law by name, and "equal", which is a part of "trained"."""
         return {
-            "offered": self.offered,
-            "trained": self.trained,
-            "equal": self.equal,
-            "filtered": self.filtered,
-            "failed": self.num_failed,
-            "in_flight": in_flight,
-        }
+            "offered": self.offered, "trained": self.trained, "equal": self.equal,
+            "filtered": self.filtered, "failed": self.num_failed, "in_flight": in_flight,
+        }  # fmt: skip
 
     def check(self, in_flight: int) -> None:
         """Raise AssertionError if a tree was lost. `in_flight` is counted independently, in the

@@ -18,16 +18,9 @@ from agentenv.base.errors import ConfigError, ForeignError, reported_as
 from agentenv.base.installation import needed
 from agentenv.base.types import Message, ToolCall
 from agentenv.base.untrusted import decode
+from agentenv.text import native
 from agentenv.text.call_syntax import malformed, split_thoughts
 from agentenv.text.contexts import num_common
-from agentenv.text.native import (
-    QUESTION,
-    SAMPLE_TOOL,
-    NativeConfig,
-    NativeRenderer,
-    TurnFrames,
-    senders_of,
-)
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.renderer import TagsConfig, TextCodec, ToolSchemas
 
@@ -47,10 +40,10 @@ class BridgedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     family: Annotated[str, Meta(description="such as 'kimi-k2.5', 'deepseek-v4' or 'glm-5'")]
 
 
-AnyRenderer = TagsConfig | NativeConfig | BridgedConfig
+AnyRenderer = TagsConfig | native.NativeConfig | BridgedConfig
 
 
-class BridgedRenderer(NativeRenderer):
+class BridgedRenderer(native.NativeRenderer):
     """Renders by the package's renderer of `family`. Raises ConfigError for one that cannot be used
     with this tokenizer, rewrites earlier text, or does not read the calls that it writes.
 
@@ -58,7 +51,7 @@ class BridgedRenderer(NativeRenderer):
     """
 
     turn = None  # type: ignore[assignment]
-    own_tags: tuple[str, ...] = (*NativeRenderer.own_tags, "response", "minimax:tool_call")
+    own_tags: tuple[str, ...] = (*native.NativeRenderer.own_tags, "response", "minimax:tool_call")
 
     def __init__(
         self, tokenizer: Any, family: str, prompt: PromptConfig, eos_ids: Collection[int] = ()
@@ -71,11 +64,11 @@ class BridgedRenderer(NativeRenderer):
         stops = frozenset(map(int, self._theirs.get_stop_token_ids()))
         called = self._turn_of([ToolCall("sample_tool", {"text": "qTextq"})], as_text=False)
         result = {"role": "tool", "name": "sample_tool", "tool_call_id": self._call_id(0, "f")}
-        sample = [QUESTION, {**called, "reasoning_content": "qThoughtq"},
-                  {**result, "content": "qResultq"}, QUESTION]  # fmt: skip
+        sample = [native.QUESTION, {**called, "reasoning_content": "qThoughtq"},
+                  {**result, "content": "qResultq"}, native.QUESTION]  # fmt: skip
         try:
-            written_ids = self._chat_ids(sample, [SAMPLE_TOOL])
-            header = self._chat_ids([QUESTION], [SAMPLE_TOOL])
+            written_ids = self._chat_ids(sample, [native.SAMPLE_TOOL])
+            header = self._chat_ids([native.QUESTION], [native.SAMPLE_TOOL])
         except ValueError as error:
             raise self._refusal(f"rejects a dialogue with tools: {error}") from error
         self._header = header[-NUM_HEADER_IDS:]
@@ -123,8 +116,8 @@ class BridgedRenderer(NativeRenderer):
         turn = self._turn_of(message.tool_calls, as_text=False) | {"content": text}
         turn |= {"reasoning_content": thoughts} if thoughts else {}
         with reported_as(ConfigError, f"renderer.family = {self._family!r} rejects it", *ERRORS):
-            header = self._chat_ids([QUESTION], tools)
-            ids = self._chat_ids([QUESTION, turn], tools, generation=False)
+            header = self._chat_ids([native.QUESTION], tools)
+            ids = self._chat_ids([native.QUESTION, turn], tools, generation=False)
             start = num_common(ids, header)
             ids = ids[start:]
             place = next((n for n, one in enumerate(ids) if one in self.eos_ids), len(ids))
@@ -161,12 +154,12 @@ class BridgedRenderer(NativeRenderer):
 
     def _frames_around(
         self, messages: Sequence[Message], tools: ToolSchemas, turn_ids: Sequence[int] = ()
-    ) -> TurnFrames:
+    ) -> native.TurnFrames:
         """A result has the id that was sampled for its call, which Kimi's format writes."""
         attempts = self._attempts(turn_ids, tools) if len(turn_ids) else []
         ids = (str(getattr(one, "id", None) or "") for one in attempts)
         safe = tuple(one if _CALL_ID.fullmatch(one) else "" for one in ids)
-        return self._frames_of(senders_of(messages, tools), safe)
+        return self._frames_of(native.senders_of(messages, tools), safe)
 
     def _call_id(self, number: int, name: str) -> str:
         return f"functions.{name}:{number}"  # as Kimi's; the others write none

@@ -10,15 +10,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from agentenv.base import errors
 from agentenv.base.crashes import guarded
-from agentenv.base.errors import (
-    AgentEnvError,
-    ConfigError,
-    CrashError,
-    DataError,
-    EnvError,
-    InfraError,
-)
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Limits, Message, Task
 from agentenv.base.untrusted import shortened
@@ -82,7 +75,7 @@ class PromptFitter:
         if overlong:
             self._report(overlong, len(tasks))
         if not kept:
-            raise DataError(f"{self.key} = 'skip' skipped all {len(tasks)} questions")
+            raise errors.DataError(f"{self.key} = 'skip' skipped all {len(tasks)} questions")
         return kept
 
     def _report_not_begun(self, num_tasks: int) -> None:
@@ -102,13 +95,15 @@ class PromptFitter:
         )
         found = f"{len(overlong)} of {num_tasks} prompts are longer than {limit}: {listed}"
         if self.mode == "error":
-            raise DataError(f"{found}; raise the limit, or set {self.key} to 'skip' or 'cut'")
+            raise errors.DataError(
+                f"{found}; raise the limit, or set {self.key} to 'skip' or 'cut'"
+            )
         done = (
             "are skipped" if self.mode == "skip" else "are truncated in the middle of the question"
         )
         self.report(f"{self.key}: {found}; they {done}")
 
-    async def _prompt(self, task: Task) -> _Prompt | AgentEnvError | None:
+    async def _prompt(self, task: Task) -> _Prompt | errors.AgentEnvError | None:
         """The prompt of a task; None if its env could not be reset, which is reported and left to
         the rollout. Other errors are returned, so that all envs of a batch are closed."""
 
@@ -117,40 +112,40 @@ class PromptFitter:
 
         try:
             env = await guarded(made(), "making the environment")
-        except CrashError as error:
+        except errors.CrashError as error:
             self._not_begun[task.id] = str(error)
             return None
-        except ConfigError as error:
-            return ConfigError(f"task {task.id}: {error}")
+        except errors.ConfigError as error:
+            return errors.ConfigError(f"task {task.id}: {error}")
         if getattr(env, "starts_processes", False):
             self._num_started += 1
             if self._num_started > MAX_STARTED and CUT_KEY not in task.metadata:
                 return None
-        found: _Prompt | AgentEnvError | None = None
+        found: _Prompt | errors.AgentEnvError | None = None
         try:
             async with asyncio.timeout(self.limits.env_timeout_s):
                 messages, info = await guarded(env.reset(seed=0), "the environment's reset")
             found = _Prompt(messages, info.get("tools", ()))
         except TimeoutError:
             self._not_begun[task.id] = "its reset took more than limits.env_timeout_s"
-        except (EnvError, InfraError) as error:
+        except (errors.EnvError, errors.InfraError) as error:
             self._not_begun[task.id] = str(error)
-        except AgentEnvError as error:
+        except errors.AgentEnvError as error:
             found = error
         try:
             async with asyncio.timeout(self.limits.env_timeout_s):
                 await env.close()
         except TimeoutError:
-            return EnvError(
+            return errors.EnvError(
                 f"task {task.id}: closing its environment exceeded limits.env_timeout_s"
             )
         return found
 
-    def _lengths(self, prompts: Sequence[_Prompt | AgentEnvError | None]) -> list[int]:
+    def _lengths(self, prompts: Sequence[_Prompt | errors.AgentEnvError | None]) -> list[int]:
         """Tokens of each prompt, or 0 for a prompt that certainly fits."""
         lengths = []
         for prompt in prompts:
-            if isinstance(prompt, AgentEnvError):
+            if isinstance(prompt, errors.AgentEnvError):
                 raise prompt
             lengths.append(0 if prompt is None else self._length(prompt))
         return lengths
@@ -181,7 +176,7 @@ class PromptFitter:
             else:
                 high = middle - 1
         if fits is None:
-            raise DataError(
+            raise errors.DataError(
                 f"task {task.id}: its prompt is longer than limits.max_prompt_tokens = "
                 f"{self.limits.max_prompt_tokens} even without the question; raise the limit"
             )

@@ -207,20 +207,12 @@ class GraderConfig(GraderKeys, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 READ_BY = {
-    "combined": ("combined",),
-    "compat": ("f1", "layered"),
-    "reward": ("exact", "f1", "layered", "judge", "combined"),
-    "math": ("layered", "judge"),
-    "ordered": ("layered", "judge"),
-    "partial_credit": ("layered",),
-    "judge": ("judge",),
-    "own": ("own",),
-    "path": ("custom",),
-    "name": ("custom",),
-    "timeout_s": ("custom",),
-    "success_at": ("custom",),
-    "solution_str": ("custom",),
-}
+    "combined": ("combined",), "compat": ("f1", "layered"),
+    "reward": ("exact", "f1", "layered", "judge", "combined"), "math": ("layered", "judge"),
+    "ordered": ("layered", "judge"), "partial_credit": ("layered",), "judge": ("judge",),
+    "own": ("own",), "path": ("custom",), "name": ("custom",), "timeout_s": ("custom",),
+    "success_at": ("custom",), "solution_str": ("custom",),
+}  # fmt: skip
 _NEEDED: dict[str, tuple[str, str]] = {
     "combined": ("combined", "[grader.combined.NAME], a table for each grader"),
     "own": ("own", "[grader.own] with the name of a grader"),

@@ -341,20 +341,10 @@ def last_correction(text: str, *, is_truth: bool = False) -> Iterator[str]:
 
 
 LEVELS: tuple[tuple[Joint, Cut], ...] = (
-    ("or", marks),
-    ("or", symbols),
-    ("", lines),
-    ("", corrections),
-    ("", sentences),
-    ("", clauses),
-    ("alias", named_again),
-    ("or", alternatives),
-    ("bracket", _BRACKET.split),
-    ("dash", _DASHES.split),
-    ("colon", _COLONS.split),
-    ("comma", _COMMAS.split),
-    ("list", _LISTS.split),
-    ("equals", EQUALS.split),
-)
+    ("or", marks), ("or", symbols), ("", lines), ("", corrections), ("", sentences), ("", clauses),
+    ("alias", named_again), ("or", alternatives), ("bracket", _BRACKET.split),
+    ("dash", _DASHES.split), ("colon", _COLONS.split), ("comma", _COMMAS.split),
+    ("list", _LISTS.split), ("equals", EQUALS.split),
+)  # fmt: skip
 OF_A_CLAUSE = (alternatives, _COMMAS.split, _LISTS.split, EQUALS.split)  # these belong to a clause
 OF_A_SENTENCE = tuple(cut for _, cut in LEVELS[6:])

@@ -26,14 +26,7 @@ from agentenv.base.disk import own_folder
 from agentenv.base.errors import ConfigError, ForeignError, InfraError, reported_as
 from agentenv.base.offload import in_thread
 from agentenv.base.untrusted import decode
-from agentenv.envs.sandbox.launch import (
-    HERE,
-    UNUSED_ID,
-    ControlledProcess,
-    advised,
-    find_interpreter,
-    namespaces,
-)
+from agentenv.envs.sandbox import launch
 from agentenv.envs.sandbox.program_launch import (
     FOLDER,
     INSIDE,
@@ -76,7 +69,7 @@ class Program:
     """A running program with its own folder. `stop` ends it and all its processes, and `close` also
     removes the folder; after either no process is left."""
 
-    def __init__(self, kept: ExitStack, folder: Path, process: ControlledProcess) -> None:
+    def __init__(self, kept: ExitStack, folder: Path, process: launch.ControlledProcess) -> None:
         self.folder = folder
         self._kept = kept
         self._process = process
@@ -90,20 +83,22 @@ class Program:
         Unix socket `forward` of the host. Raises ConfigError if this machine or the specification
         lacks a requirement."""
         confined = not spec.allow_unsafe
-        uid = UNUSED_ID + 1 + next(_uids) % 60_000 if confined and os.geteuid() == 0 else None
-        python = await find_interpreter(None)
+        uid = (
+            launch.UNUSED_ID + 1 + next(_uids) % 60_000 if confined and os.geteuid() == 0 else None
+        )
+        python = await launch.find_interpreter(None)
         kept, program = ExitStack(), None
         try:
             try:
                 folder = await uncancelled(in_thread(_new_folder, kept, spec, uid))
                 work = FOLDER if confined else str(folder)
-                script, site = (INSIDE, INSIDE) if confined else (HERE, folder.parent)
+                script, site = (INSIDE, INSIDE) if confined else (launch.HERE, folder.parent)
                 forward = forward if confined else None
                 prefix = bubblewrap(python, spec, folder, forward) if confined else []
                 settings = program_settings(spec, seed, uid, work, f"{site}/site")
                 settings |= {"port": port, "socket": f"{INSIDE}/endpoint" if forward else ""}
                 inner = [python.program, "-s", "-S", "-E", "-B", f"{script}/program_init.py"]
-                launched = ControlledProcess([*prefix, *inner], settings, {})
+                launched = launch.ControlledProcess([*prefix, *inner], settings, {})
                 program = cls(kept, folder, launched)
                 if not await launched.started():
                     raise await program._problem()
@@ -111,7 +106,7 @@ class Program:
                 await (program.close() if program else uncancelled(in_thread(kept.close)))
                 raise
         except OSError as error:
-            problem = advised(f"the program cannot be started: {error}")
+            problem = launch.advised(f"the program cannot be started: {error}")
             lacks = isinstance(error, FileNotFoundError | PermissionError)
             raise (ConfigError(problem) if lacks else InfraError(problem)) from error
         return program
@@ -169,7 +164,7 @@ class Program:
         if text.startswith("bwrap:"):
             return _no_sandbox(text)
         end = how_it_ended(self._process.process.returncode or 0)
-        return InfraError(advised(f"the sandbox of a program {end}: {text or 'no reason'}"))
+        return InfraError(launch.advised(f"the sandbox of a program {end}: {text or 'no reason'}"))
 
 
 def _new_folder(kept: ExitStack, spec: ProgramSpec, uid: int | None) -> Path:
@@ -181,15 +176,16 @@ def _new_folder(kept: ExitStack, spec: ProgramSpec, uid: int | None) -> Path:
 
 def _no_sandbox(text: str) -> ConfigError:
     return ConfigError(
-        f"no sandbox for a program is available: {advised(text)}. To run it without protection, "
-        "with your own permissions and at your own risk, set env.kwargs.program.allow_unsafe = true"
+        f"no sandbox for a program is available: {launch.advised(text)}. To run it without "
+        "protection, with your own permissions and at your own risk, set "
+        "env.kwargs.program.allow_unsafe = true"
     )
 
 
 async def check_namespaces() -> None:
     """Raises ConfigError if this machine has no sandbox for programs."""
-    python = await find_interpreter(None)
-    command = [*namespaces(python), "--", python.program, "-S", "-E", "-c", ""]
+    python = await launch.find_interpreter(None)
+    command = [*launch.namespaces(python), "--", python.program, "-S", "-E", "-c", ""]
     run = partial(subprocess.run, command, capture_output=True, text=True, check=False)
     ended = await in_thread(run)
     if ended.returncode:

@@ -345,14 +345,9 @@ def sft_row(one: Judged, task: Task, prompt: Sequence[Message], set_name: str) -
     ]
     return {
         "conversations": [*first, {"from": "gpt", "value": one.text}],
-        "system": "\n\n".join(system),
-        "id": task.id,
-        "set": set_name,
-        "kind": task.kind,
-        "way": one.way,
-        "sample": one.row.sample,
-        "num_tool_calls": len(one.row.tool_calls),
-    }
+        "system": "\n\n".join(system), "id": task.id, "set": set_name, "kind": task.kind,
+        "way": one.way, "sample": one.row.sample, "num_tool_calls": len(one.row.tool_calls),
+    }  # fmt: skip
 
 
 def rl_row(task: Task, set_name: str, own_env_id: str) -> Row:

@@ -257,18 +257,13 @@ def _tree(kept: KeptTree, entry: Entry, texts: Texts | None) -> Figures:
     tree, task = kept.tree, kept.tree.task
     described = {name: getattr(task, name) for name in ("id", "kind", "question", "metadata")}
     return {
-        "tree": tree.index,
-        "fate": kept.fate,
-        "why": kept.why,
-        "has_texts": texts is not None,
-        "has_credit": kept.credit is not None,
-        "has_learner": bool(tree.scored),
-        "num_tokens": entry.num_tokens,
-        "num_sampled": entry.num_action_tokens,
+        "tree": tree.index, "fate": kept.fate, "why": kept.why, "has_texts": texts is not None,
+        "has_credit": kept.credit is not None, "has_learner": bool(tree.scored),
+        "num_tokens": entry.num_tokens, "num_sampled": entry.num_action_tokens,
         **{name: getattr(tree, name) for name in _TREE},
         "task": {**described, "env": task.env_id, "answers": list(task.answers)},
         "nodes": [_node(kept, node, texts) for node in tree.nodes],
-    }
+    }  # fmt: skip
 
 
 def _node(kept: KeptTree, node: Node, texts: Texts | None) -> Figures:

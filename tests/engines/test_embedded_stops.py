@@ -120,15 +120,9 @@ def test_a_stop_string_is_found_after_a_long_run_of_bytes(tmp_path: Path) -> Non
 def automaton(folder: Path, chain: list[int], vocab: int, eos: int | list[int] | None) -> None:
     """A model that writes `chain`: each token surely follows the one before."""
     config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=vocab,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        eos_token_id=eos,
-        bos_token_id=None,
-        max_position_embeddings=128,
-    )
+        vocab_size=vocab, hidden_size=vocab, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2, eos_token_id=eos, bos_token_id=None, max_position_embeddings=128,
+    )  # fmt: skip
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(torch.eye(vocab))

@@ -12,16 +12,7 @@ import pytest
 from transformers import CONFIG_MAPPING, Qwen3ForCausalLM
 
 from agentenv.base.errors import ConfigError, MissingError
-from agentenv.learners.ranks.model_check import (
-    ORDERED,
-    RATIOS,
-    TOLERANCE,
-    check_export,
-    check_model,
-    distance,
-    random_model,
-    small,
-)
+from agentenv.learners.ranks import model_check as check
 
 MLA_AND_EXPERTS = ("deepseek_v2", "deepseek_v3")
 LONG = {"original_max_position_embeddings": 4096, "max_position_embeddings": 131_072}
@@ -90,9 +81,9 @@ def name_of(value: Any) -> str:
 
 @pytest.mark.parametrize(("family", "changes"), RIGHT, ids=name_of)
 def test_the_log_probs_are_those_of_transformers(family: str, changes: dict[str, Any]) -> None:
-    model = random_model(small(CONFIG_MAPPING[family](**changes)))
-    assert distance(model) < TOLERANCE / 50
-    check_export(model)
+    model = check.random_model(check.small(CONFIG_MAPPING[family](**changes)))
+    assert check.distance(model) < check.TOLERANCE / 50
+    check.check_export(model)
 
 
 @pytest.mark.parametrize(("family", "changes", "why"), REFUSED, ids=name_of)
@@ -101,14 +92,14 @@ def test_an_unsupported_model_is_refused_with_its_family_and_the_reason(
 ) -> None:
     CONFIG_MAPPING[family](**changes).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=f"{family} .*{why}"):
-        check_model(tmp_path)
+        check.check_model(tmp_path)
 
 
 @pytest.mark.parametrize(("family", "changes"), RIGHT, ids=name_of)
 def test_sizes_that_differ_differ_in_the_small_model(family: str, changes: dict[str, Any]) -> None:
     real = CONFIG_MAPPING[family](**changes)
-    made = small(real)
-    for names in (*RATIOS, *(names for names, _, _ in ORDERED)):
+    made = check.small(real)
+    for names in (*check.RATIOS, *(names for names, _, _ in check.ORDERED)):
         tables = ({**vars(one), **one.per_layer_config[-1].to_dict()} for one in (real, made))
         whole, narrow = tables
         sizes = [(whole.get(name), narrow.get(name)) for name in names]
@@ -124,7 +115,9 @@ def test_towers_are_narrow(family: str) -> None:
     """Those of the source stay."""
     config = CONFIG_MAPPING[family]()
     before = config.to_dict()
-    assert sum(param.numel() for param in random_model(small(config)).parameters()) < 2e6
+    assert (
+        sum(param.numel() for param in check.random_model(check.small(config)).parameters()) < 2e6
+    )
     assert config.to_dict() == before
 
 
@@ -148,7 +141,7 @@ def test_a_failure_keeps_its_cause(
     monkeypatch.setattr(Qwen3ForCausalLM, "__init__", fails)
     CONFIG_MAPPING["qwen3"]().save_pretrained(tmp_path)
     with pytest.raises(kind, match=says):
-        check_model(tmp_path)
+        check.check_model(tmp_path)
 
 
 def test_a_model_that_cannot_be_made_small_has_another_message(tmp_path: Path) -> None:
@@ -158,13 +151,13 @@ def test_a_model_that_cannot_be_made_small_has_another_message(tmp_path: Path) -
     table["hidden_act"] = "no such function"
     (tmp_path / "config.json").write_text(json.dumps(table))
     with pytest.raises(ConfigError, match=r"made \(KeyError"):
-        check_model(tmp_path)
+        check.check_model(tmp_path)
 
 
 def test_an_export_with_a_name_twice_is_refused(tmp_path: Path) -> None:
     CONFIG_MAPPING["hrm_text"]().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r" twice"):
-        check_model(tmp_path)
+        check.check_model(tmp_path)
 
 
 def test_recurrent_layers_without_their_package_are_refused(
@@ -173,7 +166,7 @@ def test_recurrent_layers_without_their_package_are_refused(
     monkeypatch.setitem(sys.modules, "tree_recurrence", None)
     CONFIG_MAPPING["lfm2"](**CONVOLUTIONS).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"tree-recurrence: .*\[hybrid\]"):
-        check_model(tmp_path)
+        check.check_model(tmp_path)
 
 
 def test_a_small_model_keeps_one_layer_of_each_kind() -> None:
@@ -181,8 +174,8 @@ def test_a_small_model_keeps_one_layer_of_each_kind() -> None:
     config = CONFIG_MAPPING["qwen2"](
         num_hidden_layers=24, layer_types=kinds, use_sliding_window=True, sliding_window=4096
     )
-    made = small(config)
+    made = check.small(config)
     assert made.layer_types == ["full_attention", "sliding_attention"]
     assert (made.num_hidden_layers, made.sliding_window) == (2, 5)
     assert (config.num_hidden_layers, config.sliding_window) == (24, 4096), "the original is kept"
-    assert small(CONFIG_MAPPING["deepseek_v3"]()).first_k_dense_replace == 1
+    assert check.small(CONFIG_MAPPING["deepseek_v3"]()).first_k_dense_replace == 1

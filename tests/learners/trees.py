@@ -61,18 +61,10 @@ def tiny_model(
     extra = (MODELS | EXPERTS | HYBRIDS | HYBRID_WITH_EXPERTS)[name]
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        name,
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=name == "qwen3",
-        initializer_range=0.2,
-        attn_implementation="sdpa",
-        **(extra | changes),
-    )
+        name, vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=name == "qwen3",
+        initializer_range=0.2, attn_implementation="sdpa", **(extra | changes),
+    )  # fmt: skip
     model: Any = AutoModelForCausalLM.from_config(config)
     for name, buffer in model.named_buffers():
         if "bias" in name:

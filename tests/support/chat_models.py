@@ -131,14 +131,9 @@ MOVES_TOOLS = """\
 QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 QWEN_ADDED = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 LLAMA_SPECIAL = (
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|python_tag|>",
-)
+    "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
+    "<|eot_id|>", "<|eom_id|>", "<|python_tag|>",
+)  # fmt: skip
 
 
 def make_tokenizer(template: str) -> Any:

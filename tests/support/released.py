@@ -30,15 +30,9 @@ CHAIN = (
 BROKEN_CHAIN = "<think>a sum</think><python>print(6 * 7)</python><result>42<answer>42</answer>"
 STAR = "sft-tool-star/final.jsonl"
 MODELS = (
-    "Qwen2.5-3B-Instruct",
-    "Qwen2.5-7B-Instruct",
-    "Qwen2.5-72B-Instruct-GPTQ-Int4",
-    "Qwen2.5-72B-Instruct",
-    "Llama-3.1-8B-Instruct",
-    "Qwen3-8B",
-    "Qwen3-14B",
-    "QwQ-32B",
-)
+    "Qwen2.5-3B-Instruct", "Qwen2.5-7B-Instruct", "Qwen2.5-72B-Instruct-GPTQ-Int4",
+    "Qwen2.5-72B-Instruct", "Llama-3.1-8B-Instruct", "Qwen3-8B", "Qwen3-14B", "QwQ-32B",
+)  # fmt: skip
 
 
 def arpo_row(place: int, *, system: bool = True, answer: str | None = None) -> Row:
@@ -155,17 +149,12 @@ def make_model(path: Path, template: Path, shape_of: str = "") -> None:
             (path / file.name).symlink_to(file)
     shape = KNOWN[shape_of or max((name for name in KNOWN if name in path.name), key=len)]
     config = {
-        "model_type": "qwen3" if shape.qk_norm else "qwen2",
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.intermediate,
-        "vocab_size": shape.vocabulary,
-        "max_position_embeddings": shape.context,
-        "tie_word_embeddings": shape.tied,
-    }
+        "model_type": "qwen3" if shape.qk_norm else "qwen2", "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
+        "intermediate_size": shape.intermediate, "vocab_size": shape.vocabulary,
+        "max_position_embeddings": shape.context, "tie_word_embeddings": shape.tied,
+    }  # fmt: skip
     if "GPTQ-Int4" in path.name:
         config["quantization_config"] = {"bits": 4}
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -140,25 +140,15 @@ class ViewedRun:
 def row_of(number: int, sample: int, is_right: bool) -> EvalRow:
     """With a tool call, and a judge's words."""
     return EvalRow(
-        dataset="held",
-        task=f"q-{number:05d}",
-        sample=sample,
-        kind=("buy", "sell")[number % 2],
-        question=f"{HOSTILE} question {number}",
-        answers=["7"],
+        dataset="held", task=f"q-{number:05d}", sample=sample, kind=("buy", "sell")[number % 2],
+        question=f"{HOSTILE} question {number}", answers=["7"],
         segments=[{"env": "prompt"}, {"policy": HOSTILE}, {"env": RESULT}, {"policy": "it is 7"}],
         prediction="7" if is_right else HOSTILE,
         tool_calls=[{"name": "shop", "arguments": {"query": HOSTILE}, "ok": True, "error": None}],
-        num_turns=2,
-        action_tokens=12,
-        seconds=0.5,
-        end="terminated",
-        reward=float(is_right),
-        success=is_right,
-        reason=f"the judge said: {HOSTILE}",
-        parts={"judge": float(is_right), "rule": float(is_right)},
-        policy_versions=[1, 1],
-    )
+        num_turns=2, action_tokens=12, seconds=0.5, end="terminated", reward=float(is_right),
+        success=is_right, reason=f"the judge said: {HOSTILE}",
+        parts={"judge": float(is_right), "rule": float(is_right)}, policy_versions=[1, 1],
+    )  # fmt: skip
 
 
 def metrics(step: int) -> dict[str, float]:

@@ -118,16 +118,11 @@ class Control:
             first = min(group, key=oldest)
             waits.append(
                 {
-                    "what": what,
-                    "branches": len(group),
-                    "longest_s": first.for_s,
-                    "since": clock_text(first.for_s),
-                    "tree": first.tree,
-                    "branch": first.branch,
-                    "task": first.task_id,
-                    "is_long": first.for_s >= expected_s(what),
+                    "what": what, "branches": len(group), "longest_s": first.for_s,
+                    "since": clock_text(first.for_s), "tree": first.tree, "branch": first.branch,
+                    "task": first.task_id, "is_long": first.for_s >= expected_s(what),
                 }
-            )
+            )  # fmt: skip
         waits.sort(key=lambda one: -one["longest_s"])
         lines = self._lines() if waits else ["no rollout of this process waits", *self._lines()]
         return RequestDone(lines, {"waits": waits})
@@ -290,13 +285,7 @@ class Control:
 def _branch_row(now: BranchNow, limit_s: float) -> dict[str, Any]:
     """A live branch. `worked_s`: seconds without waits, `limit_s` their limit."""
     return {
-        "branch": now.branch,
-        "what": now.what,
-        "for_s": now.for_s,
-        "since": clock_text(now.for_s),
-        "turns": now.num_turns,
-        "tokens": now.num_response_tokens,
-        "calls": now.num_tool_calls,
-        "worked_s": now.worked_s,
-        "limit_s": limit_s,
-    }
+        "branch": now.branch, "what": now.what, "for_s": now.for_s, "since": clock_text(now.for_s),
+        "turns": now.num_turns, "tokens": now.num_response_tokens, "calls": now.num_tool_calls,
+        "worked_s": now.worked_s, "limit_s": limit_s,
+    }  # fmt: skip

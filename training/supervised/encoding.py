@@ -134,7 +134,13 @@ class ChatEncoder:
         """The parts of a turn, without a <think> that the prompt already contains."""
         text = answer.content
         if isinstance(self.renderer, NativeRenderer):
-            yield self._turn(replace(answer, content=self._without_end(text)), tools), True
+            done = replace(answer, content=self._without_end(text))
+            ids = self.renderer.demonstrated(done, tools)
+            found = self.renderer.parse(Completion(ids, [], [], "stop", []), tools).tool_calls
+            if answer.tool_calls not in ((), found):
+                name = answer.tool_calls[0].name
+                raise DataError(f"the renderer does not read back the call {name} that it writes")
+            yield ids, True
             return
         if self._opens_thought and text.lstrip().startswith(THOUGHT_OPEN):
             text = text.lstrip().removeprefix(THOUGHT_OPEN).lstrip("\n")
@@ -194,17 +200,6 @@ class ChatEncoder:
         if not names or group[0].role != "tool":
             return [*group]
         return [replace(group[0], name=group[0].name or names[0]), *group[1:]]
-
-    def _turn(self, answer: Message, tools: Sequence[dict[str, Any]]) -> list[int]:
-        calls = answer.tool_calls
-        assert isinstance(self.renderer, NativeRenderer)
-        ids = self.renderer.demonstrated(answer, tools)
-        done = Completion(ids, [], [], "stop", [])
-        if calls and self.renderer.parse(done, tools).tool_calls != calls:
-            raise DataError(
-                f"the call {calls[0].name} cannot be rendered so that the renderer parses it back"
-            )
-        return ids
 
     def _between(
         self, group: list[Message], tools: Sequence[dict[str, Any]], turn_ids: Sequence[int]

@@ -451,20 +451,14 @@ class PooledServer(Slot):
     def figures(self) -> dict[str, float]:
         """The metrics; running, waiting, kv_usage and preemptions as the server reports."""
         return {
-            "up": float(self.is_there),
-            "policy_version": self.policy_version,
-            "in_flight": self.in_flight,
-            "limit": self.limit.value,
-            "running": self.load.num_running,
-            "waiting": self.load.num_waiting,
-            "kv_usage": self.load.kv_usage,
-            "preemptions": self.load.num_preemptions,
-            "requests": self.num_requests,
-            "sampled_tokens": self.num_tokens,
-            "lost": self.counts["lost"],
-            "refused": self.counts["refused"],
+            "up": float(self.is_there), "policy_version": self.policy_version,
+            "in_flight": self.in_flight, "limit": self.limit.value,
+            "running": self.load.num_running, "waiting": self.load.num_waiting,
+            "kv_usage": self.load.kv_usage, "preemptions": self.load.num_preemptions,
+            "requests": self.num_requests, "sampled_tokens": self.num_tokens,
+            "lost": self.counts["lost"], "refused": self.counts["refused"],
             "pause_wait_s": self.client.pause_wait_s,
-        }
+        }  # fmt: skip
 
     def summary(self) -> dict[str, Any]:
         """The part of a run's summary."""

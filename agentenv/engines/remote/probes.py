@@ -37,20 +37,13 @@ STOP_STRINGS = "stop_strings"  # key of `extra_args`
 NEWER = f"this requires vLLM {VLLM_TRIED} or newer"
 _DEV = "set VLLM_SERVER_DEV_MODE=1 in the environment of the server"
 VLLM_NEEDED = {
-    f"POST {GENERATE}": f"{NEWER}, started with --enable-scale-out",
-    f"POST {ABORT}": NEWER,
-    "GET /v1/models": "is this a vLLM server?",
-    "GET /health": "is this a vLLM server?",
-    "GET /metrics": NEWER,
-    "POST /pause": _DEV,
-    "POST /resume": _DEV,
-    "GET /is_paused": _DEV,
-    "POST /collective_rpc": _DEV,
-    "POST /reset_prefix_cache": _DEV,
-    "GET /server_info": _DEV,
+    f"POST {GENERATE}": f"{NEWER}, started with --enable-scale-out", f"POST {ABORT}": NEWER,
+    "GET /v1/models": "is this a vLLM server?", "GET /health": "is this a vLLM server?",
+    "GET /metrics": NEWER, "POST /pause": _DEV, "POST /resume": _DEV, "GET /is_paused": _DEV,
+    "POST /collective_rpc": _DEV, "POST /reset_prefix_cache": _DEV, "GET /server_info": _DEV,
     "POST /update_weight_version": f"{NEWER}, and {_DEV}",
     "GET /weight_info": f"{NEWER}, and {_DEV}",
-}
+}  # fmt: skip
 # Backends for broadcasts of weights: vLLM's own, and the tests' one for the CPU.
 WIRES: dict[str, Wire] = {"nccl": "nccl", "agentenv_gloo": "torch"}
 VLLM_TRANSFER = TransferRoutes(
@@ -209,17 +202,10 @@ TokenLogprob = tuple[Logprob | None, int, str | None]
 SGLANG_TRIED = "0.5.23"
 SGLANG_NEWER = f"expected SGLang {SGLANG_TRIED} or newer"
 SGLANG_NEEDED = (
-    "POST /generate",
-    "POST /abort_request",
-    "POST /pause_generation",
-    "POST /continue_generation",
-    "POST /update_weights_from_disk",
-    "POST /update_weight_version",
-    "POST /flush_cache",
-    "GET /model_info",
-    "GET /server_info",
-    "GET /v1/loads",
-)
+    "POST /generate", "POST /abort_request", "POST /pause_generation", "POST /continue_generation",
+    "POST /update_weights_from_disk", "POST /update_weight_version", "POST /flush_cache",
+    "GET /model_info", "GET /server_info", "GET /v1/loads",
+)  # fmt: skip
 SGLANG_TRANSFER = TransferRoutes(
     join="/init_weights_update_group",
     start="/begin_weight_update",

@@ -85,14 +85,10 @@ def request_body(
         params["seed"] = sampling.seed % 2**63  # -1 would mean none
     params |= _stop_params(request, plugin=plugin)
     return {
-        "request_id": request_id,
-        **({"model": adapter} if adapter else {}),
-        "token_ids": list(request.prompt_ids),
-        "sampling_params": params,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "cache_salt": cache_salt,
-    }
+        "request_id": request_id, **({"model": adapter} if adapter else {}),
+        "token_ids": list(request.prompt_ids), "sampling_params": params, "stream": True,
+        "stream_options": {"include_usage": True}, "cache_salt": cache_salt,
+    }  # fmt: skip
 
 
 def _stop_params(request: ServerRequest, *, plugin: bool) -> dict[str, Any]:

@@ -310,18 +310,14 @@ async def test_compat_sends_the_request_of_the_released_evaluation(
 @pytest.mark.parametrize(
     ("reply", "right"),
     [
-        ("Correct", True),
-        ("The prediction is correct.", True),
-        ("Incorrect", False),
-        ("It is not correct", False),
-        ("Correct? No, wrong.", False),
-        ("I cannot help with that.", False),
-        ("", False),
+        ("Correct", True), ("The prediction is correct.", True), ("Incorrect", False),
+        ("It is not correct", False), ("Correct? No, wrong.", False),
+        ("I cannot help with that.", False), ("", False),
         ("That was wrong at first. <judgment>Correct</judgment>", True),
         ("correct <judgment> Incorrect </judgment>", False),
         ("<judgment>correct, not wrong", False),
     ],
-)
+)  # fmt: skip
 async def test_compat_reads_the_reply_by_the_released_rule(
     server: JudgeServer, tmp_path: Path, reply: str, right: bool
 ) -> None:
