@@ -394,9 +394,10 @@ class ToolEnv:
         and the CrashError of a tool, after the others are closed."""
 
         async def close(name: str, state: Any) -> str:
-            late, now = TimeoutError(), asyncio.get_running_loop().time
+            clock = WorkClock()
             try:
-                with Deadline(now() + CLOSE_TIMEOUT_S, now, late):
+                late = Deadline(clock() + CLOSE_TIMEOUT_S, clock.__call__, TimeoutError())
+                with working(clock), late:
                     await self.tools[name].close(state)
             except AgentEnvError as error:
                 return f"{name}: {error}"

@@ -61,7 +61,11 @@ def test_the_next_commands_are_printed(tmp_path: Path, capsys: pytest.CaptureFix
     assert new.main(["dice_game", "--folder", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "created " in told
-    for command in ("-m pytest dice_game", "--config dice_game/train.toml --quick", f"cd {tmp_path}"):
+    for command in (
+        "-m pytest dice_game",
+        "--config dice_game/train.toml --quick",
+        f"cd {tmp_path}",
+    ):
         assert command in told
     text = "".join(path.read_text() for path in (tmp_path / "dice_game").iterdir())
     assert "class DiceGameEnv(ToolEnv)" in text
