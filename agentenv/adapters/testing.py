@@ -11,7 +11,6 @@ import asyncio
 import os
 import types
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from contextlib import suppress
 from random import getstate
 from typing import Any, Literal, TypeVar, get_args
 
@@ -152,7 +151,7 @@ class _Conformance(Trial):
     async def check_cancellation(self) -> None:
         """Cancel each step, and each fork, at every point where it waits; closing must still
         work."""
-        before = resources()
+        before = await left(set(), resources, SETTLE_S / 10)
         for number, action in enumerate(self.actions):
             for suspension in range(1, MAX_SUSPENSIONS):
                 async with self.begun(number) as env:
@@ -244,9 +243,9 @@ def _watched(
 
 
 def resources() -> set[Any]:
-    """The tasks, threads, open files and child processes of this process."""
-    found = {*running(), *psutil.Process().children(recursive=True)}
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed since
-            found.add(os.readlink(f"/proc/self/fd/{name}"))
-    return found
+    """The tasks and threads of this process, and numbers for its open files and children."""
+    numbers = {
+        "file descriptor": len(os.listdir("/proc/self/fd")),
+        "child process": len(psutil.Process().children(recursive=True)),
+    }
+    return running() | {f"{name} {n}" for name, most in numbers.items() for n in range(most)}

@@ -387,9 +387,10 @@ class ToolEnv:
         and the CrashError of a tool, after the others are closed."""
 
         async def close(name: str, state: Any) -> str:
-            late, now = TimeoutError(), asyncio.get_running_loop().time
+            clock = deadline.WorkClock()
+            end_s, late = clock() + CLOSE_TIMEOUT_S, TimeoutError()
             try:
-                with deadline.Deadline(now() + CLOSE_TIMEOUT_S, now, late):
+                with deadline.working(clock), deadline.Deadline(end_s, clock.__call__, late):
                     await self.tools[name].close(state)
             except AgentEnvError as error:
                 return f"{name}: {error}"

@@ -19,15 +19,17 @@ the first episode, scripted ones are replayed; if one differs, there are no fork
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import gymnasium
 from gymnasium.spaces import Discrete, Text
 from msgspec.structs import replace
 
+from agentenv.base.deadline import admitted
 from agentenv.base.errors import ConfigError, DataError, EnvError, ToolError
 from agentenv.base.offload import OwnThread
 from agentenv.base.types import Info, Message, Task, ToolResult
@@ -40,6 +42,7 @@ KEY = "gymnasium"  # in Task.metadata: the arguments of the reset
 SIZE, HELD_OUT_SEED = 10_000, 1_000_000_000  # of rows
 NUM_SCRIPTED, MAX_SCRIPTED = 4, 16  # episodes, and their actions, that are replayed
 
+T = TypeVar("T")
 Json = dict[str, Any]
 
 
@@ -125,7 +128,13 @@ class Acting(StatelessTool):
     def __init__(self, id: str, options: Json, actions: list[str], view: str) -> None:
         self.id, self.options, self.actions, self.view = id, options, actions, view
         self.values: dict[str, int] = {}  # of discrete actions, by name
-        self.in_thread = OwnThread(KEY)  # a single one, for the global random generator
+        self.thread = OwnThread(KEY)  # a single one, for the global random generator
+        self.places = asyncio.Semaphore()  # in it
+
+    async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        """The result of a function in the thread; the wait for others does not count as work."""
+        async with admitted(self.places, "the thread of Gymnasium"):
+            return await self.thread(function, *arguments)
 
     async def prepare(self) -> None:
         """Check the environment and its replays. Raises ConfigError."""
@@ -155,7 +164,7 @@ class Acting(StatelessTool):
     async def close(self, state: Game | None = None) -> None:
         """Close an episode, or the thread; idempotent."""
         if state is None:
-            self.in_thread.close()
+            self.thread.close()
         elif state.env is not None:
             await self.in_thread(state.env.close)
             state.env = None

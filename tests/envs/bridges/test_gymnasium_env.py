@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import gymnasium
@@ -79,11 +81,17 @@ class Pixels(Walk):
         return Box(0, 1).sample(), {}
 
 
+class Slow(Walk):
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        sleep(0.5 * (seed == 9))
+        return super().reset(seed=seed)
+
+
 class Continuous(Walk):
     action_space = Box(0, 1)
 
 
-for kind in (Walk, Spoken, Global, Shared, Pixels, Continuous):
+for kind in (Walk, Spoken, Global, Shared, Pixels, Slow, Continuous):
     gymnasium.register(f"test/{kind.__name__}-v0", kind)
 gymnasium.register("test/Again-v0", lambda: Autoreset(Walk()))
 gymnasium.register("test/Short-v0", Walk, max_episode_steps=2)
@@ -100,12 +108,25 @@ def act(*actions: str) -> Message:
     return Message("assistant", "", tuple(ToolCall("step", {"action": one}) for one in actions))
 
 
+async def test_an_episode_closes_after_slow_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All share a thread; the wait for it is no failure."""
+    monkeypatch.setattr("agentenv.contract.tool_env.CLOSE_TIMEOUT_S", 0.2)
+    one, other = walk("Slow"), walk("Slow", task=task(9))
+    await one.reset()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(other.reset())
+        await asyncio.sleep(0.1)
+        await one.close()
+    await other.close()
+
+
 def task(seed: int = 0) -> Task:
     return Task("t", "e", "Play.", ("",), metadata={"gymnasium": {"seed": seed}})
 
 
 def walk(name: str, **keys: Any) -> GymnasiumEnv:
-    return GymnasiumEnv(task(), f"test/{name}-v0", **{"actions": ["left", "right"], **keys})
+    given = {"task": task(), "actions": ["left", "right"], **keys}
+    return GymnasiumEnv(id=f"test/{name}-v0", **given)
 
 
 @pytest.mark.parametrize("toy", TOYS)
