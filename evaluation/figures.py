@@ -11,9 +11,9 @@ import numpy as np
 from msgspec import Struct
 
 from agentenv.assembly.keys.benchmarks import groups as benchmark_groups
-from agentenv.assembly.reports.records import FAILED, EvalRow
+from agentenv.assembly.reports.records import FAILED, EvalRow, judge_parts
 from agentenv.evaluation import statistics
-from agentenv.evaluation.scores import Scorer, Votes, count_votes, for_each, judge_parts, score_rows
+from agentenv.evaluation.scores import Scorer, Votes, count_votes, for_each, score_rows
 from agentenv.evaluation.statistics import Floats, cohen_kappa, majority_at_k, pass_at_k
 from agentenv.rollout.failures import faults_of
 from agentenv.rollout.metrics import failure_kind_of, part_means

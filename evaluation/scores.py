@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 from agentenv.assembly.keys.benchmarks import benchmark_of
-from agentenv.assembly.reports.records import FAILED, EvalRow, prediction, whole_text
+from agentenv.assembly.reports.records import FAILED, EvalRow, judge_parts, prediction, whole_text
 from agentenv.base.installation import install_hint
 from agentenv.base.offload import in_thread
 from agentenv.envs.grading.layers import Layered, compare
@@ -97,15 +97,6 @@ async def score_rows(rows: Sequence[EvalRow], scorer: Scorer) -> None:
         row.scores.pop("judge", None)
         if found := judge_parts(row):
             row.scores["judge"] = float(found.get("judge", 0.0) >= 1)
-
-
-def judge_parts(row: EvalRow) -> dict[str, float]:
-    """The parts of the judge that was asked about an answer, also of one in a combined grader,
-    whose own parts have no dot: rule, judge or judge_unparsed; empty without one."""
-    own = {key.rpartition(".")[2]: part for key, part in row.parts.items() if "." in key}
-    found = own or row.parts
-    is_asked = "rule" in found and {"judge", "judge_unparsed"} & found.keys()
-    return found if is_asked else {}
 
 
 def make_scorer(report: Callable[[str], None], compat: Compat = "") -> Scorer:

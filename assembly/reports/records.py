@@ -287,3 +287,12 @@ def _runs(trajectory: Trajectory) -> list[int]:
                 current = sampled
             runs[-1] += len(ids)
     return runs
+
+
+def judge_parts(row: EvalRow) -> dict[str, float]:
+    """The parts of the judge that was asked about an answer, also of one in a combined grader,
+    whose own parts have no dot: rule, judge or judge_unparsed; empty without one."""
+    own = {key.rpartition(".")[2]: part for key, part in row.parts.items() if "." in key}
+    found = own or row.parts
+    is_asked = "rule" in found and {"judge", "judge_unparsed"} & found.keys()
+    return found if is_asked else {}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from agentenv.assembly.reports.records import FAILED, EvalRow
+from agentenv.assembly.reports.records import FAILED, EvalRow, judge_parts
 from agentenv.base.errors import DataError, ForeignError, reported_as
 from agentenv.base.secrets import SECRETS
 from agentenv.base.untrusted import decode, decode_loose
@@ -186,7 +186,7 @@ def _index_row(row: EvalRow) -> list[Any]:
         *(row.question[:MAX_CHARS], row.prediction[:MAX_CHARS], row.success, row.reward),
         *(row.end, row.limit, failure_kind_of(row.error) if row.end == FAILED else None),
         *(len(row.tool_calls), row.num_turns, row.action_tokens, round(row.seconds, 3)),
-        row.parts.get("judge"),
+        judge_parts(row).get("judge"),
     ]
 
 

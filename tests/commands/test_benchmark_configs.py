@@ -25,12 +25,16 @@ def load(name: str) -> EvaluateConfig:
     return resolve_sets(tomllib.loads(path.read_text()), str(path))
 
 
-@pytest.mark.parametrize("name", ["eval_reasoning", "eval_deep_search"])
-def test_limits_of_every_set_are_the_published_ones(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "mode"), [("eval_reasoning", "snippets"), ("eval_deep_search", "summaries")]
+)
+def test_limits_and_search_of_every_set_are_the_published_ones(name: str, mode: str) -> None:
     config = load(name)
     check_roles(config)
     for one in config.sets.values():
         assert one.env is not None
+        assert isinstance(one.search, SearchConfig)
+        assert one.search.sizes.mode == mode
         assert one.limits.max_tool_result_tokens == one.limits.max_response_tokens
         assert one.limits.on_limit == "result"
         assert one.max_tasks is None, "as many as the papers ask"
@@ -73,24 +77,12 @@ def test_together_the_configurations_cover_every_benchmark() -> None:
         assert (one.grader.kind, one.grader.reward) == ("judge", "answer")
 
 
-def test_the_ten_sets_of_table_1_are_evaluated_over_bing_snippets() -> None:
-    """Paper, appendix C.3: the top 10 snippets of Bing, in training and in testing."""
+def test_the_ten_sets_are_those_of_table_1() -> None:
     sets = load("eval_reasoning").sets
     ten = "aime24 aime25 math500 gsm8k math webwalker hotpotqa 2wiki musique bamboogle"
     assert set(sets) == set(ten.split())
-    for one in sets.values():
-        assert isinstance(one.search, SearchConfig)
-        assert one.search.sizes.mode == "snippets"
     samples = {name: one.num_samples for name, one in sets.items() if one.num_samples != 1}
     assert samples == {"aime24": 32, "aime25": 32}
-
-
-def test_webwalker_of_table_2_has_the_browser_agent() -> None:
-    sets = load("eval_deep_search").sets
-    for one in sets.values():
-        assert isinstance(one.search, SearchConfig)
-        assert one.search.sizes.mode == "summaries"
-        assert one.num_samples == 5
 
 
 @pytest.mark.parametrize(
