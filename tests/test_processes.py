@@ -14,15 +14,22 @@ import pytest
 
 from agentenv.base.retries import Restarts
 from agentenv.processes import supervisor
-from agentenv.processes import supervisor as processes
+from agentenv.processes.supervisor import (
+    LocalPlacement,
+    LocalProcess,
+    ProcessSpec,
+    how_it_ended,
+    log_tail,
+    open_log,
+)
 
 FORK = "import os, time; os.fork(); print('there', flush=True); time.sleep(600)"
 DIE = "import os; os.kill(os.getpid(), {number})"
 
 
-def spec_of(folder: Path, code: str, **changes: object) -> processes.ProcessSpec:
+def spec_of(folder: Path, code: str, **changes: object) -> ProcessSpec:
     keys = {"env": {}, "log": str(folder / "logs" / "one.log")} | changes
-    return processes.ProcessSpec("one", [sys.executable, "-c", code], **keys)  # type: ignore[arg-type]
+    return ProcessSpec("one", [sys.executable, "-c", code], **keys)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -32,7 +39,7 @@ def spec_of(folder: Path, code: str, **changes: object) -> processes.ProcessSpec
 async def test_the_signal_that_killed_a_process_is_named(
     tmp_path: Path, number: signal.Signals, how: str
 ) -> None:
-    process = processes.LocalProcess(spec_of(tmp_path, DIE.format(number=int(number))))
+    process = LocalProcess(spec_of(tmp_path, DIE.format(number=int(number))))
     await process.start()
     assert how in await process.ended()
     await process.stop()
@@ -46,11 +53,11 @@ async def test_a_cancelled_start_closes_a_log_that_opens_late(
     def open_late(path: Path) -> BinaryIO:
         began.set()
         go_on.wait()
-        opened.append(processes.open_log(path))
+        opened.append(open_log(path))
         return opened[0]
 
     monkeypatch.setattr(supervisor, "open_log", open_late)
-    start = asyncio.create_task(processes.LocalProcess(spec_of(tmp_path, "pass")).start())
+    start = asyncio.create_task(LocalProcess(spec_of(tmp_path, "pass")).start())
     await asyncio.to_thread(began.wait)
     start.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -63,9 +70,9 @@ async def test_a_cancelled_start_closes_a_log_that_opens_late(
 
 
 async def test_a_process_ends_with_all_its_descendants(tmp_path: Path) -> None:
-    placement, spec = processes.LocalPlacement(grace_s=0.0), spec_of(tmp_path, FORK)
+    placement, spec = LocalPlacement(grace_s=0.0), spec_of(tmp_path, FORK)
     await placement.start(spec)
-    while processes.log_tail(Path(spec.log)).count("there") < 2:  # noqa: ASYNC110
+    while log_tail(Path(spec.log)).count("there") < 2:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
     guard = psutil.Process(placement._processes["one"].pid)
     found = [guard, *guard.children(recursive=True)]
@@ -78,9 +85,9 @@ async def test_a_process_ends_with_all_its_descendants(tmp_path: Path) -> None:
 
 
 def test_exit_statuses_are_described_in_words() -> None:
-    assert processes.how_it_ended(-15) == processes.how_it_ended(128 + 15)
-    assert "SIGTERM" in processes.how_it_ended(-15)
-    assert "255" in processes.how_it_ended(255)
+    assert how_it_ended(-15) == how_it_ended(128 + 15)
+    assert "SIGTERM" in how_it_ended(-15)
+    assert "255" in how_it_ended(255)
 
 
 def test_pauses_between_restarts_grow_and_restarts_are_bounded() -> None:

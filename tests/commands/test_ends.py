@@ -379,7 +379,7 @@ def test_any_other_cause_of_an_end_is_reported_after_saving(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(Alarms, "check_step"), (step_report, "rollout_metrics")]
+    ("owner", "name"), [(Alarms, "check_step"), (step_report.measures, "rollout_metrics")]
 )
 def test_a_bug_of_the_core_ends_the_run_with_a_checkpoint(
     trial: Trial, owner: Any, name: str
