@@ -134,7 +134,7 @@ async def test_a_malformed_reply_is_an_infra_error(name: ProviderName, content: 
         ("serper", 400, {"error": "Too long: where is my api key"}, ToolError, "400"),
         ("tavily", 432, {}, ConfigError, "432"),  # the plan is used up
         ("tavily", 433, {}, ConfigError, "433"),
-        ("serper", 402, {}, ConfigError, "402"),
+        *(("serper", status, {}, ConfigError, "check the key") for status in (401, 402, 403)),
         ("serper", 422, {"error": {"code": "SUBSCRIPTION_TOKEN_INVALID"}}, ConfigError, "422"),
         ("serper", 400, {"message": "Not enough credits"}, ConfigError, "400"),
         ("serper", 429, {"error": "Your account has run out of searches."}, ConfigError, "429"),
