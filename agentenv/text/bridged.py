@@ -23,7 +23,7 @@ from agentenv.text.contexts import num_common
 from agentenv.text.native import (
     QUESTION,
     SAMPLE_TOOL,
-    Frames,
+    AnswerFrames,
     NativeConfig,
     NativeRenderer,
     senders_of,
@@ -161,7 +161,7 @@ class BridgedRenderer(NativeRenderer):
 
     def _frames_around(
         self, messages: Sequence[Message], tools: ToolSchemas, turn_ids: Sequence[int] = ()
-    ) -> Frames:
+    ) -> AnswerFrames:
         """A result has the id that was sampled for its call, which Kimi's format writes."""
         attempts = self._attempts(turn_ids, tools) if len(turn_ids) else []
         ids = (str(getattr(one, "id", None) or "") for one in attempts)

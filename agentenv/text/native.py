@@ -82,7 +82,7 @@ class NativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Tool calls in the format of the model's chat template."""
 
 
-class Frames(NamedTuple):
+class AnswerFrames(NamedTuple):
     """The texts around the messages that answer a turn, whether the template quotes these as JSON
     and trims them, and the token with which it ends the turn."""
 
@@ -209,7 +209,7 @@ class NativeRenderer(TextCodec):
 
     def _frames_around(
         self, messages: Sequence[Message], tools: ToolSchemas, turn_ids: Sequence[int] = ()
-    ) -> Frames:
+    ) -> AnswerFrames:
         return self._frames_of(senders_of(messages, tools))
 
     def _around(self, roles: Sequence[Role]) -> object:
@@ -363,7 +363,7 @@ class NativeRenderer(TextCodec):
             f"{shorter[place : place + 40]!r} stood"
         )
 
-    def _cut(self, written: Callable[[str], tuple[int, str]], number: int) -> Frames:
+    def _cut(self, written: Callable[[str], tuple[int, str]], number: int) -> AnswerFrames:
         """The frames of a text between two turns; `written` returns it for `number` placeholders
         with these blanks around them, with the end token before it."""
         (end, rest), texts = written(""), list[str]()
@@ -375,9 +375,9 @@ class NativeRenderer(TextCodec):
             if not found:
                 raise self._refusal("omits or changes the text of tool results")
             texts.append(text)
-        return Frames([*texts, rest], quotes, trims, end)
+        return AnswerFrames([*texts, rest], quotes, trims, end)
 
-    def _find_frames(self, senders: Senders, call_ids: tuple[str, ...] = ()) -> Frames:
+    def _find_frames(self, senders: Senders, call_ids: tuple[str, ...] = ()) -> AnswerFrames:
         """The template's texts between these messages, which answer calls with these ids."""
         answers: list[dict[str, Any]] = []
         calls: list[ToolCall] = []
