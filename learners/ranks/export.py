@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, dtype
 
 from agentenv.base import model_files
 from agentenv.base.disk import removing, sync, write_whole
-from agentenv.base.errors import DataError, reported_as
+from agentenv.base.errors import DataError, EngineError, reported_as
+from agentenv.contract.weights import read_header, read_layout, weight_files
 from agentenv.learners import lora
 from agentenv.learners.ranks.checkpoint import DTYPES, TensorPlace, write_tensors
 from agentenv.learners.trees.policy import text_part
@@ -293,15 +294,10 @@ def check_written(directory: Path) -> None:
         model_files.read_object(generation, "generation configuration")
     if (directory / "tokenizer.json").is_file():
         model_files.load_tokenizer(directory)
-    WeightFiles(directory).check()
-    for path in (directory / lora.ADAPTER_FOLDER).glob("*.safetensors"):
-        _open(path)
-
-
-def _open(path: Path) -> Any:
-    """A file of weights, after reading its header. Raises DataError."""
-    with reported_as(DataError, f"{path}: its tensors cannot be read", OSError, SafetensorError):
-        return safe_open(path, "pt")
+    with reported_as(DataError, "", EngineError):
+        read_layout(directory)
+        for path in (directory / lora.ADAPTER_FOLDER).glob("*.safetensors"):
+            read_header(path)
 
 
 def _config_with(path: Path, dtype: str) -> str:
@@ -318,18 +314,10 @@ class WeightFiles:
     """The tensors of a Hugging Face directory, mapped from its files."""
 
     def __init__(self, directory: Path) -> None:
-        index = directory / INDEX
-        if index.is_file():
-            places = model_files.read_object(index, "index of weights").get("weight_map")
-            if not isinstance(places, dict):
-                raise DataError(f"{index}: has no weight_map")
-            files = {name: directory / str(file) for name, file in places.items()}
-        elif (directory / WEIGHTS).is_file():
-            names = _open(directory / WEIGHTS).keys()
-            files = dict.fromkeys(names, directory / WEIGHTS)
-        else:
-            raise DataError(f"{directory}: contains neither {WEIGHTS} nor {INDEX}")
-        self._files, self._open = files, cache(_open)
+        with reported_as(DataError, "", EngineError):
+            paths = weight_files(directory)
+            self._files = {name: path for path in paths for name in read_header(path)}
+        self._open = cache(partial(safe_open, framework="pt"))
 
     def names(self) -> list[str]:
         return list(self._files)
@@ -343,13 +331,6 @@ class WeightFiles:
     def tensor(self, name: str) -> Tensor:
         found: Tensor = self._file(name).get_tensor(name)
         return found
-
-    def check(self) -> None:
-        """Raises DataError for a file that cannot be opened, or lacks a tensor of the index."""
-        held = {path: set(_open(path).keys()) for path in set(self._files.values())}
-        for name, path in self._files.items():
-            if name not in held[path]:
-                raise DataError(f"{path}: lacks the tensor {name}, which the index places there")
 
     def _file(self, name: str) -> Any:
         return self._open(self._files[name])
