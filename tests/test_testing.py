@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import time
 from typing import Any, ClassVar
@@ -66,18 +67,6 @@ class TallyEnv(ShoutingEnv):
             return await super().step(action)
         await asyncio.sleep(0)
         return [Message("tool", str(self.tally()))], 0.0, False, False, {}
-
-
-class SharingEnv(TallyEnv):
-    """Its forks count in the same list as their parent."""
-
-    async def reset(self, **options: Any) -> Any:
-        self.counts = [0]
-        return await super().reset(**options)
-
-    def tally(self) -> int:
-        self.counts[0] += 1
-        return self.counts[0]
 
 
 class RandomEnv(TallyEnv):
@@ -144,11 +133,11 @@ class EagerEnv(ShoutingEnv):
 
 
 class LeakyEnv(ShoutingEnv):
-    tasks: ClassVar[list[asyncio.Task[None]]] = []
+    files: ClassVar[list[int]] = []
 
     async def step(self, action: Message) -> Any:
         self._open_states("step")
-        self.tasks.append(asyncio.ensure_future(asyncio.sleep(60)))
+        self.files.append(os.dup(1))
         await asyncio.sleep(0)
         return await super().step(action)
 
@@ -161,7 +150,6 @@ class WordyEnv(ShoutingEnv):
 @pytest.mark.parametrize(
     ("env", "says"),
     [
-        (SharingEnv, "after its fork at 0 steps"),
         (RandomEnv, "two episodes with the same seed differ"),
         (GlobalRandomEnv, "changed the global random generator"),
         (StickyEnv, "an episode and the next one of the same env"),
@@ -169,7 +157,7 @@ class WordyEnv(ShoutingEnv):
         (StubbornEnv, "went on: a deadline could not stop it"),
         (EndlessEnv, "the last action does not end the episode"),
         (EagerEnv, "action 0 already ends the episode"),
-        (LeakyEnv, "<Task pending .* goes on"),
+        (LeakyEnv, "file descriptor .* left"),
         (WordyEnv, "the environment's step must return .*, got"),
     ],
 )
@@ -179,9 +167,8 @@ async def test_the_kit_finds_envs_that_do_not_conform(
     monkeypatch.setattr("agentenv.adapters.testing.SETTLE_S", 0.2)
     with pytest.raises(AssertionError, match=says):
         await check_tool_env(env, TASK, [call(), call(), ANSWER])
-    for task in LeakyEnv.tasks:
-        task.cancel()
-    LeakyEnv.tasks.clear()
+    while LeakyEnv.files:
+        os.close(LeakyEnv.files.pop())
 
 
 def test_schema_of_arguments_is_plain_json() -> None:
