@@ -60,13 +60,9 @@ class Fitting:
         self.said: list[str] = []
         self.renderer = CountingRenderer(CharTokenizer())
         self.fitter = PromptFitter(
-            self.make_env,
-            self.renderer,
-            Limits(max_prompt_tokens=limit),
-            mode,
-            "data.overlong_prompt",
-            self.said.append,
-        )
+            self.make_env, self.renderer, Limits(max_prompt_tokens=limit), mode,
+            "data.overlong_prompt", self.said.append,
+        )  # fmt: skip
 
     def make_env(self, task: Task) -> Env:
         env: Any = AskingEnv(task)

@@ -67,13 +67,9 @@ async def start_worker(
     end, life = os.pipe()
     with os.fdopen(end) as stdin:
         minder = project().fork(
-            ["-m", module],
-            environment=env,
-            folder=Path.cwd(),
-            output=stdout.fileno(),
-            guard=(guard, grace_s),
-            stdin=stdin.fileno(),
-        )
+            ["-m", module], environment=env, folder=Path.cwd(), output=stdout.fileno(),
+            guard=(guard, grace_s), stdin=stdin.fileno(),
+        )  # fmt: skip
     return Worker(minder, os.fdopen(life, "wb"))
 
 
