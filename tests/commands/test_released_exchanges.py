@@ -1,5 +1,5 @@
 """Our evaluations and the released evaluation loop, against the same servers: each value that the
-loop shows to the policy, its tools, the browser agent and the judge is equal here, or listed with
+loop shows to the policy, its tools and the browser agent is equal here, or listed with
 its reason among the differences of the recording."""
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from tests.support.warehouse import ROOT
 
 RECORDED = json.loads((ROOT / "tests/fixtures/released_exchanges.json").read_text("utf-8"))
 END = "<|im_end|>"  # the policy ended its turn
-JUDGE = "Question: {question}\nGolden Answer: {labeled_answer}\nPredicted Answer: {pred_answer}\n"
 SHOWN, HALF = 200, 30  # characters; of a longer text, its length and both ends
 DOCUMENT = re.compile(r"\*\*Web Page \d+:\*\*\n(\{.*?\n\})", re.DOTALL)
 SETS = {"eval_reasoning": "hotpotqa", "eval_deep_search": "SimpleQA"}
@@ -43,12 +42,12 @@ def policy(prompt: str, rng: Random) -> str:
 
 
 class Exchange:
-    """One server is the web, the browser agent and the judge of evaluations."""
+    """Evaluations with one server as the web, the browser agent and the judge."""
 
     def __init__(self, site: ScriptedEndpoint, folder: Path) -> None:
         self.site, self.folder = site, folder
         self.searches, self.summaries = dict[str, Json](), dict[str, Json]()  # by query
-        self.judged, self.sampled = dict[str, Json](), list[SamplingParams]()
+        self.sampled: list[SamplingParams] = []
         site.script = self.answer
         site.pages = {path: page(path, parts) for path, parts in RECORDED["pages"].items()}
 
@@ -58,15 +57,13 @@ class Exchange:
             self.searches[params["q"]] = params
             found = json.dumps(RECORDED["found"][params["q"]]).replace("SITE", self.site.url)
             return {"general": {}, "organic": json.loads(found)}
-        text = body["messages"][-1]["content"]
-        if body["model"] == "summarizer":
-            self.summaries[part(text, "query")] = body
-            return reply(RECORDED["summaries"][part(text, "query")])
-        self.judged[text] = body
-        replies = {one["message"]: one["reply"] for one in RECORDED["judged"]}
-        return reply(replies.get(text, "CORRECT"))
+        if body["model"] == "judge":
+            return reply("CORRECT")
+        query = part(body["messages"][0]["content"], "query")
+        self.summaries[query] = body
+        return reply(RECORDED["summaries"][query])
 
-    def run(self, config: str, asked: list[Json], *more: str) -> list[EvalRow]:
+    def run(self, config: str, asked: list[Json]) -> list[EvalRow]:
         """Evaluate questions in a set of a shipped configuration; the rows in their order."""
         chosen, file, out = SETS[config], self.folder / "rows.jsonl", self.folder / config
         file.write_text("".join(json.dumps(one) + "\n" for one in asked))
@@ -78,7 +75,7 @@ class Exchange:
         keys += [f"roles.{role}={{url='{self.site.url}'}}" for role in roles]
         path, model = ROOT / "configs" / f"{config}.toml", self.folder / "model"
         given = [str(model), "--config", str(path), "--set", chosen, "--out", str(out)]
-        assert evaluate.main([*given, *keys, *more]) == 0
+        assert evaluate.main([*given, *keys]) == 0
         rows = {row.question: row for row in read_rows(out)}
         return [rows[one["question"]] for one in asked]
 
@@ -174,15 +171,3 @@ def test_each_value_is_the_released_one_or_a_difference_with_its_reason(exchange
     values = {path: pair for one in listed for path, pair in one.items()}
     assert {path: pair for path, pair in pairs.items() if pair[0] != pair[1]} == values
     assert all(one["why"] for one in RECORDED["differences"])
-
-
-def test_the_judge_of_the_released_loop_is_asked_and_read_alike(exchange: Exchange) -> None:
-    (exchange.folder / "prompt.txt").write_text(JUDGE)
-    judged = RECORDED["judged"]
-    for one in judged:
-        turns[one["question"]] = [f"<answer>{one['answer']}</answer>"]
-    asked = [{"question": one["question"], "answer": one["gold"]} for one in judged]
-    compat = f"grader.judge.prompt_file={exchange.folder}/prompt.txt"
-    rows = exchange.run("eval_reasoning", asked, "grader.judge.compat=reference", compat)
-    assert [row.success for row in rows] == [bool(one["right"]) for one in judged]
-    assert all(sorted(exchange.judged[one["message"]]) == one["keys"] for one in judged)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from agentenv.envs.grading.judge import Judge
 from agentenv.envs.grading.keys import JudgeConfig
 from agentenv.envs.grading.reward import AnswerReward, check_grader
 from tests.support.judge_server import Cut, JudgeServer, grader_of, judge_of
+from tests.support.warehouse import ROOT
 from tests.test_actor import make_actor, rollout
 
 
@@ -279,6 +281,10 @@ async def test_the_api_key_comes_from_the_environment(
 
 # the requests of the released evaluation
 
+RECORDED = json.loads((ROOT / "tests/fixtures/released_exchanges.json").read_text("utf-8"))
+RECORDED_PROMPT = (
+    "Question: {question}\nGolden Answer: {labeled_answer}\nPredicted Answer: {pred_answer}\n"
+)
 PROMPT = "Q {question}\nGolds {labeled_answer}\nSaid {pred_answer}, {braces} stay\n"
 SOURCE = f'''"""A module."""
 import no_such_module  # read, not run
@@ -307,25 +313,18 @@ async def test_compat_sends_the_request_of_the_released_evaluation(
     assert "Golds ['a', 'b']\n" in several["messages"][0]["content"]
 
 
-@pytest.mark.parametrize(
-    ("reply", "right"),
-    [
-        ("Correct", True), ("The prediction is correct.", True), ("Incorrect", False),
-        ("It is not correct", False), ("Correct? No, wrong.", False),
-        ("I cannot help with that.", False), ("", False),
-        ("That was wrong at first. <judgment>Correct</judgment>", True),
-        ("correct <judgment> Incorrect </judgment>", False),
-        ("<judgment>correct, not wrong", False),
-    ],
-)  # fmt: skip
-async def test_compat_reads_the_reply_by_the_released_rule(
-    server: JudgeServer, tmp_path: Path, reply: str, right: bool
+@pytest.mark.parametrize("one", RECORDED["judged"])
+async def test_compat_asks_and_reads_as_the_released_evaluation(
+    server: JudgeServer, tmp_path: Path, one: dict[str, Any]
 ) -> None:
-    server.replies = [reply]
-    judge = released(server, tmp_path)
-    verdict = await judge.verdict("q", "an answer", ["gold"])
-    assert (verdict.right, verdict.score) == (right, float(right))
-    assert verdict.parts == {"rule": 0.0, "judge": float(right), "judge_unparsed": 0.0}
+    server.replies = [one["reply"]]
+    file = tmp_path / "prompt.txt"
+    file.write_text(RECORDED_PROMPT)
+    judge = judge_of(server, compat="reference", prompt_file=str(file), when="always")
+    verdict = await judge.verdict(one["question"], one["answer"], [one["gold"]])
+    (asked,) = server.requests
+    assert (asked["messages"][0]["content"], sorted(asked)) == (one["message"], one["keys"])
+    assert (verdict.right, verdict.score) == (one["right"], float(one["right"]))
 
 
 @pytest.mark.parametrize(
