@@ -193,12 +193,10 @@ class Redactor:
                     below += astuple(one)
                 else:
                     return False
-            if not below:
-                return not self._found('"'.join(texts))
-            if len(below) > MAX_WIDE:
-                return False
+            if not below or len(below) > MAX_WIDE:
+                break
             level = below
-        return False
+        return not below and not self._found('"'.join(texts))
 
     def _found(self, text: str) -> Spans:
         """The places of known secrets, which line breaks may interrupt."""
