@@ -58,6 +58,10 @@ NEW = "let `start` return a new object, also of what it contains"
 END = "end it in the `close` of its tool, and start it for each fork"
 FORK = "`async def fork` returns a copy of the state, with new ones of what has no copy"
 GRADE = "the grade"
+GRADES = (
+    "expected `async def grade(self, task, written, calls)`, or `judge(self, states, written, "
+    "calls)` of the environment, that returns Grade(reward, success) after any calls"
+)
 ALONE = "an answer may change by itself, else episodes share a variable, a file or a service"
 KEEP = "keep it in the state that a tool's `start` returns, and copy it in `fork`"
 MAX_BYTES = 1 << 20  # of a pickled object; larger ones are not compared
@@ -384,9 +388,11 @@ async def try_contract(make: Make, task: Task) -> str:
                 if number >= MIN_EPISODES and now() > enough_s:
                     return ""
     except (AssertionError, ConfigError, CrashError) as error:
+        text = " ".join(str(error).split())
+        text += f"; {GRADES}" * (isinstance(error, CrashError) and text.startswith("the grader"))
         raise ConfigError(
-            f"{task.env_id}, tried with random calls for task {task.id}: "
-            f"{' '.join(str(error).split())} (env.trial = false skips this check)"
+            f"{task.env_id}, tried with random calls for task {task.id}: {text} "
+            "(env.trial = false skips this check)"
         ) from error
     except (AgentEnvError, TimeoutError) as error:
         return f"{task.env_id} was not tried: {str(error) or f'no end within {TRIAL_S:g} s'}"
