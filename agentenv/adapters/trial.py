@@ -57,6 +57,7 @@ COPY = "return a copy from `fork`, also of what the state contains"
 NEW = "let `start` return a new object, also of what it contains"
 END = "end it in the `close` of its tool, and start it for each fork"
 FORK = "`async def fork` returns a copy of the state, with new ones of what has no copy"
+RESET = "let `reset` replace all that an episode changed"
 GRADE = "the grade"
 GRADES = (
     "expected `async def grade(self, task, written, calls)`, or `judge(self, states, written, "
@@ -196,6 +197,7 @@ class Trial:
                 if one and other and one[1:] == other[1:]:
                     pair = [[message.content for message in each[0]] for each in (one, other)]
                 cause = self.cause(COPY if "fork" in what else ALONE)
+                cause = RESET if "the next one" in what else cause
                 shown = "\n  ".join(shortened(str(each), MAX_SHOWN) for each in pair)
                 raise AssertionError(f"{what} differ at {step}:\n  {shown}; {cause}")
 
