@@ -164,12 +164,8 @@ class Redactor:
                 return kind([changed(inner, above) for inner in one])
             if isinstance(one, _NESTED):
                 return one
-            new = {}
-            for name in one.__struct_fields__:
-                inner = getattr(one, name)
-                if (clear := changed(inner, above)) is not inner:
-                    new[name] = clear
-            return replace(one, **new) if new else one
+            fields = zip(one.__struct_fields__, astuple(one), strict=True)
+            return replace(one, **{name: changed(inner, above) for name, inner in fields})
 
         return cast(T, changed(value))
 
@@ -201,12 +197,9 @@ class Redactor:
     def _found(self, text: str) -> Spans:
         """The places of known secrets, which line breaks may interrupt."""
         spans: Spans = []
-        if len(text) < MIN_CHARS:
-            return spans
-        for char, parts in _PARTS.items():
-            if char in text and any(part in text for part in parts):
-                spans = [found.span() for found in _KEYS.finditer(text)]
-                break
+        parts = (parts for char, parts in _PARTS.items() if char in text)
+        if any(part in text for some in parts for part in some):
+            spans = [found.span() for found in _KEYS.finditer(text)]
         bare = _bare(text) if self._forms else ""
         if forms := [(head, whole) for head, whole in self._forms if head in bare]:
             firsts, lasts = _places(text)
