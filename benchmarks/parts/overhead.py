@@ -566,6 +566,7 @@ workers = {num_workers}"""
     return f"""
 [env]
 id = "{env}"
+trial = false
 [engine]
 {engine}
 max_model_len = 4096

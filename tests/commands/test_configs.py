@@ -17,7 +17,7 @@ from agentenv.assembly.reports.records import EvalRow
 from agentenv.base.errors import EXIT_MISSING
 from agentenv.evaluation.store import read_rows
 from agentenv.launchers import dpo, evaluate, serve, sft, synthesize, train
-from tests.commands.test_published_values import PUBLISHED
+from tests.commands.test_published_values import RUNS
 from tests.support.dense import TEXTS, make, save_encoder
 from tests.support.openai_endpoint import ScriptedEndpoint
 from tests.support.published import SYSTEM, make_workspace
@@ -27,7 +27,7 @@ from tests.support.warehouse import ROOT
 CONFIGS = ROOT / "configs"
 TRAINED = ("arpo_deep_search_8b", "aepo_deep_search_14b", "tool_star_rl_3b")  # one of each recipe
 COMMANDS = {
-    **dict.fromkeys(("quickstart", *PUBLISHED), train.main),
+    **dict.fromkeys(("quickstart", *RUNS), train.main),
     **dict.fromkeys(("sft_quickstart", "sft_cold_start"), sft.main),
     **dict.fromkeys(("dpo_quickstart", "dpo_self_critic"), dpo.main),
     **dict.fromkeys(("server_judge", "server_summarizer"), serve.main),
@@ -103,7 +103,7 @@ def test_a_dry_run_of_a_configuration_fits_eight_gpus(
     if name in EVALUATIONS:
         assert "GPU 4, 5, 6, 7: 60.0" in told  # the judge has 0.75 of each, as theirs
     assert list(tmp_path.iterdir()) == []
-    if name in PUBLISHED:
+    if name in RUNS:
         assert main([*given, "--gpus", "7"]) == 2
         assert "engine.servers.gpus: 4 GPUs" in capsys.readouterr().err
     elif name not in COMMANDS:

@@ -99,7 +99,7 @@ def test_a_dry_run_and_a_run_accept_hub_ids(
     assert train.main([str(warehouse), *ids, "--dry-run"]) == 3
     told = capsys.readouterr().out
     assert "model.path = me/tiny" in told
-    assert train.main([str(warehouse), *ids]) == 2
+    assert train.main([str(warehouse), *ids]) == 1
     assert "hf download me/tiny" in capsys.readouterr().err
     files = tmp_path / "files"
     files.mkdir()

@@ -26,6 +26,7 @@ CONFIGS = ROOT / "configs"
 PAGE = ROOT / "docs" / "reproduce.md"
 PUBLISHED = read_toml(ROOT / "tests" / "fixtures" / "published.toml")
 RECIPES: dict[str, list[str]] = PUBLISHED["recipes"]
+RUNS = [name for name in RECIPES if re.match("[ag]|tool", name)]
 KINDS = {"sft": SFTRunConfig, "dpo": DPORunConfig, "server": ServeConfig}
 DIFFERENCES: list[dict[str, Any]] = PUBLISHED["differences"]
 

@@ -22,6 +22,7 @@ KEYS = [
     *("learner.optimizer=adamw", "sft.optimizer.optimizer=adamw", "learner.zero_stage=1"),
     *("eval.sets={}", "queue.max_staleness=0", "env.kwargs={}", "limits.max_turns=1"),
     "env.id=benchmarks.parts.overhead:LookUpEnv",
+    "env.trial=false",
 ]
 
 

@@ -1,5 +1,6 @@
 """A folder as docs/reproduce.md makes it, in small: files of a few rows in the schemas of the
-released data sets, and models that have the public shapes and a small tokenizer, but no weights."""
+released data sets, and models of the public shapes with a small tokenizer, whose weights are holes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from pyarrow import parquet
 
 from agentenv.assembly.checks.memory import KNOWN
 from agentenv.assembly.keys.benchmarks import BENCHMARKS
+from agentenv.base.model_files import load_config
 from agentenv.envs.quickstart.setup import build_model
+from agentenv.learners.lora import empty_model
 from tests.commands.benchmark_files import encrypted
 
 Row = dict[str, Any]
@@ -142,7 +145,7 @@ def make_data(folder: Path) -> None:
 
 def make_model(path: Path, template: Path, shape_of: str = "") -> None:
     """The tokenizer of `template` and the shape of a public model, by default the one that the
-    path names, with no weights."""
+    path names."""
     path.mkdir(parents=True)
     for file in template.iterdir():
         if file.name not in ("config.json", "model.safetensors"):
@@ -155,10 +158,24 @@ def make_model(path: Path, template: Path, shape_of: str = "") -> None:
         "intermediate_size": shape.intermediate, "vocab_size": shape.vocabulary,
         "max_position_embeddings": shape.context, "tie_word_embeddings": shape.tied,
     }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_holes(path)
     if "GPTQ-Int4" in path.name:
         config["quantization_config"] = {"bits": 4}
-    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    (path / "model.safetensors").touch()
+        (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def write_holes(path: Path) -> None:
+    """A file of weights that are holes: names, shapes and sizes are right, the disk holds none."""
+    names, size = dict[str, Row](), 0
+    for name, one in empty_model(load_config(path)).state_dict().items():
+        end = size + 2 * one.numel()
+        names[name] = {"dtype": "BF16", "shape": [*one.shape], "data_offsets": [size, end]}
+        size = end
+    header = json.dumps(names).encode()
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
 
 
 def make_folder(folder: Path) -> Path:

@@ -49,7 +49,8 @@ CLOCKS = {
     "closure over the time": "import time\ndef make(t): return lambda: t\nx = make(time.time_ns())",
 }
 FILES = {
-    "time of a file": "import os; open('f', 'w').close(); x = os.stat('f').st_mtime_ns",
+    "time of a file": "import os, time; time.sleep(0.02)  # times of files have steps\n"
+    "open('f', 'w').close(); x = os.stat('f').st_mtime_ns",
     "content of a file": "import time\nwith open('f', 'w') as f: f.write(str(time.time_ns()))",
     "name of a file": "import tempfile; x = tempfile.mkdtemp()",
 }
