@@ -102,9 +102,13 @@ def run(name: str) -> tuple[str, bool]:
     title, arguments = PARTS[name]
     before = children_cpu_s()
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, check=False, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     seconds = children_cpu_s() - before
     if done.returncode:
         print(done.stdout, flush=True)

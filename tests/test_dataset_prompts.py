@@ -60,9 +60,13 @@ class Fitting:
         self.said: list[str] = []
         self.renderer = CountingRenderer(CharTokenizer())
         self.fitter = PromptFitter(
-            self.make_env, self.renderer, Limits(max_prompt_tokens=limit), mode,
-            "data.overlong_prompt", self.said.append,
-        )  # fmt: skip
+            self.make_env,
+            self.renderer,
+            Limits(max_prompt_tokens=limit),
+            mode,
+            "data.overlong_prompt",
+            self.said.append,
+        )
 
     def make_env(self, task: Task) -> Env:
         env: Any = AskingEnv(task)

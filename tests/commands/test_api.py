@@ -82,9 +82,15 @@ def test_a_class_rows_and_a_model_in_memory_train(warehouse: Path, tmp_path: Pat
     before, content = state(), json.dumps(raw)
     for name in ("first", "second"):
         result = train(
-            raw, {"run.name": name, "queue": {"groups_per_step": 2}}, model=model,
-            tokenizer=tokenizer, env=Warehouse, data=ROWS, held_out=ROWS[:6], is_quiet=True,
-        )  # fmt: skip
+            raw,
+            {"run.name": name, "queue": {"groups_per_step": 2}},
+            model=model,
+            tokenizer=tokenizer,
+            env=Warehouse,
+            data=ROWS,
+            held_out=ROWS[:6],
+            is_quiet=True,
+        )
         assert result.folder == tmp_path / name
         assert result.success is not None
         assert result.success.num_trajectories + result.success.num_failed == 6

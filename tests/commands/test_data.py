@@ -42,9 +42,13 @@ async def test_the_keys_of_data_reach_the_loader(warehouse: Path, tmp_path: Path
     write(tmp_path / "1.jsonl", row, {"answer": "b"}, row)
     write(tmp_path / "2.jsonl", row)
     tasks, said = await training(
-        warehouse, f"data.train=['{tmp_path}/1.jsonl', '{tmp_path}/2*']", "data.columns.question=q",
-        "data.env_by.math=me/Warehouse-v0", "data.skip_bad_rows=true", "data.max_samples=3",
-    )  # fmt: skip
+        warehouse,
+        f"data.train=['{tmp_path}/1.jsonl', '{tmp_path}/2*']",
+        "data.columns.question=q",
+        "data.env_by.math=me/Warehouse-v0",
+        "data.skip_bad_rows=true",
+        "data.max_samples=3",
+    )
     assert [task.id for task in tasks] == ["1-1", "1-3", "2-1"]
     assert {task.env_id for task in tasks} == {"me/Warehouse-v0"}
     assert "data: " in said[0]

@@ -33,9 +33,13 @@ def evaluated(warehouse: Path, out: Path, *overrides: str) -> list[dict[str, Any
 
 def test_tools_limits_and_prompt_reach_the_policy(warehouse: Path, tmp_path: Path) -> None:
     rows = evaluated(
-        warehouse, tmp_path, 'env.tools=[{name = "stock", max_calls = 1}]',
-        "limits.on_limit=result", "prompt.template=direct", "prompt.apply_chat_template=false",
-    )  # fmt: skip
+        warehouse,
+        tmp_path,
+        'env.tools=[{name = "stock", max_calls = 1}]',
+        "limits.on_limit=result",
+        "prompt.template=direct",
+        "prompt.apply_chat_template=false",
+    )
     for row in rows:
         text = json.dumps(row)
         assert "cannot be called" in text

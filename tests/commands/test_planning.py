@@ -42,11 +42,15 @@ def family(name: str) -> Callable[..., Any]:
 
 def config_of(name: str, shape: memory.ModelShape) -> Any:
     return family(name)(
-        hidden_size=shape.hidden, num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim,
-        intermediate_size=shape.intermediate, vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate,
+        vocab_size=shape.vocabulary,
         tie_word_embeddings=shape.tied,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("name", memory.KNOWN)

@@ -98,9 +98,14 @@ async def bench(
     config = config or LearnerConfig(zero_stage=0, optimizer="muon_adamw", learning_rate=0.02)
     learner = await DeepSpeedLearner.start(config, ALGORITHM, model, root / "learner.log")
     pool = EnginePool(
-        servers, model, 0, vocab_size=VOCAB, eos_ids={EOS}, config=QuickConfig(),
+        servers,
+        model,
+        0,
+        vocab_size=VOCAB,
+        eos_ids={EOS},
+        config=QuickConfig(),
         name=f"{root.name}-{next(IDS)}",
-    )  # fmt: skip
+    )
     try:
         await pool.start(fresh=False)
         found = Bench(learner, pool, root)

@@ -92,9 +92,14 @@ async def bench(
     own = {"max_outage_s": max_outage_s}
     config = defstruct("Config", [], bases=(PoolConfig,), namespace=own, frozen=True)
     pool = EnginePool(
-        servers, folder, 0, vocab_size=faulty_server.VOCAB_SIZE, eos_ids={faulty_server.EOS},
-        config=config(**settings), entropies=entropies,
-    )  # fmt: skip
+        servers,
+        folder,
+        0,
+        vocab_size=faulty_server.VOCAB_SIZE,
+        eos_ids={faulty_server.EOS},
+        config=config(**settings),
+        entropies=entropies,
+    )
     await pool.start(fresh=True)
     try:
         if is_leased:

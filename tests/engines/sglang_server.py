@@ -50,6 +50,11 @@ class SGLangProcess(ServerProcess):
         command = [str(PYTHON), "-m", "sglang.launch_server", *ARGUMENTS]
         command += ["--model-path", str(model_path), *arguments]
         super().__init__(
-            command, log, ENVIRONMENT, modules=MODULES, ready="/v1/loads", start_s=START_S,
+            command,
+            log,
+            ENVIRONMENT,
+            modules=MODULES,
+            ready="/v1/loads",
+            start_s=START_S,
             stop_s=STOP_S,
-        )  # fmt: skip
+        )

@@ -43,9 +43,13 @@ async def test_a_pool_of_one_real_server_fulfills_the_contract_and_survives_its_
         config = ServersConfig(python=str(forking_python()), env={"PYTHONPATH": FORKING})
         (url,) = await factory.start(served, config, "engine.servers")
         pool = EnginePool(
-            [VLLMServer(url, vocab_size=VOCAB)], world.paths[0], 0, vocab_size=VOCAB, eos_ids={EOS},
+            [VLLMServer(url, vocab_size=VOCAB)],
+            world.paths[0],
+            0,
+            vocab_size=VOCAB,
+            eos_ids={EOS},
             name=tmp_path.name,
-        )  # fmt: skip
+        )
         stack.push_async_callback(pool.close)
         await pool.start(fresh=True)
         subject = EngineSubject(pool)

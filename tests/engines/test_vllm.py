@@ -248,9 +248,13 @@ async def test_forks_reuse_prefixes_after_an_update_under_64_streams(servers: Se
     world = servers.untied_world
     prompts = [prompt(n, 2 * BLOCK + 5) for n in range(4 * NUM_SEQS)]
     pool = EnginePool(
-        [VLLMServer(servers.plain.url, entropy_top_k=TOP_K, vocab_size=VOCAB)], world.paths[0], 0,
-        vocab_size=VOCAB, eos_ids={EOS}, name="streams",
-    )  # fmt: skip
+        [VLLMServer(servers.plain.url, entropy_top_k=TOP_K, vocab_size=VOCAB)],
+        world.paths[0],
+        0,
+        vocab_size=VOCAB,
+        eos_ids={EOS},
+        name="streams",
+    )
     try:
         await pool.start(fresh=False)
         pending = [

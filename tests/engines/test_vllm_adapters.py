@@ -47,9 +47,13 @@ class Served:
     @asynccontextmanager
     async def pool(self) -> AsyncIterator[EnginePool]:
         pool = EnginePool(
-            [VLLMServer(self.process.url, vocab_size=VOCAB)], self.base, 0, vocab_size=VOCAB,
-            eos_ids={EOS}, name=f"test-{id(self):x}",
-        )  # fmt: skip
+            [VLLMServer(self.process.url, vocab_size=VOCAB)],
+            self.base,
+            0,
+            vocab_size=VOCAB,
+            eos_ids={EOS},
+            name=f"test-{id(self):x}",
+        )
         try:
             await pool.start(fresh=False)
             yield pool

@@ -81,9 +81,14 @@ class VLLMProcess(ServerProcess):
         command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *ARGUMENTS]
         command += ["--model", str(model_path), *arguments]
         super().__init__(
-            command, log, ENVIRONMENT | (environment or {}), modules=MODULES, ready="/health",
-            start_s=START_S, stop_s=STOP_S,
-        )  # fmt: skip
+            command,
+            log,
+            ENVIRONMENT | (environment or {}),
+            modules=MODULES,
+            ready="/health",
+            start_s=START_S,
+            stop_s=STOP_S,
+        )
 
     def engine_pid(self) -> int:
         """The process that samples, a child of the one that serves."""

@@ -83,9 +83,13 @@ class Bench:
 
     async def pool(self, kind: type[VLLMServer]) -> EnginePool:
         pool = EnginePool(
-            [kind(self.url, entropy_top_k=10, vocab_size=VOCABULARY)], self.model, 0,
-            vocab_size=VOCABULARY, eos_ids=(), name=f"handover-{time.time_ns()}",
-        )  # fmt: skip
+            [kind(self.url, entropy_top_k=10, vocab_size=VOCABULARY)],
+            self.model,
+            0,
+            vocab_size=VOCABULARY,
+            eos_ids=(),
+            name=f"handover-{time.time_ns()}",
+        )
         await pool.start(fresh=False)  # it loads the model's file
         return pool
 
@@ -201,9 +205,15 @@ async def start_side_by_side(
     """As in a run: the server waits for the learner before it reads the GPU's memory."""
     model, gate = tmp_path / "model", folder / "learner-ready"
     served = Served(
-        "vllm", model, "policy", max_model_len=1024, trained=True, weights="ipc", colocated=True,
+        "vllm",
+        model,
+        "policy",
+        max_model_len=1024,
+        trained=True,
+        weights="ipc",
+        colocated=True,
         gate=gate,
-    )  # fmt: skip
+    )
     config = LaunchConfig(
         python=PYTHON,
         max_num_seqs=64 if HAS_GPU else 8,

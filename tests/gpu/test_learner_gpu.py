@@ -74,9 +74,14 @@ async def test_an_update_fits_into_the_memory_estimate_of_the_dry_run(
     model: Path, name: str, tmp_path: Path
 ) -> None:
     config = LearnerConfig(
-        optimizer="adamw", learning_rate=1e-6, dtype=DTYPE, max_tokens_per_microbatch=TOKENS,
-        groups_per_minibatch=64, command_timeout_s=600, **CASES[name],
-    )  # fmt: skip
+        optimizer="adamw",
+        learning_rate=1e-6,
+        dtype=DTYPE,
+        max_tokens_per_microbatch=TOKENS,
+        groups_per_minibatch=64,
+        command_timeout_s=600,
+        **CASES[name],
+    )
     shape = find_shape(model)
     assert shape is not None
     counted = learner_memory(shape, config, TOKENS)

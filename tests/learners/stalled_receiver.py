@@ -19,9 +19,14 @@ def main() -> None:
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     group, _ = _new_process_group_helper(
-        2, 1, [], Backend("gloo"), PrefixStore(name, store), group_name=GroupName(name),
+        2,
+        1,
+        [],
+        Backend("gloo"),
+        PrefixStore(name, store),
+        group_name=GroupName(name),
         timeout=timedelta(seconds=600),
-    )  # fmt: skip
+    )
     sys.stdin.read()
     try:
         group.broadcast(torch.empty(8), 0).wait()

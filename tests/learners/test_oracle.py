@@ -159,9 +159,13 @@ def encoded(
 def recording(model: Any, algorithm: Algorithm, proximal: str, max_tokens: int) -> Any:
     """A real trainer whose steps keep the gradient in `backend.steps` and move by noise."""
     config = LearnerConfig(
-        zero_stage=0, optimizer="adamw", learning_rate=1e-3, proximal=proximal,
-        num_epochs_per_batch=EPOCHS, max_tokens_per_microbatch=max_tokens,
-    )  # fmt: skip
+        zero_stage=0,
+        optimizer="adamw",
+        learning_rate=1e-3,
+        proximal=proximal,
+        num_epochs_per_batch=EPOCHS,
+        max_tokens_per_microbatch=max_tokens,
+    )
 
     class Recording(RankBackend):
         steps: list[Tensor]

@@ -90,9 +90,14 @@ def first_failure(copy: Path, tests: Sequence[str]) -> str:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(
-            command, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, check=False,
-            capture_output=True, text=True, timeout=LIMIT_S,
-        )  # fmt: skip
+            command,
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": str(copy)},
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
     except subprocess.TimeoutExpired:  # Hypothesis takes pytest's time limit for a failing example
         return f"no test within {LIMIT_S} s"
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)

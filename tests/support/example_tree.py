@@ -28,10 +28,15 @@ def example_tree(encode: Encode, *, with_secret: bool = False) -> KeptTree:
     def turn(parent: Node, branch: str, text: str, answer: str = "", **fields: object) -> Node:
         ids = encode(text)
         return tree.add(
-            parent, branch=branch, action_ids=ids, logprobs=[-0.5] * len(ids),
-            entropies=[0.25] * len(ids), version_spans=[VersionSpan(2, 0, len(ids))],
-            observation_ids=encode(answer), **fields,
-        )  # fmt: skip
+            parent,
+            branch=branch,
+            action_ids=ids,
+            logprobs=[-0.5] * len(ids),
+            entropies=[0.25] * len(ids),
+            version_spans=[VersionSpan(2, 0, len(ids))],
+            observation_ids=encode(answer),
+            **fields,
+        )
 
     def call(item: str, error: str | None = None) -> dict[str, object]:
         ok = error is None
@@ -44,9 +49,13 @@ def example_tree(encode: Encode, *, with_secret: bool = False) -> KeptTree:
         first, "0.1+1", "<stock>bolt</stock>", " no\n", num_forks=1, info=call("bolt", "no bolt")
     )
     turn(
-        first, "0", "<answer>310</answer>", reward=1.0, end="terminated",
+        first,
+        "0",
+        "<answer>310</answer>",
+        reward=1.0,
+        end="terminated",
         info={"success": True, "reason": "right answer: 310", "parts": {"accuracy": 1.0}},
-    )  # fmt: skip
+    )
     turn(fork, "0.1+1", "<answer>5</answer>", end="terminated", info={"success": False})
     turn(fork, "0.1+1.2+1", "so", end="truncated", limit=Limit.TURN_TOKENS)
     turn(root, "1", "<stock>", end="failed", error="EnvError: the warehouse burns")

@@ -67,9 +67,13 @@ async def start_worker(
     end, life = os.pipe()
     with os.fdopen(end) as stdin:
         minder = project().fork(
-            ["-m", module], environment=env, folder=Path.cwd(), output=stdout.fileno(),
-            guard=(guard, grace_s), stdin=stdin.fileno(),
-        )  # fmt: skip
+            ["-m", module],
+            environment=env,
+            folder=Path.cwd(),
+            output=stdout.fileno(),
+            guard=(guard, grace_s),
+            stdin=stdin.fileno(),
+        )
     return Worker(minder, os.fdopen(life, "wb"))
 
 

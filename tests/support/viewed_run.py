@@ -108,9 +108,14 @@ class ViewedRun:
         entropies = [0.2 * (place % 5) for place in range(len(ids))]
         spans = [VersionSpan(version - 1, 0, 3), VersionSpan(version, 3, len(ids))]
         return tree.add(
-            parent, branch=branch, action_ids=ids, logprobs=logprobs, entropies=entropies,
-            version_spans=spans, **more,
-        )  # fmt: skip
+            parent,
+            branch=branch,
+            action_ids=ids,
+            logprobs=logprobs,
+            entropies=entropies,
+            version_spans=spans,
+            **more,
+        )
 
     @staticmethod
     def end(tree: TrajectoryTree, node: Node, reward: float) -> None:

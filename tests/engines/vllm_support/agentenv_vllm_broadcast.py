@@ -55,9 +55,14 @@ class GlooGroup:
         timeout = timedelta(seconds=info.timeout_s)
         store = TCPStore(info.master_address, info.master_port, is_master=False, timeout=timeout)
         self._group, _ = _new_process_group_helper(
-            info.world_size, rank, [], Backend("gloo"), PrefixStore(info.group_name, store),
-            group_name=info.group_name, timeout=timeout,
-        )  # fmt: skip
+            info.world_size,
+            rank,
+            [],
+            Backend("gloo"),
+            PrefixStore(info.group_name, store),
+            group_name=info.group_name,
+            timeout=timeout,
+        )
         _world.pg_group_ranks[self._group] = {i: i for i in range(info.world_size)}
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
