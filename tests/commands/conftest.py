@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.commands.evaluating import first_prompts
 from tests.support import pictures
 from tests.support.golden import Golden
 from tests.support.warehouse import ROOT, make_workspace
@@ -101,3 +102,9 @@ def finished(warehouse: Path, drawing: dict[str, Any]) -> Path:
     with rank_here(), pictures.enabled(drawing):
         assert train.main([str(warehouse), "run.name=finished", *overrides]) == 0
     return warehouse.parent / "runs" / "finished"
+
+
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The prompts of an evaluation's first turns."""
+    return first_prompts(monkeypatch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import tomllib
 from pathlib import Path
 
@@ -116,35 +115,3 @@ def test_tool_star_searches_wikipedia_for_its_four_sets_and_bing_for_the_others(
             assert found == ("WebConfig", "summaries", 10)
             assert search.sizes.window_chars == 6_000
     assert len(sets) == 12
-
-
-def documented_rows() -> dict[str, dict[str, str]]:
-    """The table of docs/evaluation.md about the three files: cells by file and row."""
-    text = (CONFIGS.parent / "docs" / "evaluation.md").read_text(encoding="utf-8")
-    table = text.partition("each number in them names its source:\n\n")[2].partition("\n\n")[0]
-    head, _, *rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()
-    ]
-    files = [cell.strip("`").removesuffix(".toml") for cell in head[1:]]
-    return {file: {row[0]: row[place] for row in rows} for place, file in enumerate(files, start=1)}
-
-
-@pytest.mark.parametrize("name", ["eval_reasoning", "eval_deep_search", "eval_tool_star"])
-def test_the_documentation_matches_the_resolved_configurations(name: str) -> None:
-    config, row = load(name), documented_rows()[name]
-    one = next(iter(config.sets.values()))
-    assert one.env is not None
-    calls = [str(tool.max_calls) for tool in one.env.tools]
-    assert row["calls of search, Python"] == ", ".join(calls)
-    sampling = (one.sampling.temperature, one.sampling.top_p, one.sampling.repetition_penalty)
-    said = row["temperature, top-p, repetition penalty"].split(", ")
-    assert tuple(map(float, said)) == sampling
-    numbers = re.findall(r"[\d,]*\d", row["tokens per turn, seconds per question, at a time"])
-    limits = (one.limits.max_turn_tokens, one.limits.max_seconds, config.concurrency)
-    assert tuple(int(number.replace(",", "")) for number in numbers) == limits
-    assert row["seconds in Python"] == f"{getattr(one.python, 'timeout_s', 0):g}"
-    times = {1: "one", 5: "five"}[config.num_samples]
-    assert row["samples"].startswith(times)
-    more = {f"AIME {set_.num_samples}" for set_ in config.sets.values()
-            if set_.num_samples != config.num_samples}  # fmt: skip
-    assert {row["samples"].removeprefix(f"{times}, ")} >= more

@@ -14,17 +14,12 @@ from agentenv.contract.function_tool import FunctionTool
 from agentenv.contract.http import status_error
 from agentenv.evaluation.store import load_saved, read_rows
 from agentenv.launchers import evaluate
-from tests.commands.evaluating import Run, first_prompts, refused, runner, texts
+from tests.commands.evaluating import Run, refused, runner, texts
 
 
 @pytest.fixture
 def run(warehouse: Path, tmp_path: Path) -> Run:
     return runner(warehouse, tmp_path)
-
-
-@pytest.fixture
-def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    return first_prompts(monkeypatch)
 
 
 def test_a_rejected_token_ends_the_evaluation_and_stores_no_row(

@@ -13,17 +13,12 @@ from agentenv.base.types import Limits
 from agentenv.engines.scripted import ScriptedEngine
 from agentenv.evaluation.run import MAX_FAILED
 from agentenv.evaluation.store import load_saved, read_rows
-from tests.commands.evaluating import Run, first_prompts, refused, runner, texts
+from tests.commands.evaluating import Run, refused, runner, texts
 
 
 @pytest.fixture
 def run(warehouse: Path, tmp_path: Path) -> Run:
     return runner(warehouse, tmp_path)
-
-
-@pytest.fixture
-def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    return first_prompts(monkeypatch)
 
 
 def test_a_repeated_command_sends_no_requests(run: Run, tmp_path: Path, prompts: list[str]) -> None:

@@ -63,7 +63,10 @@ class Tally:
         self.num_kills = self.num_lost = self.num_duplicated = 0
         self.wrong: list[str] = []
 
-    def add(self, points: list[str], run: KilledRun) -> None:
+    def add(self, points: list[str], run: KilledRun, code: int = 0) -> None:
+        if code:
+            self.wrong.append(f"{run.name} {points}: it did not go on; see its log")
+            return
         lost, duplicated = run.lost(), run.duplicated()
         for point in points:
             sys.stdout.write(f"{point}, {len(lost)}, {len(duplicated)}\n")
@@ -139,10 +142,7 @@ def test_kill_9_at_named_points(workspace: Path, tmp_path: Path, repeats: int) -
                 if not killed.exists() and not was_done and not plan.point.startswith(MAYBE):
                     tally.wrong.append(f"{run.name} {points}: did not come to {plan}")
                 points.append(str(plan))
-        if run.start() == 0:
-            tally.add(points, run)
-        else:
-            tally.wrong.append(f"{run.name} {points}: it did not go on; see its log")
+        tally.add(points, run, run.start())
         run.remove()
     tally.total()
 
@@ -192,10 +192,7 @@ def test_kill_9_at_random_moments(workspace: Path, repeats: int) -> None:
     for number in range(0, num_kills, 3):
         run = KilledRun(workspace, f"random-{number}")
         told = [run.start_and_kill(victim, rng, 3.0) for victim in VICTIMS[: num_kills - number]]
-        if run.start() == 0:
-            tally.add(told, run)
-        else:
-            tally.wrong.append(f"{run.name} {told}: it did not go on; see its log")
+        tally.add(told, run, run.start())
         run.remove()
     tally.total()
 

@@ -169,9 +169,8 @@ def write_holes(path: Path) -> None:
     """A file of weights that are holes: names, shapes and sizes are right, the disk holds none."""
     names, size = dict[str, Row](), 0
     for name, one in empty_model(load_config(path)).state_dict().items():
-        end = size + 2 * one.numel()
-        names[name] = {"dtype": "BF16", "shape": [*one.shape], "data_offsets": [size, end]}
-        size = end
+        start, size = size, size + 2 * one.numel()
+        names[name] = {"dtype": "BF16", "shape": [*one.shape], "data_offsets": [start, size]}
     header = json.dumps(names).encode()
     with (path / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from typing import Any
 
 import pytest
@@ -11,27 +9,11 @@ import pytest
 from agentenv.base.errors import ConfigError, EnvError
 from agentenv.base.types import Message, Task, ToolCall
 from agentenv.envs.search.keys import SummarizerConfig
-from agentenv.envs.search.service import UNREADABLE, Episode, SearchService
+from agentenv.envs.search.service import Episode, SearchService
 from agentenv.envs.web_search import WebSearchEnv
 from agentenv.reference.helpers import count_calls
-from tests.envs.search_site import GOOD, SNIPPET, Web, search
+from tests.envs.search_site import GOOD, Web, search
 from tests.support.begun import begun
-
-
-async def test_the_policy_reads_the_final_information_of_the_window(site: Web) -> None:
-    result = await search(site.browser(), "lima")
-    assert result.text == "Founded in 1535."
-    assert result.info["browser"] == {"found": True, "num_tokens": 930}
-    (sent,) = site.summarized
-    assert (sent["model"], sent["temperature"], sent["max_tokens"]) == ("small", 0.6, 4096)
-    _, *texts = re.split(r"\*\*Web Page [12]:\*\*\n", sent["messages"][0]["content"])
-    article, gone = (json.JSONDecoder().raw_decode(text)[0] for text in texts)
-    assert f"{SNIPPET}, it says." in article["context"]
-    assert len(article.pop("context")) == 6_000 + len(SNIPPET) + len(", it says.")
-    known = {"site_name": "Almanac", "date": "2020-01-18", "snippet": SNIPPET}
-    assert article == {"id": 1, "title": "Lima", "url": f"{site.url}/article", **known}
-    assert list(gone) == ["id", "title", "url", "site_name", "date", "snippet", "context"]
-    assert gone["context"] == UNREADABLE
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from typing import Any
 
 from agentenv.envs.search.keys import PRESETS, SearchConfig
 from agentenv.envs.search.service import REPEATED, Episode, SearchService, shortened
-from agentenv.envs.web_search import search_config
 from tests.envs.search_site import FILLER, MORE, SNIPPET, Web, search
 
 
@@ -87,17 +86,3 @@ def test_long_reasoning_keeps_its_beginning_its_end_its_searches_and_their_resul
     assert shortened(steps) == "\n\n".join([first, "...", search, found, "...", *last])
     assert shortened(["\n\na\n"]) == "Step 1: \n\na"
     assert shortened([]) == ""
-
-
-def test_the_presets_have_the_published_sizes() -> None:
-    sizes = {key: (one.mode, one.max_page_chars, one.window_chars) for key, one in PRESETS.items()}
-    assert sizes == {
-        "arpo": ("snippets", 20_000, 3_000),
-        "arpo_eval": ("summaries", 20_000, 3_000),
-        "tool_star": ("pages", 100_000, 6_000),
-        "tool_star_wiki": ("snippets", 100_000, 6_000),
-    }
-    config = SearchConfig()
-    assert (config.max_results, config.max_chars_per_result) == (10, 1000)
-    changed = search_config({"preset": "tool_star", "mode": "snippets"})
-    assert (changed.sizes.window_chars, changed.sizes.mode) == (6_000, "snippets")
