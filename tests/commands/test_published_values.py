@@ -6,6 +6,7 @@ docs/reproduce.md prints the differences: `python -m tests.commands.test_publish
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from tests.support.warehouse import ROOT
 CONFIGS = ROOT / "configs"
 PAGE = ROOT / "docs" / "reproduce.md"
 PUBLISHED = read_toml(ROOT / "tests" / "fixtures" / "published.toml")
+EXCHANGES = json.loads((ROOT / "tests/fixtures/released_exchanges.json").read_text("utf-8"))
 RECIPES: dict[str, list[str]] = PUBLISHED["recipes"]
 RUNS = [name for name in RECIPES if re.match("[ag]|tool", name)]
 KINDS = {"sft": SFTRunConfig, "dpo": DPORunConfig, "server": ServeConfig}
@@ -63,8 +65,6 @@ def at(config: Any, key: str) -> list[Any]:
         found = [one for one in config if one.get("name") == part]
     elif part == "NAME":
         found = list(config.values())
-    elif part == "tools[n]":
-        found = config["tools"] or [None]
     else:
         found = [config.get(part)]
     return [value for one in found for value in (at(one, rest) if rest else [one])]
@@ -129,11 +129,8 @@ def uncommented(name: str) -> Iterator[str]:
 def test_values_without_a_comment_are_the_published_ones(name: str) -> None:
     covered = set(PLACES)
     for key in theirs(name):
-        told = difference(name, key)
-        if told is None:
-            covered.update(counterparts(key)[0])
-        elif told.get("spelled"):
-            covered.update(told["here"])
+        told = difference(name, key) or {"spelled": True, "here": counterparts(key)[0]}
+        covered.update(told["here"] if told.get("spelled") else ())
     patterns = [re.sub(r"\bNAME\b", "*", one) for one in covered]
     assert not [one for one in uncommented(name) if not any(fnmatch(one, p) for p in patterns)]
 
@@ -142,7 +139,7 @@ BEGIN, END = "<!-- differences -->\n", "<!-- end of differences -->\n"
 
 
 def differences() -> str:
-    """The rows of the page: theirs, published, here, why."""
+    """The rows of the page: theirs, published, here, why; and what recorded exchanges show."""
     rows = ["theirs | published | here | why", "--- | --- | --- | ---"]
     for one in DIFFERENCES:
         if one.get("spelled"):
@@ -153,6 +150,9 @@ def differences() -> str:
         here = ", ".join(f"`{key} = {value}`" for key, value in one["here"].items())
         keys = ", ".join(key.removeprefix("actor_rollout_ref.") for key in one["keys"])
         rows.append(f"{keys} | {shown} | {here} | {one['why']}")
+    rows += ["", "observed | why", "--- | ---"]
+    told = [f"{one['what']} | {one['why']}" for one in EXCHANGES["differences"]]
+    rows += [re.sub("<.*?>", r"`\g<0>`", one) for one in told]  # no tags of HTML
     return "\n".join(rows) + "\n"
 
 
