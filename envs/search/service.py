@@ -442,8 +442,10 @@ CHUNK_CHARS = 500
 _CHUNK = re.compile(r"(?s).{1,500}\Z|.{250,499}[\n ]|.{1,500}")
 BEGINNING_CHARS = 6000  # of a page in which no sentence matches its snippet
 MIN_F1 = 0.2  # of a sentence's words and the snippet's
+# of a line, up to an end that white space follows; in linear time, also of pages that are hostile
 _SENTENCE = re.compile(
-    r"\S.*?(?:[.!?]+[\"'\u201d\u2019)\]]*(?=\s)|[\u3002\uff01\uff1f]|$)", re.MULTILINE
+    r"\S(?:[^\n.!?\u3002\uff01\uff1f]|[.!?]++(?![\"'\u201d\u2019)\]]*+\s))*+"
+    r"(?:[.!?]++[\"'\u201d\u2019)\]]*+|[\u3002\uff01\uff1f])?"
 )
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agentenv.envs.search.keys import PRESETS, SearchConfig
-from agentenv.envs.search.service import REPEATED, Episode, SearchService, shortened
+from agentenv.envs.search.service import REPEATED, Episode, SearchService, shortened, window
 from tests.envs.search_site import FILLER, MORE, SNIPPET, Web, search
 
 
@@ -24,6 +24,7 @@ async def test_pages_show_the_surroundings_of_the_snippet(site: Web) -> None:
     start = around.index(SNIPPET)
     assert first == f"Page 1: {around[start - 3_000 : start + len(SNIPPET) + 10 + 3_000]}"
     assert second == "A page that is gone."  # its snippet, since it cannot be had
+    assert window("!" * 100_000 + "x", SNIPPET, 9) == "!" * 6_000  # in linear time
     assert len(result.info["pages_failed"]) == 1
 
 
@@ -84,5 +85,4 @@ def test_long_reasoning_keeps_its_beginning_its_end_its_searches_and_their_resul
     kept = {number: f"Step {number + 1}: {steps[number]}" for number in (0, 5, 6, 8, 9, 10, 11)}
     first, search, found, *last = kept.values()
     assert shortened(steps) == "\n\n".join([first, "...", search, found, "...", *last])
-    assert shortened(["\n\na\n"]) == "Step 1: \n\na"
-    assert shortened([]) == ""
+    assert [shortened(["\n\na\n"]), shortened([])] == ["Step 1: \n\na", ""]
