@@ -50,7 +50,7 @@ TOO_LARGE = "the result is too large"
 _LARGE = re.compile(rf"{TOO_LARGE}|byte limit")  # the package's text for an event
 # of a reply, before its result or after it
 _ID = re.compile(rb'\A[\s{]*(?:"jsonrpc"[^,{}]*,\s*)?"id":\s*(\d+)|"id":\s*(\d+)[^{}]*\}\s*\Z')
-_STRING, _VALUE = re.compile(rb'"(?:[^"\\]|\\.)*(?:"|\Z)'), re.compile(rb"[,\[{]")
+_STRING, _VALUE = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\Z)'), re.compile(rb"[,\[{]")
 _EVENT_END = re.compile(rb"\n\n|\r\r|\r\n\r\n")
 # data in base64, such as an image, of which no policy reads the letters
 _BASE64 = re.compile(

@@ -40,7 +40,7 @@ JSON, SSE = "Content-Type: application/json\r\n", "Content-Type: text/event-stre
 BLOCK, GZIP = _block(), b"\x1f\x8b\x08\0\0\0\0\0\0\3"
 CHUNK = b"10000\r\n" + SPACES + b"\r\n"
 DENSE = b"[" + b"{}," * 499_990 + b"{}]"
-VALUES = b'{"a":[' + b"7," * 700_000 + b"7]}"
+VALUES = b'{"b":"' + b"x" * 800_000 + b'","a":[' + b"7," * 300_000 + b"7]}"
 BOMBS = {
     "plain": Bomb(f"{JSON}Content-Length: 99999999999\r\n\r\n".encode()),
     "endless": Bomb(f"{JSON}\r\n".encode()),
