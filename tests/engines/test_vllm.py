@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from agentenv.base.errors import ConfigError, EngineError
-from agentenv.base.types import Chunk, SamplingParams, VersionSpan
+from agentenv.base.types import SamplingParams, VersionSpan
 from agentenv.contract.http_client import ServerClient
 from agentenv.contract.request import ServerLostError
 from agentenv.engines.pool.pool import EnginePool
@@ -21,7 +21,7 @@ from agentenv.engines.remote.probes import VLLM_NEEDED, probe_vllm
 from agentenv.engines.vllm import VLLMServer
 from tests.engines import contract
 from tests.engines.reference import EOS, VOCAB, check_sampled, distribution
-from tests.engines.traffic import LONG, start_many
+from tests.engines.traffic import Traffic
 from tests.engines.vllm_server import (
     BLOCK,
     EXTENSION,
@@ -201,15 +201,14 @@ async def test_a_request_queued_in_the_server_starts_on_the_new_weights(
     ids = prompt(12, 3 * BLOCK + 5)
     few = SamplingParams(max_tokens=3, temperature=0.0)
     await plain.generate(ids, few)
-    others = start_many(plain, ids, 8 * NUM_SEQS)
+    others = Traffic(plain, ids, 8 * NUM_SEQS)
     while (await plain.server.load()).num_waiting < 2 * NUM_SEQS:  # noqa: ASYNC110 (it knows)
         await asyncio.sleep(0.02)
     waiting = asyncio.create_task(plain.generate(ids, few))
     await asyncio.sleep(0.1)
     await plain.load_weights(world.paths[1], 1)
-    for other in others:
-        other.cancel()
     done = await waiting
+    await others.cancel()
     assert done.version_spans == [VersionSpan(1, 0, 3)]
     check_sampled(world.models, ids, done, greedy=True)
 
@@ -358,12 +357,11 @@ async def test_a_server_is_unusable_after_an_incomplete_load_until_the_next_one(
     world = servers.tied_world
     (tmp_path / "weights").symlink_to(world.paths[1])
     monkeypatch.chdir(tmp_path)
-    running = start_many(tied, prompt(1, 9), 32)
+    running = Traffic(tied, prompt(1, 9), 2 * NUM_SEQS)
     await asyncio.sleep(0.3)
     with pytest.raises(ServerLostError, match="not completed"):
         await tied.load_weights(Path("/proc/self/cwd/weights"), 1)
-    outcomes = await asyncio.gather(*running, return_exceptions=True)
-    assert any(isinstance(outcome, ServerLostError) for outcome in outcomes)
+    await running.fail()
     with pytest.raises(ServerLostError, match="cannot be used"):
         await tied.generate([20], SamplingParams(max_tokens=1))
     await tied.server.connect(-1)  # as a pool does with a server that it has lost
@@ -378,18 +376,15 @@ async def test_a_dead_engine_loses_requests_that_have_reported_their_tokens(
 ) -> None:
     """kill -9 of the engine process: a lost request has reported its tokens, later ones are lost at
     once. The last test, since the server does not restart."""
-    chunks: list[list[Chunk]] = [[] for _ in range(2 * NUM_SEQS)]
-    long = SamplingParams(LONG)
-    calls = [asyncio.create_task(tied.generate(prompt(1, 9), long, c.append)) for c in chunks]
+    running = Traffic(tied, prompt(1, 9), 2 * NUM_SEQS)
     http = ServerClient(servers.tied.url)
-    while not any(c and not call.done() for c, call in zip(chunks, calls, strict=True)):  # noqa: ASYNC110
+    while not any(running.reported):  # noqa: ASYNC110
         await asyncio.sleep(0.005)
     await http.call("POST", "/pause", params={"mode": "keep"})  # some are in the middle now
     await asyncio.sleep(0.3)
     os.kill(servers.tied.engine_pid(), 9)
-    outcomes = await asyncio.gather(*calls, return_exceptions=True)
-    lost = [c for c, o in zip(chunks, outcomes, strict=True) if isinstance(o, ServerLostError)]
-    assert any(lost)
+    await running.fail()
+    assert any(running.reported)
     await http.close()
     with pytest.raises(ServerLostError):
         await tied.generate([20], SamplingParams(max_tokens=1))

@@ -11,21 +11,16 @@ from itertools import count
 
 from agentenv.base.types import Chunk, Completion, SamplingParams
 from agentenv.contract.engine import Engine
+from agentenv.contract.request import ServerLostError
 from tests.engines.world import Subject
 
 LONG = 400  # tokens of a turn
 
 
-def start_many(subject: Subject, ids: list[int], number: int) -> list[asyncio.Task[Completion]]:
-    """Long requests that run side by side: some are still running when the test continues, also if
-    the server's processes wait for a processor."""
-    long = SamplingParams(max_tokens=LONG)
-    return [asyncio.create_task(subject.generate(ids, long)) for _ in range(number)]
-
-
 class Traffic:
     """Long requests that run side by side, each followed by another one: some are always running,
-    also where a server has sampled a whole turn before it hands out the first tokens."""
+    also where a server has sampled a whole turn before it hands out the first tokens, and where
+    this process waits for a processor. `reported`: the chunks of the last request of each."""
 
     def __init__(
         self,
@@ -37,7 +32,8 @@ class Traffic:
         self._subject, self._ids, self._on_chunk = subject, ids, on_chunk
         self._completions: list[Completion] = []
         self._over = False
-        self._tasks = [asyncio.create_task(self._again_and_again()) for _ in range(number)]
+        self.reported: list[list[Chunk]] = [[] for _ in range(number)]
+        self._tasks = [asyncio.create_task(self._again_and_again(n)) for n in range(number)]
 
     async def finish(self) -> list[Completion]:
         """All completions, after the running requests have ended."""
@@ -52,10 +48,21 @@ class Traffic:
         outcomes = await asyncio.gather(*self._tasks, return_exceptions=True)
         assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes), outcomes
 
-    async def _again_and_again(self) -> None:
+    async def fail(self) -> None:
+        """Wait until each has failed, since its server is lost."""
+        outcomes = await asyncio.gather(*self._tasks, return_exceptions=True)
+        assert all(isinstance(outcome, ServerLostError) for outcome in outcomes), outcomes
+
+    async def _again_and_again(self, number: int) -> None:
+        def report(chunk: Chunk) -> None:
+            self.reported[number].append(chunk)
+            if self._on_chunk is not None:
+                self._on_chunk(chunk)
+
         long = SamplingParams(max_tokens=LONG)
         while not self._over:
-            self._completions.append(await self._subject.generate(self._ids, long, self._on_chunk))
+            self.reported[number] = []
+            self._completions.append(await self._subject.generate(self._ids, long, report))
 
 
 @asynccontextmanager
