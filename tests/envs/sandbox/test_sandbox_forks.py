@@ -264,7 +264,7 @@ async def run_beside_forks(sandbox: Sandbox, code: str) -> tuple[str, list[Sandb
     while not running.done():
         forks.append(await other.fork())
     forks.append(await session.fork())
-    assert sandbox.counters.num_live_forks == len(forks) - 2 > 2
+    assert sandbox.counters.num_live_forks == len(forks) - 2 >= 2
     return (await running).output, forks
 
 
@@ -275,8 +275,8 @@ async def test_a_cell_cannot_fork_without_the_host(sandbox: Sandbox) -> None:
     code = f"""
 import ctypes, time
 libc = ctypes.CDLL(None, use_errno=True)
-made, end = 0, time.monotonic() + 0.5
-while time.monotonic() < end:
+made, end = 0, time.process_time() + 0.5
+while time.process_time() < end:
     pid = libc.syscall({CLONE}, ctypes.c_long({flags}), 0, 0, 0, 0)
     if pid == 0:
         libc._exit(0)
@@ -294,8 +294,8 @@ async def test_a_cell_cannot_set_the_signal_of_its_parents_death(sandbox: Sandbo
     code = """
 import ctypes, time
 libc = ctypes.CDLL(None, use_errno=True)
-granted, end = 0, time.monotonic() + 0.5
-while time.monotonic() < end:
+granted, end = 0, time.process_time() + 0.5
+while time.process_time() < end:
     granted += libc.prctl(1, 9, 0, 0, 0) == 0
 granted, ctypes.get_errno()
 """
