@@ -212,13 +212,18 @@ async def test_sessions_beyond_the_open_files_are_errors_with_the_remedy() -> No
     sandbox = Sandbox(PythonConfig(preload=()))
     await sandbox.start()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    least = max(map(int, os.listdir("/proc/self/fd"))) + 9
-    resource.setrlimit(resource.RLIMIT_NOFILE, (least, limits[1]))
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    held = [os.open(os.devnull, os.O_RDONLY)]
+    while held[-1] <= highest:  # no free number is left below the limit, but eight
+        held.append(os.open(os.devnull, os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 9, limits[1]))
     try:
         runs = [sandbox.session(number).run("1", 60) for number in range(24)]
         found = await asyncio.gather(*runs, return_exceptions=True)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for number in held:
+            os.close(number)
         await sandbox.close()
     errors = [str(one) for one in found if isinstance(one, BaseException)]
     assert all("ulimit -n" in one for one in errors)
