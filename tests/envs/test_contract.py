@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import agentenv.contract.env_registry
 import envs
 from agentenv.adapters.testing import check_tool_env
 from agentenv.base.types import Message, Task, ToolCall
+from agentenv.contract.env_registry import env_ids, make
 from tests.envs.sandbox.test_program_env import keys
 
 pytestmark = pytest.mark.usefixtures("services")
@@ -39,56 +39,35 @@ def knowledge_base(directory: Path) -> dict[str, Any]:
     return {"corpus": str(directory / "kb.jsonl"), "python_timeout_s": 20.0}
 
 
+QUESTION, ANSWER = "How much do 57 shares of Zorvex Labs cost?", answer("275709")
+PYTHON = [
+    call("python", code="import random; x = [random.random()]; x"),
+    call("python", code="x.append(1 / 0)"),
+    call("python", code="x.append(4837 * 57); x"),
+]
+SEARCH = call("search", query="Which team won Super Bowl 50?")
+PAGE = call("open_page", url="corpus:xquad-0", query="points")
+PRIVATE = call("open_page", url="http://127.0.0.1/admin")
+LAKE = {"id": "FrozenLake-v1", "actions": ["left", "down", "right", "up"]}
 CASES = {
     "agentenv/CodeInterpreter-v0": Case(
-        lambda directory: {"python": {"preload": (), "timeout_s": 20.0}},
-        [
-            call("python", code="import random; x = [random.random()]; x"),
-            call("python", code="x.append(1 / 0)"),
-            call("python", code="x.append(4837 * 57); x"),
-            answer("275709"),
-        ],
+        lambda directory: {"python": {"preload": (), "timeout_s": 20.0}}, [*PYTHON, ANSWER]
     ),
     "agentenv/DeepSearch-v0": Case(
-        lambda directory: {"python": {"timeout_s": 20.0}},
-        [
-            call("search", query="Which team won Super Bowl 50?"),
-            call("python", code="x = [4837 * 57]; x"),
-            call("python", code="x.append(1); x"),
-            answer("275709"),
-        ],
+        lambda directory: {"python": {"timeout_s": 20.0}}, [SEARCH, *PYTHON, ANSWER]
     ),
-    "agentenv/WebSearch-v0": Case(
-        lambda directory: {},
-        [
-            call("search", query="Which team won Super Bowl 50?"),
-            call("open_page", url="corpus:xquad-0", query="points"),
-            call("open_page", url="http://127.0.0.1/admin"),
-            answer("275709"),
-        ],
-    ),
+    "agentenv/WebSearch-v0": Case(lambda directory: {}, [SEARCH, PAGE, PRIVATE, ANSWER]),
     "agentenv/Quickstart-v0": Case(
         knowledge_base,
-        [
-            call("search", query="price of Zorvex Labs"),
-            call("python", code="import random; x = [random.random()]; x"),
-            call("python", code="x.append(1 / 0)"),
-            call("python", code="x.append(4837 * 57); x"),
-            call("bing", query="?"),
-            answer("275709"),
-        ],
+        [call("search", query="price of Zorvex Labs"), *PYTHON, call("bing", query="?"), ANSWER],
     ),
     "agentenv/Gymnasium-v0": Case(
-        lambda directory: {
-            "id": "FrozenLake-v1",
-            "actions": ["left", "down", "right", "up"],
-            "options": {"max_episode_steps": 3},
-        },
+        lambda directory: {**LAKE, "options": {"max_episode_steps": 3}},
         [call("step", action="right"), call("step", action="down"), call("step", action="left")],
     ),
-    "agentenv/QAGrader-v0": Case(lambda directory: {}, [answer("275709")]),
+    "agentenv/QAGrader-v0": Case(lambda directory: {}, [ANSWER]),
     "agentenv/Program-v0": Case(
-        lambda directory: {"program": keys()}, [call("search", query="q"), answer("275709")]
+        lambda directory: {"program": keys()}, [call("search", query="q"), ANSWER]
     ),
 }
 
@@ -96,10 +75,7 @@ CASES = {
 def ours() -> list[str]:
     """The environments of this project; those of other packages have their own cases in
     test_verifiers.py and test_openenv.py."""
-    ids = set(agentenv.contract.env_registry.env_ids()) - {
-        "agentenv/Verifiers-v0",
-        "agentenv/OpenEnv-v0",
-    }
+    ids = set(env_ids()) - {"agentenv/Verifiers-v0", "agentenv/OpenEnv-v0"}
     return [env_id for env_id in sorted(ids) if env_id.startswith("agentenv/")]
 
 
@@ -107,17 +83,15 @@ def ours() -> list[str]:
 async def test_an_env_keeps_the_contract(env_id: str, tmp_path: Path) -> None:
     case = CASES[env_id]
     kwargs = case.kwargs(tmp_path)
-    task = Task("t", env_id, "How much do 57 shares of Zorvex Labs cost?", ("275709",))
-    await check_tool_env(
-        lambda task: agentenv.contract.env_registry.make(env_id, task, **kwargs), task, case.actions
-    )
+    task = Task("t", env_id, QUESTION, ("275709",))
+    await check_tool_env(lambda one: make(env_id, one, **kwargs), task, case.actions)
 
 
 async def test_the_quick_start_rewards_the_right_answer(tmp_path: Path) -> None:
     env_id = "agentenv/Quickstart-v0"
     case = CASES[env_id]
-    task = Task("t", env_id, "How much do 57 shares of Zorvex Labs cost?", ("275709",))
-    env = agentenv.contract.env_registry.make(env_id, task, **case.kwargs(tmp_path))
+    task = Task("t", env_id, QUESTION, ("275709",))
+    env = make(env_id, task, **case.kwargs(tmp_path))
     prompt, info = await env.reset(seed=1)
     assert prompt == [Message("user", task.question)]
     assert [tool["name"] for tool in info["tools"]] == ["search", "python"]

@@ -22,28 +22,16 @@ digits = st.integers(1, 99)
 powers = st.integers(1, 60)
 
 
+def scaled(base: int) -> Callable[[int, int], int]:
+    return lambda top, power: top * base ** (60 - power)
+
+
 KINDS: tuple[tuple[str, str, Callable[[int, int], object]], ...] = (
-    (
-        r"{0} \times 10^{{-{1}}}",
-        r"\frac{{{0}}}{{10^{{{1}}}}}",
-        lambda top, power: top * 10 ** (60 - power),
-    ),
-    (
-        r"\frac{{\sqrt{{{0}}}}}{{10^{{{1}}}}}",
-        r"{0}^{{1/2}} \cdot 10^{{-{1}}}",
-        lambda radicand, power: radicand * 100 ** (60 - power),
-    ),
-    (
-        r"\frac{{{0}\pi}}{{10^{{{1}}}}}",
-        r"{0} \cdot 10^{{-{1}}} \pi",
-        lambda top, power: top * 10 ** (60 - power),
-    ),
+    (r"{0} \times 10^{{-{1}}}", r"\frac{{{0}}}{{10^{{{1}}}}}", scaled(10)),
+    (r"\frac{{\sqrt{{{0}}}}}{{10^{{{1}}}}}", r"{0}^{{1/2}} \cdot 10^{{-{1}}}", scaled(100)),
+    (r"\frac{{{0}\pi}}{{10^{{{1}}}}}", r"{0} \cdot 10^{{-{1}}} \pi", scaled(10)),
     (r"e^{{-{1}}}", r"\frac{{1}}{{e^{{{1}}}}}", lambda _, power: power),
-    (
-        r"\frac{{{0}}}{{2^{{{1}}}}}",
-        r"{0} \cdot 2^{{-{1}}}",
-        lambda top, power: top * 2 ** (60 - power),
-    ),
+    (r"\frac{{{0}}}{{2^{{{1}}}}}", r"{0} \cdot 2^{{-{1}}}", scaled(2)),
     (r"\frac{{1}}{{{1}!}}", r"({1}!)^{{-1}}", lambda _, power: factorial(power)),
     (r"1 - 2^{{-{1}}}", r"\frac{{2^{{{1}}}-1}}{{2^{{{1}}}}}", lambda _, power: power),
     (r"10^{{{1}}} + {0}", r"{0} + 10^{{{1}}}", lambda top, power: 10**power + top),

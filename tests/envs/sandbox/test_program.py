@@ -136,32 +136,20 @@ async def test_stopping_a_program_ends_all_its_processes(unsafe: bool) -> None:
     assert not program.folder.exists()
 
 
-BURN = "while True: pass"
+BURN, WAIT = "while True: pass", "import time; time.sleep(60)"
+DYING = "import sys\nfrom subprocess import run\n"
+FORK = "import os\nos.fork(), os.fork()\n"
+LINK = "for n in range(20000): os.symlink('x' * 200, f'f{n}')"
+WRITE = "for n in range(99): open(f'f{n}', 'wb').write(bytes(1 << 20))"
 LIMITS: dict[str, tuple[str, dict[str, Any]]] = {
     "cpu": (BURN, {"cpu_s": 1}),
     "cpu of children": (f"import os\nos.fork() and os.wait()\n{BURN}", {"cpu_s": 1}),
-    "cpu of dead children": (
-        "import subprocess, sys\nwhile True: subprocess.run([sys.executable, '-c', 'pass'])",
-        {"cpu_s": 1},
-    ),
-    "memory": ("x = bytearray(300 << 20)\nimport time; time.sleep(60)", {"memory_bytes": 1 << 27}),
-    "memory of children": (
-        "import os, time\n[os.fork() for _ in range(2)]\nx = bytearray(80 << 20); time.sleep(60)",
-        {"memory_bytes": 1 << 28},
-    ),
-    "processes": (
-        "import os, time\nfor _ in range(40): os.fork() or time.sleep(60)\ntime.sleep(60)",
-        {"max_processes": 20},
-    ),
-    "disk": (
-        "import time\nfor n in range(99): open(f'f{n}', 'wb').write(bytes(1 << 20))\n"
-        "time.sleep(60)",
-        {"disk_bytes": 1 << 24},
-    ),
-    "disk of links": (
-        "import os, time\nfor n in range(20000): os.symlink('x' * 200, f'f{n}')\ntime.sleep(60)",
-        {"disk_bytes": 1 << 22},
-    ),
+    "cpu of dead children": (f"{DYING}while True: run([sys.executable, '-c', ''])", {"cpu_s": 1}),
+    "memory": (f"x = bytearray(300 << 20)\n{WAIT}", {"memory_bytes": 1 << 27}),
+    "memory of children": (f"{FORK}x = bytearray(80 << 20)\n{WAIT}", {"memory_bytes": 1 << 28}),
+    "processes": (f"{FORK * 3}{WAIT}", {"max_processes": 20}),
+    "disk": (f"{WRITE}\n{WAIT}", {"disk_bytes": 1 << 24}),
+    "disk of links": (f"import os\n{LINK}\n{WAIT}", {"disk_bytes": 1 << 22}),
 }
 
 

@@ -173,7 +173,8 @@ def test_an_answer_that_the_program_abandoned_is_trained_or_not() -> None:
         assert leaf.info["endpoint"].get("abandoned", 0) == number
 
 
-ASK = "ask([{'role': 'user', 'content': 'x'}])"
+ASK, CLOSE = "ask([{'role': 'user', 'content': 'x'}])", "os.closerange(0, 999)"
+IGNORE = "import signal; signal.signal(15, signal.SIG_IGN); "
 CONNECT = """
 import socket
 host, port = os.environ["OPENAI_BASE_URL"].split("/")[2].split(":")
@@ -186,7 +187,9 @@ import subprocess
 inner = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", inner, sys.argv[2]], start_new_session=True)
 """
-HANG_UP = """
+HANG_UP = (
+    CONNECT
+    + """
 def begun(seconds):
     body = {"model": "policy", "messages": [{"role": "user", "content": "x"}], "stream": True}
     body = json.dumps(body).encode()
@@ -202,6 +205,7 @@ def begun(seconds):
         pass
     one.close()
 """
+)
 THREADS = """
 import threading
 def work(n):
@@ -219,37 +223,17 @@ assert len(set(found)) == 4, found
 ODD: dict[str, tuple[str, dict[str, Any], str]] = {
     "idle": (f"{ASK}; time.sleep(60)", {"idle_s": 1}, "idle"),
     "busy": (f"while True: {ASK}; time.sleep(0.3)", {"wall_s": 1.5}, "wall"),
-    "a thousand calls": (
-        "for n in range(1000): ask([{'role': 'user', 'content': str(n)}])",
-        {"max_calls": 5},
-        "calls",
-    ),
+    "a thousand calls": (f"for n in range(1000): {ASK}", {"max_calls": 5}, "calls"),
     "reads an empty input": (f"{ASK}; assert sys.stdin.read() == ''", {}, ""),
     "never reads, prints 50 MB": (f"{ASK}; print('x' * (50 << 20))", {}, ""),
     "prints endlessly": (f"{ASK}\nwhile True: os.write(1, b'x' * 65536)", {"cpu_s": 2}, "cpu"),
     "daemons": (f"{DAEMON}{ASK}", {}, ""),
-    "ignores SIGTERM and hangs": (
-        f"import signal; signal.signal(15, signal.SIG_IGN); {ASK}; time.sleep(600)",
-        {"idle_s": 2},
-        "idle",
-    ),
-    "closes all descriptors and hangs": (
-        f"{ASK}; os.closerange(0, 999); time.sleep(600)",
-        {"idle_s": 2},
-        "idle",
-    ),
+    "ignores SIGTERM and hangs": (f"{IGNORE}{ASK}; time.sleep(600)", {"idle_s": 2}, "idle"),
+    "closes descriptors and hangs": (f"{ASK}; {CLOSE}; time.sleep(600)", {"idle_s": 2}, "idle"),
     "200 connections": (f"{CONNECT}held = [connected() for _ in range(200)]\n{ASK}", {}, ""),
-    "600 connections, one after the other": (
-        f"{CONNECT}for _ in range(600): connected().close()\n{ASK}",
-        {},
-        "",
-    ),
-    "hangs up before an answer": (
-        f"{CONNECT}{HANG_UP}{ASK}\nfor _ in range(3): begun(0.001)\n{ASK}",
-        {},
-        "",
-    ),
-    "hangs up during an answer": (f"{CONNECT}{HANG_UP}{ASK}\nbegun(60)\n{ASK}", {}, ""),
+    "600 in turn": (f"{CONNECT}for _ in range(600): connected().close()\n{ASK}", {}, ""),
+    "hangs up early": (f"{HANG_UP}{ASK}\nfor _ in range(3): begun(0.001)\n{ASK}", {}, ""),
+    "hangs up during an answer": (f"{HANG_UP}{ASK}\nbegun(60)\n{ASK}", {}, ""),
     "four threads": (THREADS, {}, ""),
 }
 
