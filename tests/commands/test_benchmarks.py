@@ -113,10 +113,8 @@ def test_xbench_is_read_both_encrypted_and_in_plain_text(tmp_path: Path) -> None
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    plain = write(
-        tmp_path / "plain.jsonl",
-        *({"id": f"x{i}", "prompt": q, "answer": [a]} for i, (q, a) in enumerate(pairs)),
-    )
+    rows = ({"id": f"x{i}", "prompt": q, "answer": [a]} for i, (q, a) in enumerate(pairs))
+    plain = write(tmp_path / "plain.jsonl", *rows)
     tasks = benchmarks.load_benchmark("xbench", published)
     assert [(task.question, task.answers[0]) for task in tasks] == pairs
     assert tasks == benchmarks.load_benchmark("xbench", plain)

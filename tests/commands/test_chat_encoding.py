@@ -31,10 +31,8 @@ def tags() -> TagRenderer:
 
 def conversation(*texts: str, **keys: Any) -> Dialogue:
     """The user begins, then they take turns."""
-    return Dialogue(
-        tuple(Message("assistant" if n % 2 else "user", text) for n, text in enumerate(texts)),
-        **keys,
-    )
+    roles = ("user", "assistant")
+    return Dialogue(tuple(Message(roles[n % 2], text) for n, text in enumerate(texts)), **keys)
 
 
 def runs(renderer: Renderer, example: Example) -> list[tuple[bool, str]]:
@@ -72,15 +70,10 @@ def test_a_chain_and_its_messages_and_turns_are_one_sequence(tags: TagRenderer) 
         Message("tool", "2964"),
         Message("assistant", END),
     )
-    called = (
-        messages[0],
-        Message("assistant", THINK, (ToolCall("python", {"code": "52 * 57"}),)),
-        *messages[2:],
-    )
-    turns = {
-        "question": question,
-        "turns": [{"action": THINK + CALL, "result": "2964"}, {"action": END, "result": None}],
-    }
+    asked = Message("assistant", THINK, (ToolCall("python", {"code": "52 * 57"}),))
+    called = (messages[0], asked, *messages[2:])
+    steps = [{"action": THINK + CALL, "result": "2964"}, {"action": END, "result": None}]
+    turns = {"question": question, "turns": steps}
     others = [Dialogue(messages), Dialogue(called), read_conversation(turns, RowFormat())]
     rolled_out = [
         *tags.prompt([messages[0]], TOOLS),

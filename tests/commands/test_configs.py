@@ -181,9 +181,7 @@ def test_an_evaluation_with_helpers_and_wikipedia(small: Path, tmp_path: Path) -
         url = f"sets.hotpotqa.search.backend.url={address}"
         refiner = "assist.refiner.min_response_tokens=64"
         rows = evaluate_small("eval_tool_star", "gsm8k,hotpotqa", small, url, refiner)
-    told = {
-        row.dataset: str([part["env"] for part in row.segments if "env" in part]) for row in rows
-    }
+    told = {row.dataset: str([one["env"] for one in row.segments if "env" in one]) for row in rows}
     assert TEXTS[0] in told["hotpotqa"]
     assert TEXTS[0] not in told["gsm8k"]
 

@@ -134,11 +134,8 @@ def test_a_name_in_dataset_info_refers_to_its_file(tmp_path: Path) -> None:
     assert source.path == tmp_path / "d.json"
     assert source.max_samples == 7
     row = {"talk": MESSAGES, "sys": "Be brief.", "tools": "not read, as columns do not name it"}
-    assert dialogues.read_conversation(row, source.form).messages == (
-        Message("system", "Be brief."),
-        USER,
-        ANSWER,
-    )
+    found = dialogues.read_conversation(row, source.form)
+    assert found.messages == (Message("system", "Be brief."), USER, ANSWER)
 
 
 BAD_ROWS: list[dict[str, Any]] = [

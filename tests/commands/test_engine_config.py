@@ -20,9 +20,7 @@ from tests.support.warehouse import ROOT
 
 def test_the_engine_is_changed_by_one_key() -> None:
     for name, kind in (("vllm", VLLMConfig), ("sglang", SGLangConfig)):
-        config = load_config(
-            TrainConfig, ROOT / "configs" / "quickstart.toml", [f"engine.name={name}"]
-        )
+        config = load_config(TrainConfig, ROOT / "configs/quickstart.toml", [f"engine.name={name}"])
         assert isinstance(config.engine, kind)
         assert config.engine.servers is None  # one server, as by default
 

@@ -172,9 +172,8 @@ def test_a_permanent_failure_is_counted_by_kind_and_not_as_wrong(
     run: Evaluate, rows: Any, bad: Answer, says: str, num_requests: int
 ) -> None:
     def script(body: Json, number: int) -> Answer:
-        first = (
-            "(0)" in body["messages"][0]["content"] and "bolts" in body["messages"][0]["content"]
-        )
+        text = body["messages"][0]["content"]
+        first = "(0)" in text and "bolts" in text
         return bad if first else reply("<answer>310</answer>")
 
     keys = ("engine.timeout_s=0.5", "concurrency=1", "limits.max_failed_share=0.5")

@@ -63,10 +63,8 @@ def test_an_evaluation_killed_at_any_moment_repeats_no_stored_question(
     warehouse: Path, tmp_path: Path
 ) -> None:
     command, rng = Evaluation(warehouse, tmp_path), random.Random(time.time_ns())
-    questions = [
-        json.loads(line)["question"]
-        for line in (warehouse.parent / "a.jsonl").read_text().splitlines()
-    ]
+    lines = (warehouse.parent / "a.jsonl").read_text().splitlines()
+    questions = [json.loads(line)["question"] for line in lines]
     for _ in range(NUM_KILLS):
         begun, kept = len(command.begun_questions()), command.stored()
         with command.start() as process:

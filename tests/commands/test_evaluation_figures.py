@@ -178,10 +178,8 @@ async def test_groups_are_datasets_kinds_and_the_fields_of_the_benchmark():
 
 async def test_groups_of_a_known_benchmark_are_its_own_fields():
     kept = {"benchmark": "hle", "category": "Math", "answer_type": "exactMatch", "type": "x"}
-    rows = [
-        row("1", dataset="hle", metadata=kept),
-        row("2", dataset="hle", metadata={**kept, "category": "Physics"}),
-    ]
+    each = {"1": kept, "2": {**kept, "category": "Physics"}}
+    rows = [row(task, dataset="hle", metadata=metadata) for task, metadata in each.items()]
     summary = await figures(rows)
     assert list(summary.groups["hle category"]) == ["Math", "Physics"]
     assert "hle type" not in summary.groups

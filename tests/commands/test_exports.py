@@ -44,11 +44,8 @@ def test_each_turn_of_a_tree_is_exported_once_below_its_fork_point(tokenizer: An
         ("0.1+1.2+1", "0.1+1", "node-2", ["so"]),
     ]
     last = question.branches[-1]
-    assert [turn.text for _, turn in question.path(last)] == [
-        "<stock>nuts</stock>",
-        "<stock>bolt</stock>",
-        "so",
-    ]
+    texts = [turn.text for _, turn in question.path(last)]
+    assert texts == ["<stock>nuts</stock>", "<stock>bolt</stock>", "so"]
     facts = question.branches[0].turns[0].facts
     assert (facts["adv_pos"], facts["adv_neg"], facts["shared_by"]) == (1.4, -1.4, 3.0)
     assert (facts["policy_versions"], facts["entropy"], facts["num_forks"]) == ([2], 0.25, 1)

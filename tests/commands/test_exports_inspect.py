@@ -94,12 +94,8 @@ def test_an_inspect_log_contains_the_tree_and_the_viewer_reads_it(
     (deeper,) = fork["branches"]
     assert deeper["name"] == "0.1+1.2+1 0 turn_tokens"
     assert {fresh["from"], fork["from"], deeper["from"]} == set(sample["anchors"])
-    assert [name for name in tree["events"] if name in ("model", "tool", "score")] == [
-        "model",
-        "tool",
-        "model",
-        "score",
-    ]
+    events = [name for name in tree["events"] if name in ("model", "tool", "score")]
+    assert events == ["model", "tool", "model", "score"]
     run_command(
         BIN / "inspect", "view", "bundle", "--log-dir", logs, "--output-dir", tmp_path / "site"
     )
@@ -115,12 +111,7 @@ def test_all_steps_and_sets_are_written(run: Path, tmp_path: Path) -> None:
     assert [one.name for one in sorted(logs.iterdir())] == ["step-000001.eval"]
     (sample,) = read(READ_LOG, logs / "step-000001.eval")
     assert SECRET not in json.dumps(sample)
-    rows = [
-        row(str(task), sample, dataset=name)
-        for name in "ab"
-        for task in (1, 2)
-        for sample in (0, 1)
-    ]
+    rows = [row(task, n, dataset=name) for name in "ab" for task in ("1", "2") for n in (0, 1)]
     rows[0] = failed("1", 0)
     rows[0].dataset = "a"
     sets = exported(write_evaluation(tmp_path / "e", rows), tmp_path / "sets")

@@ -60,11 +60,8 @@ def test_a_monitor_receives_numbers_in_order_and_the_end(tmp_path: Path) -> None
     monitors.log({"step": 0, "sft/step": 7, "sft/loss": 0.5})
     monitors.log({"step": 1, "reward/mean": 1, "phase": "text"})
     monitors.finish(3)
-    assert listener.heard == [
-        (("sft/step", 7), {"sft/loss": 0.5}),
-        (("step", 1), {"reward/mean": 1.0}),
-        3,
-    ]
+    heard = [(("sft/step", 7), {"sft/loss": 0.5}), (("step", 1), {"reward/mean": 1.0}), 3]
+    assert listener.heard == heard
 
 
 def test_a_monitor_that_raises_is_disabled_with_a_warning_and_the_others_continue(

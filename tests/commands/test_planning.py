@@ -234,10 +234,8 @@ def kept_bytes(policy: Policy, forward: Callable[[], object]) -> int:
 
 
 def test_the_chunks_of_the_head_are_those_of_the_learner() -> None:
-    assert (CHUNK_BYTES["cuda"], TILE_BYTES["cuda"]) == (
-        memory.HEAD_CHUNK_BYTES,
-        memory.HEAD_TILE_BYTES,
-    )
+    assert CHUNK_BYTES["cuda"] == memory.HEAD_CHUNK_BYTES
+    assert TILE_BYTES["cuda"] == memory.HEAD_TILE_BYTES
 
 
 def test_a_dry_run_reports_whether_the_last_checkpoint_fits_its_deadline() -> None:

@@ -80,11 +80,8 @@ def counterparts(key: str) -> tuple[list[str], str]:
 
 
 def difference(name: str, key: str) -> dict[str, Any] | None:
-    found = [
-        one
-        for one in DIFFERENCES
-        if key in one["keys"] and any(fnmatch(name, only) for only in one.get("only", ["*"]))
-    ]
+    known = [one for one in DIFFERENCES if key in one["keys"]]
+    found = [one for one in known if any(fnmatch(name, only) for only in one.get("only", ["*"]))]
     assert len(found) <= 1, (name, key)
     return found[0] if found else None
 

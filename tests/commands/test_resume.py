@@ -65,10 +65,8 @@ def test_adapters_are_trained_resumed_and_exported(
     run = warehouse.parent / "runs" / "adapters"
     assert train.main([*common, "train.num_steps=3", "--resume"]) == 0
     assert steps_of(run) == [1, 2, 3]
-    assert [row["learner/lr_scale"] for row in rows_of(run) if "learner/lr_scale" in row][:2] == [
-        1.0,
-        1.0,
-    ]
+    scales = [row["learner/lr_scale"] for row in rows_of(run) if "learner/lr_scale" in row]
+    assert scales[:2] == [1.0, 1.0]
     assert all(row.get("parity/logprob_gap_max", 0.0) >= 0 for row in rows_of(run))
     out = tmp_path / "out"
     assert export.main([str(run), str(out), "--dtype", "float32"]) == 0

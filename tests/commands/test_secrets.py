@@ -125,10 +125,8 @@ def test_secrets_are_found_by_their_place_and_in_every_escape(settings: Any) -> 
         assert found.known(text) == REDACTED
         nested = found.known(json.dumps([json.dumps(text)]))
         assert json.loads(json.loads(nested)[0]) == REDACTED
-    assert (
-        Redactor({"stop_token": "<|im_end|>", "args": ["--max-tokens", "12345"]}, {}).values
-        == set()
-    )
+    settings = {"stop_token": "<|im_end|>", "args": ["--max-tokens", "12345"]}
+    assert Redactor(settings, {}).values == set()
 
 
 # Real commands, with a secret in each place and a server that repeats all of them in every reply.

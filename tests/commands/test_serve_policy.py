@@ -19,9 +19,7 @@ from tests.support.warehouse import STOCK
 def search_policy(prompt: str, rng: Random) -> str:
     """Thinks, makes two calls, one of them such that it cannot be read, and guesses."""
     if "<tool_response>" in prompt:
-        return (
-            f"<think>\nso\n</think>\n\n<answer>{rng.choice([*STOCK.values(), 'unknown'])}</answer>"
-        )
+        return f"<think>\nso\n</think>\n\n<answer>{rng.choice([*STOCK.values(), 'none'])}</answer>"
     item = rng.choice(list(STOCK))
     calls = (f'{{"name": "stock", "arguments": {{"item": "{item}"}}}}', '{"name": "stock", ')
     written = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
@@ -49,11 +47,8 @@ def test_an_evaluation_of_the_url_has_the_rows_of_the_model(
     def evaluated(subject: str, name: str, *more: str) -> int:
         arguments = [subject, "--env", "me/Warehouse-v0", "env.module=my_env", "num_samples=2"]
         arguments += ["--n", "6", f"data={folder}/a.jsonl", "--out", str(tmp_path / name)]
-        limits = {
-            "max_turn_tokens": 200 if protocol == "native" else 40,
-            "max_prompt_tokens": 500,
-            "max_response_tokens": 500,
-        }
+        limits = {"max_prompt_tokens": 500, "max_response_tokens": 500}
+        limits["max_turn_tokens"] = 200 if protocol == "native" else 40
         arguments += [f"limits.{key}={value}" for key, value in limits.items()]
         return evaluate.main([*arguments, *more])
 

@@ -78,10 +78,8 @@ def test_runs_of_a_seed_have_its_number_and_its_start_run(tmp_path: Path) -> Non
         start=["train.num_steps=0"], after_start=["model.path={start}"], arms={"a": [], "b": []}
     )
     runs = list(runs_of(tmp_path, check(config)))
-    assert [(run.arm, run.seed) for run in runs] == [
-        *(("start", 0), ("a", 0), ("b", 0)),
-        *(("start", 1), ("a", 1), ("b", 1)),
-    ]
+    every = [(arm, seed) for seed in (0, 1) for arm in ("start", "a", "b")]
+    assert [(run.arm, run.seed) for run in runs] == every
     assert runs[4].overrides == (f"model.path={tmp_path.resolve()}/start/seed-1",)
 
 

@@ -70,10 +70,8 @@ def test_the_loss_on_held_out_dialogues_falls(workspace: Path) -> None:
     names = sorted(path.name for path in (found / "checkpoints").iterdir())
     assert names == ["step-000010", "step-000020"]
     model = AutoModelForCausalLM.from_pretrained(found / "checkpoints" / "step-000020")
-    assert (
-        model.config.vocab_size
-        == json.loads((workspace / "model" / "config.json").read_text())["vocab_size"]
-    )
+    began = json.loads((workspace / "model" / "config.json").read_text())
+    assert model.config.vocab_size == began["vocab_size"]
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -88,10 +86,8 @@ def test_a_resumed_run_ends_with_the_same_weights(workspace: Path, kind: str) ->
     found = run_small(sft, workspace, f"resumed-{kind}", *keys)
     first, whole = found / "checkpoints" / "step-000002", found / "checkpoints" / "step-000004"
     expected, rows = weights(whole), rows_of(found)
-    assert not torch.equal(
-        weights(first)["model.layers.0.mlp.up_proj.weight"],
-        expected["model.layers.0.mlp.up_proj.weight"],
-    )
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(weights(first)[name], expected[name])
     arguments = [str(workspace / "small.toml"), f"run.name=resumed-{kind}", *keys]
     assert sft.main([*arguments, "--resume", str(first)]) == 0
     told = (found / "run.log").read_text()

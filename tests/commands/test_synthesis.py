@@ -56,11 +56,8 @@ def test_questions_are_sorted_by_how_they_were_answered(
     assert Counter(row["kind"] for row in rl) == {"hard": 2, "twice": 2}
     rejected = rows_of(out / "rejected.jsonl")
     (twice,) = [row for row in rejected if row["what"] == "question"]
-    assert (twice["reason"], twice["id"], twice["detail"]) == (
-        "duplicate",
-        "ask-11",
-        "of ask ask-1",
-    )
+    assert (twice["reason"], twice["detail"]) == ("duplicate", "of ask ask-1")
+    assert twice["id"] == "ask-11"
     reasons = Counter((row["way"], row["reason"]) for row in rejected if row["what"] != "question")
     assert reasons["tools", "answered_directly"] == 4
     assert reasons["tools", "repeated_call"] == 4
@@ -127,10 +124,8 @@ def test_questions_of_other_files_can_be_kept_out(
     tests.write_text(json.dumps({**row, "question": row["question"].lower()}) + "\n")
     assert run("out", f"exclude=['{tests}']") == 0
     found = [r for r in rows_of(tmp_path / "out" / "rejected.jsonl") if r["what"] == "question"]
-    assert [(r["id"], r["reason"]) for r in found] == [
-        ("ask-3", "excluded"),
-        ("ask-11", "duplicate"),
-    ]
+    reasons = [(row["id"], row["reason"]) for row in found]
+    assert reasons == [("ask-3", "excluded"), ("ask-11", "duplicate")]
     assert str(tests) in found[0]["detail"]
     assert run("none", f"exclude=['{questions}']") == 2
     assert "of 11 questions" in refused(capsys)

@@ -28,11 +28,8 @@ def trajectory(*texts: str, prompt: str = PROMPT, sample: int = 0, **keys: Any) 
     kinds = ("policy", "env")
     segments = [{"env": prompt}, *({kinds[i % 2]: text} for i, text in enumerate(texts))]
     queries = [text.partition("<search>")[2].partition("<")[0] for text in texts[::2]]
-    usual: dict[str, Any] = {
-        "end": "terminated",
-        "success": True,
-        "tool_calls": [call(query) for query in queries if query],
-    }
+    calls = [call(query) for query in queries if query]
+    usual: dict[str, Any] = {"end": "terminated", "success": True, "tool_calls": calls}
     return EvalRow(dataset="q.tools", task="1", sample=sample, segments=segments, **usual | keys)
 
 

@@ -15,12 +15,7 @@ QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
 ROW = re.compile(r"^`([^`]+)` \| ([^|]*)$")
 
 # Every key that the released scripts of ARPO, AEPO and Tool-Star pass on the command line.
-A, R, M, F = (
-    "actor_rollout_ref.actor",
-    "actor_rollout_ref.rollout",
-    "actor_rollout_ref.model",
-    "actor_rollout_ref.ref",
-)
+A, R, M, F = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model", "ref"))
 SCRIPTS = f"""
 algorithm.adv_estimator algorithm.kl_ctrl.kl_coef
 data.train_files data.val_files data.prompt_key data.train_batch_size data.max_prompt_length
@@ -49,9 +44,7 @@ ENABLE_POLICY_LOSS_GSPO ENABLE_MULTI_TURN
 def our_keys() -> set[str]:
     """All names, a table's own and an algorithm's or backend's name included."""
     names = {key.name for key in describe(TrainConfig)}
-    tables = {
-        name.rsplit(".", count)[0] for name in names for count in range(1, name.count(".") + 1)
-    }
+    tables = {key.rsplit(".", count)[0] for key in names for count in range(1, key.count(".") + 1)}
     tables |= {table.removesuffix("[n]") for table in tables}
     return names | tables | {f"{table}.name" for table in tables}
 
@@ -89,11 +82,8 @@ def test_the_document_is_part_of_the_table() -> None:
     """The commonest keys that have a counterpart; a refusal has all, with notes and reasons."""
     text = (ROOT / "docs" / "from-verl.md").read_text(encoding="utf-8")
     rows = {match[1]: match[2] for match in map(ROW.match, text.splitlines()) if match}
-    table = {
-        theirs: ", ".join(f"`{name}`" for name in ours.split(", "))
-        for theirs, (ours, _) in verl_keys().items()
-        if ours
-    }
+    known = {theirs: ours.split(", ") for theirs, (ours, _) in verl_keys().items() if ours}
+    table = {theirs: ", ".join(f"`{name}`" for name in ours) for theirs, ours in known.items()}
     assert len(rows) > 50
     assert rows.items() <= table.items()
 

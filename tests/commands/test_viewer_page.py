@@ -34,10 +34,8 @@ FLAGS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update"),
 ]
-pytestmark = [
-    pytest.mark.viewer,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium"),
-]
+without = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+pytestmark = [pytest.mark.viewer, without]
 WAIT_MS = 30_000
 NUM_ROWS = 100_000
 
@@ -411,9 +409,7 @@ def test_a_tree_grows_in_a_picture(shown: Viewed, tmp_path: Path) -> None:
     tree = Folder(shown.run.folder).answer("steps/3/trees/6")
     out = tmp_path / "tree.gif"
     command = [sys.executable, str(ROOT / "viewer" / "animate.py"), str(shown.run.folder)]
-    subprocess.run(
-        [*command, "--step", "3", "--tree", "6", "--out", str(out)], check=True, cwd=ROOT
-    )
+    subprocess.run([*command, "--step", "3", "--tree", "6", "--out", out], check=True, cwd=ROOT)
     inks = list[int]()
     with Image.open(out) as picture:
         assert picture.n_frames == len(tree["nodes"])

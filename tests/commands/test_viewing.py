@@ -133,12 +133,8 @@ def test_a_tree_has_the_tokens_of_the_archive(run: ViewedRun) -> None:
         for name in ("adv_pos", "adv_neg", "weight"):
             values = [node[name] for node in nodes for _ in node["ids"]]
             assert values == getattr(columns, name)[at].tolist()
-        versions = [
-            version
-            for node in nodes
-            for version, start, end in node["versions"]
-            for _ in range(start, end)
-        ]
+        spans = [span for node in nodes for span in node["versions"]]
+        versions = [version for version, start, end in spans for _ in range(start, end)]
         assert versions == columns.version[at].tolist()
     first = found["nodes"][1]
     assert "".join(first["texts"]) == f"look {HOSTILE}"
@@ -384,9 +380,8 @@ def test_trees_beyond_the_size_limit_are_omitted_and_reported(
     kept = [path for path in answers if "/trees/" in path]
     assert 0 < len(kept) < 9
     assert kept[0].startswith("steps/3/")
-    assert (
-        f"left out: {9 - len(kept)} trees of earlier steps; raise --max-mb to include more" in lines
-    )
+    left = f"left out: {9 - len(kept)} trees of earlier steps; raise --max-mb to include more"
+    assert left in lines
     assert answers["run"]["exported"]["left_out"]
 
 

@@ -134,10 +134,8 @@ def test_the_outcome_equals_the_streamed_tokens(name: str) -> None:
     lines = [line.removeprefix("data: ") for line in plain.answer.splitlines() if line]
     events = [json.loads(line) for line in lines if line != "[DONE]"]
     ids, logprobs = (streamed_by_vllm if name == "vllm" else streamed_by_sglang)(events)
-    assert (ids, logprobs) == (
-        dialogue.outcome["plain"]["token_ids"],
-        dialogue.outcome["plain"]["logprobs"],
-    )
+    outcome = dialogue.outcome["plain"]
+    assert (ids, logprobs) == (outcome["token_ids"], outcome["logprobs"])
     assert len(ids) == 12
 
 
@@ -166,11 +164,9 @@ def test_invalid_tokens_and_logprobs_are_refused() -> None:
 
 @pytest.mark.parametrize("missing", ["output_top_logprobs", "output_token_logprobs"])
 def test_an_event_with_fewer_log_probs_than_tokens_loses_the_server(missing: str) -> None:
-    meta = {
-        "completion_tokens": 1,
-        "output_token_logprobs": [[-0.5, 3, None]],
-        "output_top_logprobs": [[[-0.5, 3, None]]],
-    }
+    logprobs = [[-0.5, 3, None]]
+    meta = {"completion_tokens": 1, "output_token_logprobs": logprobs}
+    meta["output_top_logprobs"] = [logprobs]
     request = ServerRequest("r", [1], SamplingParams(max_tokens=8))
     for figures, lost in ((meta, False), ({**meta, missing: []}, True)):
         answer = SGLangAnswer("s", request, 4, VersionSpan, 9)

@@ -100,10 +100,8 @@ async def test_sampled_distribution(tiny: tuple[Path, Any]) -> None:
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0, -1].softmax(-1) * 2000
     async with serving(folder) as engine:
-        calls = (
-            engine.generate(ids, SamplingParams(max_tokens=1, seed=seed), session="s")
-            for seed in range(2000)
-        )
+        each = (SamplingParams(max_tokens=1, seed=seed) for seed in range(2000))
+        calls = (engine.generate(ids, sampling, session="s") for sampling in each)
         tokens = [done.token_ids[0] for done in await asyncio.gather(*calls)]
     counts = torch.bincount(torch.tensor(tokens), minlength=VOCAB)
     assert ((counts - expected).abs() < 5 * expected.sqrt() + 3).all()

@@ -133,12 +133,9 @@ async def test_close_fails_pending_calls(
     folder, _ = tiny
     steps = Steps(monkeypatch)
     engine = EmbeddedEngine(EmbeddedConfig(max_num_seqs=1), folder)
-    calls = [
-        asyncio.create_task(
-            engine.generate(prompt(i, 5), SamplingParams(max_tokens=500), session="s")
-        )
-        for i in range(3)
-    ]
+    long = SamplingParams(max_tokens=500)
+    turns = (engine.generate(prompt(i, 5), long, session="s") for i in range(3))
+    calls = [asyncio.create_task(turn) for turn in turns]
     await asyncio.sleep(0)
     steps.permit(5)
     closing = asyncio.gather(engine.close(), engine.close())

@@ -101,10 +101,8 @@ async def test_requests_to_a_sleeping_engine_wait_and_can_be_cancelled(untied: W
     async with serving(untied.paths[0]) as engine:
         await engine.sleep()
         await engine.sleep()  # nothing more to release
-        waiting = [
-            asyncio.create_task(engine.generate(prompt(n, 9), GREEDY, session="s"))
-            for n in range(3)
-        ]
+        calls = (engine.generate(prompt(n, 9), GREEDY, session="s") for n in range(3))
+        waiting = [asyncio.create_task(call) for call in calls]
         await asyncio.sleep(0.1)
         waiting[0].cancel()
         await engine.wake()

@@ -219,10 +219,8 @@ async def test_a_preempted_request_is_not_lost_while_its_server_is_responsive(
         return end
 
     server.generate = take_a_break  # type: ignore[method-assign]
-    others = [
-        asyncio.create_task(b.generate(TEXT * 40, session=f"{n}", stop=(), max_tokens=1000))
-        for n in range(2)
-    ]
+    calls = (b.generate(TEXT * 40, session=f"{n}", stop=(), max_tokens=1000) for n in range(2))
+    others = [asyncio.create_task(call) for call in calls]
     assert b.text(await b.generate(session="preempted")) == TEXT
     assert b.pool.stats()["server/0/lost"] == num_lost
     await asyncio.gather(*others)

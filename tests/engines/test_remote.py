@@ -42,11 +42,8 @@ async def test_a_server_sleeps_only_after_a_cancelled_load_has_resumed_it() -> N
     loading.cancel()
     await asyncio.wait({loading})
     await server.sleep()
-    assert [path for path in paths if path in ("/pause", "/resume", "/sleep")] == [
-        "/pause",
-        "/resume",
-        "/sleep",
-    ]
+    steps = ["/pause", "/resume", "/sleep"]
+    assert [path for path in paths if path in steps] == steps
     await server.close()
 
 

@@ -73,9 +73,7 @@ class EngineSubject:
         sampling: SamplingParams,
         on_chunk: Callable[[Chunk], None] | None = None,
     ) -> Completion:
-        return await self.engine.generate(
-            prompt_ids, sampling, session="contract", on_tokens=on_chunk
-        )
+        return await self.engine.generate(prompt_ids, sampling, session="s", on_tokens=on_chunk)
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
         await self.engine.load_weights(source, policy_version)

@@ -187,9 +187,7 @@ async def test_rows_are_the_tasks_of_the_server_by_split() -> None:
         rows = await asyncio.to_thread(lambda: [*generated_rows(path, {}, held_out=True)])
         assert [one.row["openenv"] for one in rows] == [{"split": "test", "index": 0}]
         with pytest.raises(DataError, match=r"'dev'.*'train'.*'test'"):
-            await asyncio.to_thread(
-                lambda: [*generated_rows(path, {"split": "dev"}, held_out=False)]
-            )
+            await asyncio.to_thread(list, generated_rows(path, {"split": "dev"}, held_out=False))
         with pytest.raises(DataError, match="source has no"):
             await asyncio.to_thread(lambda: [*generated_rows(path, {"sized": 3}, held_out=False)])
 
@@ -231,10 +229,8 @@ async def answering(
 
 
 def observed(text: str, reward: float | None = None, done: bool = False) -> Any:
-    return {
-        "type": "observation",
-        "data": {"observation": {"text": text}, "reward": reward, "done": done},
-    }
+    data = {"observation": {"text": text}, "reward": reward, "done": done}
+    return {"type": "observation", "data": data}
 
 
 BEGUN = "?\n\nbegin< |im_end|>"  # a part of the prompt

@@ -132,7 +132,6 @@ async def test_tasks_of_an_openenv_server_are_rows() -> None:
         await env.close()
     async with theirs("guessing") as url:
         path = f"openenv:{url}"
-        rows = await asyncio.to_thread(
-            lambda: [*generated_rows(path, {"size": 2, "seed": 5}, held_out=False)]
-        )
+        made = generated_rows(path, {"size": 2, "seed": 5}, held_out=False)
+        rows = await asyncio.to_thread(list, made)
         assert [one.row["openenv"] for one in rows] == [{"seed": 5}, {"seed": 6}]

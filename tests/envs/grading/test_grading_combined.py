@@ -45,12 +45,8 @@ async def test_rewards_are_weighted_and_added_up() -> None:
     grader = Combined({"answer": Weighted(ExactMatch()), "short": Weighted(Short(), 0.25)})
     found = await grade(grader, RIGHT)
     assert (found.reward, found.success) == (1.25, True)
-    assert found.parts == {
-        "answer": 1.0,
-        "answer.accuracy": 1.0,
-        "short": 0.25,
-        "short.num_words": 1.0,
-    }
+    parts = {"answer": 1.0, "answer.accuracy": 1.0, "short": 0.25, "short.num_words": 1.0}
+    assert found.parts == parts
     assert "short: 1 words" in found.reason
     found = await grade(grader, WRONG)
     assert (found.reward, found.success) == (0.25, False)

@@ -68,8 +68,5 @@ async def test_the_record_of_a_call_counts_the_use_of_the_browser_agent(site: We
         text = "<think>I need its history.</think><search>lima</search>"
         call = Message("assistant", text, (ToolCall("search", {"query": "lima"}),))
         *_, info = await env.step(call)
-    assert count_calls(info["tool_calls"]) == {
-        "browser_uses": 1,
-        "browser_ok": 1,
-        "browser_tokens": 930,
-    }
+    counts = {"browser_uses": 1, "browser_ok": 1, "browser_tokens": 930}
+    assert count_calls(info["tool_calls"]) == counts
