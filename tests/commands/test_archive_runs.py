@@ -76,9 +76,8 @@ def test_the_number_of_optimizer_steps_matches_the_announced_one(
     assert said_at_start is not None
     rows = [row for row in rows_of(run) if "trees/offered" in row]
     taken = [row.get("learner/num_steps", 0) for row in rows]
-    fates = [
-        entry.fate for path in steps_of(run / "trees").values() for entry in read_step(path).entries
-    ]
+    steps = map(read_step, steps_of(run / "trees").values())
+    fates = [entry.fate for step in steps for entry in step.entries]
     if equal == "count":
         assert said_at_start.groups() == (None, "2")
         assert taken == [2.0] * 6

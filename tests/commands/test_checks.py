@@ -271,9 +271,8 @@ def test_an_interrupted_setup_leaves_no_folder_and_offers_no_resume(
 def test_files_of_a_fine_tuning_are_checked_before_its_setup(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "agentenv.envs.quickstart.setup.prepare_chat", lambda *_: pytest.fail("it was run")
-    )
+    setup = "agentenv.envs.quickstart.setup.prepare_chat"
+    monkeypatch.setattr(setup, lambda *_: pytest.fail("it was run"))
     config, runs = str(ROOT / "configs" / "sft_quickstart.toml"), tmp_path / "runs"
     arguments = [config, f"run.dir={runs}", f"data.train={tmp_path}/nowhere.jsonl"]
     told = f"data.train: {tmp_path}/nowhere.jsonl: no such file or folder"

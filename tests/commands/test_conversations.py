@@ -18,10 +18,8 @@ from tests.support.golden import Golden
 
 USER, ANSWER = Message("user", "Who?"), Message("assistant", "<answer>me</answer>")
 SHAREGPT = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "<answer>me</answer>"}]
-MESSAGES = [
-    {"role": "user", "content": "Who?"},
-    {"role": "assistant", "content": "<answer>me</answer>"},
-]
+REPLY = {"role": "assistant", "content": "<answer>me</answer>"}
+MESSAGES = [{"role": "user", "content": "Who?"}, REPLY]
 
 
 def read(row: dict[str, Any], **keys: Any) -> tuple[Message, ...]:

@@ -20,11 +20,8 @@ def repeating_policy(prompt: str, rng: Random) -> str:
 def evaluated(warehouse: Path, out: Path, *overrides: str) -> list[dict[str, Any]]:
     arguments = [str(warehouse.parent / "model"), "--env", "me/Warehouse-v0", "--n", "2"]
     arguments += ["--out", str(out), f"data={warehouse.parent}/train.jsonl", "env.module=my_env"]
-    arguments += [
-        "engine.name=scripted",
-        "limits.max_response_tokens=400",
-        "limits.max_prompt_tokens=600",
-    ]
+    limits = ["limits.max_response_tokens=400", "limits.max_prompt_tokens=600"]
+    arguments += ["engine.name=scripted", *limits]
     arguments += ["engine.script=tests.commands.test_env_settings:repeating_policy"]
     assert evaluate.main([*arguments, *overrides]) == 0
     lines = (out / "rows.jsonl").read_text().splitlines()

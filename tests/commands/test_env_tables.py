@@ -62,9 +62,8 @@ async def test_a_table_reaches_the_environment_or_is_refused(env_id: str, tmp_pa
     (tmp_path / "mine.py").write_text("def score(task, written, calls):\n    return 0.75\n")
     grader = {"path": "{run}/mine.py", "name": "score"}
     given = {"python": INTERPRETER, "search": SEARCH, "grader": grader}
-    kwargs = (
-        {"corpus": "envs/data/wikipedia_passages.jsonl"} if env_id.endswith("Quickstart-v0") else {}
-    )
+    corpus = {"corpus": "envs/data/wikipedia_passages.jsonl"}
+    kwargs = corpus if env_id.endswith("Quickstart-v0") else {}
     for name in {*TABLES} - {*READS[env_id]}:
         make = maker({"id": env_id, "kwargs": kwargs}, **{name: given[name]})
         with pytest.raises(ConfigError, match=rf"\[{name}\]: .*{env_id}"):

@@ -92,10 +92,8 @@ num_samples = 1
 """)
     assert run("out", "--config", str(config), data=False) == 0
     rows = read_rows(tmp_path / "out")
-    limits = {
-        name: [row.limit for row in rows if row.dataset == name] for name in ("short", "long")
-    }
-    assert limits == {"short": ["turns"] * 4, "long": [None] * 3}
+    assert [row.limit for row in rows if row.dataset == "short"] == ["turns"] * 4
+    assert [row.limit for row in rows if row.dataset == "long"] == [None] * 3
     saved = load_saved(tmp_path / "out").config["sets"]
     assert (saved["short"]["limits"]["max_turns"], saved["long"]["limits"]["max_turns"]) == (1, 5)
     assert run("out", "--config", str(config), "--set", "long", "--n", "4", data=False) == 0

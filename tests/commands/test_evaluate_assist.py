@@ -199,12 +199,8 @@ def test_the_shipped_configuration_is_planned_and_runs_small(
     small += ["--out", str(tmp_path / "out"), f"sets.aime24.path={tmp_path}/aime.jsonl"]
     small += ["engine.name=scripted", "engine.script=tests.commands.test_evaluate_assist:counting"]
     small += ["engine.max_model_len=4096", "grader.judge.cache="]
-    small += [
-        "prompt.template=search+python",
-        "limits.max_prompt_tokens=2000",
-        "limits.max_response_tokens=1500",
-    ]
-    small += ["assist.refiner.min_response_tokens=400"]
+    small += ["prompt.template=search+python", "assist.refiner.min_response_tokens=400"]
+    small += ["limits.max_prompt_tokens=2000", "limits.max_response_tokens=1500"]
     roles = ("debugger", "judge", "summarizer")
     small += [f"roles.{role}={{url='{helper.url}'}}" for role in roles]
     small += ["search={preset='tool_star', summarizer={url='{role:summarizer}/v1', model='m'}}"]

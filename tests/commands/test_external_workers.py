@@ -187,14 +187,10 @@ def rendered(capsys: pytest.CaptureFixture[str], path: Path, *overrides: str) ->
     return path.read_text()
 
 
-EXTERNAL_LEARNER = (
-    "learner.launch=external",
-    "learner.num_ranks=4",
-    "learner.address=0.0.0.0:29400",
-)
+EXTERNAL_RANKS = ("learner.launch=external", "learner.num_ranks=4", "learner.address=0.0.0.0:29400")
 
 
-@pytest.mark.parametrize("more", [(), EXTERNAL_LEARNER])
+@pytest.mark.parametrize("more", [(), EXTERNAL_RANKS])
 def test_a_script_for_slurm(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, more: tuple[str, ...]
 ) -> None:

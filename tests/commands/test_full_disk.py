@@ -29,9 +29,8 @@ def full(path: Path) -> None:
 
 
 def plots(folder: Path) -> None:
-    (folder / "metrics.jsonl").write_text(
-        json.dumps({"step": 1, "trees/offered": 1, "loss": 0.5}) + "\n"
-    )
+    row = {"step": 1, "trees/offered": 1, "loss": 0.5}
+    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     pictures.write_curve(folder)
     supervised.plot_losses(folder, "sft", ("loss",))
 

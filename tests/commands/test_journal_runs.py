@@ -63,9 +63,8 @@ def test_after_kill_9_the_same_trees_make_the_same_weights(
     with started(warehouse, "killed-9", *goes_on) as (process, run):
         after = read_and_killed(process, journal, last)
     assert not there & {frame.tree for frame in of(Began, after)}, "none is rolled out again"
-    assert [frame.trees for frame in of(Trained, after)][:num_steps] == [
-        frame.trees for frame in trained
-    ]
+    again = [frame.trees for frame in of(Trained, after)][:num_steps]
+    assert again == [frame.trees for frame in trained]
     leased = [index for frame in of(Leased, after) for index in frame.trees]
     assert leased == list(range(len(leased))), "each once, in start order"
     assert {step: weights(run, step) for step in (2, 4)} == old

@@ -154,9 +154,8 @@ def test_a_resumed_run_continues_its_id_and_step_axis_in_weights_and_biases(tmp_
         monitors.trajectories("eval-held-x", [SAMPLE])
         monitors.finish(0)
     wandb.teardown()  # its service process outlives a run
-    files = sorted(
-        (tmp_path / "wandb").glob("offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime
-    )
+    found = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    files = sorted(found, key=lambda path: path.stat().st_mtime)
     assert len(files) == 2
     runs = [r.run for f in files for r in records(f) if r.WhichOneof("record_type") == "run"]
     assert {run.run_id for run in runs} == {runs[0].run_id}

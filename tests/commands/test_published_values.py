@@ -164,9 +164,8 @@ def test_every_difference_is_one() -> None:
 
 
 def test_the_relative_variant_differs_by_the_signal_alone() -> None:
-    own, plain = (
-        read_toml(CONFIGS / f"{name}.toml") for name in ("arpo_relative_7b", "arpo_reasoning_7b")
-    )
+    names = ("arpo_relative_7b", "arpo_reasoning_7b")
+    own, plain = (read_toml(CONFIGS / f"{name}.toml") for name in names)
     marked = {"fork_criterion": "relative", "entropy_weight": 0.5, "entropy_window": 64}
     assert own.pop("algorithm") == plain.pop("algorithm") | marked
     assert own == plain

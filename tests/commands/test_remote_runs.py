@@ -23,11 +23,8 @@ from tests.support.warehouse import ROOT
 
 pytestmark = pytest.mark.timeout(1200)
 
-SMALL = [
-    "queue.groups_per_step=4",
-    "learner.groups_per_minibatch=4",
-    "eval.sets.heldout.phases=false",
-]
+SMALL = ["queue.groups_per_step=4", "learner.groups_per_minibatch=4"]
+SMALL += ["eval.sets.heldout.phases=false"]
 VLLM = [
     "engine.name=vllm",
     "train.num_steps=5",

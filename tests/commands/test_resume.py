@@ -14,12 +14,8 @@ from agentenv.launchers import export, train
 from tests.support.runs import first_turns, rows_of, trees_of
 
 pytestmark = pytest.mark.usefixtures("here")
-LORA = [
-    "learner.optimizer=adamw",
-    "learner.lora={r=4,alpha=8}",
-    "learner.schedule=cosine",
-    "learner.warmup_steps=1",
-]
+LORA = ["learner.optimizer=adamw", "learner.lora={r=4,alpha=8}"]
+LORA += ["learner.schedule=cosine", "learner.warmup_steps=1"]
 
 
 def steps_of(run: Path) -> list[int]:

@@ -177,10 +177,8 @@ async def test_the_dialects_of_tool_star(client: Any) -> None:
     status, found = await post(client, "/batch_search", body)
     assert (status, found[0]) == (200, [told])
     assert [rows[0]["id"] for rows in found] == ["lima", "oslo"]
-    status, (documents, scores) = await post(
-        client, "/batch_search", {**body, "return_score": True}
-    )
-    assert documents == found
+    status, (same, scores) = await post(client, "/batch_search", {**body, "return_score": True})
+    assert same == found
     assert [len(values) for values in scores] == [1, 1]
     assert await post(client, "/search", {"query": "peru", "top_n": 1}) == (200, [told])
     body = {"query": "capital", "return_score": True}

@@ -192,9 +192,8 @@ def test_a_killed_worker_costs_no_tree(warehouse: Path, calm: Path) -> None:
     both = trees(found)
     assert {index: both[index] for index in trees(calm)} == trees(calm)
     last = [row for row in rows_of(found) if "workers/up" in row][-1]
-    assert re.search(
-        r"worker-\d is lost: it was killed by SIGKILL .*; trees [\d, ]+ resume", log_of(found)
-    )
+    lost = r"worker-\d is lost: it was killed by SIGKILL .*; trees [\d, ]+ resume"
+    assert re.search(lost, log_of(found))
     assert last["workers/lost"] >= 2
     assert last["workers/trees_moved"] > 0
 

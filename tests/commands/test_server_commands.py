@@ -182,7 +182,6 @@ def test_the_command_line_of_sglang_on_the_cpu(tmp_path: Path) -> None:
     assert int(found["--max-total-tokens"]) == 65536
     assert found["--context-length"] == "514"  # of which it fills the requested 512
     longest = served(tmp_path, engine="sglang", max_model_len=of_model(tmp_path))
-    assert flags(command("py", longest, LaunchConfig()))["--context-length"] == str(
-        of_model(tmp_path)
-    )
+    given = flags(command("py", longest, LaunchConfig()))
+    assert given["--context-length"] == str(of_model(tmp_path))
     assert environment(there, LaunchConfig())["SGLANG_PLATFORM"] == "plaincpu"

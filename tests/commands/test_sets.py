@@ -164,9 +164,8 @@ def test_an_arm_that_needs_half_the_calls_has_a_ratio_of_one_half(
 def test_a_run_that_misses_a_level_needs_no_fewer_calls_than_the_longest_run() -> None:
     def curve(calls: list[float], success: list[float]) -> sets.Curve:
         right = np.array([[1.0] * round(8 * one) + [0.0] * (8 - round(8 * one)) for one in success])
-        return sets.Curve(
-            np.array(calls), right, np.array(calls) * 10, is_forkless=not any(success)
-        )
+        spent = np.array(calls)
+        return sets.Curve(spent, right, spent * 10, is_forkless=not any(success))
 
     learned = {seed: curve([0, 100, 200, 300], [0.0, 0.25, 0.5, 0.75]) for seed in (1, 2)}
     gave_up = {seed: curve([0, 20, 22, 23], [0.0, 0.0, 0.0, 0.0]) for seed in (1, 2)}

@@ -70,9 +70,8 @@ def test_tags_are_unified() -> None:
 
 def test_a_thought_that_the_prompt_has_opened_is_part_of_the_text() -> None:
     row = trajectory(ANSWER.removeprefix("<think>"), prompt=PROMPT + "<think>\n")
-    assert sorting.judge(row, "direct", TOOLS, FilterConfig()).text == ANSWER.replace(
-        "<think>", "<think>\n"
-    )
+    found = sorting.judge(row, "direct", TOOLS, FilterConfig())
+    assert found.text == ANSWER.replace("<think>", "<think>\n")
     assert reason(trajectory(ANSWER.removeprefix("<think>")), "direct") == "unpaired_tag"
 
 

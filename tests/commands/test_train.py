@@ -63,9 +63,8 @@ def test_the_summary_has_all_documented_keys_and_no_tree_is_lost(finished: Path)
     assert set(summary["wall_s"]) >= {"setup", "sft", "rl", "eval", "total"}
     trees = summary["trees"]
     assert trees["offered"] == 8
-    assert trees["offered"] == (
-        trees["trained"] + trees["filtered"] + trees["failed"] + trees["in_flight"]
-    )
+    ends = ("trained", "filtered", "failed", "in_flight")
+    assert trees["offered"] == sum(trees[name] for name in ends)
     assert summary["staleness"]["max"] <= 1
     updates = sum("learner/loss" in row for row in rows_of(finished))
     assert summary["policy_version"] == updates > 0

@@ -395,9 +395,8 @@ def test_trees_whose_forks_changed_the_outcome_are_found(shown: Viewed, open_pag
         num_trees = int(text_of(page, ".grid-foot").split()[0])
         page.select_option("label:has-text('forks') select", "changed")
         page.wait_for_selector(".changed")
-        page.wait_for_function(
-            f"!document.querySelector('.grid-foot').innerText.startsWith('{num_trees} ')"
-        )
+        foot = "document.querySelector('.grid-foot').innerText"
+        page.wait_for_function(f"!{foot}.startsWith('{num_trees} ')")
         fates = {*page.locator(".grid-row .tag").all_inner_texts()}
         assert fates == {"trained", "failed"}  # filtered ones have equal returns
         assert 0 < int(text_of(page, ".grid-foot").split()[0]) < num_trees

@@ -280,9 +280,8 @@ def test_rows_and_figures_of_an_evaluation(run: ViewedRun) -> None:
     assert row["reason"].startswith("the judge said")
     figures = folder.answer("evaluations/after_rl/figures")
     ours = figures_of(questions_of(read_rows(run.folder / "eval" / "after_rl")), (1, 2))
-    assert figures["overall"]["estimates"]["success"] == msgspec.to_builtins(
-        ours.estimates["success"]
-    )
+    success = msgspec.to_builtins(ours.estimates["success"])
+    assert figures["overall"]["estimates"]["success"] == success
     assert figures["overall"]["pass_at"][2]["value"] == 0.75
     assert folder.answer("evaluations/after_rl/search", {"q": "QUESTION 3"})["rows"] == [6, 7]
 

@@ -184,9 +184,8 @@ def test_a_resumed_curriculum_draws_the_tasks_of_the_first_process(warehouse: Pa
     drawn = {frame.tree: frame.task for frame in of(Started, frames(run))}
     assert list(drawn) == list(range(16))
     trained = [row for row in rows_of(run) if "score/value" in row]
-    assert [row["curriculum/seen"] for row in trained] == sorted(
-        row["curriculum/seen"] for row in trained
-    )
+    seen = [row["curriculum/seen"] for row in trained]
+    assert seen == sorted(seen)
     others = dict(zip(drawn, reversed(drawn.values()), strict=True))
     for name, known in (("alike", drawn), ("others", others), ("anew", {})):
         written = resume_frames(

@@ -53,9 +53,8 @@ class Tasks:
         host, _, port = launch.env[supervisor.ADDRESS_VARIABLE].rpartition(":")
         link = Link(*await asyncio.open_connection(host, int(port)))
         number = int(launch.env[supervisor.NUMBER_VARIABLE])
-        link.send(
-            pack(worker_group.Hello(launch.env[supervisor.TOKEN_VARIABLE], number, 1, self._code))
-        )
+        token = launch.env[supervisor.TOKEN_VARIABLE]
+        link.send(pack(worker_group.Hello(token, number, 1, self._code)))
         try:
             await link.receive()
             link.send(pack(self._first(launch.name)))

@@ -34,7 +34,5 @@ def history(path: Path) -> Iterator[dict[str, str]]:
     """Logged rows: key to the JSON text of its value."""
     for record in records(path):
         if record.WhichOneof("record_type") == "history":
-            yield {
-                item.key or "/".join(item.nested_key): item.value_json
-                for item in record.history.item
-            }
+            items = record.history.item
+            yield {item.key or "/".join(item.nested_key): item.value_json for item in items}

@@ -146,9 +146,8 @@ async def check_spans(b: Bench, num_tokens: int, *, recomputes: bool) -> None:
             versions = [span.version for span in done.version_spans]
             assert versions in ([before, version], [before], [version])
             assert len(done.token_ids) == num_tokens
-            check_sampled(
-                b.models, ids, done if recomputes else cut(done, done.version_spans[0].end)
-            )
+            scored = done if recomputes else cut(done, done.version_spans[0].end)
+            check_sampled(b.models, ids, scored)
         if any(len(done.version_spans) == 2 for done in found):
             return
     raise AssertionError("no request was running when the weights came")

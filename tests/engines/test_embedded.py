@@ -53,11 +53,8 @@ async def test_ragged_arrivals_wait_in_order(tiny: tuple[Path, Any]) -> None:
 
         async def call(index: int) -> None:
             ids = prompt(index, 5 + 7 * (index % 4))
-            check(
-                model,
-                ids,
-                await engine.generate(ids, SamplingParams(max_tokens=8), session=str(index)),
-            )
+            done = await engine.generate(ids, SamplingParams(max_tokens=8), session=str(index))
+            check(model, ids, done)
             ended.append(index)
 
         await asyncio.gather(*(call(index) for index in range(9)))

@@ -59,9 +59,8 @@ async def test_cancel_frees_the_slot(
         steps.permit(1)
         await started.wait()
         waiting = asyncio.create_task(engine.generate(prompt(1, 5), long, session="s"))
-        short = asyncio.create_task(
-            engine.generate(prompt(2, 5), SamplingParams(max_tokens=3), session="s")
-        )
+        call = engine.generate(prompt(2, 5), SamplingParams(max_tokens=3), session="s")
+        short = asyncio.create_task(call)
         await asyncio.sleep(0)
         waiting.cancel()
         hog.cancel()

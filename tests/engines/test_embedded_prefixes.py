@@ -37,9 +37,8 @@ async def test_prefix_is_computed_once(
         )
         steps.permit(10)
         branch = ids + (await seen).token_ids
-        fork_call = asyncio.create_task(
-            engine.generate(branch, SamplingParams(max_tokens=20), session="s")
-        )
+        call = engine.generate(branch, SamplingParams(max_tokens=20), session="s")
+        fork_call = asyncio.create_task(call)
         await asyncio.sleep(0)
         steps.permit(1 + 20)
         fork = await fork_call

@@ -45,9 +45,8 @@ async def test_weights_change_while_requests_run(
         steps.permit(1)
         await loading
         assert engine.policy_version == 7
-        pending = asyncio.create_task(
-            engine.generate(ids, SamplingParams(max_tokens=30), session="s")
-        )
+        call = engine.generate(ids, SamplingParams(max_tokens=30), session="s")
+        pending = asyncio.create_task(call)
         await asyncio.sleep(0)
         steps.permit(1 + 30)
         fresh = await pending

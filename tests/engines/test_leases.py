@@ -253,9 +253,8 @@ class Storm:
             case "ask":
                 for engine in [self.b.pool, *(engine for _, engine in self.workers)] * 2:
                     self.num_requests += 1
-                    self.pending[asyncio.create_task(self.generate(self.num_requests, engine))] = (
-                        engine
-                    )
+                    task = asyncio.create_task(self.generate(self.num_requests, engine))
+                    self.pending[task] = engine
             case "cancel":
                 for _ in range(number):
                     await asyncio.sleep(0)

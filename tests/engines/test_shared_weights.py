@@ -157,9 +157,8 @@ class Vanishing(MemorySender):
         version = await super().publish(sleeps_next=sleeps_next)
         if self.vanishes:
             self.vanishes = self.always
-            self.weights = replace(
-                self.weights, memory={"cpu": [[self.weights.memory["cpu"][0][0], 999]]}
-            )
+            handle = self.weights.memory["cpu"][0][0]
+            self.weights = replace(self.weights, memory={"cpu": [[handle, 999]]})
         return version
 
 

@@ -162,9 +162,8 @@ def test_a_rollout_of_a_dialogue_is_the_rendered_chat_and_trains_only_the_policy
     (trajectory,) = tree.trajectories()
     text = renderer.decode(trajectory.token_ids)
     assert "Which color?<|im_end|>" in text
-    sampled = [
-        t for t, mine in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if mine
-    ]
+    pairs = zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
+    sampled = [token for token, mine in pairs if mine]
     assert renderer.decode(sampled) == "Which color?<|im_end|>It costs 7.<|im_end|>"
     assert tree.nodes[1].info["user_messages"] == 1
 

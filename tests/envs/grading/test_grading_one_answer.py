@@ -217,9 +217,8 @@ async def test_no_grader_rewards_two_answers() -> None:
         grader = make_grader({**keys, **({"math": False} if keys["kind"] == "layered" else {})})
         for gold in ("Paris", "London"):
             task = Task("t", "e", "q", (gold,))
-            grade = await grader.grade(
-                task, [Message("assistant", text)], {"search": 1, "python": 1}
-            )
+            calls = {"search": 1, "python": 1}
+            grade = await grader.grade(task, [Message("assistant", text)], calls)
             assert (grade.reward, grade.success) == (0, False), keys
     score = await TokenF1().verdict("", "The city of Paris", ["Paris"])
     assert 0 < score.score < 1  # one candidate keeps its F1

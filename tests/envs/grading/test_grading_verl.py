@@ -227,9 +227,8 @@ def test_an_object_with_mapped_columns_stays_whole_in_the_metadata(
 
     held = {"question": "q", "answer": "a", "kind": "k", "more": [1, None]}
     (tmp_path / "rows.jsonl").write_text(json.dumps({name: held}))
-    columns = ColumnsConfig(
-        question=f"{name}.question", answer=f"{name}.answer", kind=f"{name}.kind"
-    )
+    mapped = {key: f"{name}.{key}" for key in ("question", "answer", "kind")}
+    columns = ColumnsConfig(**mapped)
     (task,) = load_tasks(tmp_path / "rows.jsonl", "env", RowsConfig(columns=columns))
     assert (task.question, task.answers, task.kind) == ("q", ("a",), "k")
     assert task.metadata[name] == held

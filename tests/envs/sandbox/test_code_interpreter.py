@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-import agentenv.contract.env_registry
-import agentenv.envs
 from agentenv.base.config import read_toml
 from agentenv.base.types import Message, Task, ToolCall
 from agentenv.contract.env import shared_stats
+from agentenv.contract.env_registry import make
 from agentenv.envs.code_interpreter import python_tool, shared_sandbox
 from agentenv.envs.sandbox.keys import PythonConfig
 from agentenv.envs.sandbox.sandbox import Sandbox
@@ -25,7 +24,7 @@ def run(code: str) -> Message:
 
 
 async def test_an_episode_uses_numpy_and_sympy() -> None:
-    env = agentenv.contract.env_registry.make(ENV_ID, TASK, grader={"reward": "tools"})
+    env = make(ENV_ID, TASK, grader={"reward": "tools"})
     prompt, info = await env.reset(seed=1)
     assert prompt == [Message("user", TASK.question)]
     assert [tool["name"] for tool in info["tools"]] == ["python"]
@@ -41,9 +40,7 @@ async def test_an_episode_uses_numpy_and_sympy() -> None:
 
 
 async def test_the_time_limit_of_a_call_is_a_key() -> None:
-    env = agentenv.contract.env_registry.make(
-        ENV_ID, TASK, python={"timeout_s": 0.3, "preload": []}
-    )
+    env = make(ENV_ID, TASK, python={"timeout_s": 0.3, "preload": []})
     await env.reset(seed=1)
     observation, _, _, _, info = await env.step(run("while True: pass"))
     assert observation[0].content == "TimeoutError: stopped after 0.3 s"
@@ -56,7 +53,7 @@ async def test_names_of_a_prelude_are_there_first_after_a_restart_and_in_forks()
     names = ("tool_star_rl_3b", "eval_tool_star", "synthesize_tools")
     python, *others = [read_toml(ROOT / "configs" / f"{name}.toml")["python"] for name in names]
     assert [one["prelude"] for one in others] == [python["prelude"]] * 2
-    env = agentenv.contract.env_registry.make(ENV_ID, TASK, python={**python, "timeout_s": 3.0})
+    env = make(ENV_ID, TASK, python={**python, "timeout_s": 3.0})
     await env.reset(seed=1)
     used = "solve(Eq(symbols('t') ** 2, math.comb(4, 1))), sympy.diff(x * y * z, x), np.int64(7)"
     for code, expected in (

@@ -489,7 +489,5 @@ def test_a_program_that_drops_thoughts_keeps_one_context_with_thoughts_in_the_te
 def test_locks_and_pools_of_processes_work() -> None:
     """They use /dev/shm, whose user is the program's."""
     code = "import multiprocessing as m\nwith m.Lock(), m.Pool(2) as pool: pool.map(abs, [1])\n"
-    leaf = one_leaf(
-        CLIENT + code + "ask([{'role': 'user', 'content': 'one'}])", said, reward="exit"
-    )
+    leaf = one_leaf(f"{CLIENT}{code}{ASK}", said, reward="exit")
     assert leaf.reward == 1.0

@@ -27,9 +27,8 @@ async def test_a_session_sees_only_its_own(sandbox: Sandbox) -> None:
     parts = Path(sys.prefix).parts  # of an interpreter below /tmp the first folder is mounted
     in_tmp = [parts[2]] if parts[:2] == ("/", "tmp") else []
     first, second = sandbox.session(1), sandbox.session(2)
-    names = await output_of(
-        first, "import os; sorted(n for n in os.environ if 'NUM_THREADS' not in n)"
-    )
+    code = "import os; sorted(n for n in os.environ if 'NUM_THREADS' not in n)"
+    names = await output_of(first, code)
     assert names == "['HOME', 'LC_CTYPE', 'PWD', 'PYTHONHASHSEED']"
     assert await output_of(first, "os.listdir('/proc'), os.listdir('/tmp')") == f"([], {in_tmp})"
     code = ["cells.py", "confine.py", "fork_broker.py", "process_table.py"]

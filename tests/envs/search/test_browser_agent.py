@@ -49,9 +49,8 @@ async def test_a_failing_model_server_fails_the_trajectory(site: Web) -> None:
     site.reply = 500
     task = Task("t", "web", "When was Lima founded?", ("1535",))
     async with begun(WebSearchEnv(task, search=site.browser(), num_retries=0), seed=1) as env:
-        call = Message(
-            "assistant", "<search>lima</search>", (ToolCall("search", {"query": "lima"}),)
-        )
+        lima = ToolCall("search", {"query": "lima"})
+        call = Message("assistant", "<search>lima</search>", (lima,))
         with pytest.raises(EnvError, match=r"search\.summarizer.*500"):
             await env.step(call)
     site.reply = 401

@@ -50,9 +50,8 @@ async def test_concurrent_queries_are_encoded_together(tmp_path: Path, encoder: 
         alone = await backend.search(asked[2])
         together = (await found)[2]
         assert [hit.id for hit in alone] == [hit.id for hit in together]
-        assert [hit.score for hit in alone] == pytest.approx(
-            [hit.score for hit in together], abs=1e-5
-        )
+        scores = [hit.score for hit in together]
+        assert [hit.score for hit in alone] == pytest.approx(scores, abs=1e-5)
 
 
 async def test_closing_a_backend_releases_its_waiters(tmp_path: Path, encoder: str) -> None:
