@@ -18,13 +18,7 @@ from agentenv.data.rows import ColumnsConfig
 from agentenv.evaluation.subject import Subject, of_run
 from agentenv.launchers import evaluate, train
 from agentenv.rollout.actor import Actor
-
-Row = dict[str, Any]
-
-
-def write(path: Path, *rows: Row) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+from tests.commands.benchmark_files import write
 
 
 def configured(warehouse: Path, *overrides: str) -> TrainConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,10 +15,10 @@ from agentenv.base.errors import EXIT_MISSING
 from agentenv.envs.quickstart.setup import build_model
 from agentenv.evaluation.store import read_rows
 from agentenv.launchers import evaluate, train
+from tests.commands.evaluating import Run, refused, runner
 from tests.support.openai_endpoint import Answer, Json, ScriptedEndpoint, call, reply
 from tests.support.warehouse import STOCK
 
-Run = Callable[..., int]
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SUMMARY = "The stock tool was asked. Go on to the answer."
 
@@ -60,24 +60,12 @@ def helper() -> Iterator[ScriptedEndpoint]:
 @pytest.fixture
 def run(warehouse: Path, tmp_path: Path, helper: ScriptedEndpoint) -> Run:
     """Evaluates with all three helpers into tmp_path/NAME."""
-
-    def evaluated(name: str, *more: str) -> int:
-        folder = warehouse.parent
-        arguments = [str(folder / "model"), "--env", "me/Warehouse-v0", "env.module=my_env"]
-        arguments += ["--out", str(tmp_path / name), "engine.name=scripted", "--n", "12"]
-        arguments += ["engine.script=tests.commands.test_evaluate_assist:clumsy"]
-        arguments += [f"assist.debugger.url={helper.url}", "assist.debugger.tool=stock"]
-        arguments += ["assist.backtracer.max_uses=1", f"assist.refiner.url={helper.url}"]
-        arguments += ["assist.refiner.min_response_tokens=100", "limits.max_response_tokens=600"]
-        arguments += ["limits.max_tool_calls=20", "limits.max_prompt_tokens=300"]
-        arguments += [f"data={folder}/a.jsonl"]
-        return evaluate.main([*arguments, *more])
-
-    return evaluated
-
-
-def refused(capsys: pytest.CaptureFixture[str]) -> str:
-    return " ".join(capsys.readouterr().err.split())
+    keys = ["--n", "12", "engine.script=tests.commands.test_evaluate_assist:clumsy"]
+    keys += [f"assist.debugger.url={helper.url}", "assist.debugger.tool=stock"]
+    keys += ["assist.backtracer.max_uses=1", f"assist.refiner.url={helper.url}"]
+    keys += ["assist.refiner.min_response_tokens=100", "limits.max_response_tokens=600"]
+    evaluated = runner(warehouse, tmp_path)
+    return lambda name, *more: evaluated(name, *keys, "limits.max_tool_calls=20", *more)
 
 
 def test_rows_and_report_record_the_actions_of_the_helpers(

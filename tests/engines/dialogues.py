@@ -108,7 +108,7 @@ async def talk(name: str, url: str, models: list[Path]) -> dict[str, Any]:
             found["plain"] = await turn(server, "plain", SamplingParams(12, seed=6), 4)
             found["bare"] = await turn(server, "bare", SamplingParams(5, seed=7), bare=True)
             await leave(server)
-            found["unstarted"] = await update_while_paused(name, server, models[1])
+            found["unstarted"] = await update_while_paused(name, server, models[1], 4, "unstarted")
             found["version"] = server.policy_version
             found["refused"] = await refused(server, models[0])
             found["version after a refusal"] = server.policy_version
@@ -129,7 +129,8 @@ async def talk(name: str, url: str, models: list[Path]) -> dict[str, Any]:
             server = CLIENTS[name](url, vocab_size=VOCAB, entropy_top_k=3)
             try:
                 await server.connect(6)
-                found["recomputed"] = await update_while_paused(name, server, models[1], 7)
+                again = await update_while_paused(name, server, models[1], 7, "unstarted")
+                found["recomputed"] = again
                 found["guest"] = await guest_while_paused(name, server, models[0], 8)
             finally:
                 await server.close()
@@ -165,11 +166,11 @@ async def leave(server: RemoteServer[Any]) -> None:
 
 
 async def update_while_paused(
-    name: str, server: RemoteServer[Any], source: Path, version: int = 4
+    name: str, server: RemoteServer[Any], source: Path, version: int, key: str, client: Any = None
 ) -> Any:
-    """An update while a turn is on the server and has no token yet."""
+    """An update while a turn of the client is on the server and has no token yet."""
     await server._http.call("POST", **PAUSES[name])
-    pending = asyncio.create_task(turn(server, "unstarted", SamplingParams(5, temperature=0.0)))
+    pending = asyncio.create_task(turn(client or server, key, SamplingParams(5, temperature=0.0)))
     await asyncio.sleep(SHORT_S)
     await server.load_weights(source, version)
     return await pending
@@ -183,11 +184,7 @@ async def guest_while_paused(
     guest = CLIENTS[name](server.url, vocab_size=VOCAB, entropy_top_k=3)
     guest.take_over(server.handed())
     try:
-        await server._http.call("POST", **PAUSES[name])
-        pending = asyncio.create_task(turn(guest, "guest", SamplingParams(5, temperature=0.0)))
-        await asyncio.sleep(SHORT_S)
-        await server.load_weights(source, version)
-        return await pending
+        return await update_while_paused(name, server, source, version, "guest", guest)
     finally:
         await guest.close()
 

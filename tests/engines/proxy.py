@@ -7,6 +7,8 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import aiohttp
@@ -84,9 +86,7 @@ def changed(*path: str | int, to: Any) -> Change:
     """Sets the value at `path`, which must exist."""
 
     def change(found: Any) -> Any:
-        place = found
-        for key in path[:-1]:
-            place = place[key]
+        place = reduce(getitem, path[:-1], found)
         assert path[-1] in place or isinstance(place, list), f"{path} is not in the answer"
         place[path[-1]] = to
         return found
@@ -98,10 +98,7 @@ def without(*path: str) -> Change:
     """Removes the value at `path`, which must exist."""
 
     def change(found: Any) -> Any:
-        place = found
-        for key in path[:-1]:
-            place = place[key]
-        del place[path[-1]]
+        del reduce(getitem, path[:-1], found)[path[-1]]
         return found
 
     return change

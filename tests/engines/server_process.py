@@ -19,15 +19,8 @@ from agentenv.processes.guard import GUARD
 from tests.support.forkserver import Forked, fork_server
 
 # PYTHONPATH of a server, so that its processes are forked
-FORKING = os.pathsep.join(
-    filter(
-        None,
-        (
-            str(Path(__file__).resolve().parents[1] / "support" / "forking"),
-            os.environ.get("PYTHONPATH"),
-        ),
-    )
-)
+_OURS = str(Path(__file__).resolve().parents[1] / "support" / "forking")
+FORKING = os.pathsep.join(filter(None, (_OURS, os.environ.get("PYTHONPATH"))))
 GUARD_S = 10.0  # for the guard itself, in addition to the grace of the server
 
 
@@ -36,39 +29,31 @@ class ServerProcess:
     answers within `start_s`. It is a fork of a process that has imported `modules`, one for all
     servers of a kind. Its guard ends it with all its processes, however this process ends."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        log: Path,
-        environment: Mapping[str, str],
-        *,
-        modules: Sequence[str] = (),
-        ready: str,
-        start_s: float,
-        stop_s: float,
-    ) -> None:
+    modules: Sequence[str] = ()
+    ready, start_s, stop_s = "/health", 600.0, 30.0
+
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         self._held = hold_port()
         port = port_of(self._held)
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
-        self._ready, self._start_s, self._stop_s = ready, start_s, stop_s
         end, life = os.pipe()
         self._life: int | None = life
         with log.open("wb") as output, os.fdopen(end) as stdin:
             self._guard = Forked(
-                fork_server(command[0], modules, os.environ | environment).fork(
+                fork_server(command[0], self.modules, os.environ | environment).fork(
                     [*command[1:], "--port", str(port)],
                     environment=os.environ | environment,
                     folder=log.parent,
                     output=output.fileno(),
-                    guard=(str(GUARD), str(stop_s)),
+                    guard=(str(GUARD), str(self.stop_s)),
                     stdin=stdin.fileno(),
                 )
             )
 
     def wait_ready(self) -> None:
         """Fails with the end of the log if it does not start."""
-        end = time.monotonic() + self._start_s
+        end = time.monotonic() + self.start_s
         while not self._answers():
             if self._guard.poll() is not None or time.monotonic() > end:
                 self.kill()
@@ -95,7 +80,7 @@ class ServerProcess:
             os.close(self._life)
             self._life = None
         try:
-            self._guard.wait(self._stop_s + GUARD_S)
+            self._guard.wait(self.stop_s + GUARD_S)
         except subprocess.TimeoutExpired:
             left = self.processes()
             self._guard.kill()
@@ -107,7 +92,7 @@ class ServerProcess:
 
     def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}{self._ready}", timeout=5):
+            with urllib.request.urlopen(f"{self.url}{self.ready}", timeout=5):
                 return True
         except (urllib.error.URLError, OSError):
             return False

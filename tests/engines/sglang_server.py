@@ -12,8 +12,6 @@ from tests.engines.server_process import FORKING, ServerProcess
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 STAMP = ROOT / ".venv-sglang" / ".complete"
-START_S = 500.0  # mostly imports in four processes; 30 s on an idle machine
-STOP_S = 5.0
 ARGUMENTS = (
     *("--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1"),
     *("--disable-overlap-schedule", "--skip-server-warmup", "--enable-metrics"),
@@ -46,15 +44,10 @@ def require_sglang() -> None:
 class SGLangProcess(ServerProcess):
     """A server of `model_path`, with its log in `log`."""
 
+    modules, ready, stop_s = MODULES, "/v1/loads", 5.0
+    start_s = 500.0  # mostly imports in four processes; 30 s on an idle machine
+
     def __init__(self, model_path: Path, log: Path, arguments: Sequence[str] = ()) -> None:
         command = [str(PYTHON), "-m", "sglang.launch_server", *ARGUMENTS]
         command += ["--model-path", str(model_path), *arguments]
-        super().__init__(
-            command,
-            log,
-            ENVIRONMENT,
-            modules=MODULES,
-            ready="/v1/loads",
-            start_s=START_S,
-            stop_s=STOP_S,
-        )
+        super().__init__(command, log, ENVIRONMENT)

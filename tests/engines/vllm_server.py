@@ -17,8 +17,6 @@ from tests.support.forkserver import fork_server
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 STAMP = ROOT / ".venv-vllm" / ".complete"
-START_S = 300.0  # 15 s on an idle machine, mostly imports in three processes
-STOP_S = 10.0
 NUM_SEQS = 16  # requests that run at once; more of them wait
 BLOCK = 32  # tokens of a block of the prefix cache; the CPU's default is 128
 ARGUMENTS = (
@@ -71,6 +69,9 @@ def forking_python() -> Path:
 class VLLMProcess(ServerProcess):
     """A server in a separate process group, with its log in `log`."""
 
+    modules, stop_s = MODULES, 10.0
+    start_s = 300.0  # 15 s on an idle machine, mostly imports in three processes
+
     def __init__(
         self,
         model_path: Path,
@@ -80,15 +81,7 @@ class VLLMProcess(ServerProcess):
     ) -> None:
         command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *ARGUMENTS]
         command += ["--model", str(model_path), *arguments]
-        super().__init__(
-            command,
-            log,
-            ENVIRONMENT | (environment or {}),
-            modules=MODULES,
-            ready="/health",
-            start_s=START_S,
-            stop_s=STOP_S,
-        )
+        super().__init__(command, log, ENVIRONMENT | (environment or {}))
 
     def engine_pid(self) -> int:
         """The process that samples, a child of the one that serves."""

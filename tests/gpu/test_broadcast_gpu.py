@@ -50,7 +50,7 @@ def url(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
         "HF_HUB_OFFLINE": "1",
     }
     log = tmp_path_factory.mktemp("vllm") / "log"
-    process = ServerProcess(command, log, environment, ready="/health", start_s=600, stop_s=30)
+    process = ServerProcess(command, log, environment)
     try:
         process.wait_ready()
         yield process.url
