@@ -58,23 +58,14 @@ def start(warehouse: Path, port: int, tmp_path: Path) -> Iterator[Any]:
     started: list[subprocess.Popen[bytes]] = []
 
     def begin(token: str = TOKEN, **variables: str) -> subprocess.Popen[bytes]:
-        own = {
-            ADDRESS_VARIABLE: f"127.0.0.1:{port}",
-            TOKEN_VARIABLE: token,
-            WAIT_VARIABLE: "60",
-            DRAIN_VARIABLE: "30",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(warehouse.parent)]),
-        }
+        path = os.pathsep.join([str(ROOT), str(warehouse.parent)])
+        own = {ADDRESS_VARIABLE: f"127.0.0.1:{port}", TOKEN_VARIABLE: token, "PYTHONPATH": path}
+        own |= {WAIT_VARIABLE: "60", DRAIN_VARIABLE: "30", **variables}
+        command = [sys.executable, "-m", "agentenv.training.workers.rollout_worker"]
         with (tmp_path / f"{len(started)}.log").open("wb") as log:
-            started.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "agentenv.training.workers.rollout_worker"],
-                    env=os.environ | own | variables,
-                    stdout=log,
-                    stderr=log,
-                )
-            )
-        return started[-1]
+            worker = subprocess.Popen(command, env=os.environ | own, stdout=log, stderr=log)
+        started.append(worker)
+        return worker
 
     yield begin
     for process in started:

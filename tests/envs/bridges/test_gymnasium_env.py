@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from time import sleep
@@ -18,13 +17,14 @@ from gymnasium.wrappers import Autoreset
 from agentenv.adapters.testing import check_tool_env
 from agentenv.base.errors import ConfigError, DataError, EnvError
 from agentenv.base.types import Limit, Message, Task, ToolCall
-from agentenv.contract.env import isolated_shared, shared_stats
+from agentenv.contract.env import shared_stats
 from agentenv.contract.tool_env import grades_state
 from agentenv.data.data_files import generated_rows
 from agentenv.data.dataset import load_tasks
 from agentenv.data.rows import RowsConfig
 from agentenv.envs.bridges.gymnasium_env import GymnasiumEnv
 
+pytestmark = pytest.mark.usefixtures("services")
 TOYS = {
     "FrozenLake-v1": "left down right up",
     "Taxi-v4": "south north east west pickup dropoff",
@@ -96,12 +96,6 @@ for kind in (Walk, Spoken, Global, Shared, Pixels, Slow, Continuous):
 gymnasium.register("test/Again-v0", lambda: Autoreset(Walk()))
 gymnasium.register("test/Short-v0", Walk, max_episode_steps=2)
 gymnasium.register("test/Many-v0", vector_entry_point=Walk)
-
-
-@pytest.fixture(autouse=True)
-async def _shared() -> AsyncIterator[None]:
-    async with isolated_shared():
-        yield
 
 
 def act(*actions: str) -> Message:

@@ -14,7 +14,7 @@ from aiohttp import web
 from agentenv.adapters.testing import check_tool_env
 from agentenv.base.errors import ConfigError, DataError, EnvError, InfraError, ToolError
 from agentenv.base.types import Limit, Message, Task, ToolCall, ToolResult
-from agentenv.contract.env import Grade, isolated_shared
+from agentenv.contract.env import Grade
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import StatelessTool
 from agentenv.data.data_files import generated_rows
@@ -23,6 +23,7 @@ from agentenv.envs.bridges.openenv import OpenEnv
 from tests.support.fork_law import check_fork_law
 from tests.support.listening import listening
 
+pytestmark = pytest.mark.usefixtures("services")
 TASKS = [Task(f"t{number}", "counter", f"Count to {number}.", (str(number),)) for number in (3, 4)]
 
 
@@ -61,12 +62,6 @@ def add(number: int) -> Message:
 
 
 EPISODE = [add(1), add(2), Message("assistant", "3")]
-
-
-@pytest.fixture(autouse=True)
-async def _shared() -> AsyncIterator[None]:
-    async with isolated_shared():
-        yield
 
 
 @asynccontextmanager
