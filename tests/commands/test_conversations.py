@@ -53,31 +53,16 @@ def test_a_system_prompt_of_the_row_comes_first() -> None:
 def test_tools_and_calls() -> None:
     call = {"name": "search", "arguments": {"query": "me"}}
     schema = {"name": "search", "parameters": {}}
+    shared = {"from": "function_call", "value": json.dumps(call)}
+    talk = [SHAREGPT[0], shared, {"from": "observation", "value": "found"}, SHAREGPT[1]]
+    function = {"name": "search", "arguments": '{"query": "me"}'}
+    calls = [{"id": "1", "type": "function", "function": function}]
+    turn = {"role": "assistant", "content": None, "tool_calls": calls}
+    messages = [MESSAGES[0], turn, {"role": "tool", "content": "found"}, MESSAGES[1]]
     rows = (
-        {
-            "conversations": [
-                SHAREGPT[0],
-                {"from": "function_call", "value": json.dumps(call)},
-                {"from": "observation", "value": "found"},
-                SHAREGPT[1],
-            ],
-            "tools": json.dumps([schema]),
-        },
-        {
-            "messages": [
-                MESSAGES[0],
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "tool_calls": [{"id": "1", "type": "function", "function": {
-                        "name": "search", "arguments": '{"query": "me"}'}}],
-                },
-                {"role": "tool", "content": "found"},
-                MESSAGES[1],
-            ],
-            "tools": [{"type": "function", "function": schema}],
-        },
-    )  # fmt: skip
+        {"conversations": talk, "tools": json.dumps([schema])},
+        {"messages": messages, "tools": [{"type": "function", "function": schema}]},
+    )
     asked = Message("assistant", "", (ToolCall("search", {"query": "me"}),))
     for row in rows:
         found = dialogues.read_conversation(row, dialogues.RowFormat())

@@ -33,14 +33,8 @@ def credited(grown: TrajectoryTree, *advantages: float) -> CreditedTree:
 def test_the_score_of_a_step_by_hand() -> None:
     fresh, stale, equal = tree(0, (30, 5), (10, 4)), tree(1, (20, 3), (8, 5)), tree(2, (32, 5))
     trained = [credited(fresh, 1.0, -1.0), credited(stale, 0.5, 0.0)]
-    found = step_score(
-        [fresh, stale, equal],
-        trained,
-        policy_version=5,
-        seconds=4.0,
-        groups_per_step=3,
-        num_known={},
-    )
+    keys = {"policy_version": 5, "seconds": 4.0, "groups_per_step": 3}
+    found = step_score([fresh, stale, equal], trained, **keys, num_known={})
     # 30 + 10 + 20 tokens have an advantage, which are 0, 1 and 2 versions old: 50 in all.
     assert found["score/accepted_tokens_per_s"] == 15.0
     assert found["score/freshness"] == pytest.approx(1 / (1 + 50 / 60))
@@ -50,9 +44,8 @@ def test_the_score_of_a_step_by_hand() -> None:
 
 
 def test_the_score_of_a_step_without_training_is_zero() -> None:
-    found = step_score(
-        [tree(0, (4, 0))], [], policy_version=0, seconds=1.0, groups_per_step=1, num_known={}
-    )
+    keys = {"policy_version": 0, "seconds": 1.0, "groups_per_step": 1}
+    found = step_score([tree(0, (4, 0))], [], **keys, num_known={})
     assert found["score/value"] == 0.0
     assert found["flow/filtered_tokens"] == 1.0
 

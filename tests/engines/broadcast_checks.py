@@ -23,8 +23,8 @@ from agentenv.learners.lora import LoRAConfig
 from agentenv.learners.ranks.learner import DeepSpeedLearner
 from agentenv.learners.ranks.senders import LearnerSender
 from agentenv.learners.trees.encoded_tree import encode_sequence
-from tests.engines.reference import EOS, VOCAB, check_sampled
-from tests.engines.world import prompt
+from tests.engines.reference import VOCAB, check_sampled
+from tests.engines.world import pool_of, prompt
 from tests.learners.ranks import ALGORITHM
 from tests.support.polling import until
 
@@ -97,15 +97,7 @@ async def bench(
     """The servers may hold other weights; they get those of `model` from its directory."""
     config = config or LearnerConfig(zero_stage=0, optimizer="muon_adamw", learning_rate=0.02)
     learner = await DeepSpeedLearner.start(config, ALGORITHM, model, root / "learner.log")
-    pool = EnginePool(
-        servers,
-        model,
-        0,
-        vocab_size=VOCAB,
-        eos_ids={EOS},
-        config=QuickConfig(),
-        name=f"{root.name}-{next(IDS)}",
-    )
+    pool = pool_of(servers, model, config=QuickConfig(), name=f"{root.name}-{next(IDS)}")
     try:
         await pool.start(fresh=False)
         found = Bench(learner, pool, root)

@@ -43,14 +43,9 @@ def byte_fallback() -> Tokenizer:
     pieces = [f"<0x{i:02X}>" for i in range(256)]
     pieces += ["\u2581", "a", "\u2581b", "ab", "\u2581\u00e9", ">", "\u2581>"]
     tokenizer = Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, [], byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("\u2581", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    replaced, strip = decoders.Replace("\u2581", " "), decoders.Strip(" ", 1, 0)
+    steps = [replaced, decoders.ByteFallback(), decoders.Fuse(), strip]
+    tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer
 
 

@@ -18,11 +18,11 @@ from agentenv.contract.server_config import ServersConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.vllm import VLLMServer
 from tests.engines import contract
-from tests.engines.reference import EOS, MAX_LENGTH, VOCAB, check_sampled
+from tests.engines.reference import MAX_LENGTH, VOCAB, check_sampled
 from tests.engines.server_process import FORKING
 from tests.engines.traffic import LONG
 from tests.engines.vllm_server import forking_python, require_vllm
-from tests.engines.world import EngineSubject, World, prompt
+from tests.engines.world import EngineSubject, World, pool_of, prompt
 
 pytestmark = pytest.mark.engine_vllm
 
@@ -42,14 +42,8 @@ async def test_a_pool_of_one_real_server_fulfills_the_contract_and_survives_its_
         served = Served("vllm", world.paths[0], "policy", MAX_LENGTH, trained=True)
         config = ServersConfig(python=str(forking_python()), env={"PYTHONPATH": FORKING})
         (url,) = await factory.start(served, config, "engine.servers")
-        pool = EnginePool(
-            [VLLMServer(url, vocab_size=VOCAB)],
-            world.paths[0],
-            0,
-            vocab_size=VOCAB,
-            eos_ids={EOS},
-            name=tmp_path.name,
-        )
+        server = VLLMServer(url, vocab_size=VOCAB)
+        pool = pool_of([server], world.paths[0], name=tmp_path.name)
         stack.push_async_callback(pool.close)
         await pool.start(fresh=True)
         subject = EngineSubject(pool)

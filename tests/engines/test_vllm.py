@@ -16,11 +16,10 @@ from agentenv.base.errors import ConfigError, EngineError
 from agentenv.base.types import SamplingParams, VersionSpan
 from agentenv.contract.http_client import ServerClient
 from agentenv.contract.request import ServerLostError
-from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.remote.probes import VLLM_NEEDED, probe_vllm
 from agentenv.engines.vllm import VLLMServer
 from tests.engines import contract
-from tests.engines.reference import EOS, VOCAB, check_sampled, distribution
+from tests.engines.reference import VOCAB, check_sampled, distribution
 from tests.engines.traffic import Traffic
 from tests.engines.vllm_server import (
     BLOCK,
@@ -32,7 +31,7 @@ from tests.engines.vllm_server import (
     VLLMProcess,
     require_vllm,
 )
-from tests.engines.world import ServerSubject, World, prompt
+from tests.engines.world import ServerSubject, World, pool_of, prompt
 
 pytestmark = pytest.mark.engine_vllm
 TOP_K = 4
@@ -246,14 +245,8 @@ async def test_forks_reuse_prefixes_after_an_update_under_64_streams(servers: Se
     sampled each token; forks find all full blocks of the sampled tokens."""
     world = servers.untied_world
     prompts = [prompt(n, 2 * BLOCK + 5) for n in range(4 * NUM_SEQS)]
-    pool = EnginePool(
-        [VLLMServer(servers.plain.url, entropy_top_k=TOP_K, vocab_size=VOCAB)],
-        world.paths[0],
-        0,
-        vocab_size=VOCAB,
-        eos_ids={EOS},
-        name="streams",
-    )
+    server = VLLMServer(servers.plain.url, entropy_top_k=TOP_K, vocab_size=VOCAB)
+    pool = pool_of([server], world.paths[0], name="streams")
     try:
         await pool.start(fresh=False)
         pending = [

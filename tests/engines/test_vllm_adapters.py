@@ -18,9 +18,9 @@ from agentenv.contract.http_client import ServerClient
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.vllm import VLLMServer
 from tests.engines.adapters import write_adapters
-from tests.engines.reference import EOS, VOCAB, check_sampled
+from tests.engines.reference import VOCAB, check_sampled
 from tests.engines.vllm_server import LOGPROBS, SCALE_OUT, VLLMProcess, require_vllm
-from tests.engines.world import World, prompt
+from tests.engines.world import World, pool_of, prompt
 
 pytestmark = pytest.mark.engine_vllm
 GREEDY = SamplingParams(max_tokens=300, temperature=0.0)
@@ -46,14 +46,8 @@ class Served:
 
     @asynccontextmanager
     async def pool(self) -> AsyncIterator[EnginePool]:
-        pool = EnginePool(
-            [VLLMServer(self.process.url, vocab_size=VOCAB)],
-            self.base,
-            0,
-            vocab_size=VOCAB,
-            eos_ids={EOS},
-            name=f"test-{id(self):x}",
-        )
+        server = VLLMServer(self.process.url, vocab_size=VOCAB)
+        pool = pool_of([server], self.base, name=f"test-{id(self):x}")
         try:
             await pool.start(fresh=False)
             yield pool

@@ -14,12 +14,18 @@ from transformers import AutoTokenizer
 from agentenv.base.types import Chunk, Completion, SamplingParams
 from agentenv.contract.engine import Engine
 from agentenv.contract.request import ServerRequest
+from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.remote.base import sampled
 from agentenv.engines.remote.weight_sync import Server
-from tests.engines.reference import EOS, write_model
+from tests.engines.reference import EOS, VOCAB, write_model
 
 END = 300  # an EOS always follows this token
 ORDINARY = range(16, 256)  # ids of prompts: neither END nor EOS
+
+
+def pool_of(servers: Sequence[Any], folder: Path, **settings: Any) -> EnginePool:
+    """A pool of servers that hold the model in `folder`."""
+    return EnginePool(servers, folder, 0, vocab_size=VOCAB, eos_ids={EOS}, **settings)
 
 
 class Subject(Protocol):

@@ -57,18 +57,10 @@ async def test_a_judge_started_by_the_run_grades_and_caches_its_verdicts(
     model: Path, tmp_path: Path
 ) -> None:
     require_vllm()
-    raw: dict[str, Any] = {
-        "roles": {
-            "judge": {
-                "model": str(model),
-                "python": str(forking_python()),
-                "device": "cpu",
-                "dtype": "float32",
-                "env": {"PYTHONPATH": FORKING},
-            }
-        },
-        "grader": {"kind": "judge", "judge": {"url": "{role:judge}/v1", "model": "judge"}},
-    }
+    role: dict[str, Any] = {"model": str(model), "python": str(forking_python()), "device": "cpu"}
+    role |= {"dtype": "float32", "env": {"PYTHONPATH": FORKING}}
+    grader = {"kind": "judge", "judge": {"url": "{role:judge}/v1", "model": "judge"}}
+    raw = {"roles": {"judge": role}, "grader": grader}
     cache = str(tmp_path / "verdicts.db")
     log: list[str] = []
     async with AsyncExitStack() as stack:

@@ -236,14 +236,8 @@ async def test_no_error_names_the_key(name: ProviderName) -> None:
 # /retrieve
 
 STORED = {"id": "1", "contents": '"Lima"\nThe capital.'}
-NESTED = {
-    "result": [
-        [
-            {"document": STORED, "score": 2.5},
-            {"document": {"id": "2", "title": "Cusco", "text": "A city."}, "score": 1.0},
-        ]
-    ]
-}
+CUSCO = {"id": "2", "title": "Cusco", "text": "A city."}
+NESTED = {"result": [[{"document": STORED, "score": 2.5}, {"document": CUSCO, "score": 1.0}]]}
 BARE = Hit("The capital.", "Lima", "", "1", document=STORED)
 RETRIEVED = [replace(BARE, score=2.5), Hit("A city.", "Cusco", "", "2", 1.0)]
 
