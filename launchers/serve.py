@@ -105,11 +105,11 @@ async def serve_policy(
         assembly = PolicyAssembly(config, subject.run, stack, report, subject=subject)
         handler = await assembly.handler()
         name, created = handler.names[0], int(time.time())
+        created_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created))
         model = {
             "id": name, "object": "model", "type": "model", "display_name": name,
             "owned_by": "agentenv", "root": str(subject.model), "created": created,
-            "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created)),
-            "max_model_len": handler.max_model_len,
+            "created_at": created_at, "max_model_len": handler.max_model_len,
         }  # fmt: skip
         server = ApiServer(lambda _: handler, lambda: [model], created, key)
         stack.push_async_callback(server.close)

@@ -429,12 +429,9 @@ def _snapshot(found: HubId, kind: HubKind, *, is_cached: bool = False) -> Path:
     """The folder of an id's snapshot; without downloads if `is_cached`."""
     from huggingface_hub import snapshot_download
 
-    revision, files = found.revision or None, _files(found, kind)
-    folder = snapshot_download(
-        found.name, repo_type=kind, revision=revision, allow_patterns=files,
-        local_files_only=is_cached,
-    )  # fmt: skip
-    return Path(folder)
+    keys: dict[str, Any] = {"repo_type": kind, "revision": found.revision or None}
+    keys |= {"allow_patterns": _files(found, kind), "local_files_only": is_cached}
+    return Path(snapshot_download(found.name, **keys))
 
 
 def _cached(found: HubId, kind: HubKind) -> Path | None:

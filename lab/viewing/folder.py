@@ -256,14 +256,15 @@ def _tree(kept: KeptTree, entry: Entry, texts: Texts | None) -> Figures:
     """A tree for the page, with its nodes and its fate."""
     tree, task = kept.tree, kept.tree.task
     described = {name: getattr(task, name) for name in ("id", "kind", "question", "metadata")}
-    return {
-        "tree": tree.index, "fate": kept.fate, "why": kept.why, "has_texts": texts is not None,
-        "has_credit": kept.credit is not None, "has_learner": bool(tree.scored),
+    has_texts, has_credit = texts is not None, kept.credit is not None
+    found: Figures = {
+        "tree": tree.index, "fate": kept.fate, "why": kept.why, "has_texts": has_texts,
+        "has_credit": has_credit, "has_learner": bool(tree.scored),
         "num_tokens": entry.num_tokens, "num_sampled": entry.num_action_tokens,
-        **{name: getattr(tree, name) for name in _TREE},
         "task": {**described, "env": task.env_id, "answers": list(task.answers)},
-        "nodes": [_node(kept, node, texts) for node in tree.nodes],
     }  # fmt: skip
+    found |= {name: getattr(tree, name) for name in _TREE}
+    return {**found, "nodes": [_node(kept, node, texts) for node in tree.nodes]}
 
 
 def _node(kept: KeptTree, node: Node, texts: Texts | None) -> Figures:
