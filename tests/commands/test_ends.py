@@ -55,13 +55,11 @@ class Trial:
 
     def start(self, *overrides: str) -> int:
         """The command's exit code."""
-        here = self.config.parent
-        return train.main([
-            *(str(self.config), f"run.name={self.folder.name}", f"train.num_steps={NUM_STEPS}"),
-            *(f"eval.sets.a.path={here}/a.jsonl", "eval.sets.a.every=2", "eval.sets.a.max_tasks=2"),
-            "env.trial=false",  # its calls are counted
-            *overrides,
-        ])  # fmt: skip
+        # no trial, since calls of the environment are counted
+        keys = [f"run.name={self.folder.name}", f"train.num_steps={NUM_STEPS}", "env.trial=false"]
+        keys += [f"eval.sets.a.path={self.config.parent}/a.jsonl"]
+        keys += ["eval.sets.a.every=2", "eval.sets.a.max_tasks=2"]
+        return train.main([str(self.config), *keys, *overrides])
 
     def resume(self, *overrides: str) -> int:
         return self.start(*overrides, "--resume")

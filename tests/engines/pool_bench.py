@@ -142,10 +142,9 @@ async def leased(
         made.append(faulty_server.Guest(found))
         return made[-1]
 
-    engine = LeasedEngine(
-        theirs, make, folder, vocab_size=faulty_server.VOCAB_SIZE, eos_ids={faulty_server.EOS},
-        config=pool.config, name="worker", entropies=entropies,
-    )  # fmt: skip
+    keys = {"vocab_size": faulty_server.VOCAB_SIZE, "eos_ids": {faulty_server.EOS}}
+    keys |= {"config": pool.config, "name": "worker", "entropies": entropies}
+    engine = LeasedEngine(theirs, make, folder, **keys)
 
     async def receive_from_controller() -> None:
         while True:
