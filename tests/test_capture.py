@@ -267,13 +267,17 @@ async def parallel(client: Client) -> float:
     return 1.0
 
 
-async def sub_agent(client: Client) -> float:
-    """A worker in between; then the planner continues."""
+async def delegated(client: Client) -> Json:
+    """A worker in between; then the planner continues, with this message."""
     messages = [system("planner"), user("plan it")]
     messages.append(await client.ask(messages))
     worker = await client.ask([system("worker"), user("work")])
     messages.append({"role": "tool", "tool_call_id": "x", "content": worker["content"]})
-    await client.ask(messages)
+    return await client.ask(messages)
+
+
+async def sub_agent(client: Client) -> float:
+    await delegated(client)
     return 1.0
 
 
@@ -472,11 +476,7 @@ def test_a_fork_in_one_context_is_a_fork_of_the_leaf() -> None:
     """The sub-agent's tokens, shared by the planner's forks, carry the advantages of both."""
 
     async def program(client: Client) -> float:
-        messages = [system("planner"), user("plan it")]
-        messages.append(await client.ask(messages))
-        worker = await client.ask([system("worker"), user("work")])
-        messages.append({"role": "tool", "tool_call_id": "x", "content": worker["content"]})
-        last = await client.ask(messages)
+        last = await delegated(client)
         return float(last["content"].split()[2]) % 7
 
     tree = captured(program, said, plan=ForkOnce(8))

@@ -59,8 +59,9 @@ _DECIMAL = 5  # the group of it whose number is not hexadecimal
 _PARTS = {  # of these, by a character that is found fastest
     "-": ("k-", "glpat-", "xox", "tvly-"),
     "_": ("hf_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "wandb_v1_"),
-    "A": ("AKIA", "AIza"), "J": ("eyJ",),
-}  # fmt: skip
+    "A": ("AKIA", "AIza"),
+    "J": ("eyJ",),
+}
 _KEYS = re.compile(
     r"\b(?:[sp]k-(?=[\w-]{0,40}\d|[a-zA-Z]{16})[\w-]{16,}|hf_[a-zA-Z0-9]{16,}|"
     r"(?<!-)eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]+)?|(?:gh[pousr]_|github_pat_|glpat-|xox[abeprs]-|tvly-|AKIA|AIza|wandb_v1_)[\w-]{12,})"

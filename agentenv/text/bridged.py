@@ -63,8 +63,9 @@ class BridgedRenderer(native.NativeRenderer):
         stops = frozenset(map(int, self._theirs.get_stop_token_ids()))
         called = self._turn_of([ToolCall("sample_tool", {"text": "qTextq"})], as_text=False)
         result = {"role": "tool", "name": "sample_tool", "tool_call_id": self._call_id(0, "f")}
-        sample = [native.QUESTION, {**called, "reasoning_content": "qThoughtq"},
-                  {**result, "content": "qResultq"}, native.QUESTION]  # fmt: skip
+        called |= {"reasoning_content": "qThoughtq"}
+        found = {**result, "content": "qResultq"}
+        sample = [native.QUESTION, called, found, native.QUESTION]
         try:
             written_ids = self._chat_ids(sample, [native.SAMPLE_TOOL])
             header = self._chat_ids([native.QUESTION], [native.SAMPLE_TOOL])

@@ -50,9 +50,10 @@ LATENCY_S = 0.5  # of the engine
 VOCABULARY = 16_000
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TOOL = {
-    "name": "search", "description": "Looks something up.",
+    "name": "search",
+    "description": "Looks something up.",
     "parameters": {"type": "object", "properties": {"query": {"type": "string"}}},
-}  # fmt: skip
+}
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -30,9 +30,8 @@ from tests.support.warehouse import STOCK
 
 pytestmark = pytest.mark.usefixtures("here")
 
-QUESTION = "How many {} are there? ({})"
 ROWS = [
-    {"question": QUESTION.format(item, n), "answer": count, "kind": item}
+    {"question": f"How many {item} are there? ({n})", "answer": count, "kind": item}
     for n in range(4)
     for item, count in STOCK.items()
 ]

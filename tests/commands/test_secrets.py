@@ -27,9 +27,10 @@ ENVIRONMENT = {
     "DATABASE": "postgres://postgres:postgres@localhost/x",  # a word is no secret
 }  # fmt: skip
 SETTINGS = {
-    "grader": {"judge": {"api_key_env": "JUDGE_ACCESS"}}, "roles": [{"api_key_env": ""}],
+    "grader": {"judge": {"api_key_env": "JUDGE_ACCESS"}},
+    "roles": [{"api_key_env": ""}],
     "env": {"tools": [{"kwargs": {"headers": {"X-Login": "Bearer ${MAPS_LOGIN}"}}}]},
-}  # fmt: skip
+}
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ REFUSED = [
     ("phi3", {"rope_scaling": LONGROPE, **LONG}, "rope_type = longrope"),
     ("nemotron", {}, "its forward pass"),
     ("llama4_text", {}, "its forward pass"),
-]  # fmt: skip
+]
 
 
 def name_of(value: Any) -> str:
