@@ -147,8 +147,8 @@ class PolicyAssembly(Assembly[PolicyConfig]):
         engine = await start_engine(self, limits, ServerFactory(None, self.stack, self.report))
         sampling = config.sampling.params()
         names = (config.name or self.subject.name, str(self.subject.model))
+        constraints = constraints_of(config.engine, config.sampling, "sampling", "engine")
+        prefix, most = secrets.token_hex(4), config.max_tokens
         return PolicyHandler(
-            *(engine, renderer, sampling, context, names, config.max_tokens),
-            prefix=secrets.token_hex(4),
-            constraints=constraints_of(config.engine, config.sampling, "sampling", "engine"),
+            engine, renderer, sampling, context, names, most, prefix=prefix, constraints=constraints
         )

@@ -26,9 +26,9 @@ from agentenv.base.untrusted import decode
 
 GENERATION = "generation_config.json"
 WEIGHTS_SUFFIXES = (  # weights in the formats of several frameworks, and files next to them
-    *(".safetensors", ".bin", ".pt", ".pth", ".index.json", ".partial", ".gguf"),
-    *(".h5", ".msgpack", ".onnx", ".onnx_data", ".ckpt", ".tflite", ".npz"),
-)
+    ".safetensors", ".bin", ".pt", ".pth", ".index.json", ".partial", ".gguf", ".h5", ".msgpack",
+    ".onnx", ".onnx_data", ".ckpt", ".tflite", ".npz",
+)  # fmt: skip
 
 T = TypeVar("T")
 

@@ -50,7 +50,7 @@ _QUERY = re.compile(
     r"(?i)[?&;](?:[\w-]*(?:key|token|secret|password|passwd|signature)|sig)=([^&;\s\"'<>#]+)"
 )
 # where a text, also a secret, may be broken; backslashes escape quotes and each other
-_JOINTS = *("\\n", "\\r", "\\t", "\\", "=\r\n", "=\n"), *" \n\r\t\0\u200b"
+_JOINTS = ("\\n", "\\r", "\\t", "\\", "=\r\n", "=\n", *" \n\r\t\0\u200b")
 # a character as JSON, Python, URLs and HTML may escape it
 _CODE = re.compile(
     r"(?i:\\u([\da-f]{4})|\\x([\da-f]{2})|%([\da-f]{2})|&#x0{0,9}([\da-f]{1,4});)|&#0{0,9}(\d{1,6});"

@@ -57,9 +57,9 @@ from agentenv.text.encoder import token_texts
 # RUN/trees in the viewer: the index of all steps, one step, one tree token by token.
 
 COLUMNS = (
-    *("step", "tree", "task", "kind", "fate", "why", "rewards", "leaves", "failed", "truncated"),
-    *("roots", "forks", "tokens", "sampled", "version", "staleness", "changed"),
-)
+    "step", "tree", "task", "kind", "fate", "why", "rewards", "leaves", "failed", "truncated",
+    "roots", "forks", "tokens", "sampled", "version", "staleness", "changed",
+)  # fmt: skip
 MAX_QUESTION_CHARS = 400
 EMPTY = np.zeros(0, np.float32)
 NUM_STEPS_KEPT = 32  # number of steps with cached details
@@ -193,12 +193,11 @@ def _state(path: Path) -> tuple[int, int]:
 
 def _index_row(step: Step, entry: Entry) -> list[Any]:
     return [
-        *(step.header.step, entry.tree, entry.task_id, entry.kind, entry.fate, entry.why),
-        *(entry.rewards, entry.num_leaves, entry.num_failed, entry.num_truncated),
-        *(entry.num_roots, entry.num_forks, entry.num_tokens, entry.num_action_tokens),
-        *(entry.policy_version, step.header.policy_version - entry.oldest_version),
-        entry.num_changed,
-    ]
+        step.header.step, entry.tree, entry.task_id, entry.kind, entry.fate, entry.why,
+        entry.rewards, entry.num_leaves, entry.num_failed, entry.num_truncated, entry.num_roots,
+        entry.num_forks, entry.num_tokens, entry.num_action_tokens, entry.policy_version,
+        step.header.policy_version - entry.oldest_version, entry.num_changed,
+    ]  # fmt: skip
 
 
 def _details(entry: Entry, kept: KeptTree) -> Figures:

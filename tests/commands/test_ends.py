@@ -553,9 +553,9 @@ def test_a_tool_outage_trains_nothing_and_the_run_resumes_after_the_repair(
 
 
 COLD_START = [
-    *("sft.data={here}/sft.jsonl", "sft.gate={here}/sft.jsonl", "sft.gate_every=2"),
+    "sft.data={here}/sft.jsonl", "sft.gate={here}/sft.jsonl", "sft.gate_every=2",
     "sft.stages=[{num_steps=4,batch_size=1}]",
-]
+]  # fmt: skip
 
 # Before the updates, and the checkpoint of that moment.
 COLD_POINTS = {

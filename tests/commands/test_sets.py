@@ -78,10 +78,8 @@ def test_runs_of_a_seed_have_its_number_and_its_start_run(tmp_path: Path) -> Non
         start=["train.num_steps=0"], after_start=["model.path={start}"], arms={"a": [], "b": []}
     )
     runs = list(runs_of(tmp_path, check(config)))
-    assert [(run.arm, run.seed) for run in runs] == [
-        *(("start", 0), ("a", 0), ("b", 0)),
-        *(("start", 1), ("a", 1), ("b", 1)),
-    ]
+    expected = [(arm, seed) for seed in (0, 1) for arm in ("start", "a", "b")]
+    assert [(run.arm, run.seed) for run in runs] == expected
     assert runs[4].overrides == (f"model.path={tmp_path.resolve()}/start/seed-1",)
 
 
@@ -252,10 +250,10 @@ def test_a_comparison_is_printed_in_80_columns_and_written(
 def command(warehouse: Path, out: Path, *more: str) -> list[str]:
     here = warehouse.parent
     return [
-        *(str(warehouse), "train.num_steps=2", f"eval.sets.a.path={here}/a.jsonl"),
-        *("eval.sets.a.every=1", "eval.sets.a.max_tasks=4", "--seeds", "0-1", "--out", str(out)),
-        *("--vary", "algorithm.group_size=2,4", *more),
-    ]
+        str(warehouse), "train.num_steps=2", f"eval.sets.a.path={here}/a.jsonl",
+        "eval.sets.a.every=1", "eval.sets.a.max_tasks=4", "--seeds", "0-1", "--out", str(out),
+        "--vary", "algorithm.group_size=2,4", *more,
+    ]  # fmt: skip
 
 
 @pytest.fixture

@@ -31,9 +31,9 @@ from tests.support.viewed_run import (
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = [
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update"),
-]
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update",
+]  # fmt: skip
 pytestmark = [
     pytest.mark.viewer,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium"),
@@ -243,10 +243,10 @@ def test_hostile_text_is_text(shown: Viewed, open_page: Open) -> None:
     """In questions, tokens, results, arguments, errors, reasons, answers; it creates no element
     (and `open_page` checks whether any script ran)."""
     for address in (
-        *("run", "trees/1", "trees/1/0", "trees/1/1", "trees/1/2/1", "trees/1/0/0?beside=1"),
-        *("evaluations/after_rl", "evaluations/after_rl/0"),
-        *("evaluations/before_sft/against/after_rl", "%3Cb%3Ex"),
-    ):
+        "run", "trees/1", "trees/1/0", "trees/1/1", "trees/1/2/1", "trees/1/0/0?beside=1",
+        "evaluations/after_rl", "evaluations/after_rl/0", "evaluations/before_sft/against/after_rl",
+        "%3Cb%3Ex",
+    ):  # fmt: skip
         page = open_page(shown.at("run"))
         page.goto(shown.at(address))
         page.wait_for_timeout(700)
@@ -328,9 +328,9 @@ def test_a_small_screen(shown: Viewed, open_page: Open, scheme: str) -> None:
     assert page.get_attribute("html", "data-theme") == scheme
     page.set_viewport_size({"width": 375, "height": 700})
     for address in (
-        *("run", "trees/1", "trees/1/0/0?beside=1", "evaluations", "evaluations/after_rl"),
+        "run", "trees/1", "trees/1/0/0?beside=1", "evaluations", "evaluations/after_rl",
         "evaluations/after_rl/0",
-    ):
+    ):  # fmt: skip
         page.goto(shown.at(address))
         page.wait_for_timeout(700)
         assert page.evaluate("document.documentElement.scrollWidth") <= 375, address

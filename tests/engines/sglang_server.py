@@ -15,13 +15,13 @@ STAMP = ROOT / ".venv-sglang" / ".complete"
 START_S = 500.0  # mostly imports in four processes; 30 s on an idle machine
 STOP_S = 5.0
 ARGUMENTS = (
-    *("--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1"),
-    *("--disable-overlap-schedule", "--skip-server-warmup", "--enable-metrics"),
+    "--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1",
+    "--disable-overlap-schedule", "--skip-server-warmup", "--enable-metrics",
     "--incremental-streaming-output",
     "--sleep-on-idle",  # else it takes a core all the time
-    *("--max-total-tokens", "8192", "--max-running-requests", "64"),
-    *("--load-snapshot-publish-interval", "1"),  # else its load figures lag by 15 steps
-)
+    "--max-total-tokens", "8192", "--max-running-requests", "64",
+    "--load-snapshot-publish-interval", "1",  # else its load figures lag by 15 steps
+)  # fmt: skip
 ENVIRONMENT = {
     "SGLANG_PLATFORM": "plaincpu",
     "HF_HUB_OFFLINE": "1",

@@ -54,10 +54,8 @@ def planner_and_worker(seed: int) -> TrajectoryTree:
     leaves = [turn(back, "0"), turn(back, f"0.{3}+1"), turn(root, "1")]
     for leaf, reward in zip(leaves, (1.0, 0.0, 0.3), strict=True):
         leaf.end, leaf.reward = "terminated", reward
-    assert [node.index for node in tree.history(leaves[1])] == [
-        *(root.index, plan.index, worker.index, again.index, work.index, back.index),
-        leaves[1].index,
-    ]
+    history = [root, plan, worker, again, work, back, leaves[1]]
+    assert tree.history(leaves[1]) == history
     return tree
 
 

@@ -91,10 +91,9 @@ class ViewedRun:
             return KeptTree(tree, kind, why)  # type: ignore[arg-type]
         tree.scored = [scored(node) for node in tree.nodes]
         nan = math.nan
-        credit = Credit(
-            *([1.0, 1.0, 1.0, 0.0, 0.0], [-1.0, -1.0, 0.0, -1.0, 0.0], [3.0, 2.0, 1.0, 1.0, 1.0]),
-            *([nan, nan, 1.0, -1.0, 0.0], [nan, nan, 1.0, -1.0, 0.0]),
-        )
+        shares = [1.0, 1.0, 1.0, 0.0, 0.0], [-1.0, -1.0, 0.0, -1.0, 0.0], [3.0, 2.0, 1.0, 1.0, 1.0]
+        of_leaves = [nan, nan, 1.0, -1.0, 0.0]
+        credit = Credit(*shares, of_leaves, of_leaves)
         return KeptTree(tree, "trained", credit=credit)
 
     def ids(self, text: str) -> list[int]:
