@@ -29,9 +29,15 @@ ALGORITHM = ARPO(group_size=5)
 
 
 def header(step: int, num_trees: int) -> StepHeader:
-    of_run: dict[str, Any] = {"incarnation": 1, "settings": "s", "vocab_size": 64}
-    of_step = {"num_trees": num_trees, "metrics": {"learner/loss": 0.5}}
-    return StepHeader(step=step, policy_version=step - 1, **of_run, **of_step)
+    return StepHeader(
+        step=step,
+        policy_version=step - 1,
+        incarnation=1,
+        settings="s",
+        vocab_size=64,
+        num_trees=num_trees,
+        metrics={"learner/loss": 0.5},
+    )
 
 
 def grown(index: int) -> TrajectoryTree:

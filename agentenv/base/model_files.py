@@ -429,9 +429,14 @@ def _snapshot(found: HubId, kind: HubKind, *, is_cached: bool = False) -> Path:
     """The folder of an id's snapshot; without downloads if `is_cached`."""
     from huggingface_hub import snapshot_download
 
-    keys: dict[str, Any] = {"repo_type": kind, "revision": found.revision or None}
-    keys |= {"allow_patterns": _files(found, kind), "local_files_only": is_cached}
-    return Path(snapshot_download(found.name, **keys))
+    folder = snapshot_download(
+        found.name,
+        repo_type=kind,
+        revision=found.revision or None,
+        allow_patterns=_files(found, kind),
+        local_files_only=is_cached,
+    )
+    return Path(folder)
 
 
 def _cached(found: HubId, kind: HubKind) -> Path | None:

@@ -138,8 +138,16 @@ def test_a_run_reports_figures_and_errors(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(contest, "write_task", lambda place, sizes: write_task(place))
     lines: list[str] = []
     kept: list[int] = []
-    keys = {"peers": peers, "keep": lambda report: kept.append(report.num_rounds)}
-    report = contest.run(["tiny", "missing"], [100], 2, tmp_path, 1.0, lines.append, **keys)
+    report = contest.run(
+        ["tiny", "missing"],
+        [100],
+        2,
+        tmp_path,
+        1.0,
+        lines.append,
+        peers=peers,
+        keep=lambda report: kept.append(report.num_rounds),
+    )
     assert kept == [1, 2]
     assert len(report.peers["tiny"].rounds["4"]) == 2
     assert report.peers["tiny"].sizes["4"].times_ours is None, "ours did not take part"

@@ -225,9 +225,9 @@ def test_a_run_without_a_curve_is_named(
 def test_a_comparison_is_printed_in_80_columns_and_written(
     made_up: dict[str, dict[int, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys: dict[str, Any] = {"config": "c", "config_digest": "", "overrides": []}
     arms: dict[str, list[str]] = {arm: [] for arm in made_up}
-    made = Made(**keys, arms=arms, seeds=[*range(4), 9], baseline="base")
+    seeds = [*range(4), 9]
+    made = Made(config="c", config_digest="", overrides=[], arms=arms, seeds=seeds, baseline="base")
     remember(tmp_path, made)
     assert compare_command.main([str(tmp_path)]) == 0
     out = capsys.readouterr().out

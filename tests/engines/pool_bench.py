@@ -142,9 +142,16 @@ async def leased(
         made.append(faulty_server.Guest(found))
         return made[-1]
 
-    keys = {"vocab_size": faulty_server.VOCAB_SIZE, "eos_ids": {faulty_server.EOS}}
-    keys |= {"config": pool.config, "name": "worker", "entropies": entropies}
-    engine = LeasedEngine(theirs, make, folder, **keys)
+    engine = LeasedEngine(
+        theirs,
+        make,
+        folder,
+        vocab_size=faulty_server.VOCAB_SIZE,
+        eos_ids={faulty_server.EOS},
+        config=pool.config,
+        name="worker",
+        entropies=entropies,
+    )
 
     async def receive_from_controller() -> None:
         while True:
