@@ -341,8 +341,11 @@ def run_peers(options: argparse.Namespace, view: View) -> int:
             for name, peer in report.peers.items():
                 if (one := peer.sizes.get(str(size))) is not None:
                     table.add_row(
-                        *(name, f"{one.cpu_us:.0f}", f"{one.cpu_us_min:.0f}-{one.cpu_us_max:.0f}"),
-                        *(f"{one.floor_us:.0f}", f"{one.children_us:.0f}"),
+                        name,
+                        f"{one.cpu_us:.0f}",
+                        f"{one.cpu_us_min:.0f}-{one.cpu_us_max:.0f}",
+                        f"{one.floor_us:.0f}",
+                        f"{one.children_us:.0f}",
                         f"{one.times_floor:.1f}",
                         "" if one.times_ours is None else f"{one.times_ours:.1f}",
                         "" if one.speed is None else f"{one.speed:.2f}",
@@ -410,8 +413,12 @@ def run_simulation(options: argparse.Namespace, view: View) -> int:
         table = head(title, names)
         for name, one in found.items():
             table.add_row(
-                *(name, f"{one.step_s:.2f}", f"{one.idle_share:.0%}", f"{one.staleness:.2f}"),
-                *(f"{one.tokens_per_s:.0f}", f"{one.branches:.0f}" if one.branches else ""),
+                name,
+                f"{one.step_s:.2f}",
+                f"{one.idle_share:.0%}",
+                f"{one.staleness:.2f}",
+                f"{one.tokens_per_s:.0f}",
+                f"{one.branches:.0f}" if one.branches else "",
                 f"{one.tools_wait_s:.2f} s",
             )
         view.console.print(table)

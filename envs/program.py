@@ -192,11 +192,9 @@ class Replays:
         if self.num_tried == NUM_MEASURED or (was_allowed and not self.allowed):
             note = "" if self.allowed else "; forks are off from now on"
             causes = ", ".join(f"{number} {name}" for name, number in self.causes.most_common())
-            logger.warning(
-                "replays of the program: %d of %d exact%s%s",
-                *(self.num_exact, self.num_tried, causes and f" (else: {causes})", note),
-                extra=SHOWN,
-            )
+            others = causes and f" (else: {causes})"
+            text = "replays of the program: %d of %d exact%s%s"
+            logger.warning(text, self.num_exact, self.num_tried, others, note, extra=SHOWN)
 
     def stats(self) -> dict[str, float]:
         """The counts as metrics."""

@@ -139,10 +139,8 @@ async def regraded(row: EvalRow, graders: Graders) -> EvalRow:
         grader = await graders.of(row.dataset, task)
         grade = await graded(grader, task, written(row), calls_that_ran(row))
     except (GraderError, CrashError) as error:
-        return replace(
-            graded_row, end=FAILED, error=f"{GRADER_FAILED} {error}", success=False, reward=0.0,
-            reason="", parts={},
-        )  # fmt: skip
+        ungraded = {"end": FAILED, "success": False, "reward": 0.0, "reason": "", "parts": {}}
+        return replace(graded_row, error=f"{GRADER_FAILED} {error}", **ungraded)
     ended = "truncated" if row.limit else "terminated"
     return replace(
         graded_row,

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -326,10 +327,8 @@ async def sample_missing(
     view.begin(stage, len(missing) + len(stored), len(stored), then)
     try:
         with rolling_out(), watched(actors.values, view):
-            return await sample_into(
-                store, missing, actors, assembly.seed, view.advance,
-                concurrency=assembly.config.concurrency, stored=stored, change=change,
-            )  # fmt: skip
+            sample = partial(sample_into, concurrency=assembly.config.concurrency, change=change)
+            return await sample(store, missing, actors, assembly.seed, view.advance, stored=stored)
     finally:
         log.report("failed attempts")
         view.end()

@@ -218,10 +218,10 @@ def sign_flip(differences: ArrayLike, *, seed: int = 0) -> float:
         return 1.0
     if len(values) > MAX_FLIPPED:
         return float(2 * norm.sf(abs(values.sum()) / np.sqrt((values**2).sum())))
+    batch = max(1, _CHUNK // len(values))
     found = permutation_test(
-        (values,), np.sum, permutation_type="samples", vectorized=True, n_resamples=NUM_FLIPS,
-        batch=max(1, _CHUNK // len(values)), rng=seed,
-    )  # fmt: skip
+        (values,), np.sum, permutation_type="samples", n_resamples=NUM_FLIPS, batch=batch, rng=seed
+    )
     return float(found.pvalue)
 
 

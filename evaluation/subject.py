@@ -12,6 +12,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
@@ -145,9 +146,9 @@ def evaluation_of(saved: Tree, names: Sequence[str], more_keys: Collection[str] 
     sets = saved["eval"]["sets"]
     keys = {"path", *RowsConfig.__struct_fields__, *more_keys}
     chosen = {name: {k: v for k, v in sets[name].items() if k in keys} for name in names}
+    tables = {name: saved[name] for name in TABLES if saved.get(name) is not None}
     return {
-        "env": saved["env"],
-        **{name: saved[name] for name in TABLES if saved.get(name) is not None}, "sets": chosen,
+        "env": saved["env"], **tables, "sets": chosen,
         "prompt": saved.get("prompt", {}), "renderer": saved.get("renderer", {"name": "tags"}),
         "limits": saved["limits"], "sampling": saved["sampling"]["eval"], "engine": saved["engine"],
         "roles": saved.get("roles", {}), "seed": saved["run"]["seed"],
@@ -255,10 +256,10 @@ class EvaluationAssembly(assembly.RolloutAssembly[EvaluateConfig]):
                 for path in ([rows.path] if isinstance(rows.path, str) else rows.path)
                 if path  # if empty, load_benchmark raises with instructions
             ]
+            load = partial(load_benchmark, env_id=one.env.id, rows=rows, ends=self.ends)
             tasks: Sequence[Task] = await in_thread(
-                load_benchmark, rows.benchmark, paths, rows.max_tasks, env_id=one.env.id, rows=rows,
-                ends=self.ends, report=report, key=one.key,
-            )  # fmt: skip
+                load, rows.benchmark, paths, rows.max_tasks, report=report, key=one.key
+            )
         else:
             tasks = await super().read_rows(one)
         return with_own_names(tasks, report)

@@ -92,10 +92,8 @@ def add_subject(parser: KeysParser, config_type: type[msgspec.Struct], kinds: st
     parser.add_argument("subject", metavar="SUBJECT", help=f"run, checkpoint, {kinds}")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of its settings")
-    parser.add_argument(
-        "--checkpoint", choices=(LAST, BEST, START), default=LAST,
-        help="checkpoint of the run; start: its initial model"
-    )  # fmt: skip
+    which = "checkpoint of the run; start: its initial model"
+    parser.add_argument("--checkpoint", choices=(LAST, BEST, START), default=LAST, help=which)
     parser.set_defaults(resume="", env="")
     add_key_help(parser, config_type)
 
@@ -121,10 +119,8 @@ def add_questions(parser: KeysParser, config_type: type[msgspec.Struct], out: st
     parser.add_argument("--env", default="", help="environment id; default for a run: its own")
     parser.add_argument("--n", type=int, default=0, help="first n questions of each set; 0: all")
     parser.add_argument("--model", default="", help="for an endpoint: name of the model")
-    parser.add_argument(
-        "--tokenizer", default="", metavar="DIR",
-        help="for a vLLM or SGLang server: its tokenizer, to send and receive token ids"
-    )  # fmt: skip
+    of_server = "for a vLLM or SGLang server: its tokenizer, to send and receive token ids"
+    parser.add_argument("--tokenizer", default="", metavar="DIR", help=of_server)
     parser.add_argument("--out", type=Path, metavar="DIR", help=out)
 
 

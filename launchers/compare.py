@@ -36,11 +36,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--set", default="", metavar="NAME", help="evaluation set; default: reported"
     )
-    parser.add_argument(
-        "--out", type=Path, metavar="PATH",
-        help="of runs: a folder, default the sweep or here; of evaluations: a Markdown file of all "
-        "changed questions",
-    )  # fmt: skip
+    out = (
+        "of runs: a folder, default the sweep or here; of evaluations: a Markdown file of all "
+        "changed questions"
+    )
+    parser.add_argument("--out", type=Path, metavar="PATH", help=out)
     return exit_code_of(partial(_run, parser.parse_args(argv)), "writing the comparison")
 
 

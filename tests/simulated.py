@@ -28,10 +28,10 @@ ROOT = Path(__file__).resolve().parent.parent
 NUM_STEPS = 16
 ALLOWED = 0.15
 BASE = (
-    *("queue.groups_per_step=16", "learner.groups_per_minibatch=8"),
+    "queue.groups_per_step=16", "learner.groups_per_minibatch=8",
     # A policy that learns has ever fewer groups with signal, in each run at another step.
-    *("learner.learning_rate=1e-12", "learner.muon_learning_rate=1e-12"),
-)
+    "learner.learning_rate=1e-12", "learner.muon_learning_rate=1e-12",
+)  # fmt: skip
 TRACED = {
     "full load": (),
     "light load": ("queue.groups_per_step=4", "learner.groups_per_minibatch=4"),

@@ -24,9 +24,9 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
 PACKAGES = (
-    *("agentenv", "envs", "learners", "reference", "assembly", "evaluation", "training", "lab"),
+    "agentenv", "envs", "learners", "reference", "assembly", "evaluation", "training", "lab",
     "launchers",
-)
+)  # fmt: skip
 PARTS = {"reference", "learners", "envs", "agentenv"}
 MAY_IMPORT = {
     "agentenv": {"agentenv"},

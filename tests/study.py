@@ -55,9 +55,8 @@ def test_curves_have_a_point_for_each_update(study: Path) -> None:
 def test_the_study_is_published(clone: Path, study: Path) -> None:
     command(clone, "algorithms", "--out", study, "--report-only", "--publish")
     status = subprocess.check_output(["git", "status", "--porcelain"], cwd=clone, text=True)
-    assert sorted(line[3:] for line in status.splitlines()) == [
-        *("docs/experiments.md", "docs/img/algorithms.png")
-    ]
+    changed = sorted(line[3:] for line in status.splitlines())
+    assert changed == ["docs/experiments.md", "docs/img/algorithms.png"]
 
 
 def test_fork_points_are_measured(clone: Path, study: Path) -> None:

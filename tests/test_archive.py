@@ -30,9 +30,14 @@ ALGORITHM = ARPO(group_size=5)
 
 def header(step: int, num_trees: int) -> StepHeader:
     return StepHeader(
-        step=step, policy_version=step - 1, incarnation=1, settings="s", vocab_size=64,
-        num_trees=num_trees, metrics={"learner/loss": 0.5},
-    )  # fmt: skip
+        step=step,
+        policy_version=step - 1,
+        incarnation=1,
+        settings="s",
+        vocab_size=64,
+        num_trees=num_trees,
+        metrics={"learner/loss": 0.5},
+    )
 
 
 def grown(index: int) -> TrajectoryTree:

@@ -105,7 +105,11 @@ async def test_the_debugger_is_called_max_uses_times_in_an_episode_and_its_forks
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        (500, "no (500)"), (429, "no (429)"), (403, "no (403)"), (30.0, "no "), (b"<html>", ""),
+        (500, "no (500)"),
+        (429, "no (429)"),
+        (403, "no (403)"),
+        (30.0, "no "),
+        (b"<html>", ""),
         ({"choices": []}, "not a chat completion"),
         ({"choices": [{"message": {"content": ["x"]}}]}, "not a chat completion"),
         (reply(None, refusal="I may not."), "not one block"),
@@ -117,7 +121,7 @@ async def test_the_debugger_is_called_max_uses_times_in_an_episode_and_its_forks
         (debugger_reply(block("print(undefined)")), "the new code failed"),
         (debugger_reply(block("while True: pass")), "the new code failed"),
     ],
-)  # fmt: skip
+)
 async def test_without_help_the_policy_reads_its_own_error(
     server: ScriptedEndpoint, answer: Answer, problem: str
 ) -> None:

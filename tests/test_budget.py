@@ -99,6 +99,45 @@ def test_the_core_holds_nearly_all_of_a_training(tmp_path: Path) -> None:
     assert share >= LEAST_SHARE, f"{share:.3f}; outside the core: {rest[:20]}"
 
 
+DISPLAY = ast.List | ast.Tuple | ast.Set | ast.Dict
+CODE = ast.Lambda | ast.comprehension | ast.IfExp | ast.BoolOp | ast.Compare | ast.Await
+
+
+def is_table(value: ast.expr) -> bool:
+    """Whether it is a display of data: names, constants, and calls with only these."""
+    nodes = list(ast.walk(value))
+    rows = [list(ast.walk(node)) for node in nodes if isinstance(node, ast.Call)]
+    nested = any(isinstance(part, ast.Call) for row in rows for part in row[1:])
+    return isinstance(value, DISPLAY) and not (nested or any(isinstance(n, CODE) for n in nodes))
+
+
+def tables(tree: ast.Module) -> Iterator[tuple[int | None, ast.expr]]:
+    """The last lines and the values of statements, loops and decorators that may be tables."""
+    for node in ast.walk(tree):
+        value = getattr(node, "value", None)
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return) and value:
+            yield value.end_lineno, value.slice if isinstance(value, ast.Subscript) else value
+        elif isinstance(node, ast.For):
+            yield node.iter.end_lineno, node.iter
+        for one in getattr(node, "decorator_list", ()):
+            yield one.end_lineno, ast.Tuple(getattr(one, "args", []))
+
+
+@pytest.mark.parametrize("folder", [*PACKAGES, "tests", "benchmarks", "examples"])
+def test_only_tables_of_data_are_formatted_by_hand(folder: str) -> None:
+    found = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text)
+        lines = {line for line, value in tables(tree) if is_table(value)}
+        for number, line in enumerate(text.splitlines(), 1):
+            if re.search(r"# fmt: (skip|off|on)\b", line) and number not in lines:
+                found.append(f"{path}:{number}")
+        spread = (one for one in ast.walk(tree) if isinstance(one, ast.Starred))
+        found += [f"{path}:{one.lineno}" for one in spread if isinstance(one.value, DISPLAY)]
+    assert found == [], "leave code to the formatter; name a part of it to make it shorter"
+
+
 def test_a_public_class_name_is_used_once() -> None:
     names = Counter(
         node.name

@@ -160,15 +160,12 @@ def test_several_calls_of_a_turn_are_read_each_on_its_own() -> None:
 
 
 MARKERS = [
-    *(
-        "<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>",
-        "<|tool_call_start|>",
-    ),
-    *("<|tool_call_end|>", "<|start|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
-    *("<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>", "<function=search>", "{", "}"),
-    *("<parameter=query>", "<arg_key>", "<arg_value>", '<atem:invoke name="x">', "[", "]", "a"),
-    *('<atem:parameter name="x">', '{"name": "search", "arguments": {}}', "[search(query='b')]"),
-    *("\\", '"', "'", '\\"', '"""', "\n", ",", ":", "name", " ", "é", "\0"),
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "<|tool_call_start|>",
+    "<|tool_call_end|>", "<|start|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>",
+    "<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>", "<function=search>", "{", "}",
+    "<parameter=query>", "<arg_key>", "<arg_value>", '<atem:invoke name="x">', "[", "]", "a",
+    '<atem:parameter name="x">', '{"name": "search", "arguments": {}}', "[search(query='b')]",
+    "\\", '"', "'", '\\"', '"""', "\n", ",", ":", "name", " ", "é", "\0",
 ]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(MARKERS), max_size=6).map("".join)
 VALUES = st.recursive(

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -90,10 +91,9 @@ def grown(
         engine: Any = ScriptedEngine(config, tokenizer, script=script)
         if model is not None:
             engine = EmbeddedEngine(EmbeddedConfig(), model, 0, tokenizer)
-        actor = Actor(
-            engine, renderer or TagRenderer(tokenizer), make_env, Limits(strict=True, **limits),
-            SamplingParams(max_tokens=1, stop=stop), seed=7,
-        )  # fmt: skip
+        limited, sampling = Limits(strict=True, **limits), SamplingParams(max_tokens=1, stop=stop)
+        texts = renderer or TagRenderer(tokenizer)
+        actor = Actor(engine, texts, make_env, limited, sampling, seed=7)
         try:
             return await actor.rollout(TASK, plan or Independent(1))
         finally:
@@ -115,17 +115,17 @@ def captured(
     return grown(lambda task: kind(task, program), script, **more)
 
 
+FIGURES = (
+    "action_ids", "logprobs", "entropies", "version_spans", "observation_ids", "reward", "end",
+    "num_forks",
+)  # fmt: skip
+
+
 def places(tree: TrajectoryTree) -> dict[Any, Any]:
     """All that a tree holds, by branch and depth."""
     key = {node.index: (node.branch, len(tree.path(node))) for node in tree.nodes}
-    return {
-        key[node.index]: (
-            None if node.parent is None else key[node.parent],
-            node.action_ids, node.logprobs, node.entropies, node.version_spans,
-            node.observation_ids, node.reward, node.end, node.num_forks,
-        )
-        for node in tree.nodes
-    }  # fmt: skip
+    figures = attrgetter(*FIGURES)
+    return {key[node.index]: (key.get(node.parent), *figures(node)) for node in tree.nodes}
 
 
 async def loop(client: Client) -> float:
@@ -212,10 +212,9 @@ def test_a_captured_tree_is_restored_from_its_journal(tmp_path: Path) -> None:
     async def grow() -> tuple[TrajectoryTree, TrajectoryTree]:
         tokenizer = CharTokenizer()
         engine = ScriptedEngine(ScriptedConfig(max_model_len=90_000), tokenizer, script=said)
-        actor = Actor(
-            engine, TagRenderer(tokenizer), lambda task: ProgramEnv(task, sub_agent),
-            Limits(strict=True), SamplingParams(max_tokens=1), seed=7,
-        )  # fmt: skip
+        limits, sampling = Limits(strict=True), SamplingParams(max_tokens=1)
+        make_env = partial(ProgramEnv, program=sub_agent)
+        actor = Actor(engine, TagRenderer(tokenizer), make_env, limits, sampling, seed=7)
         journal = Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
         try:
             record = journal.record(0)
@@ -268,13 +267,17 @@ async def parallel(client: Client) -> float:
     return 1.0
 
 
-async def sub_agent(client: Client) -> float:
-    """A worker in between; then the planner continues."""
+async def delegated(client: Client) -> Json:
+    """A worker in between; then the planner continues, with this message."""
     messages = [system("planner"), user("plan it")]
     messages.append(await client.ask(messages))
     worker = await client.ask([system("worker"), user("work")])
     messages.append({"role": "tool", "tool_call_id": "x", "content": worker["content"]})
-    await client.ask(messages)
+    return await client.ask(messages)
+
+
+async def sub_agent(client: Client) -> float:
+    await delegated(client)
     return 1.0
 
 
@@ -366,10 +369,8 @@ def test_an_altered_message_is_never_mapped_to_sampled_tokens(cause: str) -> Non
     assert (last.parent, last.end) == (context.index, "terminated")
     assert not first.observation_ids
     assert not contains(context.observation_ids, root.observation_ids + first.action_ids)
-    assert ProgramEnv.last.counts == {
-        "calls": 2, "context/altered": 1, f"altered/{cause}": 1, "discarded": 0,
-        "ignored/tool_call_id": 1,
-    }  # fmt: skip
+    counted = {"calls": 2, "context/altered": 1, f"altered/{cause}": 1, "discarded": 0}
+    assert ProgramEnv.last.counts == {**counted, "ignored/tool_call_id": 1}
 
 
 @pytest.mark.parametrize(
@@ -475,11 +476,7 @@ def test_a_fork_in_one_context_is_a_fork_of_the_leaf() -> None:
     """The sub-agent's tokens, shared by the planner's forks, carry the advantages of both."""
 
     async def program(client: Client) -> float:
-        messages = [system("planner"), user("plan it")]
-        messages.append(await client.ask(messages))
-        worker = await client.ask([system("worker"), user("work")])
-        messages.append({"role": "tool", "tool_call_id": "x", "content": worker["content"]})
-        last = await client.ask(messages)
+        last = await delegated(client)
         return float(last["content"].split()[2]) % 7
 
     tree = captured(program, said, plan=ForkOnce(8))
@@ -941,10 +938,12 @@ def test_a_body_that_cannot_be_read_and_an_unknown_route_are_refused_calls() -> 
         return 1.0
 
     counts = captured(program, said, Counting).leaves()[0].info["endpoint"]
-    assert {name: count for name, count in counts.items() if name.startswith("refused/")} == {
+    refused = {name: count for name, count in counts.items() if name.startswith("refused/")}
+    expected = {
         "refused/request_too_large": 1, "refused/malformed": 1,
         "refused/unsupported_value/Content-Encoding": 2, "refused/not_found/v1/embeddings": 1,
     }  # fmt: skip
+    assert refused == expected
 
 
 @pytest.mark.parametrize("thought", ["", "<think>hm</think>"])

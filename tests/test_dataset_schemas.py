@@ -39,9 +39,8 @@ def test_arpo_and_verl(tmp_path: Path) -> None:
     assert second.metadata["data_source"] == "mix"
     assert second.metadata["extra_info"]["index"] == 1
     assert second.metadata["reward_model"] == {"style": "rule", "ground_truth": "gold 1"}
-    assert set(second.metadata) == {
-        "ability", "data_source", "extra_info", "reward_model", "system_prompt"
-    }  # fmt: skip
+    keys = {"ability", "data_source", "extra_info", "reward_model", "system_prompt"}
+    assert set(second.metadata) == keys
 
 
 def test_the_backspace_in_boxed_is_repaired_unless_the_released_data_is_wanted(

@@ -111,8 +111,8 @@ def answered(api: str, body: Json, reply: Json) -> Json:
         body["input"] += [*reply["output"], result]
     else:
         block = {"type": "tool_result", "tool_use_id": reply["content"][-1]["id"], "content": "ok"}
-        body["messages"] += [{"role": "assistant", "content": reply["content"]},
-                             {"role": "user", "content": [block]}]  # fmt: skip
+        body["messages"] += [{"role": "assistant", "content": reply["content"]}]
+        body["messages"] += [{"role": "user", "content": [block]}]
     return body
 
 
@@ -120,8 +120,8 @@ def parts(api: str, reply: Json) -> tuple[str, str, list[Any], Any]:
     """Thoughts, text, calls and the end of a reply."""
     if api == "chat":
         message = reply["choices"][0]["message"]
-        calls = [(c["function"]["name"], json.loads(c["function"]["arguments"]))
-                 for c in message.get("tool_calls", ())]  # fmt: skip
+        functions = [call["function"] for call in message.get("tool_calls", ())]
+        calls = [(one["name"], json.loads(one["arguments"])) for one in functions]
         end = reply["choices"][0]["finish_reason"]
         return message.get("reasoning_content", ""), message["content"] or "", calls, end
     items = reply["output"] if api == "responses" else reply["content"]

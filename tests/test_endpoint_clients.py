@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any, ClassVar
 
@@ -569,19 +569,19 @@ def test_what_was_handed_out_is_found_by_its_id() -> None:
 
             body: Json = asked("responses", tools, instructions="Be brief.")
             question = body["input"]
-            prompts = {
-                await second(PATHS["responses"], body, then)
-                for then in (
-                    lambda r: {**body, "input": [*question, *r["output"], result(r)]},
-                    lambda r: {**body, "input": [
-                        *question, *({**item, "content": []} if item["type"] == "reasoning"
-                                     else item for item in r["output"]), result(r)]},
-                    lambda r: {**body, "input": [
-                        *question, *({"type": "item_reference", "id": item["id"]}
-                                     for item in r["output"]), result(r)]},
-                    lambda r: {**body, "input": [result(r)], "previous_response_id": r["id"]},
-                )
-            }  # fmt: skip
+
+            def emptied(item: Json) -> Json:
+                return {**item, "content": []} if item["type"] == "reasoning" else item
+
+            def named(item: Json) -> Json:
+                return {"type": "item_reference", "id": item["id"]}
+
+            def sent(form: Callable[[Json], Json]) -> Callable[[Json], Json]:
+                return lambda r: {**body, "input": [*question, *map(form, r["output"]), result(r)]}
+
+            forms = [sent(form) for form in (dict, emptied, named)]
+            forms += [lambda r: {**body, "input": [result(r)], "previous_response_id": r["id"]}]
+            prompts = {await second(PATHS["responses"], body, form) for form in forms}
             assert len(prompts) == 1
             schema = [{"name": "search", "input_schema": SCHEMA}]
             asking = asked("anthropic", schema, system="Be brief.")
@@ -590,21 +590,18 @@ def test_what_was_handed_out_is_found_by_its_id() -> None:
                 block = {"type": "tool_result", "tool_use_id": reply["content"][-1]["id"]}
                 return {"role": "user", "content": [{**block, "content": "ok"}]}
 
-            whole = await second(
-                PATHS["anthropic"],
-                asking,
-                lambda r: {**asking, "messages": [
-                    *asking["messages"], {"role": "assistant", "content": r["content"]}, results(r)
-                ]},
-            )  # fmt: skip
-            short = await second(
-                PATHS["anthropic"],
-                {**asking, "thread": {"type": "create"}},
-                lambda r: {
-                    "model": "policy", "max_tokens": 100, "messages": [results(r)],
-                    "thread": {"type": "continue", "previous_message_id": r["id"]},
-                },
-            )  # fmt: skip
+            def repeated(r: Json) -> Json:
+                said = {"role": "assistant", "content": r["content"]}
+                return {**asking, "messages": [*asking["messages"], said, results(r)]}
+
+            def continued(r: Json) -> Json:
+                thread = {"type": "continue", "previous_message_id": r["id"]}
+                settings = {"model": "policy", "max_tokens": 100}
+                return {**settings, "messages": [results(r)], "thread": thread}
+
+            whole = await second(PATHS["anthropic"], asking, repeated)
+            begun = {**asking, "thread": {"type": "create"}}
+            short = await second(PATHS["anthropic"], begun, continued)
             assert short == whole
             assert turn in whole
 

@@ -324,10 +324,13 @@ async def test_frames_of_a_session(body: bytes, raw: bytes | None) -> None:
     theirs.close()
 
 
+NONE: Any = ()
+
+
 @tool
 def look_up(
-    query: str, count: int = 1, ratio: float = 1.0, names: list[str] = (), more: Any = None  # type: ignore[assignment]
-) -> str:  # fmt: skip
+    query: str, count: int = 1, ratio: float = 1.0, names: list[str] = NONE, more: Any = None
+) -> str:
     """Look up."""
     return f"{query} {count} {ratio} {names} {more}"
 
@@ -428,9 +431,15 @@ async def events_of(http: ServerClient) -> None:
             answer.add(event)
 
 
+SEARCHES = (
+    {"queries": ["a"], "topk": 3, "return_scores": True},
+    {"query": "a"},
+    {"query": ["a"], "top_n": 3, "return_score": True},
+)
+
+
 @fuzzed(0.8)
-@given(damaged_json({"queries": ["a"], "topk": 3, "return_scores": True}, {"query": "a"},
-                    {"query": ["a"], "top_n": 3, "return_score": True}))  # fmt: skip
+@given(damaged_json(*SEARCHES))
 async def test_requests_to_the_retriever(body: bytes) -> None:
     async def search(query: Query) -> list[Any]:
         return []

@@ -74,9 +74,8 @@ def test_a_branch_continues_where_hooks_moved_it() -> None:
     actor.make_hooks = Rewinding
     tree = rollout(actor, Independent(1))
     (leaf,) = tree.leaves()
-    assert [(node.branch, node.parent) for node in tree.nodes[1:4]] == [
-        ("0", 0), ("0~1", 0), ("0~1", 2)
-    ]  # fmt: skip
+    places = [("0", 0), ("0~1", 0), ("0~1", 2)]
+    assert [(node.branch, node.parent) for node in tree.nodes[1:4]] == places
     assert tree.nodes[1].action_ids != tree.nodes[2].action_ids
     assert (tree.nodes[4].parent, tree.nodes[4].continues) == (None, 3)
     assert tree.path(leaf)[0] is tree.nodes[4]

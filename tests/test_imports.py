@@ -13,25 +13,13 @@ from tests.structure import imported
 from tests.support.snippets import run_python
 from tests.support.sources import PACKAGES, ROOT, sources
 
-ALGORITHMS = ", ".join(
-    f"agentenv.{name}"
-    for name in (
-        *(
-            "learners.algorithms.arpo",
-            "learners.algorithms.aepo",
-            "learners.algorithms.baselines",
-            "learners.algorithms.credit",
-        ),
-        "reference.algorithms",
-    )
-)
-COMMANDS = ", ".join(  # whose --help comes at once, and which report mistakes before they load more
-    f"agentenv.launchers.{name}"
-    for name in (
-        *("dpo", "evaluate", "export", "retriever", "serve", "serve_env", "sft"),
-        *("synthesize", "train"),
-    )
-)
+NAMES = ("arpo", "aepo", "baselines", "credit")
+ALGORITHMS = ", ".join(f"agentenv.learners.algorithms.{name}" for name in NAMES)
+ALGORITHMS += ", agentenv.reference.algorithms"
+LAUNCHERS = (  # whose --help comes at once, and which report mistakes before they load more
+    "dpo", "evaluate", "export", "retriever", "serve", "serve_env", "sft", "synthesize", "train",
+)  # fmt: skip
+COMMANDS = ", ".join(f"agentenv.launchers.{name}" for name in LAUNCHERS)
 HEAVY = {"torch", "deepspeed", "vllm", "sglang", "transformers", "safetensors"}
 
 
@@ -130,16 +118,11 @@ def test_a_part_is_loaded_when_its_name_is_chosen(
         f"build_config({name}, raw, 'x')"
     )
     parts = {
-        *(
-            "learners.algorithms.baselines",
-            "learners.algorithms.arpo",
-            "learners.algorithms.aepo",
-            "engines.embedded",
-        ),
-        *("engines.scripted", "engines.vllm", "engines.sglang", "engines.openai"),
-        *("envs.search.faiss_index", "envs.search.providers"),
-        *("envs.grading.layers", "envs.grading.judge"),
-    }
+        "learners.algorithms.baselines", "learners.algorithms.arpo", "learners.algorithms.aepo",
+        "engines.embedded", "engines.scripted", "engines.vllm", "engines.sglang", "engines.openai",
+        "envs.search.faiss_index", "envs.search.providers", "envs.grading.layers",
+        "envs.grading.judge",
+    }  # fmt: skip
     kept = {"engines.embedded"}  # the default, read with the configuration
     assert {one for one in parts if f"agentenv.{one}" in found} - kept == wanted - kept
 

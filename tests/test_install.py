@@ -49,9 +49,9 @@ print(*sorted(agentenv.env_ids()))
 print("loaded", *sorted(set(sys.argv[1:]) & set(sys.modules)))
 """
 SMALL = (  # a run of seconds, of a folder that `agentenv new` made
-    *("sft=none", "eval.sets={}", "train.num_steps=1", "algorithm.group_size=4"),
-    *("queue.groups_per_step=2", "learner.groups_per_minibatch=2"),
-)
+    "sft=none", "eval.sets={}", "train.num_steps=1", "algorithm.group_size=4",
+    "queue.groups_per_step=2", "learner.groups_per_minibatch=2",
+)  # fmt: skip
 SRUN = """#!/bin/bash
 while [[ "$1" == --* ]]; do shift; done
 exec "$@"

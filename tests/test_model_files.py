@@ -28,11 +28,11 @@ from tests.support.snippets import run_python
 from tests.support.sources import sources
 
 SIZES = {
-    *("num_attention_heads", "num_key_value_heads", "hidden_size", "num_hidden_layers", "head_dim"),
-    *("intermediate_size", "max_position_embeddings", "rope_theta", "rope_scaling", "layer_types"),
-    *("rope_parameters", "num_experts", "n_routed_experts", "num_local_experts"),
-    *("num_experts_per_tok", "use_sliding_window"),
-}
+    "num_attention_heads", "num_key_value_heads", "hidden_size", "num_hidden_layers", "head_dim",
+    "intermediate_size", "max_position_embeddings", "rope_theta", "rope_scaling", "layer_types",
+    "rope_parameters", "num_experts", "n_routed_experts", "num_local_experts",
+    "num_experts_per_tok", "use_sliding_window",
+}  # fmt: skip
 NOT_READ = {"model_check.py", "cold_start.py"}  # which set them in a small model
 TEXTS = ("Wer, wenn ich schriee?", " <|im_end|>x  12345\n\n", "naïve café 漢字")
 

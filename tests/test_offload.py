@@ -18,15 +18,15 @@ from tests.support.virtual_clock import DeadlockError, Inline, on_virtual_clock,
 
 SEAM = "agentenv/base/offload.py"
 OUTSIDE = {
-    *("to_thread", "run_in_executor", "create_subprocess_exec", "create_subprocess_shell"),
-    *("threading.Thread", "Thread", "ThreadPoolExecutor", "ProcessPoolExecutor"),
-    *("subprocess.Popen", "subprocess.run", "os.fork", "os.posix_spawn", "os.popen", "os.system"),
-    *("multiprocessing.Process", "get_context", "new_event_loop"),
-}
+    "to_thread", "run_in_executor", "create_subprocess_exec", "create_subprocess_shell",
+    "threading.Thread", "Thread", "ThreadPoolExecutor", "ProcessPoolExecutor", "subprocess.Popen",
+    "subprocess.run", "os.fork", "os.posix_spawn", "os.popen", "os.system",
+    "multiprocessing.Process", "get_context", "new_event_loop",
+}  # fmt: skip
 CLOCKS = {
-    *(f"time.{name}" for name in ("time", "monotonic", "perf_counter", "sleep", "time_ns")),
-    *("time.monotonic_ns", "time.perf_counter_ns", "datetime.now", "date.today"),
-}
+    "time.time", "time.monotonic", "time.perf_counter", "time.sleep", "time.time_ns",
+    "time.monotonic_ns", "time.perf_counter_ns", "datetime.now", "date.today",
+}  # fmt: skip
 
 
 def uses(names: set[str]) -> Iterator[str]:
@@ -52,16 +52,14 @@ def used(text: str, names: set[str]) -> Iterator[str]:
 
 # Separate programs, which no run waits for under a virtual clock.
 PROGRAMS = (
-    "assembly/serving/",
-    "training/workers/ray_driver.py",
-    *("assembly/checks/memory.py", "learners/ranks/rank_process.py", "learners/ranks/trainer.py"),
-    "agentenv/processes/guard.py",
+    "assembly/serving/", "training/workers/ray_driver.py", "assembly/checks/memory.py",
+    "learners/ranks/rank_process.py", "learners/ranks/trainer.py", "agentenv/processes/guard.py",
     "agentenv/engines/vllm_plugin/",
-    *("learners/ranks/broadcast.py", "learners/ranks/dpo.py"),  # of a rank, likewise
-    *("envs/sandbox/zygote.py", "envs/sandbox/fork_broker.py", "envs/sandbox/confine.py"),
-    "envs/sandbox/program_init.py",
-    *("envs/sandbox/process_table.py", "envs/sandbox/program_watch.py"),
-)
+    "learners/ranks/broadcast.py", "learners/ranks/dpo.py",  # of a rank, likewise
+    "envs/sandbox/zygote.py", "envs/sandbox/fork_broker.py", "envs/sandbox/confine.py",
+    "envs/sandbox/program_init.py", "envs/sandbox/process_table.py",
+    "envs/sandbox/program_watch.py",
+)  # fmt: skip
 
 ALLOWED = {
     # threads and processes that the seam cannot start; `check_outside` comes before

@@ -36,14 +36,17 @@ def test_a_row_overrides_the_template_which_overrides_the_class() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["search+python", "search", "python", "no_tools", "chinese",
-                                  "direct", "native"])  # fmt: skip
+TOOLS = {
+    "search+python": ("search", "python"), "search": ("search",), "python": ("python",),
+    "no_tools": (), "chinese": ("search", "python"), "direct": (), "native": (),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOOLS)
 def test_a_preset_shows_its_required_tags(name: str) -> None:
     text = preset(name)
-    tools = {"search+python": "search python", "search": "search", "python": "python",
-             "chinese": "search python"}.get(name, "").split()  # fmt: skip
     for tag in ("search", "python"):
-        assert (f"<{tag}>" in text) == (f"</{tag}>" in text) == (tag in tools)
+        assert (f"<{tag}>" in text) == (f"</{tag}>" in text) == (tag in TOOLS[name])
     for tag in ("think", "answer"):
         assert f"<{tag}>" in text
         assert f"</{tag}>" in text

@@ -57,9 +57,10 @@ FAMILIES = [
     "kimi-k2.5", "laguna-m.1", "laguna-s-2.1", "laguna-xs-2.1", "laguna-xs.2", "minimax-m2",
 ]  # fmt: skip
 THINKING = {
-    "deepseek": {"enable_thinking": True}, "hy3": {"reasoning_effort": "high"},
+    "deepseek": {"enable_thinking": True},
+    "hy3": {"reasoning_effort": "high"},
     "laguna": {"enable_thinking": True},
-}  # fmt: skip
+}
 REFUSED = {
     "deepseek-r1": "ignores the list of tools",
     "deepseek-v3": "ignores the list of tools",

@@ -108,14 +108,14 @@ async def result(text: str) -> str:
     [
         ("<think>..</think><stock>bolts</stock>", "1240"),
         ('<order>{"item": "bolts", "count": 3}</order>', "3 bolts ordered, slow"),
-        ("<order>{\"count\": \"3\", \"item\": \"nuts\"}\n</order>", "3 nuts ordered, slow"),
+        ('<order>{"count": "3", "item": "nuts"}\n</order>', "3 nuts ordered, slow"),
         ("<weather>Lima</weather>", "Lima, 1 days"),
         ('<weather>{"city": "Lima", "days": 3}</weather>', "Lima, 3 days"),
         ('<total>{"numbers": [1, 2.5]}</total>', "3.5"),
         ("<sized>large</sized>", "large"),
         ('<deliver>{"place": {"street": "Hill", "number": 4}}</deliver>', "Hill 4"),
     ],
-)  # fmt: skip
+)
 async def test_a_call_is_a_text_or_an_object(text: str, expected: str) -> None:
     assert await result(text) == expected
 

@@ -29,14 +29,11 @@ async def test_an_episode() -> None:
     assert (reward, terminated, truncated) == (0.0, False, False)
     (record,) = info["tool_calls"]
     assert record.pop("duration_s") >= 0
-    assert record == {
-        "name": "counter", "arguments": {"by": 2}, "ok": True, "error": None, "info": {"seen": 2}
-    }  # fmt: skip
+    called = {"name": "counter", "arguments": {"by": 2}, "info": {"seen": 2}}
+    assert record == {**called, "ok": True, "error": None}
     observation, reward, terminated, truncated, info = await env.step(ANSWER)
     assert (observation, reward, terminated, truncated) == ([], 1.0, True, False)
-    assert info == {
-        "tool_calls": [], "success": True, "parts": {"calls": 1.0}, "reason": "looked"
-    }  # fmt: skip
+    assert info == {"tool_calls": [], "success": True, "parts": {"calls": 1.0}, "reason": "looked"}
     await env.close()
     assert not counter.open
 
@@ -45,9 +42,8 @@ async def test_several_calls_run_in_order() -> None:
     async with begun(make(Counter(), Counter("other"))) as env:
         calls = (ToolCall("counter", {}), ToolCall("other", {"by": 5}), ToolCall("counter", {}))
         observation, *_ = await env.step(Message("assistant", "", calls))
-        assert [(message.name, message.content) for message in observation] == [
-            ("counter", "1"), ("other", "5"), ("counter", "2")
-        ]  # fmt: skip
+        expected = [("counter", "1"), ("other", "5"), ("counter", "2")]
+        assert [(message.name, message.content) for message in observation] == expected
 
 
 async def test_the_policy_reads_tool_errors_and_they_do_not_count() -> None:

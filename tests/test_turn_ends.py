@@ -124,10 +124,8 @@ async def test_every_engine_stops_at_the_end_tokens_of_the_renderer(model: Model
     await there.close()
     tokenizer = model.set(generation=[one])
     async with AsyncExitStack() as stack:
-        given = EngineStart(
-            model=model.folder, tokenizer=tokenizer, policy_version=0, limits=Limits(),
-            stack=stack, servers=None,  # type: ignore[arg-type]
-        )  # fmt: skip
+        keys: Any = {"policy_version": 0, "limits": Limits(), "stack": stack, "servers": None}
+        given = EngineStart(model=model.folder, tokenizer=tokenizer, **keys)
         scripted = await ScriptedConfig().start(given)
         assert isinstance(scripted, ScriptedEngine)
         scripted.script = lambda text, rng: "What"

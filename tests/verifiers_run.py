@@ -32,11 +32,11 @@ NAMES = ["Ada Lovelace", "Kurt Godel", "Alan Turing", "Emmy Noether", "Paul Erdo
 WORDS = ("one", "two", "three", "four", "five")
 TEXT = ". ".join(f"This is sentence number {word} of it" for word in WORDS)
 GSM8K = [{"question": f"What is {n} + {n}?", "answer": f"So.\n#### {2 * n}"} for n in range(12)]
+SUMS = [(f"What is {n} + 1?", f"{n + 1}") for n in range(12)]
 MATHS = [
-    {"question": f"What is {n} + 1?", "problem": f"What is {n} + 1?", "answer": f"{n + 1}",
-     "solution": f"\\boxed{{{n + 1}}}"}
-    for n in range(12)
-]  # fmt: skip
+    {"question": text, "problem": text, "answer": one, "solution": f"\\boxed{{{one}}}"}
+    for text, one in SUMS
+]
 REVERSED = [{"prompt": f"text number {n}"} for n in range(12)]
 HUB: dict[str, tuple[str, list[dict[str, Any]]]] = {  # by owner and name: configuration, rows
     "PrimeIntellect/Reverse-Text-RL": ("default", REVERSED),
@@ -84,6 +84,15 @@ def the_sum(row: Row) -> Turns:
     return replies(f"<answer>{sum(map(int, terms))}</answer>")
 
 
+def looked_up(row: Row) -> Turns:
+    return called("facts_lookup", name=row["name"]) + replies(row["answer"])
+
+
+def written_down(row: Row) -> Turns:
+    return called("scratchpad_roundtrip", word=row["word"]) + replies(row["word"])
+
+
+GOLF = "```python\nprint(5050)\n```"
 GYM = {"gym": "chain_sum", "num_train_examples": 4, "num_eval_examples": 4}
 # role of the policy, unless it is `agent`; arguments; turns that get a part of the reward
 CASES: dict[str, tuple[str, dict[str, Any], Callable[[Row], Turns]]] = {
@@ -96,18 +105,12 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[Row], Turns]]] = {
     "classic reasoning-gym-env": ("", GYM, the_sum),
     "tasksets reverse-text": ("", {}, most_reversed),
     "tasksets alphabet-sort": ("", {}, two_sorted),
-    "tasksets glossary": (
-        "", {}, lambda row: called("facts_lookup", name=row["name"]) + replies(row["answer"])
-    ),
-    "tasksets scratchpad": (
-        "", {}, lambda row: called("scratchpad_roundtrip", word=row["word"]) + replies(row["word"])
-    ),
+    "tasksets glossary": ("", {}, looked_up),
+    "tasksets scratchpad": ("", {}, written_down),
     "tasksets interception": ("", {}, lambda row: replies("I say DETERMINISTIC_BLOCK.")),
     "tasksets gsm8k": ("", {}, lambda row: replies(f"It is so.\n#### {row['answer']}")),
-    "tasksets code-golf": (
-        "golfer", {"attempts": 1}, lambda row: replies("```python\nprint(5050)\n```")
-    ),
-}  # fmt: skip
+    "tasksets code-golf": ("golfer", {"attempts": 1}, lambda row: replies(GOLF)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -161,10 +164,9 @@ def test_a_package_is_graded_like_by_its_own_client(case: str, folders: dict[str
     python, folder = str(PLACE / line / "venv/bin/python"), str(folders[line])
     asked = {"name": name, "folder": folder, "args": args, "role": role}
     path = f"{PLACE / line / 'venv/bin'}:{os.environ['PATH']}"
-    with subprocess.Popen(
-        [python, OWN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-        env={**os.environ, "PATH": path},
-    ) as process:  # fmt: skip
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+    environment = {**os.environ, "PATH": path}
+    with subprocess.Popen([python, OWN], env=environment, **pipes) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(json.dumps(asked) + "\n")

@@ -76,13 +76,10 @@ def demonstrate(
     places = asyncio.Semaphore(NUM_CONCURRENT)
 
     async def one(task: Task) -> dict[str, Any]:
+        play = partial(_demonstration, make, task, turn, stage, seed)
+        what = f"the demonstration of task {task.id}"
         async with places:
-            return await through_outage(
-                partial(_demonstration, make, task, turn, stage, seed),
-                *(f"the demonstration of task {task.id}", task.id),
-                outage_s=0.0,
-                num_retries=MAX_FAILURES,
-            )
+            return await through_outage(play, what, task.id, outage_s=0.0, num_retries=MAX_FAILURES)
 
     async def played() -> list[dict[str, Any]]:
         async with isolated_shared():

@@ -26,9 +26,9 @@ from agentenv.base.untrusted import decode
 
 GENERATION = "generation_config.json"
 WEIGHTS_SUFFIXES = (  # weights in the formats of several frameworks, and files next to them
-    *(".safetensors", ".bin", ".pt", ".pth", ".index.json", ".partial", ".gguf"),
-    *(".h5", ".msgpack", ".onnx", ".onnx_data", ".ckpt", ".tflite", ".npz"),
-)
+    ".safetensors", ".bin", ".pt", ".pth", ".index.json", ".partial", ".gguf", ".h5", ".msgpack",
+    ".onnx", ".onnx_data", ".ckpt", ".tflite", ".npz",
+)  # fmt: skip
 
 T = TypeVar("T")
 
@@ -429,11 +429,13 @@ def _snapshot(found: HubId, kind: HubKind, *, is_cached: bool = False) -> Path:
     """The folder of an id's snapshot; without downloads if `is_cached`."""
     from huggingface_hub import snapshot_download
 
-    revision, files = found.revision or None, _files(found, kind)
     folder = snapshot_download(
-        found.name, repo_type=kind, revision=revision, allow_patterns=files,
+        found.name,
+        repo_type=kind,
+        revision=found.revision or None,
+        allow_patterns=_files(found, kind),
         local_files_only=is_cached,
-    )  # fmt: skip
+    )
     return Path(folder)
 
 

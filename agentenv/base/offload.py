@@ -242,8 +242,8 @@ async def kill(process: asyncio.subprocess.Process) -> None:
             async with asyncio.timeout(KILL_S):
                 await process.wait()
         except TimeoutError:
-            logger.warning(
+            text = (
                 "process %d was killed but has not exited within %g s; it is blocked by a disk or "
-                "a device that hangs",
-                *(process.pid, KILL_S),
+                "a device that hangs"
             )
+            logger.warning(text, process.pid, KILL_S)

@@ -50,7 +50,7 @@ _QUERY = re.compile(
     r"(?i)[?&;](?:[\w-]*(?:key|token|secret|password|passwd|signature)|sig)=([^&;\s\"'<>#]+)"
 )
 # where a text, also a secret, may be broken; backslashes escape quotes and each other
-_JOINTS = *("\\n", "\\r", "\\t", "\\", "=\r\n", "=\n"), *" \n\r\t\0\u200b"
+_JOINTS = ("\\n", "\\r", "\\t", "\\", "=\r\n", "=\n", *" \n\r\t\0\u200b")
 # a character as JSON, Python, URLs and HTML may escape it
 _CODE = re.compile(
     r"(?i:\\u([\da-f]{4})|\\x([\da-f]{2})|%([\da-f]{2})|&#x0{0,9}([\da-f]{1,4});)|&#0{0,9}(\d{1,6});"
@@ -59,8 +59,9 @@ _DECIMAL = 5  # the group of it whose number is not hexadecimal
 _PARTS = {  # of these, by a character that is found fastest
     "-": ("k-", "glpat-", "xox", "tvly-"),
     "_": ("hf_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "wandb_v1_"),
-    "A": ("AKIA", "AIza"), "J": ("eyJ",),
-}  # fmt: skip
+    "A": ("AKIA", "AIza"),
+    "J": ("eyJ",),
+}
 _KEYS = re.compile(
     r"\b(?:[sp]k-(?=[\w-]{0,40}\d|[a-zA-Z]{16})[\w-]{16,}|hf_[a-zA-Z0-9]{16,}|"
     r"(?<!-)eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]+)?|(?:gh[pousr]_|github_pat_|glpat-|xox[abeprs]-|tvly-|AKIA|AIza|wandb_v1_)[\w-]{12,})"

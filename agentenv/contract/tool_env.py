@@ -458,7 +458,7 @@ def _report_outage(who: str, problem: str, max_outage_s: float) -> None:
     if now_s - reported.get(who, -REPORT_S) >= REPORT_S:
         reported[who] = now_s
         logger.warning(
-            "%s fails; retrying for up to %g s: %s", *(who, max_outage_s, problem), extra=SHOWN
+            "%s fails; retrying for up to %g s: %s", who, max_outage_s, problem, extra=SHOWN
         )
 
 

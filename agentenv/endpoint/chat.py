@@ -148,12 +148,12 @@ def common(body: Json, api: Api) -> Json:
     check_keys(body, api, ignored)
     sampling = {key for key in BOUNDS.keys() & body if body[key] is not None}
     unserved = {key for key in KEYS[api].unserved & body.keys() if number(body, key, float, -2, 2)}
+    chosen = {key: number(body, key, *BOUNDS[key]) for key in sampling}
     return {
         "model": get(body, "model", str, ""), "stream": get(body, "stream", bool, False),
-        **{key: number(body, key, *BOUNDS[key]) for key in sampling},
         "session": get(body, "prompt_cache_key", str, ""), "raw": get(body, "raw", bool, False),
         "own_sampling": sampling | unserved, "ignored": ignored, "body": body,
-        **read_tools(body, api, ignored),
+        **chosen, **read_tools(body, api, ignored),
     }  # fmt: skip
 
 

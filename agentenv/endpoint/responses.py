@@ -35,6 +35,10 @@ from agentenv.endpoint.structured import schema_of
 LOGPROBS = "message.output_text.logprobs"
 PARTS = ("input_text", "output_text", "text", "refusal")
 ADDED = "additional_tools"  # the type of an item
+ECHOED: Json = {  # keys that a response repeats from its request, and their defaults
+    "instructions": None, "metadata": {}, "previous_response_id": None, "tool_choice": "auto",
+    "tools": [], "text": {"format": {"type": "text"}},
+}  # fmt: skip
 
 
 class Responses:
@@ -199,25 +203,20 @@ def _part(kind: str, text: str, logprobs: Sequence[Json]) -> Json:
 
 def _response(request: Request, answer: ServedTurn | None) -> Json:
     """The response before its turn, or with it."""
-    body = request.body
-    status = "in_progress"
-    if answer is not None:
-        status = "incomplete" if answer.finish == "length" else "completed"
+    max_tokens = request.max_tokens or None
     found: Json = {
         "id": f"resp_{request.id}", "object": "response", "created_at": request.created,
-        "model": request.model, "status": status, "error": None,
-        "output": [] if answer is None else [*_items(answer, request)],
-        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "instructions": body.get("instructions"), "metadata": body.get("metadata") or {},
-        "parallel_tool_calls": True, "store": True,
-        "previous_response_id": body.get("previous_response_id"),
+        "model": request.model, "status": "in_progress", "error": None, "output": [],
+        "incomplete_details": None, "parallel_tool_calls": True, "store": True,
         "temperature": request.temperature, "top_p": request.top_p,
-        "tool_choice": body.get("tool_choice") or "auto", "tools": body.get("tools") or [],
-        "max_output_tokens": request.max_tokens or None,
-        "text": body.get("text") or {"format": {"type": "text"}},
-        "usage": None,
+        "max_output_tokens": max_tokens, "usage": None,
     }  # fmt: skip
+    found |= {key: request.body.get(key) or default for key, default in ECHOED.items()}
     if answer is not None:
+        found |= {"status": "completed", "output": [*_items(answer, request)]}
+        if answer.finish == "length":
+            cut = {"reason": "max_output_tokens"}
+            found |= {"status": "incomplete", "incomplete_details": cut}
         prompt, sampled = answer.num_prompt_tokens, answer.num_tokens
         found["usage"] = {
             "input_tokens": prompt, "output_tokens": sampled, "total_tokens": prompt + sampled,

@@ -325,11 +325,9 @@ class ChatEngine(EndpointEngine):
             ended = EngineError(f"{self.endpoint.api.name} ended a turn with {reason!r}")
             ended.is_final = True
             raise ended
-        calls = tuple(
-            {"id": call.id or f"call_{number}", "type": "function",
-             "function": msgspec.to_builtins(call.function)}
-            for number, call in enumerate(message.tool_calls or ())
-        )  # fmt: skip
+        calls: tuple[Json, ...] = tuple(map(msgspec.to_builtins, message.tool_calls or ()))
+        for number, call in enumerate(calls):
+            call.update(id=call["id"] or f"call_{number}", type="function")
         content = message.content or message.refusal or ""
         stop = self._stop(choice, content, sampling) if reason == "stop" else None
         if stop is not None and not content.endswith(stop):

@@ -140,10 +140,10 @@ class VLLMServer(WeightSync[probes.VLLMFacts]):
         exact = plugin or not 0 < self._top_k < vocab_size
         kind: Literal["exact", "top_k"] = "exact" if exact else "top_k"
         answer = VLLMAnswer(
-            *(self.name, kind, self._span, vocab_size), with_entropies=entropies, plugin=plugin
+            self.name, kind, self._span, vocab_size, with_entropies=entropies, plugin=plugin
         )
         body = request_body(
-            *(request_id, request, self._top_k, self._salt, self._adapter), plugin=plugin
+            request_id, request, self._top_k, self._salt, self._adapter, plugin=plugin
         )
         sent = self._running[request_id] = Sent(on_chunk)
         try:

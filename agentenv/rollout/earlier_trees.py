@@ -37,10 +37,8 @@ class EarlierTrees:
         last = -1
         for offset, size, is_whole in frames.frames_of(data):
             if not is_whole:
-                logger.warning(
-                    "%s: %d bytes at %d are unreadable; their trees are rolled out again",
-                    *(path, size, offset),
-                )
+                text = "%s: %d bytes at %d are unreadable; their trees are rolled out again"
+                logger.warning(text, path, size, offset)
                 continue
             payload = data[offset : offset + size]
             head = frames.HEADS.decode(payload)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from agentenv.base.errors import ConfigError, ForeignError, reported_as
 from agentenv.base.installation import needed
@@ -22,7 +22,7 @@ from agentenv.text import native
 from agentenv.text.call_syntax import malformed, split_thoughts
 from agentenv.text.contexts import num_common
 from agentenv.text.prompt import PromptConfig
-from agentenv.text.renderer import TagsConfig, TextCodec, ToolSchemas
+from agentenv.text.renderer import RendererPart, TagsConfig, TextCodec, ToolSchemas
 
 NUM_HEADER_IDS = 256  # of a prompt; they have the header of the turn
 READ = ("ok", "unknown_tool")  # the status of calls that have a name and arguments
@@ -33,8 +33,7 @@ ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupEr
 _CALL_ID = re.compile(r"[\w.:-]{1,100}")
 
 
-class BridgedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="renderers",
-                    tag_field="name"):  # fmt: skip
+class BridgedConfig(RendererPart, frozen=True, kw_only=True, tag="renderers"):
     """Tool calls by the package `renderers`, which has families that `native` lacks."""
 
     family: Annotated[str, Meta(description="such as 'kimi-k2.5', 'deepseek-v4' or 'glm-5'")]
@@ -64,8 +63,9 @@ class BridgedRenderer(native.NativeRenderer):
         stops = frozenset(map(int, self._theirs.get_stop_token_ids()))
         called = self._turn_of([ToolCall("sample_tool", {"text": "qTextq"})], as_text=False)
         result = {"role": "tool", "name": "sample_tool", "tool_call_id": self._call_id(0, "f")}
-        sample = [native.QUESTION, {**called, "reasoning_content": "qThoughtq"},
-                  {**result, "content": "qResultq"}, native.QUESTION]  # fmt: skip
+        called |= {"reasoning_content": "qThoughtq"}
+        found = {**result, "content": "qResultq"}
+        sample = [native.QUESTION, called, found, native.QUESTION]
         try:
             written_ids = self._chat_ids(sample, [native.SAMPLE_TOOL])
             header = self._chat_ids([native.QUESTION], [native.SAMPLE_TOOL])

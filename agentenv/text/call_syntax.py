@@ -581,11 +581,11 @@ FINDERS: dict[str, Finder] = {
     "gemma": partial(_block_calls, markers=_GEMMA, read=_gemma_call),
 }
 # what the formats write around names and values; an unfinished one is the beginning of a tag
-CALL_TEXTS = frozenset({
+CALL_TEXTS = {
     *_THOUGHT, *_CHANNEL, PYTHON_TAG, MESSAGE, _GEMMA_QUOTE, *CALL_MARKS.values(),
-    *(text for one in (_HERMES, _LFM, _GEMMA) for text in one[:2]),
-    *(text for one in (_QWEN_XML, _GLM, _ATEM) for text in (*one.around, one.closing)),
-    *("<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|eom|>", "<atem:parameter", "<function=",
-      "</function>", "<parameter=", "<arg_key>", "</arg_key>", "<arg_value>"),
-})  # fmt: skip
+    "<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|eom|>", "<atem:parameter", "<function=",
+    "</function>", "<parameter=", "<arg_key>", "</arg_key>", "<arg_value>",
+}  # fmt: skip
+CALL_TEXTS |= {text for one in (_HERMES, _LFM, _GEMMA) for text in one[:2]}
+CALL_TEXTS |= {text for one in (_QWEN_XML, _GLM, _ATEM) for text in (*one.around, one.closing)}
 PARSERS: dict[str, Parser] = {name: partial(_parsed, find=one) for name, one in FINDERS.items()}

@@ -19,8 +19,6 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from msgspec import Struct
-
 from agentenv.base.errors import ConfigError
 from agentenv.base.types import UNKNOWN_TOOL, Completion, Message, Role, ToolCall
 from agentenv.contract.env import check_observation
@@ -34,7 +32,7 @@ from agentenv.text.call_syntax import (
 )
 from agentenv.text.contexts import num_common
 from agentenv.text.prompt import PromptConfig, count_tagged_call, for_native_calls
-from agentenv.text.renderer import TextCodec, ToolSchemas, template_errors
+from agentenv.text.renderer import RendererPart, TextCodec, ToolSchemas, template_errors
 
 Senders = tuple[tuple[str, str | None], ...]  # (role, tool) of each message of an observation
 
@@ -77,8 +75,7 @@ _SAMPLE_CALLS = (
 )
 
 
-class NativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="native",
-                   tag_field="name"):  # fmt: skip
+class NativeConfig(RendererPart, frozen=True, kw_only=True, tag="native"):
     """Tool calls in the format of the model's chat template."""
 
 

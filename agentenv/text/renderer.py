@@ -60,8 +60,11 @@ ToolSchemas = Sequence[dict[str, Any]]
 Known = tuple[str, tuple[str, ...], int]  # a text, the names of tools, and the tokens it may have
 
 
-class TagsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="tags",
-                 tag_field="name"):  # fmt: skip
+class RendererPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="name"):
+    """The keys of a renderer."""
+
+
+class TagsConfig(RendererPart, frozen=True, kw_only=True, tag="tags"):
     """The tag protocol of ARPO: <think> <search> <python> <result> <answer>."""
 
     tools_in_prompt: Annotated[

@@ -179,10 +179,9 @@ def actor_of(
     sampling: Sampling = getattr(config.sampling, use)
     seed = config.run.seed if sampling.seed is None else sampling.seed
     params = config.sampling.at(0) if use == "train" else sampling.params()
-    return Actor(
-        *(engine, renderer, make_env, config.limits, params, f"{seed}/{use}"),
-        schedule=config.sampling.at if use == "train" and config.sampling.schedule else None,
-    )
+    schedule = config.sampling.at if use == "train" and config.sampling.schedule else None
+    limits, key = config.limits, f"{seed}/{use}"
+    return Actor(engine, renderer, make_env, limits, params, key, schedule=schedule)
 
 
 class Questions(NamedTuple):

@@ -91,13 +91,12 @@ class WandbConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 def sample_cells(rows: Sequence[Row], axis: Axis) -> list[list[Any]]:
     """The cells of a table of trajectories, below COLUMNS."""
-    return [
-        [
-            *(axis.step, row["kind"], row["question"], " | ".join(row["answers"])),
-            *(readable(row), row["reward"], row["success"], len(row["tool_calls"])),
-        ]
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        question = [row["kind"], row["question"], " | ".join(row["answers"])]
+        outcome = [readable(row), row["reward"], row["success"], len(row["tool_calls"])]
+        cells.append([axis.step, *question, *outcome])
+    return cells
 
 
 class WandbMonitor:

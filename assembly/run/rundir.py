@@ -44,11 +44,10 @@ PROBE = ".writable"  # a temporary file
 CONFIG_FILE = "config.json"  # written after all checks have passed; marks a run
 LOGS = ("learner.log", "servers", "workers")  # of started processes
 OURS = {
-    "timings.jsonl",
-    *("checkpoints", "data", "eval", "model", INPUTS, LOG_FILE, *LOGS),
-    *(JOURNAL, ARCHIVE, STARTS, "trajectories", "ctl"),
-    *("metrics.jsonl", "skipped", "pairs", "reference.npz", "tensorboard", "wandb", "wandb.json"),
-}
+    "timings.jsonl", "checkpoints", "data", "eval", "model", INPUTS, LOG_FILE, *LOGS, JOURNAL,
+    ARCHIVE, STARTS, "trajectories", "ctl", "metrics.jsonl", "skipped", "pairs", "reference.npz",
+    "tensorboard", "wandb", "wandb.json",
+}  # fmt: skip
 
 
 class RunDirectory:

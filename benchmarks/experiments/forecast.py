@@ -183,7 +183,10 @@ class Places:
         turns = [entropy for turn, entropy in self._turns.get(index, ()) if turn != without]
         calls = node.info.get("tool_calls", ())
         return [
-            *(1.0, depth, depth**2, fmean(turns) if turns else 0.0),
+            1.0,
+            depth,
+            depth**2,
+            fmean(turns) if turns else 0.0,
             float(any(not call.get("ok", True) for call in calls)),
             float(index in self._repeats),
             0.5 if rate is None else rate,

@@ -50,9 +50,10 @@ LATENCY_S = 0.5  # of the engine
 VOCABULARY = 16_000
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TOOL = {
-    "name": "search", "description": "Looks something up.",
+    "name": "search",
+    "description": "Looks something up.",
     "parameters": {"type": "object", "properties": {"query": {"type": "string"}}},
-}  # fmt: skip
+}
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -102,10 +103,10 @@ def make_tokenizer() -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     special = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
+    letters = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=special, show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+        vocab_size=VOCABULARY, special_tokens=special, show_progress=False, initial_alphabet=letters
+    )
     backend.train([str(path) for path in sorted(DOCS.glob("*.md"))], trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|end|>", chat_template=TEMPLATE
@@ -195,17 +196,14 @@ async def _measured(
     await endpoint.start()
     sessions = [endpoint.open() for _ in range(num_programs)]
     envs = iter([CallsEnv(endpoint, session, num_calls) for session in sessions])
-    actor = Actor(
-        cast(Any, engine), renderer, lambda task: next(envs),
-        Limits(max_prompt_tokens=4000, max_tool_calls=99),
-        SamplingParams(max_tokens=1), seed=1,
-    )  # fmt: skip
+    limits = Limits(max_prompt_tokens=4000, max_tool_calls=99)
+    sampling = SamplingParams(max_tokens=1)
+    actor = Actor(cast(Any, engine), renderer, lambda task: next(envs), limits, sampling, seed=1)
     url = sessions[0].variables["OPENAI_BASE_URL"]
     command = [sys.executable, "-m", __name__, "programs", url, str(num_calls)]
-    process = await asyncio.create_subprocess_exec(
-        *command, *(session.key for session in sessions), stdout=asyncio.subprocess.PIPE,
-        stdin=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+    command += (session.key for session in sessions)
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
     assert process.stdout is not None
     assert process.stdin is not None
     await process.stdout.readline()  # "ready"

@@ -54,12 +54,12 @@ def run(sizes: Sequence[int] = SIZES, num_steps: int = NUM_STEPS) -> dict[int, F
 
 
 async def _run(folder: Path, sizes: Sequence[int], num_steps: int) -> dict[int, Figures]:
-    server = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "agentenv.launchers", "serve-env", "agentenv/Quickstart-v0"),
-        *(f"env.kwargs.corpus={folder}/kb.jsonl", f"data.train={folder}/train.jsonl"),
-        *("port=0", f"max_sessions={max(sizes) + 1}"),
-        stdout=asyncio.subprocess.PIPE,
-    )
+    command = [
+        sys.executable, "-m", "agentenv.launchers", "serve-env", "agentenv/Quickstart-v0",
+        f"env.kwargs.corpus={folder}/kb.jsonl", f"data.train={folder}/train.jsonl", "port=0",
+    ]  # fmt: skip
+    command += [f"max_sessions={max(sizes) + 1}"]
+    server = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         assert server.stdout is not None
         line = (await asyncio.wait_for(server.stdout.readline(), START_S)).decode()

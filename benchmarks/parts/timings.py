@@ -233,6 +233,8 @@ class Timings:
         turns, self._turns = self._turns, []
         loop_s = time.thread_time()
         parts = {name: metrics.get(f"time/{name}", 0.0) for name in PARTS}
+        counted = ("num_steps", "num_tokens", "num_proximal_tokens")
+        counts = {name: metrics.get(f"learner/{name}", 0.0) for name in counted}
         known_s = sum(parts.values()) + metrics.get("time/evaluate_and_save_s", 0.0)
         row = StepTimes(
             **parts,
@@ -240,12 +242,11 @@ class Timings:
             loop_s=loop_s - self._loop_s,
             branch_s=self._between_s,
             busy=self._shared_s / self._learned_s if self._learned_s else 0.0,
-            **{name: metrics.get(f"learner/{name}", 0.0)
-               for name in ("num_steps", "num_tokens", "num_proximal_tokens")},
+            **counts,
             staleness=metrics.get("staleness/mean", 0.0),
             turns=turns,
             trees=[shapes_of(tree) for tree in trees],
-        )  # fmt: skip
+        )
         self._row_s, self._loop_s = at_s, loop_s
         self._learned_s = self._shared_s = self._between_s = 0.0
         return msgspec.json.encode(row) + b"\n"

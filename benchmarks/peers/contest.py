@@ -50,9 +50,9 @@ JSON_CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "it"}}\n</to
 ANSWER, END = "<answer>it</answer>", "<|im_end|>"
 # Tokens of the call format of current chat models, so that a call fits into a turn.
 JSON_TOKENS = (
-    *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
-    *("name", "arguments", "query", "description", "parameters", "properties", "required"),
-)
+    "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>",
+    "name", "arguments", "query", "description", "parameters", "properties", "required",
+)  # fmt: skip
 
 
 class Peer(Struct, frozen=True, kw_only=True):

@@ -29,9 +29,9 @@ PROBE_S = 30.0  # limit for a Python on the PATH to run an empty program
 POLL_S = 0.2  # between checks of an environment that another benchmark creates
 # Lower-case texts in pip's log that show a problem of the network or the disk.
 OURS = (
-    *("connection broken", "connectionpool", "connection error", "timed out", "name resolution"),
-    *("http error 5", "no space left"),
-)
+    "connection broken", "connectionpool", "connection error", "timed out", "name resolution",
+    "http error 5", "no space left",
+)  # fmt: skip
 
 
 class PeerError(AgentEnvError):

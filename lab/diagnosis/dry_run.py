@@ -363,6 +363,7 @@ def job_of(config: TrainConfig, path: Path, overrides: Sequence[str], run: Path)
         if not config.run.name:
             given.append(f"run.name={run.name}")
         begun, command = shlex.quote(f"{run}/{CONFIG_FILE}"), shlex.join(["python", *TRAIN, *given])
+        start = f"if [ -f {begun} ]; then exec {command} --resume; fi; exec {command}"
         return _filled(
             "kubernetes.yaml",
             config,
@@ -371,10 +372,7 @@ def job_of(config: TrainConfig, path: Path, overrides: Sequence[str], run: Path)
             config_folder=CONFIG_FOLDER,
             config_text=path.read_text(encoding="utf-8"),
             user=IMAGE_USER,
-            controller=[
-                *("sh", "-c"),
-                f"if [ -f {begun} ]; then exec {command} --resume; fi; exec {command}",
-            ],
+            controller=["sh", "-c", start],
             control=["python", *CONTROL, str(run)],
             worker=["python", *WORKER],
         )

@@ -105,6 +105,7 @@ AnyRun = TrainConfig | SupervisedRunConfig | EvaluateConfig | ServeConfig
 
 
 HERE = "on this machine"
+POLICY = "engine.servers"  # the keys of its servers
 
 
 def make_plan(config: AnyRun, machine: PlannedMachine, resolve: Resolve, model: str = "") -> Plan:
@@ -276,10 +277,7 @@ class _Planner:
         if local is not None:
             self._add_local(local, needed)
         if servers is not None:
-            self._add_server(
-                "policy server", "engine.servers", servers, self.shape, context or needed,
-                self.path, policy=True,
-            )  # fmt: skip
+            self._add_server(POLICY, servers, self.shape, context or needed)
 
     def _add_local(self, local: LocalModel, num_tokens: int) -> None:
         on_gpu = self.machine.num_gpus > 0 and local.device != "cpu"
@@ -301,14 +299,15 @@ class _Planner:
         key = f"roles.{name}"
         shape = self._shape(self.resolve(role.model), f"{key}.model", role.quantization)
         context = role.max_model_len or (shape.context if shape is not None else 0)
-        self._add_server(f"{name} server", key, role, shape, context, role.model)
+        self._add_server(key, role, shape, context)
 
     def _add_server(
-        self, name: str, key: str, config: LaunchConfig, shape: estimates.ModelShape | None,
-        context: int, path: str, *, policy: bool = False,
-    ) -> None:  # fmt: skip
+        self, key: str, config: LaunchConfig, shape: estimates.ModelShape | None, context: int
+    ) -> None:
         """Add the servers of an engine or role, with their memory."""
-        number = config.count
+        number, policy = config.count, key == POLICY
+        name = "policy server" if policy else f"{key.removeprefix('roles.')} server"
+        path = config.model if isinstance(config, RoleConfig) else self.path
         b, size = estimates.bytes_of(config.dtype), self.machine.gpu_bytes
         if not self.machine.num_gpus or config.device == "cpu":
             weights = 0.0 if shape is None else shape.served_bytes(b)

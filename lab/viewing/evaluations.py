@@ -22,9 +22,9 @@ if TYPE_CHECKING:  # slow to load, and not needed for the first page of a run
     from agentenv.evaluation.figures import QuestionRows
 
 COLUMNS = (
-    *("set", "task", "sample", "kind", "question", "prediction", "success", "reward", "end"),
-    *("limit", "failure", "calls", "turns", "sampled", "seconds", "judge"),
-)
+    "set", "task", "sample", "kind", "question", "prediction", "success", "reward", "end", "limit",
+    "failure", "calls", "turns", "sampled", "seconds", "judge",
+)  # fmt: skip
 CHUNK = 16  # number of rows per response
 MAX_CHARS = 160  # of a question or an answer in the table
 SEARCH_S = 20.0  # CPU limit of a search
@@ -181,13 +181,13 @@ def compare(first: Evaluation, second: Evaluation) -> Figures:
 
 
 def _index_row(row: EvalRow) -> list[Any]:
+    failure = failure_kind_of(row.error) if row.end == FAILED else None
+    judge = judge_parts(row).get("judge")
     return [
-        *(row.dataset, row.task, row.sample, row.kind),
-        *(row.question[:MAX_CHARS], row.prediction[:MAX_CHARS], row.success, row.reward),
-        *(row.end, row.limit, failure_kind_of(row.error) if row.end == FAILED else None),
-        *(len(row.tool_calls), row.num_turns, row.action_tokens, round(row.seconds, 3)),
-        judge_parts(row).get("judge"),
-    ]
+        row.dataset, row.task, row.sample, row.kind, row.question[:MAX_CHARS],
+        row.prediction[:MAX_CHARS], row.success, row.reward, row.end, row.limit, failure,
+        len(row.tool_calls), row.num_turns, row.action_tokens, round(row.seconds, 3), judge,
+    ]  # fmt: skip
 
 
 def _all_texts(row: EvalRow) -> Iterator[str]:

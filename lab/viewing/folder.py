@@ -57,9 +57,9 @@ from agentenv.text.encoder import token_texts
 # RUN/trees in the viewer: the index of all steps, one step, one tree token by token.
 
 COLUMNS = (
-    *("step", "tree", "task", "kind", "fate", "why", "rewards", "leaves", "failed", "truncated"),
-    *("roots", "forks", "tokens", "sampled", "version", "staleness", "changed"),
-)
+    "step", "tree", "task", "kind", "fate", "why", "rewards", "leaves", "failed", "truncated",
+    "roots", "forks", "tokens", "sampled", "version", "staleness", "changed",
+)  # fmt: skip
 MAX_QUESTION_CHARS = 400
 EMPTY = np.zeros(0, np.float32)
 NUM_STEPS_KEPT = 32  # number of steps with cached details
@@ -193,12 +193,11 @@ def _state(path: Path) -> tuple[int, int]:
 
 def _index_row(step: Step, entry: Entry) -> list[Any]:
     return [
-        *(step.header.step, entry.tree, entry.task_id, entry.kind, entry.fate, entry.why),
-        *(entry.rewards, entry.num_leaves, entry.num_failed, entry.num_truncated),
-        *(entry.num_roots, entry.num_forks, entry.num_tokens, entry.num_action_tokens),
-        *(entry.policy_version, step.header.policy_version - entry.oldest_version),
-        entry.num_changed,
-    ]
+        step.header.step, entry.tree, entry.task_id, entry.kind, entry.fate, entry.why,
+        entry.rewards, entry.num_leaves, entry.num_failed, entry.num_truncated, entry.num_roots,
+        entry.num_forks, entry.num_tokens, entry.num_action_tokens, entry.policy_version,
+        step.header.policy_version - entry.oldest_version, entry.num_changed,
+    ]  # fmt: skip
 
 
 def _details(entry: Entry, kept: KeptTree) -> Figures:
@@ -256,14 +255,15 @@ def _tree(kept: KeptTree, entry: Entry, texts: Texts | None) -> Figures:
     """A tree for the page, with its nodes and its fate."""
     tree, task = kept.tree, kept.tree.task
     described = {name: getattr(task, name) for name in ("id", "kind", "question", "metadata")}
-    return {
-        "tree": tree.index, "fate": kept.fate, "why": kept.why, "has_texts": texts is not None,
-        "has_credit": kept.credit is not None, "has_learner": bool(tree.scored),
+    has_texts, has_credit = texts is not None, kept.credit is not None
+    found: Figures = {
+        "tree": tree.index, "fate": kept.fate, "why": kept.why, "has_texts": has_texts,
+        "has_credit": has_credit, "has_learner": bool(tree.scored),
         "num_tokens": entry.num_tokens, "num_sampled": entry.num_action_tokens,
-        **{name: getattr(tree, name) for name in _TREE},
         "task": {**described, "env": task.env_id, "answers": list(task.answers)},
-        "nodes": [_node(kept, node, texts) for node in tree.nodes],
     }  # fmt: skip
+    found |= {name: getattr(tree, name) for name in _TREE}
+    return {**found, "nodes": [_node(kept, node, texts) for node in tree.nodes]}
 
 
 def _node(kept: KeptTree, node: Node, texts: Texts | None) -> Figures:

@@ -181,9 +181,9 @@ def open_store(host: str, timeout_s: float = 300.0) -> TCPStore:
     """A rendezvous store that listens at `host` alone, a free port. Torch's own listens on all
     addresses, and has no key."""
     held = hold_port(host)
-    port = port_of(held)
     return TCPStore(
-        *(host, port),
+        host,
+        port_of(held),
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),

@@ -45,12 +45,12 @@ def report_skipped(
         for tree, one in zip(trees, encoded, strict=True)
         if (wrong := [name for name in names if not np.isfinite(one.floats(name)).all()])
     ]
-    logger.warning(
+    text = (
         "an optimizer step of policy version %d was skipped: its loss (%s) or gradient was not "
-        "finite; in its batch: %s",
-        *(version, step["loss"], "; ".join(blamed) or "every value is finite"),
-        extra=SHOWN,
+        "finite; in its batch: %s"
     )
+    causes = "; ".join(blamed) or "every value is finite"
+    logger.warning(text, version, step["loss"], causes, extra=SHOWN)
 
 
 async def start_ranks(

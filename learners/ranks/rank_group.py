@@ -338,12 +338,12 @@ class RankGroup:
     ) -> None:
         silent = [link for link, task in zip(self._links, tasks, strict=True) if not task.done()]
         states = ", ".join(f"rank {link.hello.number} ({link.state()})" for link in silent)
-        logger.warning(
+        text = (
             "no answer from the learner for %.0f s in %s, expected after %.3g s: waiting for %s; "
-            "after %.0f s (learner.command_timeout_s) the run ends",
-            *(seconds, name, self._usual_s(name), states, timeout_s),
-            extra=SHOWN,
+            "after %.0f s (learner.command_timeout_s) the run ends"
         )
+        usual_s = self._usual_s(name)
+        logger.warning(text, seconds, name, usual_s, states, timeout_s, extra=SHOWN)
 
     async def _diagnose(
         self, tasks: list[asyncio.Task[Any]], failed: list[int], timeout_s: float, name: str

@@ -171,6 +171,5 @@ def handle_of(memory: Tensor) -> list[str | int]:
     storage, size, offset, _, counter, counter_offset, event, needs_event = arguments[7:]
     handles = [base64.b64encode(one).decode() for one in (storage, counter, event)]
     return [
-        *(handles[0], size, offset),
-        *(handles[1], counter_offset, handles[2], int(needs_event)),
-    ]
+        handles[0], size, offset, handles[1], counter_offset, handles[2], int(needs_event),
+    ]  # fmt: skip

@@ -139,7 +139,12 @@ def test_a_run_reports_figures_and_errors(tmp_path: Path, monkeypatch: pytest.Mo
     lines: list[str] = []
     kept: list[int] = []
     report = contest.run(
-        *(["tiny", "missing"], [100], 2, tmp_path, 1.0, lines.append),
+        ["tiny", "missing"],
+        [100],
+        2,
+        tmp_path,
+        1.0,
+        lines.append,
         peers=peers,
         keep=lambda report: kept.append(report.num_rounds),
     )

@@ -60,11 +60,11 @@ def write_questions(path: Path) -> Path:
 def arguments_of(warehouse: Path, out: Path, questions: Path) -> list[str]:
     """Of the command, for a synthesis with the scripted engine."""
     return [
-        *(str(warehouse.parent / "model"), "--env", "me/Warehouse-v0", "env.module=my_env"),
-        *("--out", str(out), f"data={questions}", "engine.name=scripted"),
-        *(f"engine.script={__name__}:policy", "limits.max_prompt_tokens=640"),
-        *("limits.max_response_tokens=320", "filter.require_box=false", "num_samples=2"),
-    ]
+        str(warehouse.parent / "model"), "--env", "me/Warehouse-v0", "env.module=my_env",
+        "--out", str(out), f"data={questions}", "engine.name=scripted",
+        f"engine.script={__name__}:policy", "limits.max_prompt_tokens=640",
+        "limits.max_response_tokens=320", "filter.require_box=false", "num_samples=2",
+    ]  # fmt: skip
 
 
 def runner(warehouse: Path, tmp_path: Path, questions: Path) -> Run:

@@ -30,8 +30,11 @@ from tests.support.warehouse import STOCK
 
 pytestmark = pytest.mark.usefixtures("here")
 
-ROWS = [{"question": f"How many {item} are there? ({n})", "answer": STOCK[item], "kind": item}
-        for n in range(4) for item in STOCK]  # fmt: skip
+ROWS = [
+    {"question": f"How many {item} are there? ({n})", "answer": count, "kind": item}
+    for n in range(4)
+    for item, count in STOCK.items()
+]
 ASKED = {
     "engine": {"name": "scripted", "script": "tests.support.warehouse:warehouse_turn"},
     "limits": {"max_prompt_tokens": 300, "max_response_tokens": 300},

@@ -58,9 +58,10 @@ def test_limits_of_tools_below_those_of_the_training_warn(
     said = capsys.readouterr().err
     for text in (
         "python.timeout_s = 10, but the policy was trained with 120, in the sets gaia",
-        "search.preset.max_page_chars = 0,", "limits.max_tool_result_tokens = 99,",
+        "search.preset.max_page_chars = 0,",
+        "limits.max_tool_result_tokens = 99,",
         "env.tools.python.max_calls = 1, but the policy was trained with 6",
-    ):  # fmt: skip
+    ):
         assert text in said
 
 

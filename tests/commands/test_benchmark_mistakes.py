@@ -41,8 +41,8 @@ def test_a_row_of_another_schema_or_key_is_refused(
 
 @pytest.mark.parametrize(
     ("name", "found"),
-    [("GAIA", "gaia"), ("math-500", "math500"), ("simpleqa", "SimpleQA"), ("2WikiMultihopQA",
-     "2wiki"), ("AIME_2024", "aime24"), ("xbench-DeepSearch", "xbench")],
+    [("GAIA", "gaia"), ("math-500", "math500"), ("simpleqa", "SimpleQA"),
+     ("2WikiMultihopQA", "2wiki"), ("AIME_2024", "aime24"), ("xbench-DeepSearch", "xbench")],
 )  # fmt: skip
 def test_a_benchmark_is_found_by_any_spelling_of_its_name(name: str, found: str) -> None:
     assert benchmark(name).name == found

@@ -49,13 +49,10 @@ xbench = {{ benchmark = "xbench", path = "{xbench}" }}
 
 async def evaluate(config: Path, out: Path) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
     """Rows, summary, and the output on the terminal."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "agentenv.launchers", "evaluate", str(config.parent / "model")),
-        *("--config", str(config), "--out", str(out)),
-        cwd=ROOT,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
+    command = [sys.executable, "-m", "agentenv.launchers", "evaluate"]
+    command += [str(config.parent / "model"), "--config", str(config), "--out", str(out)]
+    pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.STDOUT}
+    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, **pipes)
     shown, _ = await process.communicate()
     assert process.returncode == 0, shown.decode()
     rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]

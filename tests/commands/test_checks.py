@@ -151,10 +151,12 @@ EARLY = [  # of a run with a set-up: overrides, check, problem
      "engine.servers.python: /nowhere"),
     (["engine={name='vllm', urls=['http://127.0.0.1:9']}"], "servers",
      "engine.urls: no engine server answers at http://127.0.0.1:9 (Conn"),
-    *[([f"{key}=/nowhere.jsonl"], "files", f"{key}: /nowhere.jsonl: no such dataset file")
-      for key in ("data.train", "eval.sets.heldout.path", "eval.sets.dev.path", "sft.data",
-                  "sft.gate")],
 ]  # fmt: skip
+FILES = ("data.train", "eval.sets.heldout.path", "eval.sets.dev.path", "sft.data", "sft.gate")
+EARLY += [
+    ([f"{key}=/nowhere.jsonl"], "files", f"{key}: /nowhere.jsonl: no such dataset file")
+    for key in FILES
+]
 
 
 @pytest.mark.parametrize(("overrides", "name", "problem"), EARLY)

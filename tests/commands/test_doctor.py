@@ -4,7 +4,6 @@ with a remedy."""
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import psutil
 import pytest
 from msgspec.structs import replace
 
@@ -84,24 +82,21 @@ class _Disk(NamedTuple):
 
 
 @pytest.mark.parametrize(
-    ("of", "name", "value", "expected", "remedy"),
+    ("source", "value", "name", "remedy"),
     [
-        (importlib.metadata, "requires", lambda _: ["torch>=99; extra == 'train'"], "versions",
-         "pip install"),
-        (importlib.metadata, "requires", lambda _: ["no-such-thing; extra == 'train'"], "versions",
-         "pip install"),
-        (psutil, "virtual_memory", lambda: _Memory(1e6, 1e9), "free memory", "end other"),
-        (shutil, "disk_usage", lambda _: _Disk(1e6), "free disk", "run.dir"),
-        (machine, "allowed_files", lambda: 100, "descriptors", "ulimit"),
+        ("importlib.metadata.requires", ["torch>=99; extra == 'train'"], "versions", "pip install"),
+        ("importlib.metadata.requires", ["none; extra == 'train'"], "versions", "pip install"),
+        ("psutil.virtual_memory", _Memory(1e6, 1e9), "free memory", "end other"),
+        ("shutil.disk_usage", _Disk(1e6), "free disk", "run.dir"),
+        ("agentenv.lab.diagnosis.doctor.allowed_files", 100, "descriptors", "ulimit"),
     ],
-)  # fmt: skip
+)
 def test_a_fault_of_the_machine_fails_exactly_its_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: Any, name: str, value: Any,
-    expected: str, remedy: str,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(of, name, value)
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, value: Any, name: str, remedy: str
+) -> None:
+    monkeypatch.setattr(source, lambda *_: value)
     results = run_checks(tmp_path, *LIGHT)
-    assert failed(results) == [expected]
+    assert failed(results) == [name]
     (found,) = [one for one in results if one.state == "failed"]
     assert remedy in found.remedy
 
@@ -153,9 +148,9 @@ def check_results(
 
 
 EXTRA = (
-    *("room for rollouts", "room on the disk", "room in memory", "calls come back"),
-    *("special tokens in results", "packed model", "services", "grader sanity", "log-prob parity"),
-)
+    "room for rollouts", "room on the disk", "room in memory", "calls come back",
+    "special tokens in results", "packed model", "services", "grader sanity", "log-prob parity",
+)  # fmt: skip
 
 
 def test_for_a_good_configuration_each_check_passes_or_is_skipped_with_a_reason(
@@ -181,6 +176,9 @@ async def only(name: str, config: Path, folder: Path) -> CheckResult:
     return (await found(config, folder, (), checks))[name]
 
 
+TINY = PlannedMachine(0, 0.0, 1e6, "tiny")
+
+
 def _parse_nothing(self: object, completion: Completion, *_: object) -> Message:
     return Message("assistant", "")
 
@@ -190,18 +188,22 @@ def _parse_nothing(self: object, completion: Completion, *_: object) -> Message:
     [
         (machine, "allowed_files", lambda: 100, "room for rollouts", "queue.max_rollouts"),
         (shutil, "disk_usage", lambda _: _Disk(1e3), "room on the disk", "keep_last"),
-        (machine, "find_machine", lambda *_: PlannedMachine(0, 0.0, 1e6, "tiny"), "room in memory",
-         "--gpus"),
+        (machine, "find_machine", lambda *_: TINY, "room in memory", "--gpus"),
         (TagRenderer, "parse", _parse_nothing, "calls come back", "renderer.name"),
-        (TextCodec, "neutralise", lambda self, text, tools: text, "special tokens in results",
-         "report it"),
+        (TextCodec, "neutralise", lambda *given: given[1], "special tokens in results", "report"),
         (model_check, "distance", lambda config: 1.0, "packed model", ""),
     ],
-)  # fmt: skip
+)
 async def test_a_fault_of_a_part_fails_its_check(
-    warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: Any, name: str,
-    value: Any, expected: str, remedy: str,
-) -> None:  # fmt: skip
+    warehouse: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    of: Any,
+    name: str,
+    value: Any,
+    expected: str,
+    remedy: str,
+) -> None:
     monkeypatch.setattr(of, name, value)
     result = await only(expected, warehouse, tmp_path)
     assert result.state == "failed"
@@ -276,11 +278,9 @@ def test_a_search_service_without_a_key_or_a_reply_is_reported(
 @pytest.fixture(scope="module")
 def embedded(warehouse: Path) -> Iterator[dict[str, CheckResult]]:
     """The results with learner and embedded engine started, of which no gap is small enough."""
+    gaps = ("train.max_logprob_gap=1e-15", "train.stop_logprob_gap=1e-15")
     with pytest.MonkeyPatch.context() as patch:
-        yield check_results(
-            patch, warehouse, "engine.name=embedded", "train.max_logprob_gap=1e-15",
-            "train.stop_logprob_gap=1e-15", quick=False,
-        )  # fmt: skip
+        yield check_results(patch, warehouse, "engine.name=embedded", *gaps, quick=False)
 
 
 @pytest.mark.usefixtures("here")

@@ -240,12 +240,9 @@ def test_a_gold_that_its_grader_rejects_is_refused(
 def test_demonstrations_without_their_questions_are_not_read(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = dry(
-        train.main,
-        *("train.toml", "engine.name=embedded", "data.train=trian.jsonl"),
-        *("sft.data=chats.jsonl", "sft.gate=chats.jsonl"),
-        'sft.stages=[{rows = "all", num_steps = 1}]',
-    )
+    keys = ["engine.name=embedded", "data.train=trian.jsonl", "sft.data=chats.jsonl"]
+    keys += ["sft.gate=chats.jsonl", 'sft.stages=[{rows = "all", num_steps = 1}]']
+    code = dry(train.main, "train.toml", *keys)
     told = capsys.readouterr()
     assert code == EXIT_MISSING, told.err
     assert "data.train = trian.jsonl" in told.out.partition("missing:")[2]

@@ -55,13 +55,11 @@ class Trial:
 
     def start(self, *overrides: str) -> int:
         """The command's exit code."""
-        here = self.config.parent
-        return train.main([
-            *(str(self.config), f"run.name={self.folder.name}", f"train.num_steps={NUM_STEPS}"),
-            *(f"eval.sets.a.path={here}/a.jsonl", "eval.sets.a.every=2", "eval.sets.a.max_tasks=2"),
-            "env.trial=false",  # its calls are counted
-            *overrides,
-        ])  # fmt: skip
+        # no trial, since calls of the environment are counted
+        keys = [f"run.name={self.folder.name}", f"train.num_steps={NUM_STEPS}", "env.trial=false"]
+        keys += [f"eval.sets.a.path={self.config.parent}/a.jsonl"]
+        keys += ["eval.sets.a.every=2", "eval.sets.a.max_tasks=2"]
+        return train.main([str(self.config), *keys, *overrides])
 
     def resume(self, *overrides: str) -> int:
         return self.start(*overrides, "--resume")
@@ -555,9 +553,9 @@ def test_a_tool_outage_trains_nothing_and_the_run_resumes_after_the_repair(
 
 
 COLD_START = [
-    *("sft.data={here}/sft.jsonl", "sft.gate={here}/sft.jsonl", "sft.gate_every=2"),
+    "sft.data={here}/sft.jsonl", "sft.gate={here}/sft.jsonl", "sft.gate_every=2",
     "sft.stages=[{num_steps=4,batch_size=1}]",
-]
+]  # fmt: skip
 
 # Before the updates, and the checkpoint of that moment.
 COLD_POINTS = {

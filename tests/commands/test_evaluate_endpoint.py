@@ -107,10 +107,8 @@ def test_the_tag_protocol_with_continued_assistant_text(
         assert len(endpoint.requests) == 1
         return
     last = endpoint.requests[1]["messages"][-1]
-    assert last == {
-        "role": "assistant", "prefix": True,
-        "content": "<think>look</think><stock>bolts</stock> <result>\n1240\n</result>",
-    }  # fmt: skip
+    begun = "<think>look</think><stock>bolts</stock> <result>\n1240\n</result>"
+    assert last == {"role": "assistant", "prefix": True, "content": begun}
     assert rows()[0].success
 
 
@@ -224,13 +222,12 @@ def test_an_endpoint_that_refuses_everything_ends_the_command_with_a_failure(
 
 
 def test_a_refusal_of_the_model_is_an_answer(run: Evaluate, rows: Any) -> None:
-    refusing = reply(None, refusal="I cannot help with that.")
+    text = "I cannot help with that."
+    refusing = reply(None, refusal=text)
     with ScriptedEndpoint(lambda body, n: refusing) as endpoint:
         assert run(endpoint, n=1) == 0
     (row,) = rows()
-    assert (row.end, row.success, row.prediction) == (
-        "terminated", False, "I cannot help with that.",
-    )  # fmt: skip
+    assert (row.end, row.success, row.prediction) == ("terminated", False, text)
 
 
 @pytest.mark.parametrize("empty", [None, " ", "<think>why</think>\n"])

@@ -146,14 +146,12 @@ def test_the_exported_model_answers_through_plain_transformers(run: Path, tmp_pa
     row = next(row for row in rows.values() if row.end == "terminated" and by_hand(row.tool_calls))
     chat = [{"role": "user", "content": row.question}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    keys = {"max_new_tokens": 48, "do_sample": False, "stop_strings": ["</search>", "</python>"]}
     text = prompt
     for _ in range(row.num_turns):
         ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)
         with torch.inference_mode():
-            out = model.generate(
-                **ids, max_new_tokens=48, do_sample=False, tokenizer=tokenizer,
-                stop_strings=["</search>", "</python>"],
-            )  # fmt: skip
+            out = model.generate(**ids, **keys, tokenizer=tokenizer)
         text = tokenizer.decode(out[0])
         text += answer(text, search)
     written = [segment.get("env", "") or segment["policy"] for segment in row.segments]

@@ -23,19 +23,15 @@ def test_messages_are_the_texts_of_the_policy_without_end_of_turn_tokens():
 
 
 def test_a_thought_that_the_prompt_opened_is_part_of_the_message():
-    plain = EvalRow(
-        dataset="qa", task="1", sample=0,
-        segments=[{"env": "user\nhi\nassistant\n<think>\n"}, {"policy": "so</think>Rome"}],
-    )  # fmt: skip
+    segments = [{"env": "user\nhi\nassistant\n<think>\n"}, {"policy": "so</think>Rome"}]
+    plain = EvalRow(dataset="qa", task="1", sample=0, segments=segments)
     assert written(plain)[0].content == "<think>\nso</think>Rome"
     assert prediction(plain) == "Rome"
 
 
 def test_a_call_truncated_by_a_limit_is_still_a_call():
-    cut = EvalRow(
-        dataset="qa", task="1", sample=0,
-        segments=[{"env": "q"}, {"policy": "<think>x</think><search>y</search>"}],
-    )  # fmt: skip
+    segments = [{"env": "q"}, {"policy": "<think>x</think><search>y</search>"}]
+    cut = EvalRow(dataset="qa", task="1", sample=0, segments=segments)
     assert [call.name for call in written(cut)[0].tool_calls] == ["search"]
 
 

@@ -43,9 +43,9 @@ RUN_S = 300.0
 # Workers that join.
 
 EXTERNAL = [
-    *("cluster.kind=external", "cluster.workers=3", "cluster.min_workers=1"),
-    *("cluster.host=127.0.0.1", "eval.sets={}", "queue.max_staleness=1", *SLOW),
-]
+    "cluster.kind=external", "cluster.workers=3", "cluster.min_workers=1", "cluster.host=127.0.0.1",
+    "eval.sets={}", "queue.max_staleness=1", *SLOW,
+]  # fmt: skip
 
 
 @pytest.fixture

@@ -95,13 +95,13 @@ class Runs(RuleBasedStateMachine):
     ) -> None:
         own = ["algorithm.entropy_window=4"] if algorithm == "arpo" else []
         own += ["queue.equal_groups=drop"] if drop else []
-        self.config = toy_config(
-            self.folder,
-            *(f"queue.groups_per_step={groups}", f"queue.max_staleness={staleness}"),
-            *(f"algorithm.name={algorithm}", *own, f"queue.refill={str(refill).lower()}"),
-            *(f"learner.groups_per_minibatch={groups}", f"run.seed={seed}"),
-            *(f"checkpoint.every={every}", f"train.num_steps={NUM_STEPS}"),
-        )
+        keys = [
+            f"queue.groups_per_step={groups}", f"queue.max_staleness={staleness}",
+            f"queue.refill={refill}".lower(), f"algorithm.name={algorithm}", *own,
+            f"learner.groups_per_minibatch={groups}", f"run.seed={seed}",
+            f"checkpoint.every={every}", f"train.num_steps={NUM_STEPS}",
+        ]  # fmt: skip
+        self.config = toy_config(self.folder, *keys)
         self.path = Path(self.config.run.dir) / "run0"
         self.start(weather)
 

@@ -100,11 +100,11 @@ async def test_an_unresponsive_server_is_excluded_in_time(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("here")
 def test_a_run_at_changing_temperatures_with_truncation_is_on_policy(tmp_path: Path) -> None:
     keys = (
-        *(f"run.dir={tmp_path}", "run.name=cut", "sft=none", "eval.sets={}", "train.num_steps=3"),
-        *("sampling.schedule=[[0,1.5],[2,0.7]]", "sampling.train.top_k=100"),
-        *("sampling.train.top_p=0.9", "learner.proximal=always", "queue.max_staleness=0"),
+        f"run.dir={tmp_path}", "run.name=cut", "sft=none", "eval.sets={}", "train.num_steps=3",
+        "sampling.schedule=[[0,1.5],[2,0.7]]", "sampling.train.top_k=100",
+        "sampling.train.top_p=0.9", "learner.proximal=always", "queue.max_staleness=0",
         "algorithm.entropy_bonus=0.01",
-    )
+    )  # fmt: skip
     assert train.main([str(ROOT / "tests" / "support" / "small_quickstart.toml"), *keys]) == 0
     rows = [row for row in rows_of(tmp_path / "cut") if "learner/loss" in row]
     assert len(rows) == 3

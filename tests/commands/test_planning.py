@@ -143,9 +143,8 @@ def test_states_of_stage_0_match_those_of_torch() -> None:
     optimizer.step()
     held = sum(p.nbytes + p.grad.nbytes for p in model.parameters() if p.grad is not None)
     held += sum(
-        value.nbytes for state in optimizer.state.values() for value in state.values()
-        if value.ndim
-    )  # fmt: skip
+        value.nbytes for state in optimizer.state.values() for value in state.values() if value.ndim
+    )
     states = memory.model_states(shape, LearnerConfig(optimizer="adamw"))
     assert states.gpu_bytes == held
     lora = memory.model_states(shape, LearnerConfig(optimizer="adamw", lora=LoRAConfig(r=4)))
@@ -153,10 +152,11 @@ def test_states_of_stage_0_match_those_of_torch() -> None:
     assert lora.gpu["optimizer"] < 0.2 * states.gpu["optimizer"]
 
 
-TINY = memory.ModelShape(
-    hidden=128, layers=4, heads=4, kv_heads=2, head_dim=48, intermediate=384, vocabulary=512,
-    context=512, qk_norm=True,
-)  # fmt: skip
+SIZES = {
+    "hidden": 128, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 48, "intermediate": 384,
+    "vocabulary": 512, "context": 512,
+}  # fmt: skip
+TINY = memory.ModelShape(**SIZES, qk_norm=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,13 +17,12 @@ pytestmark = pytest.mark.usefixtures("here")
 
 CONFIG = ROOT / "tests" / "support" / "small_quickstart.toml"
 KEYS = [
-    *("sft.stages=[{rows='copy',num_steps=2}]", "sft.gate_threshold=0", "train.num_steps=2"),
-    *("queue.groups_per_step=4", "learner.groups_per_minibatch=4", "learner.num_ranks=2"),
-    *("learner.optimizer=adamw", "sft.optimizer.optimizer=adamw", "learner.zero_stage=1"),
-    *("eval.sets={}", "queue.max_staleness=0", "env.kwargs={}", "limits.max_turns=1"),
-    "env.id=benchmarks.parts.overhead:LookUpEnv",
-    "env.trial=false",
-]
+    "sft.stages=[{rows='copy',num_steps=2}]", "sft.gate_threshold=0", "train.num_steps=2",
+    "queue.groups_per_step=4", "learner.groups_per_minibatch=4", "learner.num_ranks=2",
+    "learner.optimizer=adamw", "sft.optimizer.optimizer=adamw", "learner.zero_stage=1",
+    "eval.sets={}", "queue.max_staleness=0", "env.kwargs={}", "limits.max_turns=1",
+    "env.id=benchmarks.parts.overhead:LookUpEnv", "env.trial=false",
+]  # fmt: skip
 
 
 @pytest.fixture

@@ -33,9 +33,9 @@ VLLM = [
 ]
 # Every group is trained, so that each step hands weights over.
 SHARED = [
-    *("engine.name=vllm", "engine.weights=ipc", "algorithm.group_size=4"),
-    *('sft.stages=[{rows="mixed",num_steps=60}]', "sft.gate_every=60"),
-]
+    "engine.name=vllm", "engine.weights=ipc", "algorithm.group_size=4",
+    'sft.stages=[{rows="mixed",num_steps=60}]', "sft.gate_every=60",
+]  # fmt: skip
 # As much cold start as gives outcomes that differ within a group, so that updates train.
 SGLANG = [
     "engine.name=sglang",

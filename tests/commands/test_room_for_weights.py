@@ -80,14 +80,12 @@ def test_a_chosen_folder_without_room_is_refused_before_anything_starts(
 ) -> None:
     place = tmp_path / "place"
     place.mkdir()
+    given = ("size=64k", f"resources.weights_dir={place}")
     for key in ("--dry-run", "run.name=one"):
-        done = start("size=64k", f"resources.weights_dir={place}", key, place=place)
+        done = start(*given, key, place=place)
         assert done.returncode == 2, done.stdout
         assert f"{place} has 64" in done.stderr
-    done = start(
-        "size=64k", f"resources.weights_dir={place}", "--quick", "--offline", place=place,
-        launcher="doctor",
-    )  # fmt: skip
+    done = start(*given, "--quick", "--offline", place=place, launcher="doctor")
     assert done.returncode == 1
     assert "room for weights" in done.stdout
     assert not (tmp_path / "runs").exists()

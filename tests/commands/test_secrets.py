@@ -27,9 +27,10 @@ ENVIRONMENT = {
     "DATABASE": "postgres://postgres:postgres@localhost/x",  # a word is no secret
 }  # fmt: skip
 SETTINGS = {
-    "grader": {"judge": {"api_key_env": "JUDGE_ACCESS"}}, "roles": [{"api_key_env": ""}],
+    "grader": {"judge": {"api_key_env": "JUDGE_ACCESS"}},
+    "roles": [{"api_key_env": ""}],
     "env": {"tools": [{"kwargs": {"headers": {"X-Login": "Bearer ${MAPS_LOGIN}"}}}]},
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -85,11 +86,12 @@ def test_trees_are_redacted_and_keep_variable_names(redactor: Redactor) -> None:
         "Private-Token": "abc", "headers": [{"x": "Bearer abcdefg123"}, ("q7Rz0pLmX2", 3, None)],
         "max_tokens": 5, "q7Rz0pLmX2": "as a key", "token_ids": [1, 2],
     }  # fmt: skip
-    assert redactor.tree(tree) == {
+    redacted = {
         "api_key": REDACTED, "api_key_env": "JUDGE_ACCESS", "X-API-Key": REDACTED,
         "Private-Token": REDACTED, "headers": [{"x": f"Bearer {REDACTED}"}, (REDACTED, 3, None)],
         "max_tokens": 5, REDACTED: "as a key", "token_ids": [1, 2],
     }  # fmt: skip
+    assert redactor.tree(tree) == redacted
     assert redactor.pieces(["a ", "q7Rz", "0pLmX2"]) == [f"a {REDACTED}", "", ""]
     before = "password: 'hunter22222', "
     assert redactor.known(before + "q7Rz0pL\nmX2") == before + REDACTED
@@ -167,8 +169,8 @@ def leaks(data: bytes) -> set[str]:
     for part in re.findall(rb'data-path="[^"]*">([^<]*)<', data):
         data += gzip.decompress(b64decode(part))
     bare = b"".join(data.replace(rb"\n", b"").split())
-    coded = [(name, b64encode(bytes(n) + one[:12].encode())[4:-4])
-             for name, one in MARKED.items() for n in range(3)]  # fmt: skip
+    begun = [(name, bytes(n) + one[:12].encode()) for name, one in MARKED.items() for n in range(3)]
+    coded = [(name, b64encode(one)[4:-4]) for name, one in begun]
     plain = [(name, text.encode()) for name, one in MARKED.items() for text in escaped(one[:9])]
     plain += [(name, one[:9].encode()) for name, one in MARKED.items()]
     return {name for name, core in plain + coded if core in bare}

@@ -157,8 +157,10 @@ def test_a_role_gets_no_routes_for_weights(tmp_path: Path) -> None:
     assert "VLLM_SERVER_DEV_MODE" not in environment(judge, LaunchConfig())
 
 
-@pytest.mark.parametrize(("engine", "tp"), [("vllm", "--tensor-parallel-size"),
-                                            ("sglang", "--tp-size")])  # fmt: skip
+PARALLEL = [("vllm", "--tensor-parallel-size"), ("sglang", "--tp-size")]
+
+
+@pytest.mark.parametrize(("engine", "tp"), PARALLEL)
 def test_the_command_lines_of_servers_on_gpus(tmp_path: Path, engine: Any, tp: str) -> None:
     build_model(tmp_path, seed=0)
     there = served(tmp_path, engine=engine, on_cpu=False, gpus=["2", "3"])

@@ -133,15 +133,19 @@ time.sleep(600)
 """
 
 
+def guarded(place: Path, *command: str, **keys: Any) -> subprocess.Popen[bytes]:
+    """A command with a guard whose folder for temporary files is in `place`."""
+    command = (sys.executable, "-I", "-S", str(GUARD), "0", *command)
+    keys["env"] = os.environ | {"TMPDIR": str(place)}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, **keys)
+
+
 @contextmanager
 def guarded_server(place: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, list[Path]]]:
     """A guard whose folder for temporary files is in `place`, its server, and the files of the
     server: one in the folder and two in shared memory, which the guard has recorded."""
     log, server = place / "log", script(place, LEAVING)
-    with log.open("wb") as out, subprocess.Popen(
-        [sys.executable, "-I", "-S", str(GUARD), "0", sys.executable, str(server)],
-        stdin=subprocess.PIPE, stdout=out, env=os.environ | {"TMPDIR": str(place)},
-    ) as guard:  # fmt: skip
+    with log.open("wb") as out, guarded(place, sys.executable, str(server), stdout=out) as guard:
         until(lambda: log.read_text().endswith("\n"))
         *left, ours, pid = map(Path, log.read_text().split())
         listed = left[0].parent / LIST
@@ -156,9 +160,7 @@ def guarded_server(place: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, 
 
 
 def begin_another(place: Path) -> None:
-    command = [sys.executable, "-I", "-S", str(GUARD), "0", "true"]
-    environment = os.environ | {"TMPDIR": str(place)}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as guard:
+    with guarded(place, "true") as guard:
         assert guard.wait(60) == 0  # with its input open, whose end stops the guarded process
 
 

@@ -78,8 +78,8 @@ def test_runs_of_a_seed_have_its_number_and_its_start_run(tmp_path: Path) -> Non
         start=["train.num_steps=0"], after_start=["model.path={start}"], arms={"a": [], "b": []}
     )
     runs = list(runs_of(tmp_path, check(config)))
-    every = [(arm, seed) for seed in (0, 1) for arm in ("start", "a", "b")]
-    assert [(run.arm, run.seed) for run in runs] == every
+    expected = [(arm, seed) for seed in (0, 1) for arm in ("start", "a", "b")]
+    assert [(run.arm, run.seed) for run in runs] == expected
     assert runs[4].overrides == (f"model.path={tmp_path.resolve()}/start/seed-1",)
 
 
@@ -164,8 +164,9 @@ def test_an_arm_that_needs_half_the_calls_has_a_ratio_of_one_half(
 def test_a_run_that_misses_a_level_needs_no_fewer_calls_than_the_longest_run() -> None:
     def curve(calls: list[float], success: list[float]) -> sets.Curve:
         right = np.array([[1.0] * round(8 * one) + [0.0] * (8 - round(8 * one)) for one in success])
-        spent = np.array(calls)
-        return sets.Curve(spent, right, spent * 10, is_forkless=not any(success))
+        return sets.Curve(
+            np.array(calls), right, np.array(calls) * 10, is_forkless=not any(success)
+        )
 
     learned = {seed: curve([0, 100, 200, 300], [0.0, 0.25, 0.5, 0.75]) for seed in (1, 2)}
     gave_up = {seed: curve([0, 20, 22, 23], [0.0, 0.0, 0.0, 0.0]) for seed in (1, 2)}
@@ -224,10 +225,9 @@ def test_a_run_without_a_curve_is_named(
 def test_a_comparison_is_printed_in_80_columns_and_written(
     made_up: dict[str, dict[int, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = Made(
-        config="c", config_digest="", overrides=[], arms={arm: [] for arm in made_up},
-        seeds=[*range(4), 9], baseline="base",
-    )  # fmt: skip
+    arms: dict[str, list[str]] = {arm: [] for arm in made_up}
+    seeds = [*range(4), 9]
+    made = Made(config="c", config_digest="", overrides=[], arms=arms, seeds=seeds, baseline="base")
     remember(tmp_path, made)
     assert compare_command.main([str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -250,10 +250,10 @@ def test_a_comparison_is_printed_in_80_columns_and_written(
 def command(warehouse: Path, out: Path, *more: str) -> list[str]:
     here = warehouse.parent
     return [
-        *(str(warehouse), "train.num_steps=2", f"eval.sets.a.path={here}/a.jsonl"),
-        *("eval.sets.a.every=1", "eval.sets.a.max_tasks=4", "--seeds", "0-1", "--out", str(out)),
-        *("--vary", "algorithm.group_size=2,4", *more),
-    ]
+        str(warehouse), "train.num_steps=2", f"eval.sets.a.path={here}/a.jsonl",
+        "eval.sets.a.every=1", "eval.sets.a.max_tasks=4", "--seeds", "0-1", "--out", str(out),
+        "--vary", "algorithm.group_size=2,4", *more,
+    ]  # fmt: skip
 
 
 @pytest.fixture

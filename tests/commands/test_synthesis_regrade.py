@@ -34,12 +34,12 @@ def arguments(warehouse: Path, tmp_path: Path) -> list[str]:
     path = tmp_path / "ask.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [
-        *(str(warehouse.parent / "model"), "--env", "me/Warehouse-v0", "env.module=my_env"),
-        *("--out", str(tmp_path / "out"), f"data={path}", "filter.require_box=false"),
-        *("engine.name=scripted", f"engine.script={__name__}:policy", "num_samples=2"),
-        *("limits.max_prompt_tokens=640", "limits.max_response_tokens=320"),
-        *("hints.phrases=['perhaps']", f"hints.verification=['{HINT}']", "hints.place=uncertain"),
-    ]
+        str(warehouse.parent / "model"), "--env", "me/Warehouse-v0", "env.module=my_env",
+        "--out", str(tmp_path / "out"), f"data={path}", "filter.require_box=false",
+        "engine.name=scripted", f"engine.script={__name__}:policy", "num_samples=2",
+        "limits.max_prompt_tokens=640", "limits.max_response_tokens=320",
+        "hints.phrases=['perhaps']", f"hints.verification=['{HINT}']", "hints.place=uncertain",
+    ]  # fmt: skip
 
 
 def spoil(folder: Path) -> int:

@@ -31,11 +31,13 @@ from tests.support.viewed_run import (
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = [
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update"),
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update",
+]  # fmt: skip
+pytestmark = [
+    pytest.mark.viewer,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium"),
 ]
-without = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
-pytestmark = [pytest.mark.viewer, without]
 WAIT_MS = 30_000
 NUM_ROWS = 100_000
 
@@ -241,10 +243,10 @@ def test_hostile_text_is_text(shown: Viewed, open_page: Open) -> None:
     """In questions, tokens, results, arguments, errors, reasons, answers; it creates no element
     (and `open_page` checks whether any script ran)."""
     for address in (
-        *("run", "trees/1", "trees/1/0", "trees/1/1", "trees/1/2/1", "trees/1/0/0?beside=1"),
-        *("evaluations/after_rl", "evaluations/after_rl/0"),
-        *("evaluations/before_sft/against/after_rl", "%3Cb%3Ex"),
-    ):
+        "run", "trees/1", "trees/1/0", "trees/1/1", "trees/1/2/1", "trees/1/0/0?beside=1",
+        "evaluations/after_rl", "evaluations/after_rl/0", "evaluations/before_sft/against/after_rl",
+        "%3Cb%3Ex",
+    ):  # fmt: skip
         page = open_page(shown.at("run"))
         page.goto(shown.at(address))
         page.wait_for_timeout(700)
@@ -326,9 +328,9 @@ def test_a_small_screen(shown: Viewed, open_page: Open, scheme: str) -> None:
     assert page.get_attribute("html", "data-theme") == scheme
     page.set_viewport_size({"width": 375, "height": 700})
     for address in (
-        *("run", "trees/1", "trees/1/0/0?beside=1", "evaluations", "evaluations/after_rl"),
+        "run", "trees/1", "trees/1/0/0?beside=1", "evaluations", "evaluations/after_rl",
         "evaluations/after_rl/0",
-    ):
+    ):  # fmt: skip
         page.goto(shown.at(address))
         page.wait_for_timeout(700)
         assert page.evaluate("document.documentElement.scrollWidth") <= 375, address
@@ -395,8 +397,9 @@ def test_trees_whose_forks_changed_the_outcome_are_found(shown: Viewed, open_pag
         num_trees = int(text_of(page, ".grid-foot").split()[0])
         page.select_option("label:has-text('forks') select", "changed")
         page.wait_for_selector(".changed")
-        foot = "document.querySelector('.grid-foot').innerText"
-        page.wait_for_function(f"!{foot}.startsWith('{num_trees} ')")
+        page.wait_for_function(
+            f"!document.querySelector('.grid-foot').innerText.startsWith('{num_trees} ')"
+        )
         fates = {*page.locator(".grid-row .tag").all_inner_texts()}
         assert fates == {"trained", "failed"}  # filtered ones have equal returns
         assert 0 < int(text_of(page, ".grid-foot").split()[0]) < num_trees
@@ -408,7 +411,9 @@ def test_a_tree_grows_in_a_picture(shown: Viewed, tmp_path: Path) -> None:
     tree = Folder(shown.run.folder).answer("steps/3/trees/6")
     out = tmp_path / "tree.gif"
     command = [sys.executable, str(ROOT / "viewer" / "animate.py"), str(shown.run.folder)]
-    subprocess.run([*command, "--step", "3", "--tree", "6", "--out", out], check=True, cwd=ROOT)
+    subprocess.run(
+        [*command, "--step", "3", "--tree", "6", "--out", str(out)], check=True, cwd=ROOT
+    )
     inks = list[int]()
     with Image.open(out) as picture:
         assert picture.n_frames == len(tree["nodes"])

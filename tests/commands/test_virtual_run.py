@@ -39,10 +39,10 @@ from tests.support.virtual_clock import run_virtual
 Kind = TypeVar("Kind")
 
 KEYS = [
-    *("engine.latency_s=1.5", "engine.tokens_per_s=20", "queue.max_staleness=2"),
-    *("eval.sets.a.path={here}/a.jsonl", "eval.sets.a.every=2", "eval.sets.a.max_tasks=3"),
-    *("checkpoint.every=1", "checkpoint.minutes=30"),
-]
+    "engine.latency_s=1.5", "engine.tokens_per_s=20", "queue.max_staleness=2",
+    "eval.sets.a.path={here}/a.jsonl", "eval.sets.a.every=2", "eval.sets.a.max_tasks=3",
+    "checkpoint.every=1", "checkpoint.minutes=30",
+]  # fmt: skip
 KEPT = ("train.num_steps=8", "checkpoint.keep_last=1000")  # and so all of the journal
 OF_THIS_PROCESS = ("cpu_s", "lag_", "stalled", "env/")  # which other tests used before
 

@@ -51,15 +51,15 @@ LONGEST_S = 20.0  # that an answer waits for what came before it when it was rec
 SHOWN = {
     "/openapi.json": ("paths", "components/schemas/GenerateReqInput/properties"),
     "/server_info": (
-        *("vllm_config/device_config", "vllm_config/model_config/logprobs_mode"),
-        *("vllm_config/model_config/quantization", "vllm_config/speculative_config"),
-        *("vllm_config/parallel_config/data_parallel_size", "dp_size", "quantization"),
-        *("incremental_streaming_output", "speculative_algorithm"),
+        "vllm_config/device_config", "vllm_config/model_config/logprobs_mode",
+        "vllm_config/model_config/quantization", "vllm_config/speculative_config",
+        "vllm_config/parallel_config/data_parallel_size", "dp_size", "quantization",
+        "incremental_streaming_output", "speculative_algorithm",
         "vllm_config/model_config/max_logprobs",
-        *("vllm_config/parallel_config/worker_extension_cls", "version", "max_req_input_len"),
-        *("sampling_mask_max_tokens", "enable_metrics", "skip_tokenizer_init"),
+        "vllm_config/parallel_config/worker_extension_cls", "version", "max_req_input_len",
+        "sampling_mask_max_tokens", "enable_metrics", "skip_tokenizer_init",
     ),
-}
+}  # fmt: skip
 LINES = ("vllm:num_", "vllm:kv_cache_usage_perc", "sglang:num_retracted_requests_total")
 
 

@@ -143,9 +143,15 @@ async def leased(
         return made[-1]
 
     engine = LeasedEngine(
-        theirs, make, folder, vocab_size=faulty_server.VOCAB_SIZE, eos_ids={faulty_server.EOS},
-        config=pool.config, name="worker", entropies=entropies,
-    )  # fmt: skip
+        theirs,
+        make,
+        folder,
+        vocab_size=faulty_server.VOCAB_SIZE,
+        eos_ids={faulty_server.EOS},
+        config=pool.config,
+        name="worker",
+        entropies=entropies,
+    )
 
     async def receive_from_controller() -> None:
         while True:

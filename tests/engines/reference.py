@@ -16,17 +16,18 @@ from tests.support.chat_models import QWEN25, make_tokenizer
 VOCAB = 320
 EOS = 7
 MAX_LENGTH = 512
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": MAX_LENGTH,
+    "bos_token_id": None, "eos_token_id": EOS,
+}  # fmt: skip
 
 
 def write_model(path: Path, seed: int, *, tied: bool = False) -> Any:
     """A Qwen2 model with 2 heads of 64, float32, with a tokenizer of bytes; also returned."""
     torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=VOCAB, hidden_size=128, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=MAX_LENGTH,
-        initializer_range=0.15,  # wider ones amplify rounding beyond 1e-4
-        tie_word_embeddings=tied, bos_token_id=None, eos_token_id=EOS,
-    )  # fmt: skip
+    # weights of a wider range amplify rounding beyond 1e-4
+    config = Qwen2Config(**SIZES, initializer_range=0.15, tie_word_embeddings=tied)
     model = Qwen2ForCausalLM(config).eval()
     model.save_pretrained(path)
     tokenizer = make_tokenizer(QWEN25)

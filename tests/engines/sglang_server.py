@@ -13,13 +13,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 STAMP = ROOT / ".venv-sglang" / ".complete"
 ARGUMENTS = (
-    *("--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1"),
-    *("--disable-overlap-schedule", "--skip-server-warmup", "--enable-metrics"),
+    "--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1",
+    "--disable-overlap-schedule", "--skip-server-warmup", "--enable-metrics",
     "--incremental-streaming-output",
     "--sleep-on-idle",  # else it takes a core all the time
-    *("--max-total-tokens", "8192", "--max-running-requests", "64"),
-    *("--load-snapshot-publish-interval", "1"),  # else its load figures lag by 15 steps
-)
+    "--max-total-tokens", "8192", "--max-running-requests", "64",
+    "--load-snapshot-publish-interval", "1",  # else its load figures lag by 15 steps
+)  # fmt: skip
 ENVIRONMENT = {
     "SGLANG_PLATFORM": "plaincpu",
     "HF_HUB_OFFLINE": "1",

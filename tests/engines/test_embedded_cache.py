@@ -11,11 +11,12 @@ import torch
 from agentenv.engines.embedded.model import SlotCache
 from agentenv.engines.embedded.weights import Architecture
 
-ARCH = Architecture(
-    vocab_size=9, hidden_size=4, intermediate_size=4, num_layers=1, num_heads=1, num_kv_heads=1,
-    head_dim=2, max_length=400, norm_eps=1e-6, rope={}, qk_norm=False, qkv_bias=False,
-    out_bias=False, tied=True, eos_ids=frozenset(),
-)  # fmt: skip
+SHAPE = {
+    "vocab_size": 9, "hidden_size": 4, "intermediate_size": 4, "num_layers": 1, "num_heads": 1,
+    "num_kv_heads": 1, "head_dim": 2, "max_length": 400, "norm_eps": 1e-6, "rope": {},
+    "qk_norm": False, "qkv_bias": False, "out_bias": False, "tied": True, "eos_ids": frozenset(),
+}  # fmt: skip
+ARCH = Architecture(**SHAPE)
 
 
 class Walk:

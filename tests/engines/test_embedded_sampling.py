@@ -39,9 +39,9 @@ async def test_rows_with_and_without_penalties_share_a_batch(tiny: tuple[Path, A
 
 
 CASES: list[dict[str, float]] = [
-    *({"temperature": 0.4}, {"temperature": 1.7}, {"top_k": 7}),
+    {"temperature": 0.4}, {"temperature": 1.7}, {"top_k": 7},
     {"temperature": 1.7, "top_k": 40, "top_p": 0.7, "min_p": 0.02},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

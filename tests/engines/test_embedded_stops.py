@@ -19,6 +19,7 @@ from agentenv.base.types import Completion, SamplingParams
 from agentenv.contract.stop_strings import StopStrings
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
+from tests.engines.small_models import SIZES
 
 WORDS = ["</", "pyth", "on>x", "\u00e9t\u00e9"]
 
@@ -114,11 +115,9 @@ def test_a_stop_string_is_found_after_a_long_run_of_bytes(tmp_path: Path) -> Non
 
 def automaton(folder: Path, chain: list[int], vocab: int, eos: int | list[int] | None) -> None:
     """A model that writes `chain`: each token surely follows the one before."""
-    config = LlamaConfig(
-        vocab_size=vocab, hidden_size=vocab, intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=2, eos_token_id=eos, bos_token_id=None, max_position_embeddings=128,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    sizes = {"vocab_size": vocab, "hidden_size": vocab, "eos_token_id": eos}
+    one_layer = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**(SIZES | sizes | one_layer)))
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(torch.eye(vocab))
         model.model.layers[0].self_attn.o_proj.weight.zero_()

@@ -334,8 +334,11 @@ class Storm:
 @example(  # another process takes the place of the only server between its load and its probe
     [
         *[("ask", 0, 0.0)] * 4,
-        *[("kill", 0, 0.0), ("fill", 5, 0.0), ("ask", 0, 0.0), ("ask", 0, 0.0)],
-        *[("load", 0, 0.35), ("restart", 13, 1.5)],
+        ("kill", 0, 0.0),
+        ("fill", 5, 0.0),
+        *[("ask", 0, 0.0)] * 2,
+        ("load", 0, 0.35),
+        ("restart", 13, 1.5),
     ],
     0.0,
 )

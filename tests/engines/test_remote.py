@@ -65,10 +65,11 @@ async def test_a_waking_server_allocates_its_cache_last() -> None:
     server._http.call = call  # type: ignore[method-assign]
     await server.sleep()
     await server.take(SharedWeights([], [], [], [], 0, {}), 0, 3, release)
-    assert calls == [
-        *("sleep 2", "wake_up weights", "start_weight_update", "update_weights"),
-        *("finish_weight_update", "release", "wake_up kv_cache", "update_weight_version", "resume"),
-    ]
+    expected = [
+        "sleep 2", "wake_up weights", "start_weight_update", "update_weights",
+        "finish_weight_update", "release", "wake_up kv_cache", "update_weight_version", "resume",
+    ]  # fmt: skip
+    assert calls == expected
     await server.take(SharedWeights([], [], [], [], 0, {}), 0, 4, release)  # awake
     later = [one for one in calls[9:] if one.split()[0] in ("pause", "wake_up", "release")]
     assert later == ["pause true"]  # and waits for no other server

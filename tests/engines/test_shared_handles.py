@@ -21,9 +21,9 @@ UUID = "6b0ca9d2-0000-1111-2222-333344445555"
 SIZE = 1000
 # As torch's reduce_tensor has them: of the tensor, of its storage, of its counter and its event.
 EXPORTED = (
-    *(torch.Tensor, torch.Size([SIZE]), (1,), 0, torch.storage.TypedStorage, torch.uint8),
-    *(3, b"\x01\xfehandle", 2048, 512, False, b"/torch_17_2", 5, b"\x00\xffevent", True),
-)
+    torch.Tensor, torch.Size([SIZE]), (1,), 0, torch.storage.TypedStorage, torch.uint8,
+    3, b"\x01\xfehandle", 2048, 512, False, b"/torch_17_2", 5, b"\x00\xffevent", True,
+)  # fmt: skip
 
 
 @pytest.fixture

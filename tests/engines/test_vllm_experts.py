@@ -19,7 +19,7 @@ from agentenv.learners.ranks.export import write_model as write_policy
 from agentenv.learners.trees.policy import Policy
 from tests.engines.broadcast_checks import bench, check_updates
 from tests.engines.proxy import changed, proxy
-from tests.engines.reference import EOS, MAX_LENGTH, VOCAB, write_model
+from tests.engines.reference import SIZES, VOCAB, write_model
 from tests.engines.vllm_server import EXTENSION, vllm_servers
 
 pytestmark = pytest.mark.engine_vllm
@@ -31,12 +31,8 @@ def publish(root: Path, seed: int) -> Path:
     source, published = root / f"source-{seed}", root / f"v{seed}"
     write_model(source, seed)  # for the tokenizer
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB, hidden_size=128, intermediate_size=96, moe_intermediate_size=64,
-        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=64,
-        num_experts=4, num_experts_per_tok=2, max_position_embeddings=MAX_LENGTH,
-        initializer_range=0.1, bos_token_id=None, eos_token_id=EOS,
-    )  # fmt: skip
+    experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+    config = Qwen3MoeConfig(**SIZES, **experts, head_dim=64, initializer_range=0.1)
     model = Qwen3MoeForCausalLM(config).eval()
     model.save_pretrained(source)
     write_policy(RankBackend(Policy(model), LearnerConfig(zero_stage=0)), source, published)

@@ -20,11 +20,10 @@ STAMP = ROOT / ".venv-vllm" / ".complete"
 NUM_SEQS = 16  # requests that run at once; more of them wait
 BLOCK = 32  # tokens of a block of the prefix cache; the CPU's default is 128
 ARGUMENTS = (
-    *("--host", "127.0.0.1", "--served-model-name", "policy", "--dtype", "float32"),
-    *("--max-model-len", str(MAX_LENGTH), "--max-num-seqs", str(NUM_SEQS)),
-    *("--block-size", str(BLOCK)),
-    *("--enforce-eager", "--enable-prompt-tokens-details", "--no-enable-chunked-prefill"),
-)
+    "--host", "127.0.0.1", "--served-model-name", "policy", "--dtype", "float32",
+    "--max-model-len", str(MAX_LENGTH), "--max-num-seqs", str(NUM_SEQS), "--block-size", str(BLOCK),
+    "--enforce-eager", "--enable-prompt-tokens-details", "--no-enable-chunked-prefill",
+)  # fmt: skip
 # Options that a client requires.
 SCALE_OUT = ("--enable-scale-out",)
 LOGPROBS = ("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1")

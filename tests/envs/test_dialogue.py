@@ -101,8 +101,8 @@ def test_a_user_message_is_rendered_as_by_the_chat_template() -> None:
     assert renderer.decode(ids) == whole(renderer.tokenizer, "What?", "Which?", "red")
     several = [Message("user", "red"), Message("user", "or blue")]
     shown = renderer.decode(renderer.observation(several, [], 100, [end]))
-    text = whole(renderer.tokenizer, "Q", "A", "red", "or blue",
-                 roles=["user", "assistant", "user", "user"])  # fmt: skip
+    roles = ["user", "assistant", "user", "user"]
+    text = whole(renderer.tokenizer, "Q", "A", "red", "or blue", roles=roles)
     assert text.endswith("A<|im_end|>" + shown)
 
 
@@ -189,9 +189,8 @@ def test_demonstrations_and_the_cold_start_have_the_tokens_of_the_rollout(kind: 
     (trajectory,) = grown(actor).trajectories()
     (row,) = demonstrate(DeskEnv, [TASK], lambda task, results: turns[len(results)])
     assert row["success"]
-    assert [one["role"] for one in row["messages"]] == [
-        "user", "assistant", "user", "assistant", "tool", "assistant",
-    ]  # fmt: skip
+    roles = ["user", "assistant", "user", "assistant", "tool", "assistant"]
+    assert [one["role"] for one in row["messages"]] == roles
     messages = tuple(read_messages(row, "messages", RowFormat()))
     tools = [{"name": "price", "parameters": {"properties": {"item": {}}}}]
     example = ChatEncoder(renderer).encode(Dialogue(messages, row.get("tools", tools)))
@@ -248,10 +247,10 @@ def test_rows_record_the_speaker_and_the_calls_of_each_turn() -> None:
     tree = grown(make_actor())
     (row,) = trajectory_rows(tree, tags().decode)
     assert [segment.get("role", "") for segment in row["segments"]] == ["", "", "user", "", "", ""]
-    _, turns = turns_of(row["segments"], row["tool_calls"])
+    segments, calls = row["segments"], row["tool_calls"]
+    _, turns = turns_of(segments, calls)
     assert [[one["name"] for one in turn.calls] for turn in turns] == [[], ["price"], []]
-    stored = EvalRow(dataset="d", task="t", sample=0, segments=row["segments"],
-                     tool_calls=row["tool_calls"])  # fmt: skip
+    stored = EvalRow(dataset="d", task="t", sample=0, segments=segments, tool_calls=calls)
     assert [len(message.tool_calls) for message in written(stored)] == [0, 1, 0]
 
 

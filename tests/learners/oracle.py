@@ -211,11 +211,9 @@ class Oracle:
                 row.reference = logprobs
             self._place(now)
         if self.set["kl_reward"]:
-            returns = np.array([
-                row.reward - self.set["kl_reward"] * float((row.proximal - row.reference).sum())
-                for row in group
-            ])  # fmt: skip
-            self._spread(group, self._advantages(returns))
+            drift = np.array([float((row.proximal - row.reference).sum()) for row in group])
+            rewards = np.array([row.reward for row in group])
+            self._spread(group, self._advantages(rewards - self.set["kl_reward"] * drift))
 
     @torch.no_grad()
     def _place(self, weights: dict[str, Tensor]) -> None:

@@ -39,13 +39,10 @@ async def stalled_group(
 ) -> tuple[Group, asyncio.subprocess.Process]:
     """A group of the sender and of one receiver that will not receive."""
     address = await sender.open()
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-W", "ignore", "-m", "tests.learners.stalled_receiver"),
-        *(address.host, str(address.port), name),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
+    command = [sys.executable, "-W", "ignore", "-m", "tests.learners.stalled_receiver"]
+    command += [address.host, str(address.port), name]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
     assert process.stdout is not None
     await process.stdout.readline()
     return Group(name, address, 2, sender.timeout_s), process

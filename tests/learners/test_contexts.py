@@ -34,11 +34,10 @@ def planner_and_worker(seed: int) -> TrajectoryTree:
 
     def turn(parent: Node, branch: str) -> Node:
         size = random.randint(2, 5)
-        return tree.add(
-            parent, branch=branch, action_ids=ids(size),
-            logprobs=[random.uniform(-6, -2) for _ in range(size)], entropies=[1.0] * size,
-            version_spans=[VersionSpan(0, 0, size)],
-        )  # fmt: skip
+        node = tree.add(parent, branch=branch, action_ids=ids(size))
+        node.logprobs = [random.uniform(-6, -2) for _ in range(size)]
+        node.entropies, node.version_spans = [1.0] * size, [VersionSpan(0, 0, size)]
+        return node
 
     def context(branch: str, last: Node, **info: object) -> Node:
         return tree.add(
@@ -55,10 +54,8 @@ def planner_and_worker(seed: int) -> TrajectoryTree:
     leaves = [turn(back, "0"), turn(back, f"0.{3}+1"), turn(root, "1")]
     for leaf, reward in zip(leaves, (1.0, 0.0, 0.3), strict=True):
         leaf.end, leaf.reward = "terminated", reward
-    assert [node.index for node in tree.history(leaves[1])] == [
-        *(root.index, plan.index, worker.index, again.index, work.index, back.index),
-        leaves[1].index,
-    ]
+    history = [root, plan, worker, again, work, back, leaves[1]]
+    assert tree.history(leaves[1]) == history
     return tree
 
 
@@ -87,10 +84,8 @@ def flat(model: PreTrainedModel, trees: list[TrajectoryTree]) -> Tensor:
     behavior, given = (torch.tensor(one).to(found) for one in (old, advantages))
     ones = torch.ones_like(found)
     zero, one = torch.zeros((), dtype=found.dtype), torch.ones((), dtype=found.dtype)
-    batch = LossBatch(
-        behavior, behavior, ones, given.clamp(min=0), given.clamp(max=0), ones, float(len(old)),
-        one, zero, ones, float(len(old)),
-    )  # fmt: skip
+    gains, losses, size = given.clamp(min=0), given.clamp(max=0), float(len(old))
+    batch = LossBatch(behavior, behavior, ones, gains, losses, ones, size, one, zero, ones, size)
     return ALGORITHM.loss(batch, found, ones)[0]
 
 

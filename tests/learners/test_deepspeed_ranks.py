@@ -111,7 +111,9 @@ async def test_ranks_of_a_launcher_connect_to_the_controller(
         monkeypatch.setenv(wire.ADDRESS_VARIABLE, address)
         config = two_ranks(zero_stage=1, launch="external", address=address)
         with Command(
-            *("-m", *LAUNCHERS[launcher], "agentenv.learners.ranks.rank_process"),
+            "-m",
+            *LAUNCHERS[launcher],
+            "agentenv.learners.ranks.rank_process",
             log=tmp_path / "launcher.log",
             modules=("agentenv.learners.ranks.rank_process", "deepspeed.launcher.launch"),
         ) as process:

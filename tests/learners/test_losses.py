@@ -63,12 +63,9 @@ def test_the_expected_gradient_of_each_kl_kind(kind: str, seed: int) -> None:
     logits, reference = distributions(seed)
     logprobs = logits.log_softmax(0)
     known, zeros = logprobs.detach(), torch.zeros_like(reference)
-    weight = known.exp()
-    batch = losses.LossBatch(
-        behavior=known, proximal=known, entropies=zeros, adv_pos=zeros, adv_neg=zeros,
-        weight=weight, total_weight=1.0, entropy_mean=zeros[0], entropy_std=zeros[0],
-        importance=zeros + 1, sum_weight=1.0, reference=reference,
-    )  # fmt: skip
+    scalars = 1.0, zeros[0], zeros[0]
+    tokens = known, known, zeros, zeros, zeros, known.exp()
+    batch = losses.LossBatch(*tokens, *scalars, zeros + 1, 1.0, reference=reference)
     loss, _ = GRPO(group_size=2, kl_loss=1.0, kl_kind=kind).loss(batch, logprobs, zeros)
     (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
     probabilities = logits.softmax(0)

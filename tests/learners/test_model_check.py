@@ -22,11 +22,16 @@ LONGROPE = {
     "long_factor": [2.0 + n for n in range(48)],
 }
 CONVOLUTIONS = {"layer_types": ["conv", "conv", "full_attention"] * 4, "num_hidden_layers": 12}
-RIGHT = [
-    *((name, {}) for name in (
-        "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "olmo2", "olmoe", "glm4", "glm4_moe",
-        "smollm3", "ernie4_5", "gemma", "phi", "ministral3", "internlm3", *MLA_AND_EXPERTS,
-    )),
+AS_THEY_ARE = (
+    "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "olmo2", "olmoe", "glm4", "glm4_moe",
+    "smollm3", "ernie4_5", "gemma", "phi", "ministral3", "internlm3", *MLA_AND_EXPERTS,
+    "gemma3_text", "cohere2", "olmo3", "exaone4",  # windows
+    "minicpm3", "glm4_moe_lite", "longcat_flash", "youtu", "axk1",  # scaled logits
+    "gemma3n_text", "phimoe", "minimax_m2",  # layers that share keys, or have another width
+    "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "nemotron_h",  # recurrent ones
+)  # fmt: skip
+RIGHT: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in AS_THEY_ARE]
+RIGHT += [
     ("hunyuan_v1_dense", {"head_dim": 128}),
     # windows, with and without a list of the layers that have them
     ("mistral", {"sliding_window": 4096}),
@@ -34,23 +39,12 @@ RIGHT = [
     ("phi3", {"sliding_window": 2047}),
     ("starcoder2", {"sliding_window": 4096}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2}),
-    ("gemma3_text", {}),
-    ("cohere2", {}),
-    ("olmo3", {}),
-    ("exaone4", {}),
     # scaled logits
     ("granite", {"logits_scaling": 8.0}),
     ("granitemoe", {"logits_scaling": 6.0}),
     ("cohere", {"logit_scale": 0.0625}),
-    *((name, {}) for name in ("minicpm3", "glm4_moe_lite", "longcat_flash", "youtu", "axk1")),
-    # layers that share keys, or have another width
-    ("gemma3n_text", {}),
     ("gemma4_text", {"num_kv_shared_layers": 18}),
-    ("phimoe", {}),
-    ("minimax_m2", {}),
     # convolutions and recurrent layers
-    *((name, {}) for name in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid",
-     "nemotron_h")),
     ("lfm2", CONVOLUTIONS),
     ("lfm2_moe", {**CONVOLUTIONS, "num_dense_layers": 1}),
     ("granitemoehybrid", {"layer_types": ["mamba", "attention"] * 2, "num_hidden_layers": 4}),
@@ -72,7 +66,7 @@ REFUSED = [
     ("phi3", {"rope_scaling": LONGROPE, **LONG}, "rope_type = longrope"),
     ("nemotron", {}, "its forward pass"),
     ("llama4_text", {}, "its forward pass"),
-]  # fmt: skip
+]
 
 
 def name_of(value: Any) -> str:

@@ -123,9 +123,8 @@ def test_schedules() -> None:
     assert factors(3) == [1, 1, 1, 1]
     assert factors(4, warmup_steps=2) == [0.5, 1, 1, 1, 1]
     assert factors(4, schedule="linear") == [1, 0.75, 0.5, 0.25, 0]
-    assert factors(6, schedule="linear", warmup_ratio=1 / 3, min_lr_ratio=0.2) == [
-        *(0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2)
-    ]
+    expected = [0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2]
+    assert factors(6, schedule="linear", warmup_ratio=1 / 3, min_lr_ratio=0.2) == expected
     assert factors(4, schedule="cosine", min_lr_ratio=0.1) == [1, 0.8682, 0.55, 0.2318, 0.1]
     assert lr_factor(ScheduleConfig(schedule="cosine"), 100, 4) == 0, "beyond the end"
 

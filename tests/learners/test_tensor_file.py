@@ -14,10 +14,12 @@ from torch import Tensor
 from agentenv.learners.ranks.checkpoint import DTYPES, Load, TensorPlace, write_tensors
 
 TENSORS = {
-    "odd": torch.arange(3, dtype=torch.uint8), "a.weight": torch.randn(3, 5).bfloat16(),
-    "b|exp_avg": torch.randn(7), "number": torch.tensor(2.5, dtype=torch.float64),
+    "odd": torch.arange(3, dtype=torch.uint8),
+    "a.weight": torch.randn(3, 5, dtype=torch.bfloat16),
+    "b|exp_avg": torch.randn(7),     "number": torch.tensor(2.5, dtype=torch.float64),
     "nothing": torch.empty(0, 4), "turned": torch.randn(4, 6).T,
-    "small": torch.randn(3).to(torch.float8_e4m3fn), "flags": torch.tensor([True, False]),
+    "small": torch.tensor([0.5, -1.5, 3], dtype=torch.float8_e4m3fn),
+    "flags": torch.tensor([True, False]),
 }  # fmt: skip
 
 

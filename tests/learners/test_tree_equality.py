@@ -69,9 +69,13 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 def assert_equal_to_flat(
-    plain: torch.nn.Module, model: torch.nn.Module, algorithm: Algorithm, limit: float,
-    layouts: Sequence[Layout] = ("tree",), temperatures: Sequence[float] = (1.0,),
-) -> None:  # fmt: skip
+    plain: torch.nn.Module,
+    model: torch.nn.Module,
+    algorithm: Algorithm,
+    limit: float,
+    layouts: Sequence[Layout] = ("tree",),
+    temperatures: Sequence[float] = (1.0,),
+) -> None:
     """The loss of some trees and its gradient, in micro-batches of any size, are those of their
     separate sequences."""
     trees, encoded = some_trees(7, temperatures)

@@ -53,12 +53,12 @@ def flat_tree(seed: int, count: int = 6) -> TrajectoryTree:
     for branch in range(count):
         parent = 0
         for turn in range(3):
-            end = "terminated" if turn == 2 else None
-            node = Node(
-                len(nodes), parent, str(branch), action_ids=[1, 2], logprobs=[-1.0] * 2,
-                entropies=[rng.random()] * 2, observation_ids=[] if end else [branch, turn, 9],
-                reward=rng.choice([0.0, 1.0]) if end else 0.0, end=end,
-            )  # fmt: skip
+            node = Node(len(nodes), parent, str(branch), action_ids=[1, 2], logprobs=[-1.0] * 2)
+            node.entropies = [rng.random()] * 2
+            if turn < 2:
+                node.observation_ids = [branch, turn, 9]
+            else:
+                node.end, node.reward = "terminated", rng.choice([0.0, 1.0])
             parent = node.index
             nodes.append(node)
     return TrajectoryTree(Task("t", "e", "q", ("a",)), nodes=nodes, num_roots=count)
@@ -156,10 +156,9 @@ def test_gigpo_compares_turns_from_the_same_state_across_roots() -> None:
     for branch, (seen, reward) in enumerate([([5], 1.0), ([5], 0.0), ([6], 1.0), ([8], 0.0)]):
         first = Node(len(nodes), 0, str(branch), action_ids=[1], observation_ids=seen)
         nodes += [first]
-        nodes += [
-            Node(len(nodes), first.index, str(branch), action_ids=[2], reward=reward,
-                 end="terminated")
-        ]  # fmt: skip
+        last = Node(len(nodes), first.index, str(branch), action_ids=[2], reward=reward)
+        last.end = "terminated"
+        nodes += [last]
     tree = TrajectoryTree(Task("t", "e", "q", ("a",)), nodes=nodes, num_roots=4)
     plain = advantages(GRPO(group_size=4), tree)
     for evidence, share in ((0.0, 1.0), (2.0, 0.5)):

@@ -134,10 +134,8 @@ async def start(
 ) -> Side:
     log = folder / "learner.log"
     learner = await DeepSpeedLearner.start(config, algorithm, model, log, ranks=ranks)
-    plain = replace(
-        config, num_ranks=1, zero_stage=0, context_parallel=1, deepspeed_config="",
-        activation_checkpointing=False,
-    )  # fmt: skip
+    alone: dict[str, Any] = {"num_ranks": 1, "zero_stage": 0, "context_parallel": 1}
+    plain = replace(config, **alone, deepspeed_config="", activation_checkpointing=False)
     return Side(learner, Rank(wire.Init.of(plain, algorithm, str(model), seed=0)), folder)
 
 

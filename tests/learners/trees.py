@@ -49,6 +49,10 @@ HYBRIDS = {
         "shared_intermediate_size": 48,
     },
 }  # fmt: skip
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2,
+}  # fmt: skip
 HYBRID_WITH_EXPERTS = {
     "lfm2_moe": {**OF_EXPERTS, **HYBRIDS["lfm2"], "num_dense_layers": 0, "num_experts": 4}
 }
@@ -58,13 +62,10 @@ def tiny_model(
     name: str = "qwen3", dtype: torch.dtype = torch.float32, **changes: Any
 ) -> PreTrainedModel:
     """Two layers, random weights large enough that log-probs differ from token to token."""
-    extra = (MODELS | EXPERTS | HYBRIDS | HYBRID_WITH_EXPERTS)[name]
+    keys = (MODELS | EXPERTS | HYBRIDS | HYBRID_WITH_EXPERTS)[name] | changes
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        name, vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=name == "qwen3",
-        initializer_range=0.2, attn_implementation="sdpa", **(extra | changes),
-    )  # fmt: skip
+    keys |= {"tie_word_embeddings": name == "qwen3", "attn_implementation": "sdpa"}
+    config = AutoConfig.for_model(name, **SIZES, **keys)
     model: Any = AutoModelForCausalLM.from_config(config)
     for name, buffer in model.named_buffers():
         if "bias" in name:
@@ -150,14 +151,11 @@ def tree_loss(
     mean, std = entropy_statistics(
         torch.from_numpy(tokens.entropies), torch.from_numpy(tokens.weight)
     )
+    parts = (tokens.behavior, tokens.entropies, tokens.adv_pos, tokens.adv_neg, tokens.weight)
     for batch in pack(encoded, max_tokens, layout):
         logprobs, entropies, _ = policy(*tensors(batch, torch.device("cpu")))
-        behavior, old, pos, neg, weight = (
-            torch.from_numpy(values[batch.index]).to(logprobs)
-            for values in (
-                tokens.behavior, tokens.entropies, tokens.adv_pos, tokens.adv_neg, tokens.weight,
-            )
-        )  # fmt: skip
+        chosen = [torch.from_numpy(part[batch.index]).to(logprobs) for part in parts]
+        behavior, old, pos, neg, weight = chosen
         scalars = float(tokens.weight.sum()), mean.to(logprobs), std.to(logprobs)
         rest = torch.ones_like(old), scalars[0]
         loss_batch = LossBatch(behavior, behavior, old, pos, neg, weight, *scalars, *rest)

@@ -19,6 +19,7 @@ import re
 import tomllib
 from array import array
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -43,6 +44,10 @@ pytestmark = pytest.mark.heavy
 HERE = Path(__file__).parent
 NAMES = sorted(path.parent.name for path in HERE.glob("*/program.toml"))
 MANY = 1 << 19  # tokens, of bytes
+LIMITS = {
+    "max_prompt_tokens": MANY, "max_response_tokens": MANY, "max_turn_tokens": MANY,
+    "max_tool_result_tokens": MANY, "max_turns": 64, "max_tool_calls": 64, "env_timeout_s": 300,
+}  # fmt: skip
 
 
 def read(name: str) -> dict[str, Any]:
@@ -117,12 +122,9 @@ def test_an_agent_has_its_tokens_once_and_trained_and_forks_exactly(
     monkeypatch.setattr(CaptureSession, "written", counted)
     Recorded.answers = []
     renderer = NativeRenderer(make_tokenizer(QWEN3))
-    tree = grown(
-        lambda task: make("agentenv/Program-v0", task, program=program),
-        policy(renderer, given["turns"]), ForkOnce(4), renderer=renderer, kind=Recorded,
-        max_prompt_tokens=MANY, max_response_tokens=MANY, max_turn_tokens=MANY, max_turns=64,
-        max_tool_result_tokens=MANY, max_tool_calls=64, env_timeout_s=300,
-    )  # fmt: skip
+    make_env = partial(make, "agentenv/Program-v0", program=program)
+    turns = policy(renderer, given["turns"])
+    tree = grown(make_env, turns, ForkOnce(4), renderer=renderer, kind=Recorded, **LIMITS)
     assert left() == []
     for leaf in tree.leaves():
         assert (leaf.end, leaf.reward) == ("terminated", 1.0), leaf.error or leaf.info

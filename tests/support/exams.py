@@ -39,17 +39,16 @@ BY_QUESTION = {item.question: item for item in (*GAIA, *HLE)}
 
 def write_exams(folder: Path) -> tuple[Path, Path]:
     """metadata.jsonl of GAIA and rows of HLE; the last of each is about a file or an image."""
-    gaia: list[dict[str, Any]] = [
-        {"task_id": f"g{n}", "Question": item.question, "Level": item.group,
-         "Final answer": item.gold, "file_name": "", "Annotator Metadata": {"Steps": "none"}}
-        for n, item in enumerate(GAIA)
-    ]  # fmt: skip
-    hle: list[dict[str, Any]] = [
-        {"id": f"h{n}", "question": item.question, "image": "", "answer": item.gold,
-         "answer_type": item.group[0], "raw_subject": "any", "category": item.group[1],
-         "canary": "BENCHMARK DATA"}
-        for n, item in enumerate(HLE)
-    ]  # fmt: skip
+    gaia: list[dict[str, Any]] = []
+    for n, item in enumerate(GAIA):
+        row = {"task_id": f"g{n}", "Level": item.group, "Annotator Metadata": {"Steps": "none"}}
+        gaia.append(row | {"Question": item.question, "Final answer": item.gold, "file_name": ""})
+    hle: list[dict[str, Any]] = []
+    for n, item in enumerate(HLE):
+        kind, category = item.group
+        row = {"id": f"h{n}", "image": "", "raw_subject": "any", "canary": "BENCHMARK DATA"}
+        row |= {"question": item.question, "answer": item.gold}
+        hle.append(row | {"answer_type": kind, "category": category})
     gaia.append({**gaia[-1], "task_id": "g-file", "file_name": "table.xlsx"})
     hle.append({**hle[-1], "id": "h-image", "image": "data:image/png;base64,AAAA"})
     for name, rows in (("gaia", gaia), ("hle", hle)):

@@ -104,11 +104,11 @@ HEADERS = (
     b"Transfer-Encoding: chunked", b"Content-Length: 3", b"Content-Length: 10", b"Retry-After: 0",
     b"Retry-After: Mon, 1 Jan 2024 00:00:00 +9999", b"Date: x", b"Set-Cookie: \xff=;;\x01",
     b"Connection: close", b"Link: <\xff>", b"X: " + b"y" * 200,
-    *(b"Location: " + place for place in REDIRECTS),
 )  # fmt: skip
-STATUSES = (b"200 OK",) * 30 + (
-    b"301 x", b"302 \xff", b"307", b"204 x", b"304 x", b"403 x", b"404 x", b"429 x", b"500 x",
-    b"503 x", b"101 x", b"100 x", b"999 x", b"0 x", b"-1 x",
+HEADERS += tuple(b"Location: " + place for place in REDIRECTS)
+STATUSES = (
+    *(b"200 OK",) * 30, b"301 x", b"302 \xff", b"307", b"204 x", b"304 x", b"403 x", b"404 x",
+    b"429 x", b"500 x", b"503 x", b"101 x", b"100 x", b"999 x", b"0 x", b"-1 x",
 )  # fmt: skip
 
 

@@ -95,9 +95,10 @@ def benchmark_rows(name: str) -> list[Row]:
     """Rows as the released evaluation has them: of gated sets in the columns of their source."""
     question, gold, _ = QUESTIONS[name not in ("aime24", "aime25", "gsm8k", "math500", "math")]
     text: Row = {"question": question, "answer": [gold]}
-    made: Row = {
+    number = int(gold) if gold.isdigit() else gold
+    rows: dict[str, Row] = {
         "aime24": {"id": 60, "problem": question, "solution": "6 * 7", "answer": gold},
-        "aime25": {"problem": question, "answer": int(gold) if gold.isdigit() else gold, "id": "0"},
+        "aime25": {"problem": question, "answer": number, "id": "0"},
         "gsm8k": {"question": question, "answer": f"6 * 7 = <<6*7=42>>42\n#### {gold}"},
         "math500": {"question": question, "answer": gold},
         "math": {"problem": question, "level": "Level 1", "type": "Algebra",
@@ -108,7 +109,8 @@ def benchmark_rows(name: str) -> list[Row]:
         "gaia": {"task_id": "g", "Question": question, "Level": 1, "Final answer": gold,
                  "file_name": ""},
         "xbench": encrypted(question, gold, 1),
-    }.get(name, text)  # fmt: skip
+    }  # fmt: skip
+    made = rows.get(name, text)
     return [{**made, **({"id": f"{name}-{n}"} if "id" in made else {})} for n in range(NUM_ROWS)]
 
 
@@ -151,8 +153,9 @@ def make_model(path: Path, template: Path, shape_of: str = "") -> None:
         if file.name not in ("config.json", "model.safetensors"):
             (path / file.name).symlink_to(file)
     shape = KNOWN[shape_of or max((name for name in KNOWN if name in path.name), key=len)]
+    model_type = "qwen3" if shape.qk_norm else "qwen2"
     config = {
-        "model_type": "qwen3" if shape.qk_norm else "qwen2", "hidden_size": shape.hidden,
+        "model_type": model_type, "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
         "intermediate_size": shape.intermediate, "vocab_size": shape.vocabulary,

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 @contextmanager
 def retriever(*overrides: str) -> Iterator[str]:
     """The address of a server that is started with these keys; it ends cleanly on request."""
-    command = [sys.executable, *("-m", "agentenv.launchers", "retriever"), "port=0", *overrides]
+    command = [sys.executable, "-m", "agentenv.launchers", "retriever", "port=0", *overrides]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

@@ -127,11 +127,10 @@ def failed(task: str, sample: int, error: str = "EngineError: down") -> EvalRow:
 
 def rows_of(answers: dict[str, list[str]], gold: str = "Paris", **keys: Any) -> list[EvalRow]:
     """Trajectories by question: one for each answer that it was given."""
-    return [
-        trajectory(
-            answer, task=task, sample=sample, answers=[gold], question=f"Question {task}?",
-            success=answer == gold, reward=float(answer == gold), **keys,
-        )
-        for task, given in answers.items()
-        for sample, answer in enumerate(given)
-    ]  # fmt: skip
+    rows = []
+    for task, given in answers.items():
+        for sample, answer in enumerate(given):
+            right = answer == gold
+            filled = keys | {"question": f"Question {task}?", "reward": float(right)}
+            rows.append(row(task, sample, right, answer=answer, answers=[gold], **filled))
+    return rows

@@ -262,10 +262,17 @@ class ToyWorld:
             return Actor(engine, renderer, make, config.limits, sampling, seed)
 
         return Parts(
-            tokenizer=engine.tokenizer, tasks=tasks,
-            eval_tasks=dict.fromkeys(config.eval.sets, tasks[:2]), num_steps=config.train.num_steps,
-            plan=config.algorithm.plan(256), engine=engine, learner=learner, actor=actor("train"),
-            eval_actor=actor("eval"), probe=probe,
+            tokenizer=engine.tokenizer,
+            tasks=tasks,
+            eval_tasks=dict.fromkeys(config.eval.sets, tasks[:2]),
+            num_steps=config.train.num_steps,
+            plan=config.algorithm.plan(256),
+            engine=engine,
+            learner=learner,
+            actor=actor("train"),
+            eval_actor=actor("eval"),
+            probe=probe,
             publisher=DirectoryPublisher(engine, learner, run.path / "weights"),
-            demonstrations=None, vocab_size=256,
-        )  # fmt: skip
+            demonstrations=None,
+            vocab_size=256,
+        )

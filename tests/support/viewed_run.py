@@ -91,10 +91,9 @@ class ViewedRun:
             return KeptTree(tree, kind, why)  # type: ignore[arg-type]
         tree.scored = [scored(node) for node in tree.nodes]
         nan = math.nan
-        credit = Credit(
-            *([1.0, 1.0, 1.0, 0.0, 0.0], [-1.0, -1.0, 0.0, -1.0, 0.0], [3.0, 2.0, 1.0, 1.0, 1.0]),
-            *([nan, nan, 1.0, -1.0, 0.0], [nan, nan, 1.0, -1.0, 0.0]),
-        )
+        shares = [1.0, 1.0, 1.0, 0.0, 0.0], [-1.0, -1.0, 0.0, -1.0, 0.0], [3.0, 2.0, 1.0, 1.0, 1.0]
+        of_leaves = [nan, nan, 1.0, -1.0, 0.0]
+        credit = Credit(*shares, of_leaves, of_leaves)
         return KeptTree(tree, "trained", credit=credit)
 
     def ids(self, text: str) -> list[int]:
@@ -139,16 +138,22 @@ class ViewedRun:
 
 def row_of(number: int, sample: int, is_right: bool) -> EvalRow:
     """With a tool call, and a judge's words."""
-    return EvalRow(
-        dataset="held", task=f"q-{number:05d}", sample=sample, kind=("buy", "sell")[number % 2],
-        question=f"{HOSTILE} question {number}", answers=["7"],
-        segments=[{"env": "prompt"}, {"policy": HOSTILE}, {"env": RESULT}, {"policy": "it is 7"}],
-        prediction="7" if is_right else HOSTILE,
-        tool_calls=[{"name": "shop", "arguments": {"query": HOSTILE}, "ok": True, "error": None}],
-        num_turns=2, action_tokens=12, seconds=0.5, end="terminated", reward=float(is_right),
-        success=is_right, reason=f"the judge said: {HOSTILE}",
-        parts={"judge": float(is_right), "rule": float(is_right)}, policy_versions=[1, 1],
-    )  # fmt: skip
+    prediction, score = ("7", 1.0) if is_right else (HOSTILE, 0.0)
+    row = {
+        "dataset": "held", "task": f"q-{number:05d}", "sample": sample, "answers": ["7"],
+        "kind": ("buy", "sell")[number % 2], "question": f"{HOSTILE} question {number}",
+        "segments": [
+            {"env": "prompt"}, {"policy": HOSTILE}, {"env": RESULT}, {"policy": "it is 7"},
+        ],
+        "tool_calls": [
+            {"name": "shop", "arguments": {"query": HOSTILE}, "ok": True, "error": None},
+        ],
+        "num_turns": 2, "action_tokens": 12, "seconds": 0.5, "end": "terminated",
+        "prediction": prediction, "reward": score, "success": is_right,
+        "reason": f"the judge said: {HOSTILE}", "parts": {"judge": score, "rule": score},
+        "policy_versions": [1, 1],
+    }  # fmt: skip
+    return EvalRow(**row)
 
 
 def metrics(step: int) -> dict[str, float]:

@@ -116,13 +116,13 @@ class Control:
         waits: list[dict[str, Any]] = []
         for what, group in by_what(awaited).items():
             first = min(group, key=oldest)
-            waits.append(
-                {
-                    "what": what, "branches": len(group), "longest_s": first.for_s,
-                    "since": clock_text(first.for_s), "tree": first.tree, "branch": first.branch,
-                    "task": first.task_id, "is_long": first.for_s >= expected_s(what),
-                }
-            )  # fmt: skip
+            is_long = first.for_s >= expected_s(what)
+            wait: dict[str, Any] = {
+                "what": what, "branches": len(group), "longest_s": first.for_s, "is_long": is_long,
+                "since": clock_text(first.for_s), "tree": first.tree, "branch": first.branch,
+                "task": first.task_id,
+            }  # fmt: skip
+            waits.append(wait)
         waits.sort(key=lambda one: -one["longest_s"])
         lines = self._lines() if waits else ["no rollout of this process waits", *self._lines()]
         return RequestDone(lines, {"waits": waits})

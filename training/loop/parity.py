@@ -163,12 +163,12 @@ class ParityCheck:
                 "quantization or model path, or a server with log-probs before temperature"
             )
         if gap.worst_mean > allowed:
-            logger.warning(
+            text = (
                 "%s and learner disagree by %.4f nats a token, up to %.4f, at policy version %d "
-                "(train.max_logprob_gap = %g)",
-                *(gap.worst or "engine", gap.worst_mean, gap.max, version, allowed),
-                extra=SHOWN,
+                "(train.max_logprob_gap = %g)"
             )
+            worst = gap.worst or "engine"
+            logger.warning(text, worst, gap.worst_mean, gap.max, version, allowed, extra=SHOWN)
         if version == 0:
             self.total.at_start = gap.worst_mean
         return {"parity/logprob_gap_mean": gap.mean, "parity/logprob_gap_max": gap.max}

@@ -247,7 +247,10 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
             version = read_saved(checkpoint / "trainer").policy_version
         await self.gpus()
         return await start_engine(
-            *(self, config.limits, self.engine_servers, config.run.seed),
+            self,
+            config.limits,
+            self.engine_servers,
+            config.run.seed,
             model=(frozen_model(checkpoint) or model) if rank else model,
             policy_version=version,
             colocated=config.resources.colocated,

@@ -232,11 +232,9 @@ def final_table(state: RunState, name: str, *, cold_start: bool) -> Table:
     rows += [["all", *(_cell(report.overall) for report in reports)]]
     if any(report.overall.num_failed for report in reports):
         counted = ((one.overall.num_failed, one.overall.num_trajectories) for one in reports)
-        rows += [
-            ["failed", *(f"{failed} of {failed + done}" for failed, done in counted)],
-            ["all, failed as wrong",
-             *(f"{one.overall.success_if_failed_wrong:.2f}" for one in reports)],
-        ]  # fmt: skip
+        rows += [["failed", *(f"{failed} of {failed + done}" for failed, done in counted)]]
+        as_wrong = (f"{one.overall.success_if_failed_wrong:.2f}" for one in reports)
+        rows += [["all, failed as wrong", *as_wrong]]
     rows += [
         ["reward", *(_mean(report.overall.reward, 3) for report in reports)],
         ["tool calls each", *(_mean(report.overall.tool_calls, 2) for report in reports)],

@@ -121,12 +121,11 @@ async def share_weights(shared: SharedSender, version: int, keepers: Sequence[Ke
         try:
             await keeper.take(shared, version, partial(leave, keeper))
         except EngineError as error:
-            logger.warning(
+            text = (
                 "%s did not take policy version %d from the learner's memory: %s; it gets a "
-                "directory",
-                *(keeper.server.name, version, error),
-                extra=SHOWN,
+                "directory"
             )
+            logger.warning(text, keeper.server.name, version, error, extra=SHOWN)
             return False
         else:
             return True

@@ -84,8 +84,9 @@ def request_body(
     if sampling.seed is not None:
         params["seed"] = sampling.seed % 2**63  # -1 would mean none
     params |= _stop_params(request, plugin=plugin)
+    served = {"model": adapter} if adapter else {}
     return {
-        "request_id": request_id, **({"model": adapter} if adapter else {}),
+        "request_id": request_id, **served,
         "token_ids": list(request.prompt_ids), "sampling_params": params, "stream": True,
         "stream_options": {"include_usage": True}, "cache_salt": cache_salt,
     }  # fmt: skip

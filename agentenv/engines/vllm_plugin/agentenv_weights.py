@@ -71,10 +71,8 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         began = time.perf_counter()
         memory = self._memory = open_memory(update_info.memory, update_info.num_bytes, self.device)
         opened = time.perf_counter()
-        parts = zip(
-            *(update_info.names, update_info.dtype_names, update_info.shapes, update_info.offsets),
-            strict=True,
-        )
+        names, dtypes = update_info.names, update_info.dtype_names
+        parts = zip(names, dtypes, update_info.shapes, update_info.offsets, strict=True)
         weights = [(name, part(memory, *place)) for name, *place in parts]
         if repack_experts is not None:
             repack_experts(self.model)
@@ -125,11 +123,12 @@ def open_cuda(handle: list[Any], num_bytes: int, device: torch.device) -> torch.
     bytes, with handles in base64. Each export may be opened once, since closing it is counted by
     its owner."""
     storage, size, offset, counter, counter_offset, event, needs_event = handle
-    return rebuild_cuda_tensor(
-        *(torch.Tensor, torch.Size([num_bytes]), (1,), 0, torch.storage.TypedStorage, torch.uint8),
-        *(device.index, base64.b64decode(storage), size, offset, False),
-        *(base64.b64decode(counter), counter_offset, base64.b64decode(event), bool(needs_event)),
-    )
+    given = (
+        torch.Tensor, torch.Size([num_bytes]), (1,), 0, torch.storage.TypedStorage, torch.uint8,
+        device.index, base64.b64decode(storage), size, offset, False,
+        base64.b64decode(counter), counter_offset, base64.b64decode(event), bool(needs_event),
+    )  # fmt: skip
+    return rebuild_cuda_tensor(*given)
 
 
 def part(memory: torch.Tensor, dtype_name: str, shape: list[int], offset: int) -> torch.Tensor:

@@ -84,9 +84,8 @@ async def test_an_episode_calls_the_tools_of_its_own_server() -> None:
     source = MCPTools(COMMAND, env={"GREETING": "hello"})
     env = ToolEnv(TASK, [source], Anything())
     _, info = await env.reset()
-    assert [schema["name"] for schema in info["tools"]] == [
-        *("add", "fail", "environment", "large", "die", "header")
-    ]
+    names = ["add", "fail", "environment", "large", "die", "header"]
+    assert [schema["name"] for schema in info["tools"]] == names
     assert info["tools"][0]["description"] == "The sum of two numbers."
     assert list(info["tools"][0]["parameters"]["properties"]) == ["a", "b"]
     assert env.fork_mode == "none"

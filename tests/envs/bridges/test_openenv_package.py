@@ -38,7 +38,7 @@ async def theirs(name: str) -> AsyncIterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = await asyncio.create_subprocess_exec(
-        *(PYTHON, ROOT / "tests/support/openenv_servers.py", str(port), name)
+        PYTHON, ROOT / "tests/support/openenv_servers.py", str(port), name
     )
     url = f"http://127.0.0.1:{port}"
     try:
@@ -63,7 +63,7 @@ def call(name: str, **arguments: Any) -> Message:
 async def test_the_clients_and_the_validator_of_openenv_accept_the_server() -> None:
     async with served() as (_, url):
         process = await asyncio.create_subprocess_exec(
-            *(PYTHON, ROOT / "tests/support/openenv_client.py", url), stdout=asyncio.subprocess.PIPE
+            PYTHON, ROOT / "tests/support/openenv_client.py", url, stdout=asyncio.subprocess.PIPE
         )
         seen = json.loads((await process.communicate())[0])
     assert seen["validation"]["passed"], seen["validation"]

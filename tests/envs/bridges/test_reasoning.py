@@ -156,9 +156,8 @@ async def test_an_answer_on_which_a_scorer_raises_is_wrong_and_counted() -> None
 async def test_a_composite_is_made_of_named_tasks() -> None:
     parts = [{"name": "chain_sum", "config": {"max_terms": 2}}, {"name": "leg_counting"}]
     made = tasks("reasoning_gym:composite", datasets=parts)
-    sources = {decode_python(one.metadata[KEY]["entry"])["metadata"]["source_dataset"]
-               for one in made}  # fmt: skip
-    assert sources == {"chain_sum", "leg_counting"}
+    entries = [decode_python(one.metadata[KEY]["entry"])["metadata"] for one in made]
+    assert {one["source_dataset"] for one in entries} == {"chain_sum", "leg_counting"}
     assert (await graded(made[0], made[0].answers[0])).success
     with pytest.raises(DataError, match="datasets"):
         tasks("reasoning_gym:composite", datasets=[{"wait": 1}])

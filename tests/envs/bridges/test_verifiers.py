@@ -210,10 +210,10 @@ def test_missing_or_unsupported_verifiers_are_named_in_the_error(tmp_path: Path)
 @pytest.mark.parametrize(
     ("version", "package", "message"),
     [
-        ("0.4.0", "import datasets\ndef load_environment(): ...", "has load_environment; verifiers "
-         "is 0.4.0, not <0.4"),
-        ("0.3.1", "def load_environment(): return {}['KEY']", r"KeyError\('KEY'\) in "
-         r".*own_env\.py., line 1"),
+        ("0.4.0", "import datasets\ndef load_environment(): ...",
+         "has load_environment; verifiers is 0.4.0, not <0.4"),
+        ("0.3.1", "def load_environment(): return {}['KEY']",
+         r"KeyError\('KEY'\) in .*own_env\.py., line 1"),
     ],
 )  # fmt: skip
 def test_a_package_for_another_release_or_with_a_bug_is_named_in_the_error(

@@ -365,11 +365,11 @@ async def test_compat_accepts_an_equal_answer_whatever_the_judge_replies(
 def test_compat_requires_the_prompt_file_of_the_released_evaluation(
     tmp_path: Path, name: str, text: str | None, message: str
 ) -> None:
+    path = tmp_path / name
     if text is not None:
-        (tmp_path / name).write_text(text)
+        path.write_text(text)
     with pytest.raises(ConfigError, match=message):
-        Judge(JudgeConfig(url="http://h/v1", model="m", compat="reference",
-                          prompt_file=str(tmp_path / name)))  # fmt: skip
+        Judge(JudgeConfig(url="http://h/v1", model="m", compat="reference", prompt_file=str(path)))
 
 
 @pytest.mark.parametrize("keys", [{"compat": "reference"}, {"prompt_file": "x.py"}])

@@ -48,7 +48,7 @@ IDENTIFIERS: dict[str, Callable[[random.Random], str]] = {
     "color": lambda draw: f"#{draw.randrange(16**6):06x}",
     "code": lambda draw: f"{_word(draw)}_{_word(draw)}",
     "code number": lambda draw: f"{_word(draw).upper()}-{_number(draw, 99)}",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", IDENTIFIERS)

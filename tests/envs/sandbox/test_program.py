@@ -325,11 +325,9 @@ async def test_no_escape_succeeds(
     secret = tmp_path / "secret"
     secret.write_text("secret")
     name = f"agentenv-test-{os.getpid()}"
-    address = next(
-        (one.address for ones in psutil.net_if_addrs().values() for one in ones
-         if one.family == socket.AF_INET and not one.address.startswith("127.")),
-        "10.0.0.1",
-    )  # fmt: skip
+    known = [one for ones in psutil.net_if_addrs().values() for one in ones]
+    addresses = [one.address for one in known if one.family == socket.AF_INET]
+    address = next((one for one in addresses if not one.startswith("127.")), "10.0.0.1")
     with socket.create_server(("", 0)) as other, socket.socket(socket.AF_UNIX) as unix:
         unix.bind(f"\0{name}")
         unix.listen()

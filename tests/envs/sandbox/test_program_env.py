@@ -87,10 +87,8 @@ def grown(
 
     async def grow() -> TrajectoryTree:
         engine = kind(ScriptedConfig(max_model_len=1 << 20), renderer.tokenizer, script=script)
-        actor = Actor(
-            engine, renderer, make_env, Limits(max_failures=0, **limits),
-            SamplingParams(max_tokens=1), seed=7,
-        )  # fmt: skip
+        limited, sampling = Limits(max_failures=0, **limits), SamplingParams(max_tokens=1)
+        actor = Actor(engine, renderer, make_env, limited, sampling, seed=7)
         try:
             return await actor.rollout(TASK, plan or Independent(1))
         finally:

@@ -29,31 +29,35 @@ class Machine(NamedTuple):
     prlimit64: int
 
 
-X86_64 = Machine(
-    "x86_64",
-    {"read": 0, "write": 1, "mmap": 9, "futex": 202, "getrandom": 318, "exit_group": 231},
-    {"unlink": 87, "mkdir": 83, "chmod": 90, "rename": 82, "ftruncate": 77, "renameat2": 316},
-    {"socket": 41, "socketpair": 53, "connect": 42, "fork": 57, "vfork": 58, "execve": 59,
-     "execveat": 322, "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "bpf": 321,
-     "io_uring_setup": 425, "unshare": 272, "setns": 308, "mount": 165, "userfaultfd": 323,
-     "perf_event_open": 298, "keyctl": 250, "memfd_create": 319, "pidfd_open": 434,
-     "pidfd_send_signal": 424, "rt_sigqueueinfo": 129, "shmget": 29, "msgget": 68, "setuid": 105,
-     "flock": 73, "openat2": 437, "open_by_handle_at": 304, "mknod": 133, "chroot": 161},
-    openat=257, clone=56, kill=62, fcntl=72, ioctl=16, prctl=157, prlimit64=302,
-)  # fmt: skip
-AARCH64 = Machine(
-    "aarch64",
-    {"read": 63, "write": 64, "mmap": 222, "futex": 98, "getrandom": 278, "exit_group": 94},
-    {"unlinkat": 35, "mkdirat": 34, "fchmodat": 53, "ftruncate": 46, "renameat2": 276},
-    {"socket": 198, "socketpair": 199, "connect": 203, "execve": 221, "execveat": 281,
-     "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "bpf": 280,
-     "io_uring_setup": 425, "unshare": 97, "setns": 268, "mount": 40, "userfaultfd": 282,
-     "perf_event_open": 241, "keyctl": 219, "memfd_create": 279, "pidfd_open": 434,
-     "pidfd_send_signal": 424, "rt_sigqueueinfo": 138, "shmget": 194, "msgget": 186,
-     "setuid": 146, "flock": 32, "openat2": 437, "open_by_handle_at": 265, "mknodat": 33,
-     "chroot": 51},
-    openat=56, clone=220, kill=129, fcntl=25, ioctl=29, prctl=167, prlimit64=261,
-)  # fmt: skip
+MACHINES = {
+    "x86_64": (
+        {"read": 0, "write": 1, "mmap": 9, "futex": 202, "getrandom": 318, "exit_group": 231},
+        {"unlink": 87, "mkdir": 83, "chmod": 90, "rename": 82, "ftruncate": 77, "renameat2": 316},
+        {"socket": 41, "socketpair": 53, "connect": 42, "fork": 57, "vfork": 58, "execve": 59,
+         "execveat": 322, "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311,
+         "bpf": 321, "io_uring_setup": 425, "unshare": 272, "setns": 308, "mount": 165,
+         "userfaultfd": 323, "perf_event_open": 298, "keyctl": 250, "memfd_create": 319,
+         "pidfd_open": 434, "pidfd_send_signal": 424, "rt_sigqueueinfo": 129, "shmget": 29,
+         "msgget": 68, "setuid": 105, "flock": 73, "openat2": 437, "open_by_handle_at": 304,
+         "mknod": 133, "chroot": 161},
+        {"openat": 257, "clone": 56, "kill": 62, "fcntl": 72, "ioctl": 16, "prctl": 157,
+         "prlimit64": 302},
+    ),
+    "aarch64": (
+        {"read": 63, "write": 64, "mmap": 222, "futex": 98, "getrandom": 278, "exit_group": 94},
+        {"unlinkat": 35, "mkdirat": 34, "fchmodat": 53, "ftruncate": 46, "renameat2": 276},
+        {"socket": 198, "socketpair": 199, "connect": 203, "execve": 221, "execveat": 281,
+         "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "bpf": 280,
+         "io_uring_setup": 425, "unshare": 97, "setns": 268, "mount": 40, "userfaultfd": 282,
+         "perf_event_open": 241, "keyctl": 219, "memfd_create": 279, "pidfd_open": 434,
+         "pidfd_send_signal": 424, "rt_sigqueueinfo": 138, "shmget": 194, "msgget": 186,
+         "setuid": 146, "flock": 32, "openat2": 437, "open_by_handle_at": 265, "mknodat": 33,
+         "chroot": 51},
+        {"openat": 56, "clone": 220, "kill": 129, "fcntl": 25, "ioctl": 29, "prctl": 167,
+         "prlimit64": 261},
+    ),
+}  # fmt: skip
+X86_64, AARCH64 = (Machine(name, *sets, **calls) for name, (*sets, calls) in MACHINES.items())
 EPERM, EAGAIN, ENOSYS, EROFS, ENOENT = (
     ERRNO | number
     for number in (errno.EPERM, errno.EAGAIN, errno.ENOSYS, errno.EROFS, errno.ENOENT)
