@@ -86,9 +86,9 @@ def trained(seed: int, bound: int, **keys: Any) -> list[int]:
     world = ToyWorld()
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunRecorder, "draw", lambda self: [])
-        keys = ["queue.groups_per_step=3", f"queue.max_staleness={bound}", f"run.seed={seed}"]
-        keys += ["learner.groups_per_minibatch=3", "algorithm.entropy_window=4", "eval.sets={}"]
-        config = toy_config(Path(name), *keys)
+        own = ["queue.groups_per_step=3", f"queue.max_staleness={bound}", f"run.seed={seed}"]
+        own += ["learner.groups_per_minibatch=3", "algorithm.entropy_window=4", "eval.sets={}"]
+        config = toy_config(Path(name), *own)
         run = RunDirectory(Path(config.run.dir) / "toy", resume=False)
         training = make_training(config, run, View(), build=world.build, **keys)
         with redirect_stdout(StringIO()):
