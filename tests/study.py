@@ -68,48 +68,43 @@ def test_fork_points_are_measured(clone: Path, study: Path) -> None:
     assert "\n  learned " in shown.stdout
 
 
-def test_gradients_are_measured(clone: Path, tmp_path: Path) -> None:
-    small = ("--tasks", "mend", "--seeds", "7", "--steps", "0", "--trees", "40", "--groups", "40")
-    arms = ("--arms", "grpo-8", "uniform-turnwise-4")
-    done = command(clone, "gradients", "--out", tmp_path, *small, *arms)
-    assert "mend-7-0, 40 groups" in done.stdout
-    assert "\nuniform-turnwise-4 | " in done.stdout
-
-
 def test_the_longer_task_runs(clone: Path, tmp_path: Path) -> None:
     task = ("--task", "chain", "--arms", "grpo-4")
     command(clone, "algorithms", "--out", tmp_path, *SMALL, *task)
 
 
 SMALL_PLAN = """
-trajectories = 128
-evaluations = 2
+levels = [0.1]
 questions = 8
-levels = [0.5]
-stop_at = 0.9
-groups = 4
-rates = [1.0]
+epochs = 2
+first_rate = 2.0
+rates = [2.0]
 most_rates = 0
+num_sizes = 1
+baseline = "grpo"
+[tasks]
+late-3 = { calls = 60, every = 2 }
 [arms]
-grpo-4 = { name = "grpo", group_size = 4 }
-[arms.spread]
-name = "benchmarks.experiments.turnwise:Turnwise"
-plan_name = "spread"
-initial_rollouts = 2
-group_size = 4
+grpo-4x2 = { name = "grpo", group_size = 4 }
+rescue-16x2 = { name = "benchmarks.experiments.rescue:Rescue" }
 [stages]
-a = { tasks = ["mend"], seeds = [7], rates = [1.0] }
-b = { tasks = ["mend"], seeds = [7, 8] }
-c = { tasks = ["mend", "quickstart"], seeds = [9] }
-d = { tasks = ["mend"], seeds = [10] }
+a = { seeds = [7] }
+b = { seeds = [7] }
+c = { seeds = [7, 9] }
+d = { seeds = [10] }
+e = { seeds = [9] }
 """
 
 
-def test_all_stages_of_the_study(clone: Path, tmp_path: Path) -> None:
+def test_all_stages_of_the_study_and_equal_runs_of_a_seed(clone: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text(SMALL_PLAN)
-    done = command(clone, "study", "--out", tmp_path / "out", "--plan", plan)
-    assert "mend; baseline grpo-4" in done.stdout
-    lines = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    assert len(rows) == 2 * (1 + 1 + 1) + 2 * (1 + 1)  # a run of stage a is one of stage b too
+    found = []
+    for out in ("one", "two"):
+        done = command(clone, "study", "--out", tmp_path / out, "--plan", plan)
+        assert "late-3, calls" in done.stdout
+        lines = (tmp_path / out / "results.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        assert len(rows) == 2 * (2 + 1 + 1)  # a run of stage a is one of b and c too
+        found.append([{key: row[key] for key in ("calls", "led", "right")} for row in rows])
+    assert found[0] == found[1]

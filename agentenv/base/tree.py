@@ -27,6 +27,7 @@ from agentenv.base.untrusted import packed
 
 End = Literal["terminated", "truncated", "failed"]
 LED = "led_calls"  # in Node.info: tool calls that were replayed to reach the turn
+PLAN = "plan"  # in the root's info: what the plan knew at its start
 GUIDED = "guided"  # in Node.info: a grammar limited the turn
 CANCELLED = "cancelled"  # the kind of failure of cancelled trajectories
 

@@ -30,6 +30,8 @@ number.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from msgspec import Struct
 
@@ -55,6 +57,7 @@ class Grow(Numbered, frozen=True, tag=1):
     policy_version: int
     session: str = ""
     recorded: bytes | None = None
+    known: Any = None
 
 
 class Quit(Numbered, frozen=True, tag=16):

@@ -52,6 +52,7 @@ class _Growing:
     index: int
     session: str
     recorded: Recorded | None  # to resume from
+    known: Any = None
 
     def __post_init__(self) -> None:
         self.frames = TreeFrames()  # since it has the worker
@@ -129,13 +130,19 @@ class RolloutWorkers(worker_group.WorkerGroup[_Worker]):
     # Trees
 
     async def rollout(
-        self, task: Task, *, index: int, session: str = "", recorded: Recorded | None = None
+        self,
+        task: Task,
+        *,
+        index: int,
+        session: str = "",
+        recorded: Recorded | None = None,
+        known: Any = None,
     ) -> TrajectoryTree:
         """As `Actor.rollout`, on successive workers if some are lost; returns when the tree is in
         the journal, if there is one. Raises WorkerError when no worker is left."""
         if self._problem is not None:
             raise self._problem
-        growing = _Growing(task, index, session, recorded)
+        growing = _Growing(task, index, session, recorded, known)
         if self.journal is not None:
             self._poison.recall(index, self.journal.earlier.losses.pop(index, 0))
         try:
@@ -148,7 +155,7 @@ class RolloutWorkers(worker_group.WorkerGroup[_Worker]):
                 if found is not None and found.is_finished:
                     break
                 self.report(f"tree {index} arrived incomplete from its worker and restarts")
-                growing = _Growing(task, index, session, None)
+                growing = _Growing(task, index, session, None, known)
         finally:
             self._release(growing)
         if self.journal is not None:
@@ -204,6 +211,7 @@ class RolloutWorkers(worker_group.WorkerGroup[_Worker]):
             self._actor.engine.policy_version,
             growing.session,
             None if recorded is None else packed(recorded),
+            growing.known,
         )
         worker.link.send(pack(grow))
 

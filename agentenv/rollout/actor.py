@@ -10,10 +10,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 from msgspec.structs import replace
 
-from agentenv.base.tree import TrajectoryTree
+from agentenv.base.tree import PLAN, TrajectoryTree
 from agentenv.base.types import Task
 from agentenv.contract.plan import RolloutPlan
 from agentenv.rollout.actor_parts import ActorParts, RolloutHooks
@@ -50,17 +51,18 @@ class Actor(ActorParts):
         first_root: int = 0,
         max_failures: int | None = None,
         again: bool = False,
+        known: Any = None,
         record: TreeRecord | None = None,
         recorded: Recorded | None = None,
         cancelled: str = "",
     ) -> TrajectoryTree:
         """Grow one tree. `index` is its place in start order.
 
-        Its events are written to `record`, and the tree is returned once they are on disk.
-        `recorded` is the tree of an earlier process, which this call resumes; it restarts the tree
-        if the prompt of its task changed, or if the actor has hooks. A reason in `cancelled` ends
-        the tree at once: its live branches fail as cancelled, no environment is made, and no turn
-        is sampled.
+        `known`, what the plan has learned in the run, is stored in the root's `info`. The tree's
+        events are written to `record`, and it is returned once they are on disk. `recorded` is the
+        tree of an earlier process, which this call resumes; it restarts the tree if the prompt of
+        its task changed, or if the actor has hooks. A reason in `cancelled` ends the tree at once:
+        its live branches fail as cancelled, no environment is made, and no turn is sampled.
 
         For a group that is split over several trees: `session` identifies trees with equal prompts
         (default: `index`), and `first_root` is the name of the first from-scratch branch.
@@ -93,7 +95,7 @@ class Actor(ActorParts):
                     "task %s: its prompt differs from the recorded one; its tree restarts", task.id
                 )
         tree = TrajectoryTree(task, index=index, policy_version=self.engine.policy_version)
-        tree.add(None)
+        tree.add(None, info={} if known is None else {PLAN: known})
         if record is not None:
             record.began(tree)
         await self._grow(made(tree), first_root, None, cancelled)

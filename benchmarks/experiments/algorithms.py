@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from agentenv.base.errors import DataError
 from agentenv.evaluation.sets import Curve, calls_to
-from benchmarks.experiments import chain
+from benchmarks.experiments import chain, ladder
 from benchmarks.experiments.intervals import Pairs, curve_of, difference_at, gain, ratio_of_calls
 from benchmarks.experiments.plot import plot
 from benchmarks.experiments.runs import (
@@ -69,6 +69,8 @@ def configuration(task: str) -> Row:
             return chain.configure(quickstart(), task)
         case "noisy":
             return chain.configure(quickstart(), "mend", noise=0.1)
+    if task.partition("-")[0] in ladder.PROFILES:
+        return ladder.configure(quickstart(), task)
     return quickstart()
 
 

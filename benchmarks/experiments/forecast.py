@@ -1,5 +1,5 @@
 """Forecasts of the success and of the remaining calls after a tool result, learned from the trees
-of a process, for the plan that forks where a call is most informative (`Spread` in turnwise.py).
+of a process: a predictor of the value of a fork, for forks.py.
 
 The success probability after a place c of a tree is
 
@@ -28,7 +28,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
-from msgspec import Struct, field, to_builtins
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from agentenv.base.tree import Node, TrajectoryTree
@@ -55,12 +55,6 @@ class Forecast(Struct):
     weights: list[float]
     rate: float | None
     calls: dict[str, float]
-
-
-def remember(tree: TrajectoryTree, forecast: Forecast) -> None:
-    """Store the forecast on the root, where the journal and all decisions about the tree find
-    it."""
-    tree.root.info[FORECAST] = to_builtins(forecast)
 
 
 class Known(Struct):

@@ -1,19 +1,19 @@
-"""The study of `study.toml`: which plan and credit need fewer tool calls than the best GRPO.
+"""The study of `study.toml`: where forks pay, against the best GRPO.
 
-    python benchmarks/experiments/study.py --out FOLDER [--plan FILE] [--stage a|b|c|d]
-        [--minutes M] [--jobs J]
+    python benchmarks/experiments/study.py --out FOLDER [--plan FILE] [--stage a|b|c|d|e]
+        [--tasks TASK ...] [--minutes M] [--jobs J] [--report-only]
 
-Runs what is missing of the stages up to `--stage`, at low priority, and prints the comparison of
-the last one. The result of a run is one line of FOLDER/results.jsonl, with the digest of study.toml
-and of the tasks; a run with a line is not repeated, so that the command may be cut off, and the
-file carried to another machine. With --minutes no run starts later than that. Calls include those
-that lead an environment to a fork.
+Runs what is missing of the stages up to `--stage`, at low priority, and prints the tables of the
+last one. Runs are those of lockstep.py: equal seeds give equal runs, to the bit, so that arms are
+compared in pairs of seeds. The result of a run is one line of FOLDER/results.jsonl, with the digest
+of the plan, of the predictions, and of the files of tasks and arms; a run with a line is not
+repeated, so that the command may be cut off, and the file carried to another machine. With
+--minutes no run starts later than that.
 
-Stage a runs every arm; b the four best and the two best sizes of GRPO groups, each at the rate that
-is best on the tuning seeds (an optimum at the edge of the grid extends it; noisy rewards take the
-rates of exact ones); c these four and the best GRPO of each task on new seeds; d the winner of c
-again, on others. A run that never meets a level counts, for a choice, with twice the calls of the
-longest run of its task.
+Stage a runs every arm once; b the best of each family (and the two best sizes of GRPO) at each
+rate, where an optimum at the edge of the grid extends it; c and d the best of each family at its
+best rate, on seeds of their own; e those of c at half the rate. A run ends with its budget of tool
+calls, and one that never meets a level counts with the whole budget.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import hashlib
 import inspect
 import json
 import math
+import multiprocessing
 import shutil
 import sys
 import time
@@ -34,24 +35,40 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
-import rich
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from agentenv.assembly.run.tables import as_rich
 from agentenv.base.errors import DataError
-from agentenv.evaluation.sets import Curve, calls_to, compare_curves, read_curve, tables
-from benchmarks.experiments import chain
+from agentenv.evaluation.sets import Curve, calls_to
+from benchmarks.experiments import chain, ladder, lockstep, posterior, rescue, signs, turnwise
 from benchmarks.experiments.algorithms import configuration
-from benchmarks.experiments.runs import SET, START, arm_config, start_config, train
+from benchmarks.experiments.intervals import ratio_of_calls
+from benchmarks.experiments.runs import SET, START, arm_config, start_config, to_toml
+from benchmarks.experiments.tables import markdown
 
 FILE = Path(__file__).with_name("study.toml")
+PREDICTIONS = Path(__file__).with_name("predictions.md")
+MODULES = (chain, ladder, posterior, rescue, signs, turnwise)
 RATES = ("learning_rate", "muon_learning_rate")
-STAGES = "abcd"
-NUM_ARMS, NUM_SIZES = 4, 2  # that stage b keeps
-# Tasks that differ in the reward alone: they share cold starts, arms, and learning rates.
-SAME = {"noisy": "mend"}
+STAGES = "abcde"
+LAST = 3  # evaluations whose mean is the final success
 Row = dict[str, Any]
+
+# Processes are forked from one that has loaded torch, which takes as long as a short run.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["benchmarks.experiments.lockstep"])
+
+# Costs of a point of a curve: the calls of the policy, those replayed to reach a fork, set-ups of
+# environments from scratch, and processor seconds of the learner.
+COSTS = {
+    "calls": {"calls": 1, "led": 1},
+    "calls, forks by copies": {"calls": 1},
+    "calls + set-ups": {"calls": 1, "roots": 1},
+    "calls + 5 set-ups": {"calls": 1, "roots": 5},
+    "calls + 20 set-ups": {"calls": 1, "roots": 20},
+    "CPU s": {"cpu_s": 1},
+    "learner s": {"learner_s": 1},
+}
 
 
 class Cell(NamedTuple):
@@ -62,112 +79,106 @@ class Cell(NamedTuple):
     rate: float
     seed: int
 
-
-def start_of(cell: Cell) -> Path:
-    """The folder of its cold start, inside that of the study."""
-    return Path(SAME.get(cell.task, cell.task)) / f"seed-{cell.seed}"
-
-
-def led_calls(run: Path) -> int:
-    """Tool calls that were replayed to reach a fork; the calls of a point include them."""
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return int(sum(json.loads(line).get("rollout/led_calls", 0) for line in lines))
+    @property
+    def name(self) -> str:
+        return f"{self.arm}@{self.rate:g}"
 
 
 class Study:
     """The plan, and what is known so far."""
 
     def __init__(self, out: Path, file: Path = FILE) -> None:
-        text = file.read_bytes()
-        self.digest = hashlib.sha256(text + inspect.getsource(chain).encode()).hexdigest()
-        self.plan: Row = tomllib.loads(text.decode())
+        texts = [file.read_bytes(), PREDICTIONS.read_bytes()]
+        texts += [inspect.getsource(module).encode() for module in MODULES]
+        self.digest = hashlib.sha256(b"".join(texts)).hexdigest()
+        self.plan: Row = tomllib.loads(texts[0].decode())
+        self.tasks: dict[str, Row] = self.plan["tasks"]
         self.out, self.file = out, out / "results.jsonl"
         self.known: dict[Cell, Row] = {}
-        self._calls: dict[Cell, list[tuple[float, bool]]] = {}
-        self._most: dict[str, float] = {}  # calls of the longest run of a task
         for line in self.file.read_text().splitlines() if self.file.is_file() else ():
             self._add(json.loads(line))
 
     def _add(self, row: Row) -> None:
         if row["digest"] != self.digest:
             raise DataError(
-                f"{self.file} belongs to another study.toml or other tasks (digest "
-                f"{row['digest'][:12]}, now {self.digest[:12]}); a study is fixed before its "
-                "first run: take another --out"
+                f"{self.file} belongs to another plan (digest {row['digest'][:12]}, now "
+                f"{self.digest[:12]}); a study is fixed before its first run: take another --out"
             )
         self.known[Cell(row["task"], row["arm"], row["rate"], row["seed"])] = row
-        made = row["points"][-1]["calls"]
-        self._most[row["task"]] = max(made, self._most.get(row["task"], 0.0))
 
     # one run
 
     def run(self, cell: Cell) -> None:
-        """Train, and write down what came of it. Raises DataError for a run that fails."""
+        """Train, and write down the result. Raises DataError for a run that fails."""
         raw, size = configuration(cell.task), self.plan["questions"]
-        folder = self.out / cell.task / f"seed-{cell.seed}"
-        begun = self.out / start_of(cell)
-        name = f"{cell.arm}@{cell.rate:g}"
-        config = self.config(cell, raw, (begun / START).resolve())
-        first = start_config(configuration(begun.parent.name), cell.seed, size)
-        if not train(begun, START, first):
-            raise DataError(f"the cold start failed: {begun / START}.log")
-        if not train(folder, name, config):
-            raise DataError(f"{cell} failed: {folder / name}.log")
-        curve = read_curve(folder / name, SET)
-        assert curve.tokens is not None
-        points = [
-            {"calls": calls, "tokens": tokens, "right": "".join(str(int(one)) for one in right)}
-            for calls, tokens, right in zip(curve.calls, curve.tokens, curve.right, strict=True)
-        ]
-        cpu_s = json.loads((folder / name / "summary.json").read_text())["cpu_s"]["rl"]
-        row = {**cell._asdict(), "digest": self.digest, "points": points, "cpu_s": cpu_s}
-        row["led_calls"] = led_calls(folder / name)
+        folder, start = self.out / cell.task / f"seed-{cell.seed}", self.start(cell)
+        if not (start / "summary.json").is_file():
+            first = start_config(configuration(self.like(cell.task)), cell.seed, size)
+            self.train(start, first, math.inf)
+        config = self.config(cell, raw, start.resolve())
+        self.train(folder / cell.name, config, self.tasks[cell.task]["calls"])
+        row = {**cell._asdict(), "digest": self.digest, **points(folder / cell.name)}
         with self.file.open("a") as file:
             file.write(json.dumps(row) + "\n")
         self._add(row)
-        shutil.rmtree(folder / name)
+        shutil.rmtree(folder / cell.name)
+
+    def start(self, cell: Cell) -> Path:
+        """The run of its cold start."""
+        return self.out / self.like(cell.task) / f"seed-{cell.seed}" / START
+
+    def train(self, run: Path, raw: Row, calls: float) -> None:
+        shutil.rmtree(run, ignore_errors=True)
+        run.parent.mkdir(parents=True, exist_ok=True)
+        raw["run"] |= {"dir": str(run.parent), "name": run.name}
+        config, log = run.with_name(f"{run.name}.toml"), run.with_name(f"{run.name}.log")
+        config.write_text(to_toml(raw), encoding="utf-8")
+        job = PROCESSES.Process(target=lockstep.run_logged, args=(config, calls, log))
+        job.start()
+        job.join()
+        if job.exitcode:
+            raise DataError(f"{run} failed: {log}")
 
     def config(self, cell: Cell, raw: Row, start: Path) -> Row:
-        """Of the run; all arms of a task sample as many trajectories."""
-        algorithm = {"group_size": 8, **self.plan["arms"][cell.arm]}
-        groups = self.plan["groups"]
-        num_steps = math.ceil(self.plan["trajectories"] / (groups * algorithm["group_size"]))
-        config = arm_config(raw, algorithm, start, cell.seed, num_steps, self.plan["questions"])
+        """Of the run."""
+        groups = int(cell.arm.rpartition("x")[2])
+        config = arm_config(
+            raw, self.plan["arms"][cell.arm], start, cell.seed, 10_000, self.plan["questions"]
+        )
         config["queue"]["groups_per_step"] = groups
-        config["learner"]["groups_per_minibatch"] = groups
-        config["learner"] |= {key: config["learner"][key] * cell.rate for key in RATES}
-        config["learner"]["schedule"] = "linear"
-        every = max(1, round(num_steps / self.plan["evaluations"]))
-        config["eval"]["sets"][SET]["every"] = every
-        config["train"] |= {
-            "num_steps": math.ceil(num_steps / every) * every,
-            "stop_at": self.plan["stop_at"],
-            "max_untrained_steps": num_steps + every,  # a policy that collapses is a result too
+        config["learner"] |= {
+            "groups_per_minibatch": groups,
+            "num_epochs_per_batch": self.plan["epochs"],
+            **{key: config["learner"][key] * cell.rate for key in RATES},
         }
+        config["eval"]["sets"][SET]["every"] = self.tasks[cell.task]["every"]
+        config["train"]["max_untrained_steps"] = 10_000  # a policy that collapses is a result too
         return config | {"checkpoint": {"every": 0, "best_metric": f"{SET}/success"}}
 
     # choices
 
-    def curve(self, cell: Cell) -> Curve:
-        points = self.known[cell]["points"]
-        calls, tokens = (np.array([one[key] for one in points]) for key in ("calls", "tokens"))
-        right = np.array([[int(bit) for bit in one["right"]] for one in points], float)
-        return Curve(calls, right, tokens, self.known[cell]["cpu_s"])
+    def like(self, task: str) -> str:
+        """The task whose cold starts, sizes and rates this one has."""
+        return str(self.tasks[task].get("as", task))
+
+    def curve(self, cell: Cell, cost: str = "calls") -> Curve:
+        row = self.known[cell]
+        costs = np.sum([n * np.array(row[key], float) for key, n in COSTS[cost].items()], 0)
+        right = np.array([[int(bit) for bit in one] for one in row["right"]], float)
+        return Curve(costs, right, np.array(row["calls"], float), row["cpu_s"][-1])
 
     def cost(self, task: str, arm: str, rate: float, seeds: Sequence[int]) -> float:
         """Mean log of the calls to the levels."""
-        most, costs = self._most[task], []
+        found = []
         for seed in seeds:
-            for calls, met in self._needed(Cell(task, arm, rate, seed)):
-                costs.append(math.log(max(calls, 1.0) if met else 2 * most))
-        return fmean(costs)
+            curve = self.curve(Cell(task, arm, rate, seed))
+            for level in self.plan["levels"]:
+                calls, met = calls_to(curve.calls, curve.success(), level)
+                found.append(math.log(max(calls, 1.0) if met else 2 * self.tasks[task]["calls"]))
+        return fmean(found)
 
-    def _needed(self, cell: Cell) -> list[tuple[float, bool]]:
-        """Calls to each level, and whether it was met; computed once."""
-        if cell not in self._calls:
-            one, levels = self.curve(cell), self.plan["levels"]
-            self._calls[cell] = [calls_to(one.calls, one.success(), level) for level in levels]
-        return self._calls[cell]
+    def seeds(self, stage: str) -> list[int]:
+        return list(self.plan["stages"][stage]["seeds"])
 
     def rates(self, task: str, arm: str, seeds: Sequence[int]) -> list[float]:
         """Those that have a run of each seed."""
@@ -176,85 +187,67 @@ class Study:
             rate for rate in found if all(Cell(task, arm, rate, s) in self.known for s in seeds)
         )
 
-    def best_rate(self, task: str, arm: str, stage: str) -> float:
-        seeds = self.plan["stages"][stage]["seeds"]
+    def best_rate(self, task: str, arm: str) -> float:
+        seeds = self.seeds("b")
         rates = self.rates(task, arm, seeds)
         return min(rates, key=lambda rate: self.cost(task, arm, rate, seeds))
 
-    def ranked(self, task: str, arms: Sequence[str], stage: str) -> dict[str, float]:
-        """Cost of each arm at its best rate, the lowest first."""
-        seeds = self.plan["stages"][stage]["seeds"]
-        found = {arm: self.cost(task, arm, self.best_rate(task, arm, stage), seeds) for arm in arms}
-        return dict(sorted(found.items(), key=lambda one: one[1]))
+    def families(self) -> dict[str, list[str]]:
+        """Arms by family, the baseline's last."""
+        found: dict[str, list[str]] = {}
+        for arm in self.plan["arms"]:
+            found.setdefault(arm.rpartition("-")[0], []).append(arm)
+        last = self.plan["baseline"]
+        return {name: arms for name, arms in found.items() if name != last} | {last: found[last]}
 
-    def is_grpo(self, arm: str) -> bool:
-        return bool(self.plan["arms"][arm]["name"] == "grpo")
+    def kept(self, task: str) -> list[str]:
+        """The arms of stage b, by the runs of stage a."""
+        rate, seeds = self.plan["first_rate"], self.seeds("a")
+        kept = []
+        for family, arms in self.families().items():
+            ranked = sorted(arms, key=lambda arm: self.cost(task, arm, rate, seeds))
+            kept += ranked[: self.plan["num_sizes"] if family == self.plan["baseline"] else 1]
+        return kept
 
-    def arms(self, stage: str, task: str) -> list[str]:
-        """Of a stage; the baseline comes last."""
-        every = list(self.plan["arms"])
-        sizes = [arm for arm in every if self.is_grpo(arm)]
-        if stage == "a":
-            return every
-        tasks = self.plan["stages"]["a"]["tasks"]
-        mean = {arm: fmean(self.ranked(one, every, "a")[arm] for one in tasks) for arm in every}
-        kept = sorted([arm for arm in every if arm not in sizes], key=mean.__getitem__)[:NUM_ARMS]
-        best = sorted(sizes, key=mean.__getitem__)[:NUM_SIZES]
-        if stage == "b":
-            return kept + best
-        baseline = next(iter(self.ranked(self.tuned_as(task), best, "b")))
-        if stage == "d" or not self.is_tuned(task):
-            kept = [self.winner(kept)]
-        return [*kept, baseline]
-
-    def is_tuned(self, task: str) -> bool:
-        """In stage b; others run the winner and the baseline alone."""
-        return SAME.get(task, task) in self.plan["stages"]["b"]["tasks"]
-
-    def tuned_as(self, task: str) -> str:
-        """The task of stage b whose choices hold for this one."""
-        return SAME.get(task, task) if self.is_tuned(task) else self.plan["stages"]["b"]["tasks"][0]
-
-    def winner(self, arms: Sequence[str]) -> str:
-        """The arm with the fewest calls beside the baseline, over the tuned tasks of stage c."""
-        tasks = [task for task in self.plan["stages"]["c"]["tasks"] if self.is_tuned(task)]
-        return min(arms, key=lambda arm: fmean(self._ratio(task, arm) for task in tasks))
-
-    def _ratio(self, task: str, arm: str) -> float:
-        seeds, baseline = self.plan["stages"]["c"]["seeds"], self.arms("c", task)[-1]
-        own, other = (
-            self.cost(task, one, self.best_rate(self.tuned_as(task), one, "b"), seeds)
-            for one in (arm, baseline)
-        )
-        return own - other
+    def chosen(self, task: str) -> list[str]:
+        """The best arm of each family, by the runs of stage b; the baseline is the last."""
+        like, found = self.like(task), list[str]()
+        for arms in self.families().values():
+            tuned = [arm for arm in arms if arm in self.kept(like)]
+            seeds = self.seeds("b")
+            found.append(
+                min(tuned, key=lambda a: self.cost(like, a, self.best_rate(like, a), seeds))
+            )
+        return found
 
     # stages
 
-    def missing(self, stage: str) -> Iterator[Cell]:
-        """The runs of a stage that have no result, those of a seed together; the earlier stages
-        are done. What a result adds (another rate, the quick start of the winner) comes then."""
-        tasks = self.plan["stages"][stage]["tasks"]
-        tuned = [task for task in tasks if self.is_tuned(task)]
-        yield from self.missing_of(stage, tuned)
-        if not any(self.missing_of(stage, tuned)):
-            yield from self.missing_of(stage, [task for task in tasks if task not in tuned])
+    def missing(self, stage: str, tasks: Sequence[str] = ()) -> list[Cell]:
+        """The runs of a stage that have no result; the earlier stages are done."""
+        wanted = self.plan["stages"][stage].get("tasks", self.tasks)
+        cells = [
+            Cell(task, arm, rate, seed)
+            for task in wanted
+            if (not tasks or task in tasks) and not (stage in "ab" and self.like(task) != task)
+            for seed in self.seeds(stage)
+            for arm, rate in self.arms(stage, task)
+        ]
+        return [cell for cell in cells if cell not in self.known]
 
-    def missing_of(self, stage: str, tasks: Sequence[str]) -> Iterator[Cell]:
-        plan = self.plan["stages"][stage]
-        for task in tasks:
-            arms = self.arms(stage, task)
-            for seed in plan["seeds"]:
-                for arm in arms:
-                    for rate in self._rates_of(stage, task, arm):
-                        if (cell := Cell(task, arm, rate, seed)) not in self.known:
-                            yield cell
-
-    def _rates_of(self, stage: str, task: str, arm: str) -> list[float]:
+    def arms(self, stage: str, task: str) -> Iterator[tuple[str, float]]:
+        """Arms and rates of a stage."""
         if stage == "a":
-            return list(self.plan["stages"]["a"]["rates"])
-        if stage in "cd":
-            return [self.best_rate(self.tuned_as(task), arm, "b")]
-        seeds, grid = self.plan["stages"]["b"]["seeds"], sorted(self.plan["rates"])
+            yield from ((arm, self.plan["first_rate"]) for arm in self.plan["arms"])
+        elif stage == "b":
+            for arm in self.kept(task):
+                yield from ((arm, rate) for rate in self._grid(task, arm))
+        else:
+            for arm in self.chosen(task):
+                rate = self.best_rate(self.like(task), arm)
+                yield arm, rate / 2 if stage == "e" else rate
+
+    def _grid(self, task: str, arm: str) -> list[float]:
+        seeds, grid = self.seeds("b"), sorted(self.plan["rates"])
         for _ in range(self.plan["most_rates"]):
             if not set(grid) <= set(self.rates(task, arm, seeds)):
                 break
@@ -263,30 +256,98 @@ class Study:
             grid = sorted([*grid, *more])
         return grid
 
-    def report(self, stage: str) -> None:
-        """Print the comparison of a stage, task by task, as far as its runs go."""
-        for task in self.plan["stages"][stage]["tasks"]:
-            curves: dict[str, dict[int, Curve]] = {}
+    # tables
+
+    def report(self, stage: str, cost: str = "calls") -> str:
+        """The tables of a stage, as far as its runs go."""
+        texts = []
+        for task in self.plan["stages"][stage].get("tasks", self.tasks):
+            seeds, by_arm = self.seeds(stage), dict[str, dict[int, Cell]]()
             for cell in self.known:
-                if cell.task == task and cell.seed in self.plan["stages"][stage]["seeds"]:
-                    arm = cell.arm if stage in "cd" else f"{cell.arm}@{cell.rate:g}"
-                    curves.setdefault(arm, {})[cell.seed] = self.curve(cell)
-            sizes = [arm for arm in curves if self.is_grpo(arm.partition("@")[0])]
-            if not sizes:
-                continue
-            costs = {
-                arm: fmean(
-                    calls_to(one.calls, one.success(), level, 2 * self._most[task])[0]
-                    for one in curves[arm].values()
-                    for level in self.plan["levels"]
-                )
-                for arm in sizes
-            }
-            baseline = min(costs, key=costs.__getitem__)
-            print(f"\nstage {stage}, {task}; baseline {baseline}")
-            found = compare_curves(curves, baseline, self.plan["levels"])
-            for table in tables(found):
-                rich.print(as_rich(table))
+                if cell.task == task and cell.seed in seeds:
+                    by_arm.setdefault(cell.name, {})[cell.seed] = cell
+            base = [name for name in by_arm if name.startswith(f"{self.plan['baseline']}-")]
+            if base:
+                texts.append(f"{task}, {cost}\n\n{self._table(by_arm, base[-1], cost)}")
+        return "\n\n".join(texts)
+
+    def _table(self, by_arm: dict[str, dict[int, Cell]], base: str, cost: str) -> str:
+        levels = self.plan["levels"]
+        heads = ["arm", "seeds", *(f"to {level}" for level in levels), "never", "better", "final"]
+        heads += ["clipped", "CPU s", "learner s"]
+        curves = {
+            name: {seed: self.curve(cell, cost) for seed, cell in cells.items()}
+            for name, cells in by_arm.items()
+        }
+        rows = []
+        for name, own in sorted(curves.items(), key=lambda one: one[0] != base):
+            shared = [seed for seed in own if seed in curves[base]]
+            pairs = [(own[seed], curves[base][seed]) for seed in shared]
+            found = [
+                [calls_to(one.calls, one.success(), lv) for lv in levels] for one in own.values()
+            ]
+            never = "/".join(str(sum(not of[n][1] for of in found)) for n in range(len(levels)))
+            if name == base:
+                means = np.exp(np.log([[max(c, 1.0) for c, _ in of] for of in found]).mean(0))
+                cells, better = [f"{mean:,.0f}" for mean in means], ""
+            else:
+                cells = [str(ratio_of_calls(pairs, level)) for level in levels]
+                middle = levels[len(levels) // 2]
+                wins = [self._first(a, middle) < self._first(b, middle) for a, b in pairs]
+                better = str(sum(wins))
+            every = [self.known[cell] for cell in by_arm[name].values()]
+            final = fmean(float(one.success()[-LAST:].mean()) for one in own.values())
+            figures = [
+                f"{fmean(row['clipped'] for row in every):.3f}",
+                f"{fmean(row['cpu_s'][-1] for row in every):.0f}",
+                f"{fmean(row['learner_s'][-1] for row in every):.1f}",
+            ]
+            rows.append([name, str(len(own)), *cells, never, better, f"{final:.2f}", *figures])
+        return markdown(heads, rows)
+
+    @staticmethod
+    def _first(curve: Curve, level: float) -> float:
+        calls, met = calls_to(curve.calls, curve.success(), level)
+        return calls if met else math.inf
+
+
+def points(run: Path) -> Row:
+    """By evaluation, the cumulative figures of a run and the success on each question."""
+    from agentenv.evaluation.store import read_rows
+    from agentenv.training.loop.brief_reports import EVALUATIONS, PHASES
+
+    names = {
+        "calls": "rollout/tool_calls",
+        "led": "rollout/led_calls",
+        "roots": "rollout/roots",
+        "learner_s": "learner/cpu_s",
+    }
+    total = dict.fromkeys([*names, "cpu_s"], 0.0)
+    found: Row = {name: [] for name in (*total, "right")}
+    clipped, tokens = 0.0, 0.0
+    steps = {0: dict(total)}
+    for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if "rollout/tool_calls" not in row:
+            continue
+        for name, key in names.items():
+            total[name] += row.get(key, 0.0)
+        count = row.get("learner/num_tokens", 0.0)
+        clipped += count * (row.get("learner/clipped_low", 0) + row.get("learner/clipped_high", 0))
+        tokens += count
+        steps[row["step"]] = dict(total)
+    for step, spent in steps.items():
+        folder = run / EVALUATIONS / (f"step-{step:06d}" if step else PHASES[0])
+        bits = "".join(str(int(row.success)) for row in read_rows(folder))
+        if bits:
+            found["right"].append(bits)
+            for name, value in spent.items():
+                found[name].append(round(value, 3))
+    cpu_s = json.loads((run / "summary.json").read_text(encoding="utf-8"))["cpu_s"]["rl"]
+    last = found["calls"][-1] + found["led"][-1]
+    both = zip(found["calls"], found["led"], strict=True)
+    found["cpu_s"] = [round(cpu_s * (a + b) / max(last, 1), 3) for a, b in both]
+    return found | {"clipped": clipped / max(tokens, 1.0)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -296,20 +357,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--plan", type=Path, default=FILE, help="default: study.toml")
     parser.add_argument("--stage", choices=STAGES, default=STAGES[-1], help="the last one to run")
+    parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help="default: all")
     parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--report-only", action="store_true")
+    parser.add_argument("--cost", choices=COSTS, default="calls")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     study, end = Study(options.out, options.plan), time.monotonic() + 60 * options.minutes
     stages = STAGES[: STAGES.index(options.stage) + 1]
     for stage in () if options.report_only else stages:
-        while cells := list(study.missing(stage)):
+        while cells := study.missing(stage, options.tasks):
             print(f"stage {stage}: {len(cells)} runs to go", flush=True)
             if not _run_all(study, cells, options.jobs, end):
-                study.report(stage)
+                print(study.report(stage, options.cost))
                 return 1
-    study.report(options.stage)
+    print(study.report(options.stage, options.cost))
     return 0
 
 
@@ -318,7 +381,7 @@ def _run_all(study: Study, cells: Sequence[Cell], jobs: int, end: float) -> bool
     over or a run failed."""
     by_start: dict[Path, list[Cell]] = {}
     for cell in cells:
-        by_start.setdefault(start_of(cell), []).append(cell)
+        by_start.setdefault(study.start(cell), []).append(cell)
 
     def run(same: Sequence[Cell]) -> bool:
         for cell in same:
@@ -329,7 +392,7 @@ def _run_all(study: Study, cells: Sequence[Cell], jobs: int, end: float) -> bool
             except DataError as error:
                 print(error, flush=True)
                 return False
-            print(f"{cell.task} {cell.arm}@{cell.rate:g} seed {cell.seed}: done", flush=True)
+            print(f"{cell.task} {cell.name} seed {cell.seed}: done", flush=True)
         return True
 
     with ThreadPoolExecutor(jobs) as pool:

@@ -1,4 +1,4 @@
-"""The study's algorithm: a credit of turns, and plans that fork where a call is most informative.
+"""Forks anywhere, an arm of the study, and a credit of turns.
 
     [algorithm]
     name = "benchmarks.experiments.turnwise:Turnwise"
@@ -9,29 +9,24 @@ plan: ARPO's, trajectories from scratch, or forks at any depth of ended paths. D
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from random import Random
 from typing import Annotated, Literal
 
 import numpy as np
 from msgspec import Meta
 
 from agentenv.base.errors import ConfigError
-from agentenv.base.tree import Node, TrajectoryTree
-from agentenv.contract.plan import Independent, Place, RolloutPlan
+from agentenv.base.tree import TrajectoryTree
+from agentenv.contract.plan import Independent, RolloutPlan
 from agentenv.learners.algorithms.arpo import ARPO, SharingKey
 from agentenv.learners.algorithms.credit import Floats, TreeCredit, counted_leaves, parents
 from agentenv.learners.algorithms.late_forks import Uniform
-from benchmarks.experiments.forecast import Forecaster, Known, Places, remember
 
 Value = Literal["leaves", "children", "softmax"]
 PlanName = Annotated[
-    Literal["arpo", "uniform", "rounds", "spread", "learned", "flat"],
+    Literal["arpo", "uniform", "rounds", "flat"],
     Meta(
         description="fork points: arpo, by entropy; uniform, any tool result of a finished path; "
-        "rounds, the same after all paths have finished; spread, where a call is most informative "
-        "by the tree's outcomes; learned, the same by a forecast learned in the run; flat, none"
+        "rounds, the same after all paths have finished; flat, none"
     ),
 ]
 
@@ -57,8 +52,7 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
     to the parent alone has almost no signal.
 
     plan_name = "uniform" begins `initial_rollouts` trajectories from scratch and forks ended paths
-    at tool results that are drawn uniformly, "spread" at the most informative ones (`Spread`),
-    "learned" the same with a forecast that this process learns (forecast.py); "flat" has no forks.
+    at tool results that are drawn uniformly; "flat" has no forks.
     """
 
     sharing: SharingKey = "hard"
@@ -71,15 +65,6 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
             "paths",
         ),
     ] = 4
-    led_cost: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=1,
-            description="with plan_name spread or learned, the cost of a call that is replayed to "
-            "reach a fork, relative to a call of the policy",
-        ),
-    ] = 1.0
     local: Annotated[
         float,
         Meta(ge=0, le=4, description="weight of a turn's value relative to the previous turn's"),
@@ -118,9 +103,6 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
         if self.plan_name == "arpo":
             return super().plan(vocab_size)
         size, roots, most = self.group_size, self.num_initial, self.max_children
-        if self.plan_name in ("spread", "learned"):
-            forecaster = Forecaster(Known()) if self.plan_name == "learned" else None
-            return Spread(size, roots, most, led_cost=self.led_cost, forecaster=forecaster)
         return Uniform(size, roots, most, self.plan_name == "rounds")
 
     def credit(self, tree: TrajectoryTree) -> TreeCredit | None:
@@ -169,58 +151,3 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
 
 def _with(group: TreeCredit, adv_pos: Floats, adv_neg: Floats) -> TreeCredit:
     return TreeCredit(adv_pos, adv_neg, group.weight, group.returns, group.advantages)
-
-
-@dataclass(frozen=True)
-class Spread(Uniform):
-    """`num_roots` trajectories from scratch; then, at each end, one more where a call is likely to
-    teach most, until there are `group_size`: at the tool result of a path that has ended, or from
-    scratch, with the highest
-
-        score(c) = p (1 - p) / (1 + d) / (turns after c + led_cost * turns before c)
-
-    p is the estimated success after c: the mean of the d returns below c (each 1 if it is above the
-    middle of the lowest and highest return of the tree, else 0) and of `prior_weight` times the p
-    of the previous turn, 0.5 at the root. Prefixes after which all succeed or all fail lose their
-    budget, and a value that many leaves support gains less from one more. A share `explore` is
-    drawn uniformly. `led_cost` is the cost of a replayed turn on the way to c, relative to a turn
-    of the policy.
-
-    The idea is that of TRACE (arXiv 2606.11119), which spends rollouts where outcomes are mixed;
-    the score is this project's. With a `forecaster`, p and the turns after c come from the forecast
-    that is stored on the tree at its start, and the forecaster learns from each tree at its end.
-    """
-
-    led_cost: float = 1.0
-    prior_weight: float = 3.0
-    explore: float = 0.1
-    forecaster: Forecaster | None = None
-
-    def on_start(self, tree: TrajectoryTree) -> int:
-        if self.forecaster is not None:
-            remember(tree, self.forecaster.forecast(tree.task.id))
-        return super().on_start(tree)
-
-    def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> Sequence[Place]:
-        if tree.num_started >= self.group_size:
-            if self.forecaster is not None and not tree.num_live:
-                self.forecaster.add(tree)
-            return []
-        rng = Random(f"{tree.index}/{tree.task.id}/{tree.num_started}")
-        free = [tree.nodes[index] for index, most in self.room(tree).items() if most > 0]
-        places = [tree.root, *free]
-        if rng.random() < self.explore:
-            return [(rng.choice(places), 1)]
-        scores = self.scores(tree)
-        best = max(scores[one.index] for one in places)
-        return [(rng.choice([one for one in places if scores[one.index] >= best - 1e-12]), 1)]
-
-    def scores(self, tree: TrajectoryTree) -> dict[int, float]:
-        """The scores by node index, for nodes on ended paths that did not fail, and the root."""
-        places = Places(tree)
-        found = dict[int, float]()
-        for index, p in places.chances(self.prior_weight).items():
-            one = places.of[index]
-            calls = places.calls_after(index) + self.led_cost * one.depth
-            found[index] = p * (1 - p) / (1 + one.num) / max(calls, 1)
-        return found

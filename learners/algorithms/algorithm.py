@@ -10,7 +10,7 @@ Loading this module loads neither torch nor deepspeed; only `loss` needs torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from msgspec import Meta, Struct, field
@@ -273,6 +273,13 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
             penalty=self.penalty if self.overlong_tokens else None,
             step_rewards=self.step_rewards,
         )
+
+    def learn(self, state: dict[str, Any], trees: Sequence[TrajectoryTree]) -> dict[str, float]:
+        """What the plan learns from a run: called after each update with its trees, also untrained
+        ones. `state` is empty at first and a part of each checkpoint (numbers, texts, lists and
+        dicts of them); every tree that begins later has its "plan" as `tree.root.info["plan"]`.
+        Returns metrics."""
+        return {}
 
     def over_update(
         self, trees: Sequence[TrajectoryTree], credits: Sequence[TreeCredit | None]

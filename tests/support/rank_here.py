@@ -8,7 +8,6 @@ unpacked as on the wire. Left out is the process; tests of ranks and of the whol
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.base.errors import LearnerError
+from agentenv.base.offload import in_thread
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks import messages as wire
 from agentenv.learners.ranks.rank import Rank
@@ -51,7 +51,7 @@ class RankHere(RankGroup):
             if isinstance(command, wire.Init):
                 command = replace(command, config=replace(command.config, zero_stage=0))
             messages = [wire.pack_frame(one) for one in wire.messages_of(command)]
-            reply = await asyncio.to_thread(self._answer, messages)
+            reply = await in_thread(self._answer, messages)
         if isinstance(reply, wire.RankFailed):
             raise self._refusal(0, reply)
         return [reply]

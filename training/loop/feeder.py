@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.base.tree import TrajectoryTree
+from agentenv.base.crashes import called
+from agentenv.base.tree import PLAN, TrajectoryTree
 from agentenv.base.types import Task
 from agentenv.data.curriculum import Curriculum
 from agentenv.data.dataset import TaskStream, parts_of
@@ -40,7 +41,7 @@ class Workers(Protocol):
     @property
     def num_open_envs(self) -> int: ...
     async def rollout(
-        self, task: Task, *, index: int, recorded: Recorded | None = None
+        self, task: Task, *, index: int, recorded: Recorded | None = None, known: Any = None
     ) -> TrajectoryTree: ...
     def steer(self) -> None: ...
     def cancel(self, index: int, reason: str) -> bool: ...
@@ -119,11 +120,12 @@ class Feeder:
             self.journal.append(frame)
 
     def learned(self, trees: Sequence[TrajectoryTree]) -> dict[str, float]:
-        """Update the curriculum with delivered trees; returns metrics."""
-        if self.curriculum is None:
-            return {}
-        self.curriculum.add(trees)
-        return self.curriculum.stats()
+        """Update the curriculum and what the plan knows with delivered trees; returns metrics."""
+        metrics: dict[str, float] = called(self.config.algorithm.learn, self.state.plan, trees)
+        if self.curriculum is not None:
+            self.curriculum.add(trees)
+            metrics |= self.curriculum.stats()
+        return metrics
 
     @property
     def is_paused(self) -> bool:
@@ -194,13 +196,16 @@ class Feeder:
         self, one: InflightRollout, position: int, recorded: Recorded | None
     ) -> TrajectoryTree:
         """Grow the tree, in a worker or in this process."""
-        parts, journal = self.parts, self.journal
+        parts, journal, known = self.parts, self.journal, self.state.plan.get(PLAN)
         if self.workers is not None:
-            return await self.workers.rollout(one.task, index=position, recorded=recorded)
+            return await self.workers.rollout(
+                one.task, index=position, recorded=recorded, known=known
+            )
         return await parts.actor.rollout(
             one.task,
             parts.plan,
             index=position,
+            known=known,
             record=None if journal is None else journal.record(position),
             recorded=recorded,
         )

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -101,6 +102,7 @@ class RunState(Struct):
     outcomes: Outcomes = field(default_factory=Outcomes)  # for the curriculum
     parity: ParityGap = field(default_factory=ParityGap)
     entropy: EntropyProfile = {}
+    plan: dict[str, Any] = {}  # what the algorithm's plan has learned
     reports: dict[str, dict[str, BriefReport]] = {}
     best: float | None = None
     evaluating: Evaluating | None = None

@@ -176,6 +176,7 @@ class RolloutWorker:
                 self.plan,
                 index=request.index,
                 session=request.session,
+                known=request.known,
                 record=TreeRecord(frames, request.index, request.number),
                 recorded=recorded,
             )

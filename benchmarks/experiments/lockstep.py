@@ -1,0 +1,139 @@
+"""A training run of which equal seeds give equal results, to the bit.
+
+    python benchmarks/experiments/lockstep.py CONFIG [KEY=VALUE ...] [--calls N]
+
+`agentenv train` lets engine, environments and learner run side by side, so that the weights that a
+turn gets, and the rounding of its batch, depend on the clock of the machine. Here the same training
+runs under a virtual clock: the engine computes a step each TICK_S seconds of it, the learner's rank
+is in this process, and an event follows another one in an order that depends on nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.assembly.parts.session import run_session
+from agentenv.assembly.run.terminal import View
+from agentenv.base.config import load_config
+from agentenv.base.errors import AgentEnvError, EngineDeadError
+from agentenv.engines.embedded.engine import EmbeddedEngine
+from agentenv.training.loop.batching import StepBatch
+from agentenv.training.loop.loop import Loop
+from agentenv.training.loop.training import Training
+from agentenv.training.start import ADDED
+from tests.support.rank_here import RankHere
+from tests.support.virtual_clock import run_virtual
+
+TICK_S = 0.01
+
+
+class SteppedEngine(EmbeddedEngine):
+    """Steps on the event loop instead of in a thread."""
+
+    _is_due = False
+
+    def _enter(self) -> asyncio.AbstractEventLoop:
+        if self._reason:
+            raise EngineDeadError(self._reason)
+        loop = self._loop = asyncio.get_running_loop()
+        if not self._is_due:
+            self._is_due = True
+            loop.call_later(TICK_S, self._tick)
+        return loop
+
+    def _tick(self) -> None:
+        self._is_due = False
+        with torch.inference_mode():
+            while not self._commands.empty():
+                command = self._commands.get()
+                if command is None:
+                    return
+                command()
+            if not self._scheduler.idle:
+                self._scheduler.step()
+            self._flush()
+        if not self._scheduler.idle:
+            self._enter()
+
+
+@contextmanager
+def in_lockstep() -> Iterator[None]:
+    """Inside, runs use the engine and the rank of this file."""
+    engine, rank = "agentenv.engines.embedded.engine.EmbeddedEngine", "RankGroup"
+    with patch(engine, SteppedEngine), patch(f"agentenv.learners.ranks.learner.{rank}", RankHere):
+        yield
+
+
+class Budgeted(Training):
+    """A training that ends after so many tool calls, replayed ones included."""
+
+    calls = math.inf
+
+    async def set_up(self, stack: AsyncExitStack) -> Loop:
+        loop = await super().set_up(stack)
+        reached, left = loop.has_reached, [self.calls]
+        record = loop.report.record
+
+        async def counted(batch: StepBatch, num_known: dict[int, int]) -> None:
+            await record(batch, num_known)
+            row = loop.report.row
+            left[0] -= row["rollout/tool_calls"] + row["rollout/led_calls"]
+
+        loop.report.record = counted  # type: ignore[method-assign]
+        loop.has_reached = lambda: left[0] <= 0 or reached()  # type: ignore[method-assign]
+        return loop
+
+
+def train(path: Path, overrides: Sequence[str] = (), calls: float = math.inf) -> Path:
+    """Train as the configuration says; the folder of the run. Raises AgentEnvError."""
+    torch.set_num_threads(1)
+    config: Any = load_config(TrainConfig, path, list(overrides))
+    folder, view = Path(config.run.dir) / (config.run.name or path.stem), View()
+    with in_lockstep(), run_session(config, folder, view, resume=False) as run:
+        training = Budgeted(config, run, view, **ADDED)
+        training.calls = calls
+        run_virtual(training.run_all())
+    return folder
+
+
+def run_logged(path: Path, calls: float, log: Path) -> None:
+    """`train` at low priority, in a process of its own, with its output in a file."""
+    os.nice(10)
+    with log.open("w", encoding="utf-8", buffering=1) as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+        sys.exit(main([str(path), "--calls", str(calls)]))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--calls", type=float, default=math.inf, help="end after so many")
+    options = parser.parse_args(argv)
+    try:
+        train(options.config, options.overrides, options.calls)
+    except AgentEnvError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

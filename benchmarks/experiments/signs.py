@@ -1,0 +1,181 @@
+"""Signs of a lost turn: numbers that can be read off a turn of a stored tree, and how well each
+separates turns below which nothing succeeds from the others.
+
+    python benchmarks/experiments/signs.py RUN [RUN ...] [--first STEP] [--last STEP]
+
+AUC: the chance that a sign is larger at a lost turn than at another one of the same depth (and,
+with `--siblings`, at the same place: of two turns after one tool result), ties counted half. The
+last turn of a path is left out with --inner, since its outcome is its own. Intervals (95 %) are
+jackknifed over BLOCKS blocks of trees. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Literal, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from agentenv.base.tree import Node, TrajectoryTree
+from agentenv.rollout.archive import steps_of
+from agentenv.rollout.archive_reader import read_step
+from benchmarks.experiments.tables import markdown
+
+WINDOW = 20  # first tokens of a turn, of its entropy
+BLOCKS = 20
+Sign = Literal["surprise", "lowest", "entropy", "error", "repeat", "length"]
+
+
+def surprise(tree: TrajectoryTree, node: Node) -> float:
+    """Minus the mean log-prob of the action's tokens, nats."""
+    known = [-one for one in node.logprobs if one == one]
+    return fmean(known) if known else 0.0
+
+
+def lowest(tree: TrajectoryTree, node: Node) -> float:
+    """Minus the lowest log-prob of the action's tokens, nats."""
+    return max((-one for one in node.logprobs if one == one), default=0.0)
+
+
+def entropy(tree: TrajectoryTree, node: Node) -> float:
+    """The mean entropy of the first WINDOW tokens, nats."""
+    known = [one for one in node.entropies[:WINDOW] if one == one]
+    return fmean(known) if known else 0.0
+
+
+def error(tree: TrajectoryTree, node: Node) -> float:
+    """1 if a call of the turn failed."""
+    return float(any(not call.get("ok", True) for call in node.info.get("tool_calls", ())))
+
+
+def repeat(tree: TrajectoryTree, node: Node) -> float:
+    """1 if the path has the turn's action, or its result, before."""
+    before = [one for one in tree.path(node)[:-1] if one.action_ids]
+    result = node.observation_ids
+    return float(
+        any(
+            one.action_ids == node.action_ids or (result and one.observation_ids == result)
+            for one in before
+        )
+    )
+
+
+def length(tree: TrajectoryTree, node: Node) -> float:
+    """Tokens of the action."""
+    return float(len(node.action_ids))
+
+
+SIGNS: Mapping[Sign, Callable[[TrajectoryTree, Node], float]] = {
+    "surprise": surprise,
+    "lowest": lowest,
+    "entropy": entropy,
+    "error": error,
+    "repeat": repeat,
+    "length": length,
+}
+
+
+class Turn(NamedTuple):
+    """A turn: the tree and the depth that it is compared in, whether nothing below it succeeds, and
+    its signs."""
+
+    block: int
+    stratum: tuple[object, ...]
+    is_lost: bool
+    signs: tuple[float, ...]
+
+
+def turns(
+    trees: Iterable[TrajectoryTree],
+    success_from: float = 0.5,
+    *,
+    siblings: bool = False,
+    inner: bool = False,
+) -> list[Turn]:
+    """Of all paths that ended."""
+    found = []
+    for number, tree in enumerate(trees):
+        won = {path.leaf.index: path.reward >= success_from for path in tree.trajectories()}
+        below: dict[int, bool] = {}
+        for leaf, right in won.items():
+            for node in tree.path(tree.nodes[leaf])[1:]:
+                below[node.index] = below.get(node.index, False) or right
+        for index, right in below.items():
+            node = tree.nodes[index]
+            if inner and node.end is not None:
+                continue
+            depth = len(tree.path(node)) - 1
+            place = (tree.index, node.parent) if siblings else (depth,)
+            values = tuple(sign(tree, node) for sign in SIGNS.values())
+            found.append(Turn(number % BLOCKS, place, not right, values))
+    return found
+
+
+def pairs(rows: Sequence[Turn], sign: int) -> tuple[float, float]:
+    """Pairs of a lost turn and another one in which the lost one has the larger sign, and all
+    pairs, within strata."""
+    strata: dict[tuple[object, ...], tuple[list[float], list[float]]] = {}
+    for row in rows:
+        strata.setdefault(row.stratum, ([], []))[row.is_lost].append(row.signs[sign])
+    right = total = 0.0
+    for others, lost in strata.values():
+        others.sort()
+        for value in lost:
+            right += (bisect_left(others, value) + bisect_right(others, value)) / 2
+        total += len(others) * len(lost)
+    return right, total
+
+
+def auc(rows: Sequence[Turn], sign: int) -> tuple[float, float]:
+    """The AUC and the half-width of its 95 % interval; nan without pairs."""
+    blocks = [[row for row in rows if row.block != block] for block in range(BLOCKS)]
+    values = [right / total for right, total in (pairs(kept, sign) for kept in blocks) if total]
+    right, total = pairs(rows, sign)
+    if not total or len(values) < 2:
+        return float("nan"), float("nan")
+    mean = fmean(values)
+    spread = (len(values) - 1) / len(values) * sum((one - mean) ** 2 for one in values)
+    return right / total, 1.96 * spread**0.5
+
+
+def table(named: Mapping[str, Sequence[Turn]]) -> str:
+    """AUC by sign and by name of a set of turns."""
+    rows = []
+    for name, found in named.items():
+        cells = [f"{value:.2f}±{half:.2f}" for value, half in (auc(found, n) for n in range(6))]
+        lost = sum(row.is_lost for row in found)
+        rows.append([name, str(len(found)), f"{lost / max(len(found), 1):.2f}", *cells])
+    return markdown(["trees", "turns", "lost", *SIGNS], rows)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--last", type=int, default=1 << 30)
+    parser.add_argument("--success-from", type=float, default=0.5)
+    parser.add_argument("--siblings", action="store_true")
+    parser.add_argument("--inner", action="store_true")
+    options = parser.parse_args(argv)
+    found = {}
+    for run in options.runs:
+        trees = [
+            kept.tree
+            for step, path in steps_of(run / "trees").items()
+            if options.first <= step <= options.last
+            for kept in read_step(path).trees()
+        ]
+        rows = turns(trees, options.success_from, siblings=options.siblings, inner=options.inner)
+        found[run.name] = rows
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()
