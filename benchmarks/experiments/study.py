@@ -227,8 +227,9 @@ class Study:
         wanted = self.plan["stages"][stage].get("tasks", self.tasks)
         cells = [
             Cell(task, arm, rate, seed)
-            for task in wanted
-            if (not tasks or task in tasks) and not (stage in "ab" and self.like(task) != task)
+            for task in self.tasks
+            if task in wanted
+            and (not tasks or task in tasks) and not (stage in "ab" and self.like(task) != task)
             for seed in self.seeds(stage)
             for arm, rate in self.arms(stage, task)
         ]
