@@ -13,14 +13,12 @@ import pytest
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.base.config import build_config
 from agentenv.base.errors import DataError
-from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Message, Task
 from agentenv.envs.grading.reward import ToolReward
 from agentenv.envs.quickstart.world import PEOPLE
 from agentenv.evaluation.sets import Curve, calls_to
 from benchmarks.experiments import chain
 from benchmarks.experiments.algorithms import against_best
-from benchmarks.experiments.forks import ROOTS, of_branches, scores
 from benchmarks.experiments.intervals import difference_at, ratio_of_calls, success_at
 from benchmarks.experiments.runs import ARMS, arm_config, quickstart, start_config, to_toml, train
 
@@ -126,37 +124,3 @@ def test_a_run_of_other_settings_is_not_taken_for_this_one(tmp_path: Path) -> No
     assert train(tmp_path, "arpo", {"run": {}})
     with pytest.raises(DataError, match="with other settings"):
         train(tmp_path, "arpo", {"run": {"seed": 1}})
-
-
-def probed(number: int, of_roots: int, of_siblings: int) -> TrajectoryTree:
-    """As `forks.ProbePlan` grows it: roots of two turns, siblings at the first of the probes."""
-    roots, siblings = Random(f"roots {of_roots}"), Random(f"siblings {of_siblings}")
-    tree = TrajectoryTree(Task(f"q{number}", "toy", "?", ()), index=number)
-    tree.add(None, observation_ids=[0])
-    for root in range(ROOTS):
-        ids = {"action_ids": [1], "entropies": [roots.random()]}
-        turn = tree.add(tree.root, branch=str(root), observation_ids=[2], **ids)
-        for name, rng in ((str(root), roots), (f"{root}.1+1", siblings)):
-            ids = {"action_ids": [1], "entropies": [rng.random()]}
-            reward = float(rng.random() < 0.5)
-            tree.add(turn, branch=name, end="terminated", reward=reward, **ids)
-    return tree
-
-
-def test_a_tree_of_some_branches_is_the_tree_without_others() -> None:
-    tree = of_branches(probed(0, 1, 1), ["1", "5"])
-    assert [node.branch for node in tree.nodes] == ["", "1", "1", "5", "5"]
-    assert [node.parent for node in tree.nodes] == [None, 0, 1, 0, 3]
-    assert [node.index for node in tree.nodes] == list(range(5))
-
-
-def test_a_score_knows_neither_siblings_nor_outcomes_of_its_half() -> None:
-    known = scores([probed(number, number, 1) for number in range(8)])
-    assert known["q0", "0", 1].keys() == {"learned", "tree"}
-    others = [probed(number, number, 2 if number == 2 else 1) for number in range(8)]
-    assert {place[0] for place in known if known[place] != scores(others)[place]} == {
-        *("q1", "q3", "q5", "q7")
-    }
-    other = scores([probed(number, 99 if number == 2 else number, 1) for number in range(8)])
-    changed = {place[0] for place in known if known[place] != other[place]}
-    assert changed == {"q2", "q1", "q3", "q5", "q7"}

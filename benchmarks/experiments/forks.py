@@ -3,7 +3,7 @@
     python benchmarks/experiments/forks.py --out FILE.json [RUN ...]
                                 [--steps 0 3 6 12] [--questions 100] [--siblings 8]
 
-With RUNs (arms of algorithms.py, policies of gradients.py, or any runs with checkpoints), fork
+With RUNs (arms of algorithms.py, or any runs with checkpoints), fork
 points are added to the file; without, its content is reported. For each checkpoint and question,
 ROOTS trajectories are sampled from scratch; at each tool result of the PROBES among them,
 `siblings` more are forked, which do not fork again. Each fork point then has two figures:
@@ -18,12 +18,6 @@ by the overall mean: the gain over a random choice (1 is no gain). `within` is t
 points of the same kind of question and the same number of earlier calls, with its 95 % interval by
 bootstrap over questions. Dividing by ln V or V changes none of these, only `shift`, the change of
 the fork probability.
-
-The score of the plan "learned" is compared too: p (1 - p) of the forecast (forecast.py),
-by a tree of the probe and one more root, without siblings. It is fitted, in one update, on trees of
-two roots and two siblings, as the plan has them in groups of 4: for questions with even numbers on
-those with odd ones, and the other way round. "tree" is the same without a forecast, the score of
-the plan "spread".
 """
 
 from __future__ import annotations
@@ -32,7 +26,7 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -40,9 +34,6 @@ from pathlib import Path
 from random import Random
 from statistics import fmean, pvariance
 from typing import Any, NamedTuple
-
-from msgspec import to_builtins
-from msgspec.structs import replace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -59,12 +50,9 @@ from agentenv.contract.plan import RolloutPlan
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.rollout.actor import Actor
-from benchmarks.experiments.forecast import FORECAST, PRIOR_WEIGHT, Forecaster, Known, Places
 
 ROOTS = 8
 PROBES = ("0", "1", "2", "3")  # branches whose tool results are measured
-PAIRS = [("0", "4"), ("1", "5"), ("2", "6"), ("3", "7")]  # a probe, and one more root
-NUM_FORKS, NUM_TREES = 2, 4  # of a tree that forecasts are fitted on; of those trees, for a pair
 
 
 @dataclass(frozen=True)
@@ -129,56 +117,6 @@ def _starts_at(trajectory: Trajectory, node: Node) -> bool:
     return "+" in trajectory.leaf.branch and own[0].parent == node.index
 
 
-def of_branches(tree: TrajectoryTree, names: Collection[str]) -> TrajectoryTree:
-    """The tree as it would be with these branches alone."""
-    found, place = replace(tree, nodes=[]), {tree.root.index: 0}
-    for node in tree.nodes:
-        if node is tree.root or node.branch in names:
-            place[node.index] = len(found.nodes)
-            above = None if node.parent is None else place[node.parent]
-            found.nodes.append(replace(node, index=place[node.index], parent=above))
-    return found
-
-
-def scores(trees: Sequence[TrajectoryTree]) -> dict[tuple[str, str, int], dict[str, float]]:
-    """By question, probe and depth of a tool result: p (1 - p) of the forecast that was fitted on
-    the questions of the other parity, and of the tree alone."""
-    found: dict[tuple[str, str, int], dict[str, float]] = {}
-    for parity in (0, 1):
-        forecaster = Forecaster(Known())
-        forecaster.learn([one for tree in trees[1 - parity :: 2] for one in small_trees(tree)])
-        for tree in trees[parity::2]:
-            forecast = {FORECAST: to_builtins(forecaster.forecast(tree.task.id))}
-            for pair in PAIRS:
-                known = of_branches(tree, pair)
-                for name, info in (("learned", forecast), ("tree", {})):
-                    known.root.info = info
-                    for place, p in chances(known).items():
-                        found.setdefault((tree.task.id, *place), {})[name] = p * (1 - p)
-    return found
-
-
-def small_trees(tree: TrajectoryTree) -> Iterator[TrajectoryTree]:
-    """Trees of a pair of roots and some siblings of the probe."""
-    for probe, other in PAIRS:
-        rng = Random(f"{tree.task.id} {probe}")
-        forks = sorted({one.branch for one in tree.nodes if one.branch.startswith(f"{probe}.")})
-        for _ in range(NUM_TREES):
-            drawn = rng.sample(forks, min(NUM_FORKS, len(forks)))
-            yield of_branches(tree, [probe, other, *drawn])
-
-
-def chances(tree: TrajectoryTree) -> dict[tuple[str, int], float]:
-    """p by probe and depth, for tool results of probes that ended."""
-    known = Places(tree).chances(PRIOR_WEIGHT)
-    return {
-        (name, depth): known[node.index]
-        for name in PROBES
-        for depth, node in enumerate((one for one in tree.nodes if one.branch == name), 1)
-        if node.index in known
-    }
-
-
 class Frozen(NamedTuple):
     """The policy of a run after some updates, and the run's training questions."""
 
@@ -233,15 +171,8 @@ async def grow(run: Path, step: int, options: argparse.Namespace) -> list[dict[s
         rng = Random(f"forks {policy.config.run.seed}")
         tasks = rng.sample(policy.tasks, options.questions)
         trees = await grown(policy.actor, ProbePlan(options.siblings), tasks)
-    known = scores(trees)
     origin = {"run": str(run), "step": step, "vocab_size": vocab_size(policy.model)}
-    rows = [row | origin for tree in trees for row in fork_points(tree)]
-    places = [(row["question"], row["probe"], row["depth"]) for row in rows]
-    return [
-        row | {"scores": known[place]}
-        for row, place in zip(rows, places, strict=True)
-        if place in known
-    ]
+    return [row | origin for tree in trees for row in fork_points(tree)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

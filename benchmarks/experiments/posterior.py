@@ -28,7 +28,7 @@ KEPT_TREES, KEPT = 32, 0.95  # trees that a profile is learned from, and their w
 ROUNDS = 4  # of expectation and maximization after an update
 LOW, HIGH = 0.003, 0.99  # bounds of a hazard
 MOST = 4.0  # deviations of the evidence
-PRIOR_WRONG, PRIOR_LEAVES = 0.2, 40.0  # pseudo-counts: of false outcomes, of all
+LEAST_WRONG = 0.002  # share of false outcomes
 Evidence = Callable[[TrajectoryTree, Node], float]
 
 
@@ -39,7 +39,6 @@ class Profile(Struct):
     weight: float = 0.0
     centers: list[float] = []  # of the evidence, by depth
     scales: list[float] = []
-    wrong: float = PRIOR_WRONG / PRIOR_LEAVES
     turns: float = 0.0
 
     def hazard(self, depth: int, x: float = 0.0) -> float:
@@ -86,9 +85,9 @@ def sketch(tree: TrajectoryTree, success_from: float, evidence: Evidence | None 
     return found
 
 
-def alive(tree: Sketch, profile: Profile) -> list[float]:
+def alive(tree: Sketch, profile: Profile, wrong: float = LEAST_WRONG) -> list[float]:
     """By node, the chance that its path is alive after it, given all outcomes of the tree."""
-    hazards, wrong = _hazards(tree, profile), profile.wrong
+    hazards = _hazards(tree, profile)
     up, down = [1.0] * len(hazards), [1.0] * len(hazards)  # likelihoods if alive, if lost
     for node in range(len(hazards) - 1, -1, -1):
         if tree.outcomes[node] == 1:
@@ -125,7 +124,9 @@ def _places(tree: Sketch) -> Iterator[tuple[int, int]]:
     return zip(tree.parents, tree.depths, strict=True)
 
 
-def learned(trees: Sequence[tuple[float, Sketch]], before: Profile) -> Profile:
+def learned(
+    trees: Sequence[tuple[float, Sketch]], before: Profile, wrong: float = LEAST_WRONG
+) -> Profile:
     """The profile after trees, each with its weight: `ROUNDS` of expectation and maximization."""
     deepest = max((max(tree.depths) for _, tree in trees), default=0)
     evidence: list[list[float]] = [[] for _ in range(deepest)]
@@ -140,14 +141,10 @@ def learned(trees: Sequence[tuple[float, Sketch]], before: Profile) -> Profile:
     )
     for _ in range(ROUNDS):
         lost, seen = [PRIOR_LOST] * deepest, [PRIOR] * deepest
-        wrong, leaves = PRIOR_WRONG, PRIOR_LEAVES
         slope, curvature = -profile.weight, PRIOR
         for share, tree in trees:
-            chances, hazards = alive(tree, profile), _hazards(tree, profile)
+            chances, hazards = alive(tree, profile, wrong), _hazards(tree, profile)
             for node, hazard in enumerate(hazards):
-                if (outcome := tree.outcomes[node]) >= 0:
-                    wrong += share * (1 - chances[node] if outcome else chances[node])
-                    leaves += share
                 if not hazard:
                     continue
                 above, depth = chances[tree.parents[node]], tree.depths[node] - 1
@@ -160,7 +157,6 @@ def learned(trees: Sequence[tuple[float, Sketch]], before: Profile) -> Profile:
             profile,
             lost=[one / of for one, of in zip(lost, seen, strict=True)],
             weight=min(max(profile.weight + slope / curvature, 0.0), 4.0),
-            wrong=wrong / leaves,
         )
     pairs = [pair for _, tree in trees for pair in zip(tree.depths, tree.outcomes, strict=True)]
     lengths = [depth for depth, won in pairs if won == 1]

@@ -25,6 +25,7 @@ from agentenv.learners.algorithms.credit import TreeCredit, counted_leaves, pare
 from benchmarks.experiments.posterior import (
     KEPT,
     KEPT_TREES,
+    LEAST_WRONG,
     Evidence,
     Profile,
     Sketch,
@@ -36,7 +37,7 @@ from benchmarks.experiments.signs import SIGNS, Sign
 
 JITTER = 0.1  # of the logarithm of a score, so that ties are broken at random
 DILUTION = 4.0  # forks at a place that halve its score
-NOISY = 0.03  # share of false outcomes above which forks are off
+NOISY = 0.03  # share of false outcomes from which forks are off
 PROBED = 0.15  # of the trees that are searched although it does not pay, so that this is measured
 AVERAGED = 0.9  # weight of the past in the measured costs of a mixed tree, by update
 
@@ -45,8 +46,9 @@ class Rescue(Clipped, frozen=True, kw_only=True, tag="rescue"):
     """Rescue: `initial_rollouts` trajectories from scratch, as in GRPO. Only if all of them fail,
     forks of failed paths at the places where a success is cheapest by the run's profile of lost
     turns (posterior.py), until the first success, `group_size` trajectories, or a new question is
-    the better place. Forks are off by themselves where outcomes are noisy, and in all but a few
-    trees while a mixed tree by forks costs more calls than one by roots.
+    the better place. Forks are off where outcomes are noisy, which a run cannot see
+    (`false_rewards`), and, in all but a few trees, while a mixed tree by forks costs more calls
+    than one by roots.
 
     Credit: the mean return below a turn minus that of the tree, over the tree's deviation, with the
     weight of the square root of the leaves below. The stop at a success selects by outcome: a tree
@@ -65,10 +67,9 @@ class Rescue(Clipped, frozen=True, kw_only=True, tag="rescue"):
         float, Meta(ge=0, description="cost of a call that is replayed to reach a fork")
     ] = 1.0
     sign: Annotated[Sign | None, about("evidence of a lost turn, of signs.py")] = None
-    checks: Annotated[
-        float,
-        about("share of the trees with a success that are forked once, to measure noise", ge=0),
-    ] = 0.1
+    false_rewards: Annotated[
+        float, about("share of outcomes that are false; from 0.03 on forks are off", ge=0, le=0.5)
+    ] = LEAST_WRONG
     always: Annotated[bool, about("search also where it does not pay")] = False
     unbiased: Annotated[bool, about("compare only trajectories that began at one place")] = False
     has_turn_advantages: ClassVar[bool] = True  # type: ignore[assignment]
@@ -134,7 +135,7 @@ class Rescue(Clipped, frozen=True, kw_only=True, tag="rescue"):
         state["trees"] = kept
         before = convert(state.get(PLAN, {}).get("profile", {}), Profile)
         pairs = [(share, Sketch(*one)) for share, one in kept]
-        profile = learned(pairs, before)
+        profile = learned(pairs, before, self.false_rewards)
         costs = [AVERAGED * one for one in state.get("costs", (1.0, 1.0, 1.0, 1.0))]
         for tree, one in zip(used, sketches, strict=True):
             costs = [a + b for a, b in zip(costs, self.costs(tree, one), strict=True)]
@@ -143,7 +144,6 @@ class Rescue(Clipped, frozen=True, kw_only=True, tag="rescue"):
         pays = by_forks / fork_calls >= by_roots / root_calls
         state[PLAN] = {"profile": to_builtins(profile), "pays": bool(pays)}
         return {
-            "plan/wrong": profile.wrong,
             "plan/weight": profile.weight,
             "plan/pays": float(pays),
             "plan/searched": sum(one.num_started > self.num_roots for one in used) / len(used)
@@ -204,21 +204,12 @@ class Search:
         number = min(rules.group_size - tree.num_started, rules.width - tree.num_live)
         if number <= 0 or (1 not in one.outcomes and 0 not in one.outcomes):
             return []
-        if 1 in one.outcomes:
-            return self.check(tree, one, rng) if is_first else []
-        if not rules.always and profile.wrong > NOISY:
+        if 1 in one.outcomes or (rules.false_rewards >= NOISY and not rules.always):
             return []
         chosen = Random(f"{tree.index}/{tree.task.id}").random()
         if not (rules.always or known.get("pays", True) or chosen < PROBED):
             return []
         return self.best(tree, one, profile, number, rng)
-
-    def check(self, tree: TrajectoryTree, one: Sketch, rng: Random) -> Sequence[Place]:
-        """A fork at a turn of a success, in a share of the trees: a true one has others beside
-        it."""
-        wins = [node for node in tree.nodes if one.outcomes[node.index] == 1]
-        free = [node for node in tree.path(rng.choice(wins)) if is_place(node)]
-        return [(rng.choice(free), 1)] if free and rng.random() < self.rules.checks else []
 
     def best(
         self, tree: TrajectoryTree, one: Sketch, profile: Profile, number: int, rng: Random
@@ -228,7 +219,7 @@ class Search:
         places = {node.index: node for path in ended for node in path.path if is_place(node)}
         places[0] = tree.root
         turns = max(1, round(profile.turns) or max(one.depths[path.leaf.index] for path in ended))
-        chances, scores = alive(one, profile), dict[int, float]()
+        chances, scores = alive(one, profile, self.rules.false_rewards), dict[int, float]()
         for index in places:
             depth = one.depths[index]
             calls = max(1, turns - depth) + self.rules.replay_cost * depth

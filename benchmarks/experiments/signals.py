@@ -46,8 +46,6 @@ def signals(rows: Sequence[Row]) -> dict[str, Floats]:
     for window in (5, 20):
         places = [row["tool"] for row in rows]
         found[f"rise {window}, by tool"] = _standardized(found[f"rise {window}"], places)
-    for name in rows[0].get("scores", ()):  # of forecasts, in files of forks.py since they exist
-        found[name] = np.array([row["scores"][name] for row in rows])
     return found
 
 

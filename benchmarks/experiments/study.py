@@ -229,7 +229,8 @@ class Study:
             Cell(task, arm, rate, seed)
             for task in self.tasks
             if task in wanted
-            and (not tasks or task in tasks) and not (stage in "ab" and self.like(task) != task)
+            and (not tasks or task in tasks)
+            and not (stage in "ab" and self.like(task) != task)
             for seed in self.seeds(stage)
             for arm, rate in self.arms(stage, task)
         ]

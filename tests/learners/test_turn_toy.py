@@ -78,7 +78,7 @@ class Toy:
         tree = TrajectoryTree(TASK, index)
         tree.add(None, observation_ids=[0])
         waiting = [(tree.root, str(number)) for number in range(plan.on_start(tree))]
-        tree.num_started = len(waiting)
+        tree.num_started = tree.num_roots = len(waiting)
         while waiting:
             cursor, name = waiting.pop(0)
             depth, state = len(tree.path(cursor)) - 1, cursor.info.get("state", 0)
@@ -91,10 +91,12 @@ class Toy:
                 state = then
             cursor.observation_ids, cursor.end = cursor.observation_ids[:0], "terminated"
             cursor.reward = float(state == 0)
+            tree.num_live = len(waiting)
             wanted = plan.on_leaf_end(tree, cursor)
             for node, number in [(tree.root, wanted)] if isinstance(wanted, int) else wanted:
                 for _ in range(number):
                     node.num_forks = (node.num_forks or 0) + (node is not tree.root)
+                    tree.num_roots += node is tree.root
                     waiting.append((node, f"{tree.num_started}+"))
                     tree.num_started += 1
         return tree
