@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.rollout.archive import steps_of
 from agentenv.rollout.archive_reader import read_step
+from benchmarks.experiments.posterior import Profile, Sketch, alive, sketch
 from benchmarks.experiments.tables import markdown
 
 WINDOW = 20  # first tokens of a turn, of its entropy
@@ -80,6 +81,20 @@ SIGNS: Mapping[Sign, Callable[[TrajectoryTree, Node], float]] = {
 }
 
 
+def forecast(tree: TrajectoryTree, node: Node, whole: Sketch) -> float:
+    """The chance that the path is lost after the turn, from the outcomes beside it, without those
+    below: of the prior profile (posterior.py)."""
+    below = {node.index}
+    for one in tree.nodes[node.index + 1 :]:
+        if one.parent in below:
+            below.add(one.index)
+    outcomes = [-1 if n in below else one for n, one in enumerate(whole.outcomes)]
+    return 1 - alive(whole._replace(outcomes=outcomes), Profile())[node.index]
+
+
+NAMES = (*SIGNS, "forecast")
+
+
 class Turn(NamedTuple):
     """A turn: the tree and the depth that it is compared in, whether nothing below it succeeds, and
     its signs."""
@@ -102,6 +117,7 @@ def turns(
     for number, tree in enumerate(trees):
         won = {path.leaf.index: path.reward >= success_from for path in tree.trajectories()}
         below: dict[int, bool] = {}
+        whole = sketch(tree, success_from)
         for leaf, right in won.items():
             for node in tree.path(tree.nodes[leaf])[1:]:
                 below[node.index] = below.get(node.index, False) or right
@@ -111,8 +127,9 @@ def turns(
                 continue
             depth = len(tree.path(node)) - 1
             place = (tree.index, node.parent) if siblings else (depth,)
-            values = tuple(sign(tree, node) for sign in SIGNS.values())
-            found.append(Turn(number % BLOCKS, place, not right, values))
+            values = [sign(tree, node) for sign in SIGNS.values()]
+            values.append(forecast(tree, node, whole))
+            found.append(Turn(number % BLOCKS, place, not right, tuple(values)))
     return found
 
 
@@ -147,10 +164,12 @@ def table(named: Mapping[str, Sequence[Turn]]) -> str:
     """AUC by sign and by name of a set of turns."""
     rows = []
     for name, found in named.items():
-        cells = [f"{value:.2f}±{half:.2f}" for value, half in (auc(found, n) for n in range(6))]
+        cells = [
+            f"{value:.2f}±{half:.2f}" for value, half in (auc(found, n) for n in range(len(NAMES)))
+        ]
         lost = sum(row.is_lost for row in found)
         rows.append([name, str(len(found)), f"{lost / max(len(found), 1):.2f}", *cells])
-    return markdown(["trees", "turns", "lost", *SIGNS], rows)
+    return markdown(["trees", "turns", "lost", *NAMES], rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
