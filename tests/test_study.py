@@ -28,6 +28,8 @@ class Synthetic(Study):
     def __init__(self, out: Path) -> None:
         super().__init__(out)
         self.tasks = {task: self.tasks[task] for task in ("late-8", "mend", "noisy")}
+        kept = (*NEEDED, *SIZES, "grpo-8x2", "arpo-8x2")
+        self.plan["arms"] = {arm: self.plan["arms"][arm] for arm in kept}
 
     def run(self, cell: Cell) -> None:
         best = self.best if cell.arm == "arpo-4x4" else 2.0

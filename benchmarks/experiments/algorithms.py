@@ -132,16 +132,6 @@ def against_best(curves: Curves, arm: str) -> Row:
     return found
 
 
-def against(curves: Curves, arm: str, base: str) -> Row:
-    """The same figures, compared with one arm."""
-    pairs = pairs_of(curves, arm, base)
-    if not pairs:
-        return {}
-    figures = {f"calls to {level}": vars(ratio_of_calls(pairs, level)) for level in LEVELS}
-    budgets = _budgets([curves[arm], curves[base]])
-    return figures | {f"success at {n}": vars(difference_at(pairs, n)) for n in budgets}
-
-
 def _missed(curves: Mapping[int, Curve], level: float) -> int:
     return sum(not calls_to(one.calls, one.success(), level)[1] for one in curves.values())
 
@@ -178,9 +168,6 @@ def _arm(curves: Curves, arm: str) -> Row:
         row[f"missed {level}"] = _missed(curves[arm], level)
     if arm not in GRPO_ARMS:
         row["against the best GRPO"] = against_best(curves, arm)
-    for base in ("grpo", "arpo"):
-        if base != arm:
-            row[f"against {base}"] = against(curves, arm, base)
     return row
 
 

@@ -12,9 +12,7 @@ ROOTS trajectories are sampled from scratch; at each tool result of the PROBES a
     worth    from the siblings alone: the variance of their returns, and whether they differ in
              success. A group with equal returns gives no gradient.
 
-For each signal: AUC for "the siblings differ" (0.5 is chance), Spearman's correlation with the
-variance, and lift: the mean variance of the half of the fork points with the higher signal, divided
-by the overall mean: the gain over a random choice (1 is no gain). `within` is the AUC among fork
+For each signal: AUC for "the siblings differ" (0.5 is chance). `within` is the AUC among fork
 points of the same kind of question and the same number of earlier calls, with its 95 % interval by
 bootstrap over questions. Dividing by ln V or V changes none of these, only `shift`, the change of
 the fork probability.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp
 from random import Random
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from msgspec import Meta, convert, to_builtins
@@ -21,18 +21,17 @@ from agentenv.base.config import about
 from agentenv.base.tree import PLAN, Node, TrajectoryTree
 from agentenv.contract.plan import Place, RolloutPlan
 from agentenv.learners.algorithms.algorithm import Clipped, NormalizeByStd
-from agentenv.learners.algorithms.credit import TreeCredit, counted_leaves, parents, tree_credit
-from benchmarks.experiments.posterior import (
-    KEPT,
-    KEPT_TREES,
-    LEAST_WRONG,
-    Evidence,
-    Profile,
-    Sketch,
-    alive,
-    learned,
-    sketch,
+from agentenv.learners.algorithms.credit import (
+    EPSILON,
+    TreeCredit,
+    are_equal,
+    counted_leaves,
+    parents,
+    tree_credit,
 )
+from agentenv.learners.algorithms.late_forks import Uniform
+from benchmarks.experiments import posterior
+from benchmarks.experiments.posterior import Profile, Sketch
 from benchmarks.experiments.signs import SIGNS, Sign
 
 JITTER = 0.1  # of the logarithm of a score, so that ties are broken at random
@@ -69,19 +68,24 @@ class Rescue(Clipped, frozen=True, kw_only=True, tag="rescue"):
     sign: Annotated[Sign | None, about("evidence of a lost turn, of signs.py")] = None
     false_rewards: Annotated[
         float, about("share of outcomes that are false; from 0.03 on forks are off", ge=0, le=0.5)
-    ] = LEAST_WRONG
+    ] = posterior.LEAST_WRONG
+    places: Annotated[
+        Literal["cheapest", "anywhere"],
+        about("cheapest: see above; anywhere: forks of ended paths at any place, in every group"),
+    ] = "cheapest"
     always: Annotated[bool, about("search also where it does not pay")] = False
     unbiased: Annotated[bool, about("compare only trajectories that began at one place")] = False
     has_turn_advantages: ClassVar[bool] = True  # type: ignore[assignment]
 
     def plan(self, vocab_size: int) -> RolloutPlan:
+        if self.places == "anywhere":
+            return Uniform(self.group_size, self.num_roots)
         return Search(self)
 
-    def evidence(self) -> Evidence | None:
-        return None if self.sign is None else SIGNS[self.sign]
-
     def sketch(self, tree: TrajectoryTree) -> Sketch:
-        return sketch(tree, self.success_from, self.evidence())
+        return posterior.sketch(
+            tree, self.success_from, None if self.sign is None else SIGNS[self.sign]
+        )
 
     # credit
 
@@ -99,10 +103,8 @@ class Rescue(Clipped, frozen=True, kw_only=True, tag="rescue"):
         if self.unbiased:
             return self._unbiased(tree, found)
         scale = np.where(found.weight > 0, np.maximum(found.weight, 1.0) ** -0.5, 0.0)
-        return TreeCredit(
-            *(found.adv_pos * scale, found.adv_neg * scale, found.weight * scale),
-            *(found.returns, found.advantages),
-        )
+        parts = found.adv_pos * scale, found.adv_neg * scale, found.weight * scale
+        return TreeCredit(*parts, found.returns, found.advantages)
 
     def _unbiased(self, tree: TrajectoryTree, found: TreeCredit) -> TreeCredit:
         above = parents(tree)
@@ -113,29 +115,27 @@ class Rescue(Clipped, frozen=True, kw_only=True, tag="rescue"):
                 own.append(place)
             begun.setdefault(place, []).append((float(found.returns[leaf.index]), own))
         total, weight = np.zeros((2, len(tree.nodes)))
-        scale = self._deviation(found)
+        returns = found.returns[~np.isnan(found.returns)]
+        scale = float(returns.std(ddof=1)) + EPSILON if self.normalize_by_std else 1.0
         for group in begun.values():
-            for reward, own in group if len(group) > 1 else ():
+            is_mixed = not are_equal(np.array([reward for reward, _ in group]))
+            for reward, own in group if is_mixed else ():
                 others = (sum(one for one, _ in group) - reward) / (len(group) - 1)
                 total[own], weight[own] = (reward - others) / scale, 1.0
         parts = np.maximum(total, 0.0), np.minimum(total, 0.0)
         return TreeCredit(*parts, weight, found.returns, found.advantages)
 
-    def _deviation(self, found: TreeCredit) -> float:
-        returns = found.returns[~np.isnan(found.returns)]
-        return float(returns.std(ddof=1)) + 1e-6 if self.normalize_by_std else 1.0
-
-    # what the run learns
+    # the run's knowledge
 
     def learn(self, state: dict[str, Any], trees: Sequence[TrajectoryTree]) -> dict[str, float]:
         used = [tree for tree in trees if not tree.is_cancelled and any(tree.trajectories())]
         sketches = [self.sketch(tree) for tree in used]
-        kept = [[share * KEPT, one] for share, one in state.get("trees", ())]
-        kept = [*kept, *([1.0, one] for one in sketches)][-KEPT_TREES:]
+        kept = [[share * posterior.KEPT, one] for share, one in state.get("trees", ())]
+        kept = [*kept, *([1.0, one] for one in sketches)][-posterior.KEPT_TREES :]
         state["trees"] = kept
         before = convert(state.get(PLAN, {}).get("profile", {}), Profile)
         pairs = [(share, Sketch(*one)) for share, one in kept]
-        profile = learned(pairs, before, self.false_rewards)
+        profile = posterior.learned(pairs, before, self.false_rewards)
         costs = [AVERAGED * one for one in state.get("costs", (1.0, 1.0, 1.0, 1.0))]
         for tree, one in zip(used, sketches, strict=True):
             costs = [a + b for a, b in zip(costs, self.costs(tree, one), strict=True)]
@@ -219,7 +219,10 @@ class Search:
         places = {node.index: node for path in ended for node in path.path if is_place(node)}
         places[0] = tree.root
         turns = max(1, round(profile.turns) or max(one.depths[path.leaf.index] for path in ended))
-        chances, scores = alive(one, profile, self.rules.false_rewards), dict[int, float]()
+        chances, scores = (
+            posterior.alive(one, profile, self.rules.false_rewards),
+            dict[int, float](),
+        )
         for index in places:
             depth = one.depths[index]
             calls = max(1, turns - depth) + self.rules.replay_cost * depth

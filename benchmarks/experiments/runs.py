@@ -138,20 +138,16 @@ def to_toml(raw: Mapping[str, Any]) -> str:
     lines = []
     for table, values in raw.items():
         lines.append(f"[{table}]")
-        lines += [f"{_key(key)} = {_value(value)}" for key, value in values.items()]
+        lines += [f"{json.dumps(key)} = {_value(value)}" for key, value in values.items()]
     return "\n".join(lines) + "\n"
 
 
 def _value(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(key)} = {_value(v)}" for key, v in value.items()) + "}"
+        return "{" + ", ".join(f"{json.dumps(key)} = {_value(v)}" for key, v in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
     return json.dumps(value)  # JSON and TOML write strings, numbers and booleans alike
-
-
-def _key(key: str) -> str:
-    return json.dumps(key)
 
 
 def read_arm(run: Path) -> Raw:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.stats import rankdata, spearmanr
+from scipy.stats import rankdata
 
 from agentenv.learners.algorithms.arpo import relative_rise
 
@@ -17,7 +17,6 @@ Row = dict[str, Any]
 Floats = NDArray[np.float64]
 WINDOWS = (1, 2, 5, 10, 20, 50)
 BETA = 0.2  # the published weight
-RISE_SCALE, PRIOR_COUNT, MAX_SCORE = 0.02, 2.0, 3.0  # of zscore: a prior spread, counted twice
 
 
 def level(row: Row, window: int) -> float:
@@ -42,40 +41,7 @@ def signals(rows: Sequence[Row]) -> dict[str, Floats]:
         found[f"rise {window}"] = np.array([rise(row, window) for row in rows])
         found[f"level {window}"] = np.array([level(row, window) for row in rows])
         found[f"relative {window}"] = np.array([relative(row, window) for row in rows])
-        found[f"zscore {window}"] = np.array(zscores(rows, window))
-    for window in (5, 20):
-        places = [row["tool"] for row in rows]
-        found[f"rise {window}, by tool"] = _standardized(found[f"rise {window}"], places)
     return found
-
-
-def zscores(rows: Sequence[Row], window: int) -> list[float]:
-    """(r - m) / s of each rise r, with the mean m and spread s of the earlier rises on the same
-    tree, clipped to +-3; 0 for the first. s^2 = (2 RISE_SCALE^2 + sum (r - m)^2) / (n + 2)."""
-    seen: dict[tuple[str, int, str], list[float]] = {}
-    found = [0.0] * len(rows)
-    for index in sorted(range(len(rows)), key=lambda i: int(rows[i]["order"])):
-        row = rows[index]
-        before = seen.setdefault((row["run"], row["step"], row["question"]), [])
-        change = rise(row, window) / math.log(row["vocab_size"])
-        if before:
-            mean = fmean(before)
-            squares = math.fsum((value - mean) ** 2 for value in before)
-            spread = PRIOR_COUNT * RISE_SCALE**2 + squares
-            scale = math.sqrt(spread / (len(before) + PRIOR_COUNT))
-            found[index] = min(MAX_SCORE, max(-MAX_SCORE, (change - mean) / scale))
-        before.append(change)
-    return found
-
-
-def _standardized(values: Floats, groups: Sequence[str]) -> Floats:
-    """(value - mean) / standard deviation, within each group."""
-    names, result = np.array(groups), np.empty_like(values)
-    for name in set(groups):
-        chosen = names == name
-        spread = values[chosen].std()
-        result[chosen] = (values[chosen] - values[chosen].mean()) / (spread or 1.0)
-    return result
 
 
 def worth(rows: Sequence[Row]) -> tuple[Floats, Floats]:
@@ -108,22 +74,6 @@ def auc_within(signal: Floats, positive: Floats, strata: ArrayLike) -> float:
     return total / pairs if pairs else math.nan
 
 
-def spearman(one: Floats, other: Floats) -> float:
-    """Rank correlation; nan if either is constant."""
-    if not np.ptp(one) or not np.ptp(other):
-        return math.nan
-    return float(spearmanr(one, other).statistic)
-
-
-def lift(signal: Floats, variance: Floats) -> float:
-    """Mean variance of the half with the higher signal over the overall mean; ties count half."""
-    if not variance.any():
-        return math.nan
-    place = rankdata(signal) - (len(signal) + 1) / 2
-    chosen = np.where(place > 0, 1.0, np.where(place < 0, 0.0, 0.5))
-    return float((chosen * variance).sum() / chosen.sum() / variance.mean())
-
-
 def interval(
     rows: Sequence[Row], figure: Callable[[NDArray[np.int64]], float], num_draws: int = 500
 ) -> tuple[float, float]:
@@ -149,7 +99,7 @@ def table(rows: Sequence[Row], num_draws: int = 200) -> list[dict[str, Any]]:
     """One row per signal. `within` is the AUC among fork points of the same kind of question and
     depth, which controls for both; `shift` is the change of the fork probability per standard
     deviation of the signal, at the published weight."""
-    variance, differ = worth(rows)
+    _, differ = worth(rows)
     places = [f"{row['kind']} {row['depth']}" for row in rows]
     strata = np.unique(places, return_inverse=True)[1]
     unit = math.log(rows[0]["vocab_size"])
@@ -160,14 +110,12 @@ def table(rows: Sequence[Row], num_draws: int = 200) -> list[dict[str, Any]]:
             return auc_within(signal[drawn], differ[drawn], strata[drawn])
 
         low, high = interval(rows, of_drawn, num_draws)
-        has_scale = name.startswith(("zscore", "relative")) or name.endswith("by tool")
+        has_scale = name.startswith("relative")
         result.append(
             {
                 "signal": name,
                 "auc": auc(signal, differ),
                 "within": (auc_within(signal, differ, strata), low, high),
-                "spearman": spearman(signal, variance),
-                "lift": lift(signal, variance),
                 "shift": BETA * float(signal.std()) / (1.0 if has_scale else unit),
             }
         )
@@ -185,8 +133,8 @@ def show(rows: Sequence[Row]) -> None:
         for line in table(chosen):
             within = "{:.2f} [{:.2f}, {:.2f}]".format(*line["within"])
             print(
-                f"  {line['signal']:<16} AUC {line['auc']:.2f}  within {within}  Spearman "
-                f"{line['spearman']:+.2f}  lift {line['lift']:.2f}  shift {line['shift']:.4f}"
+                f"  {line['signal']:<16} AUC {line['auc']:.2f}  within {within}  "
+                f"shift {line['shift']:.4f}"
             )
 
 

@@ -6,18 +6,19 @@ separates turns below which nothing succeeds from the others.
 AUC: the chance that a sign is larger at a lost turn than at another one of the same depth (and,
 with `--siblings`, at the same place: of two turns after one tool result), ties counted half. The
 last turn of a path is left out with --inner, since its outcome is its own. Intervals (95 %) are
-jackknifed over BLOCKS blocks of trees. Loads no torch.
+bootstrapped over trees. Loads no torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Literal, NamedTuple
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -25,10 +26,11 @@ from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.rollout.archive import steps_of
 from agentenv.rollout.archive_reader import read_step
 from benchmarks.experiments.posterior import Profile, Sketch, alive, sketch
+from benchmarks.experiments.signals import auc_within, interval
 from benchmarks.experiments.tables import markdown
 
 WINDOW = 20  # first tokens of a turn, of its entropy
-BLOCKS = 20
+NUM_DRAWS = 200  # of trees, for an interval
 Sign = Literal["surprise", "lowest", "entropy", "error", "repeat", "length"]
 
 
@@ -96,11 +98,10 @@ NAMES = (*SIGNS, "forecast")
 
 
 class Turn(NamedTuple):
-    """A turn: the tree and the depth that it is compared in, whether nothing below it succeeds, and
-    its signs."""
+    """A turn: its tree, its stratum of comparison, whether nothing below it succeeds, its signs."""
 
-    block: int
-    stratum: tuple[object, ...]
+    tree: int
+    stratum: str
     is_lost: bool
     signs: tuple[float, ...]
 
@@ -126,38 +127,23 @@ def turns(
             if inner and node.end is not None:
                 continue
             depth = len(tree.path(node)) - 1
-            place = (tree.index, node.parent) if siblings else (depth,)
+            place = f"{number} {node.parent}" if siblings else str(depth)
             values = [sign(tree, node) for sign in SIGNS.values()]
             values.append(forecast(tree, node, whole))
-            found.append(Turn(number % BLOCKS, place, not right, tuple(values)))
+            found.append(Turn(number, place, not right, tuple(values)))
     return found
 
 
-def pairs(rows: Sequence[Turn], sign: int) -> tuple[float, float]:
-    """Pairs of a lost turn and another one in which the lost one has the larger sign, and all
-    pairs, within strata."""
-    strata: dict[tuple[object, ...], tuple[list[float], list[float]]] = {}
-    for row in rows:
-        strata.setdefault(row.stratum, ([], []))[row.is_lost].append(row.signs[sign])
-    right = total = 0.0
-    for others, lost in strata.values():
-        others.sort()
-        for value in lost:
-            right += (bisect_left(others, value) + bisect_right(others, value)) / 2
-        total += len(others) * len(lost)
-    return right, total
-
-
-def auc(rows: Sequence[Turn], sign: int) -> tuple[float, float]:
-    """The AUC and the half-width of its 95 % interval; nan without pairs."""
-    blocks = [[row for row in rows if row.block != block] for block in range(BLOCKS)]
-    values = [right / total for right, total in (pairs(kept, sign) for kept in blocks) if total]
-    right, total = pairs(rows, sign)
-    if not total or len(values) < 2:
-        return float("nan"), float("nan")
-    mean = fmean(values)
-    spread = (len(values) - 1) / len(values) * sum((one - mean) ** 2 for one in values)
-    return right / total, 1.96 * spread**0.5
+def auc(rows: Sequence[Turn], sign: int) -> tuple[float, float, float]:
+    """The AUC within strata and its 95 % interval, by bootstrap over trees; nan without pairs."""
+    values = np.array([row.signs[sign] for row in rows])
+    lost = np.array([row.is_lost for row in rows], float)
+    strata = np.unique([row.stratum for row in rows], return_inverse=True)[1]
+    named = [{"run": "", "question": str(row.tree)} for row in rows]
+    low, high = interval(
+        named, lambda drawn: auc_within(values[drawn], lost[drawn], strata[drawn]), NUM_DRAWS
+    )
+    return auc_within(values, lost, strata), low, high
 
 
 def table(named: Mapping[str, Sequence[Turn]]) -> str:

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from agentenv.base.errors import DataError
 from agentenv.evaluation.sets import Curve, calls_to
-from benchmarks.experiments import chain, ladder, lockstep, posterior, rescue, signs, turnwise
+from benchmarks.experiments import chain, ladder, lockstep, posterior, rescue, signs
 from benchmarks.experiments.algorithms import configuration
 from benchmarks.experiments.intervals import ratio_of_calls
 from benchmarks.experiments.runs import SET, START, arm_config, start_config, to_toml
@@ -48,7 +48,7 @@ from benchmarks.experiments.tables import markdown
 
 FILE = Path(__file__).with_name("study.toml")
 PREDICTIONS = Path(__file__).with_name("predictions.md")
-MODULES = (chain, ladder, posterior, rescue, signs, turnwise)
+MODULES = (chain, ladder, posterior, rescue, signs)
 RATES = ("learning_rate", "muon_learning_rate")
 STAGES = "abcde"
 LAST = 3  # evaluations whose mean is the final success
@@ -264,18 +264,20 @@ class Study:
         """The tables of a stage, as far as its runs go."""
         texts = []
         for task in self.plan["stages"][stage].get("tasks", self.tasks):
-            seeds, by_arm = self.seeds(stage), dict[str, dict[int, Cell]]()
-            for cell in self.known:
-                if cell.task == task and cell.seed in seeds:
-                    by_arm.setdefault(cell.name, {})[cell.seed] = cell
-            base = [name for name in by_arm if name.startswith(f"{self.plan['baseline']}-")]
-            if base:
-                texts.append(f"{task}, {cost}\n\n{self._table(by_arm, base[-1], cost)}")
+            if stage in "ab" and self.like(task) != task:
+                continue
+            by_arm: dict[str, dict[int, Cell]] = {}
+            for arm, rate in self.arms(stage, task):
+                cells = [Cell(task, arm, rate, seed) for seed in self.seeds(stage)]
+                by_arm[cells[0].name] = {one.seed: one for one in cells if one in self.known}
+            base = next(name for name in reversed(by_arm) if name.startswith(self.plan["baseline"]))
+            if by_arm[base]:
+                texts.append(f"{task}, {cost}\n\n{self._table(by_arm, base, cost)}")
         return "\n\n".join(texts)
 
     def _table(self, by_arm: dict[str, dict[int, Cell]], base: str, cost: str) -> str:
         levels = self.plan["levels"]
-        heads = ["arm", "seeds", *(f"to {level}" for level in levels), "never", "better", "final"]
+        heads = ["arm", "seeds", *(f"to {level}" for level in levels), "never", "final"]
         heads += ["clipped", "CPU s", "learner s"]
         curves = {
             name: {seed: self.curve(cell, cost) for seed, cell in cells.items()}
@@ -291,12 +293,9 @@ class Study:
             never = "/".join(str(sum(not of[n][1] for of in found)) for n in range(len(levels)))
             if name == base:
                 means = np.exp(np.log([[max(c, 1.0) for c, _ in of] for of in found]).mean(0))
-                cells, better = [f"{mean:,.0f}" for mean in means], ""
+                cells = [f"{mean:,.0f}" for mean in means]
             else:
                 cells = [str(ratio_of_calls(pairs, level)) for level in levels]
-                middle = levels[len(levels) // 2]
-                wins = [self._first(a, middle) < self._first(b, middle) for a, b in pairs]
-                better = str(sum(wins))
             every = [self.known[cell] for cell in by_arm[name].values()]
             final = fmean(float(one.success()[-LAST:].mean()) for one in own.values())
             figures = [
@@ -304,13 +303,8 @@ class Study:
                 f"{fmean(row['cpu_s'][-1] for row in every):.0f}",
                 f"{fmean(row['learner_s'][-1] for row in every):.1f}",
             ]
-            rows.append([name, str(len(own)), *cells, never, better, f"{final:.2f}", *figures])
+            rows.append([name, str(len(own)), *cells, never, f"{final:.2f}", *figures])
         return markdown(heads, rows)
-
-    @staticmethod
-    def _first(curve: Curve, level: float) -> float:
-        calls, met = calls_to(curve.calls, curve.success(), level)
-        return calls if met else math.inf
 
 
 def points(run: Path) -> Row:

@@ -1,4 +1,4 @@
-"""Laws of the credits of turns: Tree-GRPO, GiGPO, and those of the study."""
+"""Laws of the credits of turns: Tree-GRPO, GiGPO, and those of `rescue`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,12 @@ from agentenv.learners.algorithms.baselines import GRPO
 from agentenv.learners.algorithms.credit import TreeCredit
 from agentenv.learners.algorithms.gigpo import GiGPO
 from agentenv.learners.algorithms.tree_grpo import TreeGRPO
-from benchmarks.experiments.turnwise import Turnwise
+from benchmarks.experiments.rescue import Rescue
 from tests.learners.trees import ANY_TREE
 
 SIZE = 2
 PRESETS = {
-    "turnwise": Turnwise(group_size=SIZE, weight_exponent=0.5),
-    "treerl": Turnwise(group_size=SIZE, local=1.0, weight_exponent=0.5),
-    "tempo": Turnwise(group_size=SIZE, local=1.0, weight_exponent=1.0),
-    "at2po": Turnwise(group_size=SIZE, value="softmax", weight_exponent=1.0),
-    "children": Turnwise(group_size=SIZE, value="children", local=0.5),
+    "rescue": Rescue(group_size=SIZE, initial_rollouts=SIZE),
     "tree_grpo": TreeGRPO(group_size=SIZE),
     "gigpo": GiGPO(group_size=SIZE, evidence=0.0),
 }
@@ -81,17 +77,12 @@ def shuffled(tree: TrajectoryTree, seed: int) -> tuple[TrajectoryTree, list[int]
     return TrajectoryTree(tree.task, nodes=nodes, num_roots=tree.num_roots), order
 
 
-@pytest.mark.parametrize("name", ["turnwise", "treerl", "tempo", "at2po", "children"])
 @given(seed=st.integers(0, 1000))
-def test_a_flat_tree_has_the_credit_of_grpo(name: str, seed: int) -> None:
-    tree, local = flat_tree(seed), PRESETS[name].local
-    expected = credit_of(GRPO(group_size=SIZE), tree)
-    found = credit_of(PRESETS[name], tree)
-    first = [node.index for node in tree.nodes if node.parent == 0]
-    scale = np.ones(len(tree.nodes))
-    scale[first] += local  # V - V(parent) is that of the whole path there, and 0 below
-    np.testing.assert_allclose(found.adv_pos[1:], (expected.adv_pos * scale)[1:], atol=1e-12)
-    np.testing.assert_allclose(found.adv_neg[1:], (expected.adv_neg * scale)[1:], atol=1e-12)
+def test_a_flat_tree_has_the_credit_of_grpo(seed: int) -> None:
+    tree = flat_tree(seed)
+    expected, found = (credit_of(one, tree) for one in (GRPO(group_size=SIZE), PRESETS["rescue"]))
+    np.testing.assert_allclose(found.adv_pos[1:], expected.adv_pos[1:], atol=1e-12)
+    np.testing.assert_allclose(found.adv_neg[1:], expected.adv_neg[1:], atol=1e-12)
     np.testing.assert_array_equal(found.weight[1:], expected.weight[1:])
 
 

@@ -18,8 +18,8 @@ import numpy as np
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task
 from agentenv.contract.plan import Independent, RolloutPlan
+from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.algorithms.late_forks import Uniform
-from benchmarks.experiments.turnwise import Turnwise
 
 TURNS, ACTIONS, RIGHT = 5, 3, 0.55
 NUM_TREES = 1500
@@ -110,7 +110,7 @@ def signal(is_fatal: bool, plan_name: str) -> tuple[float, float]:
     """Signal a call, and the cosine of the mean gradient to the true one."""
     toy, rng = Toy(is_fatal), Random(1)
     plan = PLANS[plan_name]
-    algorithm = Turnwise(group_size=8, normalize_by_std=False, weight_exponent=1.0)
+    algorithm = ARPO(group_size=8, normalize_by_std=False, sharing="hard")
     true = toy.true_gradient().ravel()
     true /= np.linalg.norm(true)
     found, num_calls = [], 0
