@@ -105,5 +105,5 @@ def test_all_stages_of_the_study_and_equal_runs_of_a_seed(clone: Path, tmp_path:
         lines = (tmp_path / out / "results.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines]
         assert len(rows) == 2 * (2 + 1 + 1)  # a run of stage a is one of b and c too
-        found.append([{key: row[key] for key in ("calls", "led", "right")} for row in rows])
+        found.append([[(p["calls"], p["led"], p["right"]) for p in row["points"]] for row in rows])
     assert found[0] == found[1]

@@ -37,10 +37,13 @@ class Synthetic(Study):
         self.write(cell, [min(10, round(7 * calls / needed)) for calls in CALLS])
 
     def write(self, cell: Cell, right: list[int]) -> None:
-        bits = ["1" * one + "0" * (10 - one) for one in right]
-        row = {**cell._asdict(), "digest": self.digest, "right": bits, "clipped": 0.1}
-        for name in ("calls", "led", "roots", "learner_s", "cpu_s"):
-            row[name] = [float(calls) if name == "calls" else calls / 100 for calls in CALLS]
+        points = [
+            {"calls": float(calls), "right": "1" * one + "0" * (10 - one)}
+            | dict.fromkeys(("led", "roots", "learner_s"), calls / 100)
+            for calls, one in zip(CALLS, right, strict=True)
+        ]
+        row = {**cell._asdict(), "digest": self.digest, "points": points, "clipped": 0.1}
+        row["cpu_s"] = 1.0
         with self.file.open("a") as file:
             file.write(json.dumps(row) + "\n")
         self._add(row)

@@ -150,21 +150,36 @@ def _value(value: Any) -> str:
     return json.dumps(value)  # JSON and TOML write strings, numbers and booleans alike
 
 
+COUNTED = {  # the figures of a point, sums over the steps so far
+    "calls": "rollout/tool_calls",
+    "led": "rollout/led_calls",
+    "roots": "rollout/roots",
+    "tokens": "learner/num_tokens",
+    "learner_s": "learner/cpu_s",
+}
+
+
 def read_arm(run: Path) -> Raw:
     """The results of an arm. By evaluation: the number of updates, the tool calls so far (a shared
-    call counts once), and the success on each question, in order."""
-    calls, by_step = 0, {0: 0}
+    call counts once; those replayed to reach a fork are `led`) and the other sums, and the success
+    on each question, in order. `clipped`: the share of trained tokens."""
+    total, clipped = dict.fromkeys(COUNTED, 0.0), 0.0
+    by_step = {0: dict(total)}
     for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         if "rollout/tool_calls" in row:
-            calls += row["rollout/tool_calls"]
-            by_step[row["step"]] = calls
+            shares = row.get("learner/clipped_low", 0.0) + row.get("learner/clipped_high", 0.0)
+            clipped += shares * row.get("learner/num_tokens", 0.0)
+            for name, key in COUNTED.items():
+                total[name] += row.get(key, 0.0)
+            by_step[row["step"]] = dict(total)
     points = []
-    for step, made in sorted(by_step.items()):
+    for step, sums in sorted(by_step.items()):
         folder = run / EVALUATIONS / (f"step-{step:06d}" if step else PHASES[0])
-        bits = "".join("1" if row.success else "0" for row in read_rows(folder))
-        if not bits:
-            raise DataError(f"{folder}: no evaluation after update {step}")
-        points.append({"step": step, "calls": made, "right": bits})
+        if bits := "".join("1" if row.success else "0" for row in read_rows(folder)):
+            points.append({"step": step, **sums, "right": bits})
+    if not points or points[0]["step"]:
+        raise DataError(f"{run}: no evaluation before the first update")
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    return {"points": points, "forks": summary["forks_total"], "cpu_s": summary["cpu_s"]}
+    figures = {"forks": summary["forks_total"], "cpu_s": summary["cpu_s"]["rl"]}
+    return {"points": points, "clipped": clipped / max(total["tokens"], 1.0), **figures}

@@ -3,10 +3,10 @@ separates turns below which nothing succeeds from the others.
 
     python benchmarks/experiments/signs.py RUN [RUN ...] [--first STEP] [--last STEP]
 
-AUC: the chance that a sign is larger at a lost turn than at another one of the same depth (and,
-with `--siblings`, at the same place: of two turns after one tool result), ties counted half. The
-last turn of a path is left out with --inner, since its outcome is its own. Intervals (95 %) are
-bootstrapped over trees. Loads no torch.
+AUC: the chance that a sign is larger at a lost turn than at another one of the same kind of task
+and depth (with --siblings: of two turns after one tool result), ties counted half. With --inner the
+last turn of a path is left out, whose outcome is its own. Intervals (95 %) are bootstrapped over
+trees. Loads no torch.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def turns(
             node = tree.nodes[index]
             if inner and node.end is not None:
                 continue
-            depth = len(tree.path(node)) - 1
-            place = f"{number} {node.parent}" if siblings else str(depth)
+            depth = f"{tree.task.kind} {len(tree.path(node)) - 1}"
+            place = f"{number} {node.parent}" if siblings else depth
             values = [sign(tree, node) for sign in SIGNS.values()]
             values.append(forecast(tree, node, whole))
             found.append(Turn(number, place, not right, tuple(values)))
@@ -150,9 +150,8 @@ def table(named: Mapping[str, Sequence[Turn]]) -> str:
     """AUC by sign and by name of a set of turns."""
     rows = []
     for name, found in named.items():
-        cells = [
-            f"{value:.2f}±{half:.2f}" for value, half in (auc(found, n) for n in range(len(NAMES)))
-        ]
+        every = (auc(found, sign) for sign in range(len(NAMES)))
+        cells = ["{:.2f} [{:.2f}, {:.2f}]".format(*one) for one in every]
         lost = sum(row.is_lost for row in found)
         rows.append([name, str(len(found)), f"{lost / max(len(found), 1):.2f}", *cells])
     return markdown(["trees", "turns", "lost", *NAMES], rows)
@@ -165,7 +164,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--last", type=int, default=1 << 30)
-    parser.add_argument("--success-from", type=float, default=0.5)
     parser.add_argument("--siblings", action="store_true")
     parser.add_argument("--inner", action="store_true")
     options = parser.parse_args(argv)
@@ -177,8 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if options.first <= step <= options.last
             for kept in read_step(path).trees()
         ]
-        rows = turns(trees, options.success_from, siblings=options.siblings, inner=options.inner)
-        found[run.name] = rows
+        found[run.name] = turns(trees, siblings=options.siblings, inner=options.inner)
     print(table(found))
 
 

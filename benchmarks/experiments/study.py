@@ -43,7 +43,7 @@ from agentenv.evaluation.sets import Curve, calls_to
 from benchmarks.experiments import chain, ladder, lockstep, posterior, rescue, signs
 from benchmarks.experiments.algorithms import configuration
 from benchmarks.experiments.intervals import ratio_of_calls
-from benchmarks.experiments.runs import SET, START, arm_config, start_config, to_toml
+from benchmarks.experiments.runs import SET, START, arm_config, read_arm, start_config, to_toml
 from benchmarks.experiments.tables import markdown
 
 FILE = Path(__file__).with_name("study.toml")
@@ -66,7 +66,6 @@ COSTS = {
     "calls + set-ups": {"calls": 1, "roots": 1},
     "calls + 5 set-ups": {"calls": 1, "roots": 5},
     "calls + 20 set-ups": {"calls": 1, "roots": 20},
-    "CPU s": {"cpu_s": 1},
     "learner s": {"learner_s": 1},
 }
 
@@ -117,7 +116,7 @@ class Study:
             self.train(start, first, math.inf)
         config = self.config(cell, raw, start.resolve())
         self.train(folder / cell.name, config, self.tasks[cell.task]["calls"])
-        row = {**cell._asdict(), "digest": self.digest, **points(folder / cell.name)}
+        row = {**cell._asdict(), "digest": self.digest, **read_arm(folder / cell.name)}
         with self.file.open("a") as file:
             file.write(json.dumps(row) + "\n")
         self._add(row)
@@ -162,10 +161,11 @@ class Study:
         return str(self.tasks[task].get("as", task))
 
     def curve(self, cell: Cell, cost: str = "calls") -> Curve:
-        row = self.known[cell]
-        costs = np.sum([n * np.array(row[key], float) for key, n in COSTS[cost].items()], 0)
-        right = np.array([[int(bit) for bit in one] for one in row["right"]], float)
-        return Curve(costs, right, np.array(row["calls"], float), row["cpu_s"][-1])
+        points, cpu_s = self.known[cell]["points"], self.known[cell]["cpu_s"]
+        costs = [sum(n * one[key] for key, n in COSTS[cost].items()) for one in points]
+        right = [[int(bit) for bit in one["right"]] for one in points]
+        calls = np.array([one["calls"] for one in points])
+        return Curve(np.array(costs), np.array(right, float), calls, cpu_s)
 
     def cost(self, task: str, arm: str, rate: float, seeds: Sequence[int]) -> float:
         """Mean log of the calls to the levels."""
@@ -269,9 +269,15 @@ class Study:
             by_arm: dict[str, dict[int, Cell]] = {}
             for arm, rate in self.arms(stage, task):
                 cells = [Cell(task, arm, rate, seed) for seed in self.seeds(stage)]
-                by_arm[cells[0].name] = {one.seed: one for one in cells if one in self.known}
-            base = next(name for name in reversed(by_arm) if name.startswith(self.plan["baseline"]))
-            if by_arm[base]:
+                if known := {one.seed: one for one in cells if one in self.known}:
+                    by_arm[cells[0].name] = known
+            costs = {
+                name: self.cost(task, *next(iter(one.values()))[1:3], list(one))
+                for name, one in by_arm.items()
+                if name.startswith(self.plan["baseline"])
+            }
+            if costs:
+                base = min(costs, key=costs.__getitem__)
                 texts.append(f"{task}, {cost}\n\n{self._table(by_arm, base, cost)}")
         return "\n\n".join(texts)
 
@@ -300,50 +306,11 @@ class Study:
             final = fmean(float(one.success()[-LAST:].mean()) for one in own.values())
             figures = [
                 f"{fmean(row['clipped'] for row in every):.3f}",
-                f"{fmean(row['cpu_s'][-1] for row in every):.0f}",
-                f"{fmean(row['learner_s'][-1] for row in every):.1f}",
+                f"{fmean(row['cpu_s'] for row in every):.0f}",
+                f"{fmean(row['points'][-1]['learner_s'] for row in every):.1f}",
             ]
             rows.append([name, str(len(own)), *cells, never, f"{final:.2f}", *figures])
         return markdown(heads, rows)
-
-
-def points(run: Path) -> Row:
-    """By evaluation, the cumulative figures of a run and the success on each question."""
-    from agentenv.evaluation.store import read_rows
-    from agentenv.training.loop.brief_reports import EVALUATIONS, PHASES
-
-    names = {
-        "calls": "rollout/tool_calls",
-        "led": "rollout/led_calls",
-        "roots": "rollout/roots",
-        "learner_s": "learner/cpu_s",
-    }
-    total = dict.fromkeys([*names, "cpu_s"], 0.0)
-    found: Row = {name: [] for name in (*total, "right")}
-    clipped, tokens = 0.0, 0.0
-    steps = {0: dict(total)}
-    for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        if "rollout/tool_calls" not in row:
-            continue
-        for name, key in names.items():
-            total[name] += row.get(key, 0.0)
-        count = row.get("learner/num_tokens", 0.0)
-        clipped += count * (row.get("learner/clipped_low", 0) + row.get("learner/clipped_high", 0))
-        tokens += count
-        steps[row["step"]] = dict(total)
-    for step, spent in steps.items():
-        folder = run / EVALUATIONS / (f"step-{step:06d}" if step else PHASES[0])
-        bits = "".join(str(int(row.success)) for row in read_rows(folder))
-        if bits:
-            found["right"].append(bits)
-            for name, value in spent.items():
-                found[name].append(round(value, 3))
-    cpu_s = json.loads((run / "summary.json").read_text(encoding="utf-8"))["cpu_s"]["rl"]
-    last = found["calls"][-1] + found["led"][-1]
-    both = zip(found["calls"], found["led"], strict=True)
-    found["cpu_s"] = [round(cpu_s * (a + b) / max(last, 1), 3) for a, b in both]
-    return found | {"clipped": clipped / max(tokens, 1.0)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -360,16 +327,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cost", choices=COSTS, default="calls")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
-    study, end = Study(options.out, options.plan), time.monotonic() + 60 * options.minutes
-    stages = STAGES[: STAGES.index(options.stage) + 1]
-    for stage in () if options.report_only else stages:
-        while cells := study.missing(stage, options.tasks):
-            print(f"stage {stage}: {len(cells)} runs to go", flush=True)
-            if not _run_all(study, cells, options.jobs, end):
-                print(study.report(stage, options.cost))
-                return 1
-    print(study.report(options.stage, options.cost))
-    return 0
+    end, code = time.monotonic() + 60 * options.minutes, 0
+    try:
+        study = Study(options.out, options.plan)
+        for stage in STAGES[: STAGES.index(options.stage) + 1] if not options.report_only else ():
+            while not code and (cells := study.missing(stage, options.tasks)):
+                print(f"stage {stage}: {len(cells)} runs to go", flush=True)
+                code = 0 if _run_all(study, cells, options.jobs, end) else 1
+        if not code:
+            print(study.report(options.stage, options.cost))
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return code
 
 
 def _run_all(study: Study, cells: Sequence[Cell], jobs: int, end: float) -> bool:
