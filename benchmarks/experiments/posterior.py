@@ -6,7 +6,7 @@ loses it with the chance
 
     hazard = sigmoid(logit lost[t] + weight x)
 
-x is a number that may be read off the turn, the larger the worse, standardised by depth (0: none).
+x is a number that may be read off the turn, the larger the worse, standardized by depth (0: none).
 A leaf on a path that is alive has a success, and none on a lost one, except for a share `wrong` of
 false outcomes. Both passes over a tree visit each node once. No torch.
 """
