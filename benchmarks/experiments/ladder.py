@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any, ClassVar
+from typing import Any
 
 from agentenv.adapters.cold_start import tiny_model, write_rows
 from agentenv.base.types import Message, Task, ToolResult
@@ -43,7 +43,7 @@ class Step(StatelessTool):
 
     name = "step"
     description = "Make a move."
-    schema: ClassVar[dict[str, Any]] = {
+    schema = {  # noqa: RUF012
         "type": "object",
         "properties": {"move": {"type": "string"}},
         "required": ["move"],
@@ -130,10 +130,16 @@ def prepare(run: Path, seed: int, profile: str, rungs: int) -> str:
         rng.shuffle(rows)
         write_rows(data / f"{part}.jsonl", rows)
     hard = unlearned(profile, rungs)
-    rows = [demonstration(rng, right, hard) for _ in range(DEMONSTRATIONS)]
-    write_rows(data / "sft.jsonl", rows)
+    demonstrations = [demonstration(rng, right, hard) for _ in range(DEMONSTRATIONS)]
+    write_rows(data / "sft.jsonl", demonstrations)
     write_rows(data / "gate.jsonl", [demonstration(rng, right, hard) for _ in range(8)])
-    texts = [turn[key] or "" for row in rows[:50] for turn in row["turns"] for key in turn]
+    texts = [
+        text
+        for row in demonstrations[:50]
+        for turn in row["turns"]
+        for text in turn.values()
+        if text
+    ]
     words = (*KINDS, *MOVES, TOP, *ask("red", 0).split())
     tiny_model(run / "model", texts, seed, tools=["step"], words=words)
     return f"Ladders of {rungs} rungs; the {profile} ones are unlearned."

@@ -75,7 +75,7 @@ class Rescue(Clipped, frozen=True, kw_only=True, tag="rescue"):
     ] = "cheapest"
     always: Annotated[bool, about("search also where it does not pay")] = False
     unbiased: Annotated[bool, about("compare only trajectories that began at one place")] = False
-    has_turn_advantages: ClassVar[bool] = True  # type: ignore[assignment]
+    has_turn_advantages: ClassVar[bool] = True
 
     def plan(self, vocab_size: int) -> RolloutPlan:
         if self.places == "anywhere":

@@ -47,7 +47,7 @@ class RankHere(RankGroup):
         async with self._lock:
             if not self._is_open:
                 raise LearnerError(f"the learner is closed; log {self.log_path}")
-            (command,) = commands
+            command: Any = commands[0]
             if isinstance(command, wire.Init):
                 command = replace(command, config=replace(command.config, zero_stage=0))
             messages = [wire.pack_frame(one) for one in wire.messages_of(command)]
@@ -57,7 +57,8 @@ class RankHere(RankGroup):
         return [reply]
 
     def _answer(self, frames: Sequence[bytes]) -> wire.RankDone | wire.RankFailed:
-        *ahead, last = [wire.unpack_command(frame[PREFIX_BYTES:]) for frame in frames]
+        found: list[Any] = [wire.unpack_command(frame[PREFIX_BYTES:]) for frame in frames]
+        *ahead, last = found
         trees = [one.tree for one in ahead if isinstance(one, wire.Tree)]
         command: Any = wire.with_trees(trees, last)
         try:
@@ -65,7 +66,8 @@ class RankHere(RankGroup):
                 self._rank = Rank(command)
                 return wire.RankDone(untrained=self._rank.untrained)
             assert self._rank is not None
-            return self._rank.run(command)
+            done: wire.RankDone = self._rank.run(command)
+            return done
         except Exception as error:
             text = traceback.format_exc()
             sys.stderr.write(text)
