@@ -79,22 +79,23 @@ def in_lockstep() -> Iterator[None]:
 
 
 class Budgeted(Training):
-    """A training that ends after so many tool calls, replayed ones included."""
+    """A training that ends after so many tool calls, replayed ones included. Its number of updates,
+    by which learning rates fall, is estimated again after each of them."""
 
     calls = math.inf
 
     async def set_up(self, stack: AsyncExitStack) -> Loop:
-        loop = await super().set_up(stack)
-        reached, left = loop.has_reached, [self.calls]
+        loop, used = await super().set_up(stack), 0.0
         record = loop.report.record
 
         async def counted(batch: StepBatch, num_known: dict[int, int]) -> None:
+            nonlocal used
             await record(batch, num_known)
-            row = loop.report.row
-            left[0] -= row["rollout/tool_calls"] + row["rollout/led_calls"]
+            used += loop.report.row["rollout/tool_calls"] + loop.report.row["rollout/led_calls"]
+            if self.calls < math.inf:
+                loop.parts.num_steps = round(loop.state.step * max(1.0, self.calls / used))
 
         loop.report.record = counted  # type: ignore[method-assign]
-        loop.has_reached = lambda: left[0] <= 0 or reached()  # type: ignore[method-assign]
         return loop
 
 

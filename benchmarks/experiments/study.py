@@ -13,7 +13,7 @@ repeated, so that the command may be cut off, and the file carried to another ma
 Stage a runs every arm once; b the best of each family (and the two best sizes of GRPO) at each
 rate, where an optimum at the edge of the grid extends it; c and d the best of each family at its
 best rate, on seeds of their own; e those of c at half the rate. A run ends with its budget of tool
-calls, and one that never meets a level counts with the whole budget.
+calls, over which its rates fall to 0, and counts with all of them for a level that it never meets.
 """
 
 from __future__ import annotations
@@ -148,6 +148,7 @@ class Study:
         config["learner"] |= {
             "groups_per_minibatch": groups,
             "num_epochs_per_batch": self.plan["epochs"],
+            "schedule": "linear",
             **{key: config["learner"][key] * cell.rate for key in RATES},
         }
         config["eval"]["sets"][SET]["every"] = self.tasks[cell.task]["every"]
