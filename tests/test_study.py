@@ -23,7 +23,7 @@ SIZES = {"grpo-4x8": 1000, "grpo-3x5": 1100}
 class Synthetic(Study):
     """Runs that need so many calls to 0.7: more at any rate but the best one."""
 
-    best = 1.0
+    best = 2.0
 
     def __init__(self, out: Path) -> None:
         super().__init__(out)
@@ -32,7 +32,7 @@ class Synthetic(Study):
         self.plan["arms"] = {arm: self.plan["arms"][arm] for arm in kept}
 
     def run(self, cell: Cell) -> None:
-        best = self.best if cell.arm == "arpo-4x4" else 1.0
+        best = self.best if cell.arm == "arpo-4x4" else 2.0
         needed = (NEEDED | SIZES).get(cell.arm, 2000) * (1 + abs(math.log2(cell.rate / best)))
         self.write(cell, [min(10, round(7 * calls / needed)) for calls in CALLS])
 
@@ -65,13 +65,13 @@ def test_stages_keep_the_best_arms_tune_and_compare_them(tmp_path: Path) -> None
     assert len(ran["a"]) == len(study.plan["arms"]) * len(tuned) * 2  # seeds
     assert {cell.arm for cell in ran["b"]} == {*NEEDED, *SIZES}
     best = {*NEEDED, "grpo-4x8"}
-    assert {(cell.arm, cell.rate) for cell in ran["c"] | ran["d"]} == {(arm, 1.0) for arm in best}
+    assert {(cell.arm, cell.rate) for cell in ran["c"] | ran["d"]} == {(arm, 2.0) for arm in best}
     assert len(ran["c"]) == len(ran["d"]) == len(best) * len(study.tasks) * 10
-    assert {(cell.task, cell.rate) for cell in ran["e"]} == {("late-8", 0.5)}
+    assert {(cell.task, cell.rate) for cell in ran["e"]} == {("late-8", 1.0)}
     assert not {cell.seed for cell in ran["d"]} & {cell.seed for cell in ran["c"]}
 
 
-@pytest.mark.parametrize(("best", "extended"), [(0.5, {0.25}), (4.5, {4.0, 8.0}), (1.0, ())])
+@pytest.mark.parametrize(("best", "extended"), [(1.0, {0.5}), (9.0, {8.0, 16.0}), (2.0, ())])
 def test_a_best_rate_at_the_edge_extends_the_grid(
     tmp_path: Path, best: float, extended: set[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,7 +80,7 @@ def test_a_best_rate_at_the_edge_extends_the_grid(
     study.best = best
     study.finish("a")
     study.finish("b")
-    assert set(study.rates("mend", "arpo-4x4", study.seeds("b"))) == {0.5, 1.0, 2.0, *extended}
+    assert set(study.rates("mend", "arpo-4x4", study.seeds("b"))) == {1.0, 2.0, 4.0, *extended}
 
 
 def test_a_run_that_misses_a_level_is_not_the_cheapest(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_run_that_misses_a_level_is_not_the_cheapest(tmp_path: Path) -> None:
     study.finish("b")
     for seed in study.seeds("b"):
         study.write(Cell("mend", "arpo-4x4", 0.1, seed), [0] * len(CALLS))
-    assert study.best_rate("mend", "arpo-4x4") == 1.0
+    assert study.best_rate("mend", "arpo-4x4") == 2.0
 
 
 def test_costs_count_replays_or_set_ups(tmp_path: Path) -> None:
