@@ -6,10 +6,11 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from agentenv.base.crashes import called, name_of
-from agentenv.base.errors import ConfigError
+from agentenv.base.errors import ConfigError, reported_as
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task, VersionSpan
 from agentenv.learners.algorithms.algorithm import Algorithm
@@ -43,6 +44,11 @@ def check_algorithm(algorithm: Algorithm) -> None:
             tree.num_live = max(0, tree.num_live - 1)
             _number(plan.on_leaf_end, tree, leaf)
         called(algorithm.over_update, [tree], [credit_of(algorithm, tree)])
+        state: dict[str, Any] = {}
+        learned = state, called(algorithm.learn, state, [tree])
+        kept = "; a checkpoint keeps numbers, texts, and lists and dicts of them"
+        with reported_as(ConfigError, name_of(algorithm.learn), TypeError, end=kept):
+            msgspec.json.encode(learned)
 
 
 def _number(method: Callable[..., Any], *given: Any) -> int:

@@ -16,10 +16,12 @@ from typing import Any, Protocol
 
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.base.crashes import called
+from agentenv.base.offload import in_thread
 from agentenv.base.tree import PLAN, TrajectoryTree
 from agentenv.base.types import Task
 from agentenv.data.curriculum import Curriculum
 from agentenv.data.dataset import TaskStream, parts_of
+from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.rollout.branch import BranchNow
 from agentenv.rollout.frames import Frame, Recorded, Started
 from agentenv.rollout.journal import Journal
@@ -119,12 +121,15 @@ class Feeder:
         if self.journal is not None:
             self.journal.append(frame)
 
-    def learned(self, trees: Sequence[TrajectoryTree]) -> dict[str, float]:
+    async def learned(self, trees: Sequence[TrajectoryTree]) -> dict[str, float]:
         """Update the curriculum and what the plan knows with delivered trees; returns metrics."""
-        metrics: dict[str, float] = called(self.config.algorithm.learn, self.state.plan, trees)
+        metrics: dict[str, float] = {}
         if self.curriculum is not None:
             self.curriculum.add(trees)
             metrics |= self.curriculum.stats()
+        algorithm = self.config.algorithm
+        if type(algorithm).learn is not Algorithm.learn:  # may take long
+            metrics |= await in_thread(called, algorithm.learn, self.state.plan, trees)
         return metrics
 
     @property

@@ -142,10 +142,10 @@ class Loop:
         if batch.trained:
             batch.metrics |= await self._train(batch)
         try:
+            batch.metrics |= await self.feeder.learned(batch.delivered)
             batch.metrics |= await self.report.measure(batch)
         except Exception as error:  # raised later: the learner is intact, and is saved first
             batch.problem = error
-        batch.metrics |= self.feeder.learned(batch.delivered)
         state.position += len(batch.delivered)
         state.step += 1
 
