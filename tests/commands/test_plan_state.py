@@ -74,5 +74,5 @@ def test_a_plan_that_cannot_learn_ends_the_run_with_its_update_saved(tmp_path: P
 
 
 def test_a_state_that_no_checkpoint_can_keep_is_refused_before_a_run() -> None:
-    with pytest.raises(ConfigError, match=r"Unkept.learn.*a checkpoint keeps numbers"):
+    with pytest.raises(ConfigError, match=r"Unkept\.learn.*a checkpoint keeps"):
         check_algorithm(Unkept())
