@@ -1,9 +1,10 @@
-"""Checks a machine, a configuration or the rewards of a run: `agentenv doctor`, see
+"""Checks a machine, a configuration or the trees of a run: `agentenv doctor`, see
 docs/doctor.md.
 
     agentenv doctor                          check the machine
     agentenv doctor --config X [key=value]   also check the requirements of a run of X
     agentenv doctor audit RUN                regrade the rewards of a run
+    agentenv doctor signs RUN                which numbers of a turn show that it was lost
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 EPILOG = """exit codes: 0 every check passed or was skipped, 1 one failed, 2 bad arguments
 
-audit: agentenv doctor audit RUN [--help]"""
+of a run: agentenv doctor audit RUN, agentenv doctor signs RUN [--help]"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,6 +36,10 @@ def main(argv: Sequence[str]) -> int:
         from agentenv.lab.diagnosis.audit import main as audit
 
         return audit(argv[1:])
+    if argv[:1] == ["signs"]:
+        from agentenv.lab.diagnosis.signs import main as signs
+
+        return signs(argv[1:])
     arguments = make_parser().parse_intermixed_args(argv)
     return exit_code_of(lambda view: run_until_done(_run(arguments, view), view), "the checks")
 

@@ -20,6 +20,7 @@ from msgspec import Meta, convert, to_builtins
 from agentenv.base.config import about
 from agentenv.base.tree import PLAN, Node, TrajectoryTree
 from agentenv.contract.plan import Place, RolloutPlan
+from agentenv.lab.diagnosis.signs import SIGNS, Sign
 from agentenv.learners.algorithms.algorithm import Clipped, NormalizeByStd
 from agentenv.learners.algorithms.credit import (
     EPSILON,
@@ -32,7 +33,6 @@ from agentenv.learners.algorithms.credit import (
 from agentenv.learners.algorithms.late_forks import Uniform
 from benchmarks.experiments import posterior
 from benchmarks.experiments.posterior import Profile, Sketch
-from benchmarks.experiments.signs import SIGNS, Sign
 
 JITTER = 0.1  # of the logarithm of a score, so that ties are broken at random
 DILUTION = 4.0  # forks at a place that halve its score
@@ -65,7 +65,9 @@ class Rescue(Clipped, frozen=True, kw_only=True, tag="rescue"):
     replay_cost: Annotated[
         float, Meta(ge=0, description="cost of a call that is replayed to reach a fork")
     ] = 1.0
-    sign: Annotated[Sign | None, about("evidence of a lost turn, of signs.py")] = None
+    sign: Annotated[Sign | None, about("evidence of a lost turn, of `agentenv doctor signs`")] = (
+        None
+    )
     false_rewards: Annotated[
         float, about("share of outcomes that are false; from 0.03 on forks are off", ge=0, le=0.5)
     ] = posterior.LEAST_WRONG

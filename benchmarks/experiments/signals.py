@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import fmean, pvariance
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
-from scipy.stats import rankdata
+from numpy.typing import NDArray
 
+from agentenv.lab.diagnosis.signs import auc, auc_within, interval
 from agentenv.learners.algorithms.arpo import relative_rise
 
 Row = dict[str, Any]
@@ -51,50 +51,6 @@ def worth(rows: Sequence[Row]) -> tuple[Floats, Floats]:
     return variance, differ
 
 
-def auc(signal: Floats, positive: Floats) -> float:
-    """Probability that a positive point has the higher signal, ties half; nan if one class is
-    empty."""
-    above, below = signal[positive > 0], signal[positive == 0]
-    if not len(above) or not len(below):
-        return math.nan
-    ranks, least = rankdata(np.concatenate([above, below])), len(above) * (len(above) + 1) / 2
-    return float(ranks[: len(above)].sum() - least) / len(above) / len(below)
-
-
-def auc_within(signal: Floats, positive: Floats, strata: ArrayLike) -> float:
-    """AUC over the pairs within a stratum; nan if there are no pairs."""
-    of = np.asarray(strata)
-    total = pairs = 0.0
-    for stratum in np.unique(of):
-        mine = of == stratum
-        num = positive[mine].sum() * (1.0 - positive[mine]).sum()
-        if num:
-            total += num * auc(signal[mine], positive[mine])
-            pairs += num
-    return total / pairs if pairs else math.nan
-
-
-def interval(
-    rows: Sequence[Row], figure: Callable[[NDArray[np.int64]], float], num_draws: int = 500
-) -> tuple[float, float]:
-    """95 % interval of a figure of row indices, by bootstrap over questions; nan if all draws
-    agree, as with very few questions."""
-    by_question: dict[tuple[str, str], list[int]] = {}
-    for index, row in enumerate(rows):
-        by_question.setdefault((row["run"], row["question"]), []).append(index)
-    groups = [np.array(indices) for indices in by_question.values()]
-    rng = np.random.default_rng(0)
-    found = []
-    for _ in range(num_draws):
-        drawn = rng.integers(len(groups), size=len(groups))
-        found.append(figure(np.concatenate([groups[index] for index in drawn])))
-    known = [value for value in found if not math.isnan(value)]
-    if not known or min(known) == max(known):
-        return math.nan, math.nan
-    low, high = np.quantile(known, [0.025, 0.975])
-    return float(low), float(high)
-
-
 def table(rows: Sequence[Row], num_draws: int = 200) -> list[dict[str, Any]]:
     """One row per signal. `within` is the AUC among fork points of the same kind of question and
     depth, which controls for both; `shift` is the change of the fork probability per standard
@@ -109,7 +65,7 @@ def table(rows: Sequence[Row], num_draws: int = 200) -> list[dict[str, Any]]:
         def of_drawn(drawn: NDArray[np.int64], signal: Floats = signal) -> float:
             return auc_within(signal[drawn], differ[drawn], strata[drawn])
 
-        low, high = interval(rows, of_drawn, num_draws)
+        low, high = interval(((row["run"], row["question"]) for row in rows), of_drawn, num_draws)
         has_scale = name.startswith("relative")
         result.append(
             {

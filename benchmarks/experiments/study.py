@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from agentenv.base.errors import DataError
 from agentenv.evaluation.sets import Curve, calls_to
-from benchmarks.experiments import chain, ladder, lockstep, posterior, rescue, signs
+from benchmarks.experiments import chain, ladder, lockstep, posterior, rescue
 from benchmarks.experiments.algorithms import configuration
 from benchmarks.experiments.intervals import ratio_of_calls
 from benchmarks.experiments.runs import SET, START, arm_config, read_arm, start_config, to_toml
@@ -48,7 +48,7 @@ from benchmarks.experiments.tables import markdown
 
 FILE = Path(__file__).with_name("study.toml")
 PREDICTIONS = Path(__file__).with_name("predictions.md")
-MODULES = (chain, ladder, posterior, rescue, signs)
+MODULES = (chain, ladder, posterior, rescue)
 RATES = ("learning_rate", "muon_learning_rate")
 STAGES = "abcde"
 LAST = 3  # evaluations whose mean is the final success

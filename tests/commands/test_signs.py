@@ -1,0 +1,84 @@
+"""Signs of lost turns: their AUC by brute force, their values on a tree, the command on a run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentenv.lab.diagnosis.signs import SIGNS, auc_within, figures, interval, turns
+from agentenv.launchers import doctor
+from tests.support.example_tree import example_tree
+
+CASES = st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(0, 2)), max_size=12)
+
+
+@given(CASES)
+def test_the_auc_counts_the_pairs_of_a_stratum(cases: list[tuple[int, bool, int]]) -> None:
+    ranks = [
+        0.5 if mine == other else float(mine > other)
+        for mine, is_lost, stratum in cases
+        for other, other_is_lost, other_stratum in cases
+        if is_lost and not other_is_lost and stratum == other_stratum
+    ]
+    columns = [np.array(own) for own in zip(*cases, strict=True)] or [np.zeros(0)] * 3
+    found = auc_within(columns[0].astype(float), columns[1].astype(float), columns[2])
+    assert found == pytest.approx(np.mean(ranks) if ranks else math.nan, nan_ok=True)
+
+
+def test_turns_of_failed_rollouts_have_no_outcome_and_shared_ones_the_best_below() -> None:
+    tree = example_tree(lambda text: list(text.encode())).tree
+    found = {tuple(one.signs): one for one in turns([tree])}
+    assert [one.is_lost for one in turns([tree])] == [False, False, True, True, True]
+    assert len(found) == 5
+    assert {one.stratum for one in found.values()} == {"nuts 0", "nuts 1", "nuts 2"}
+    wrong_call = [one for one in found.values() if one.signs[[*SIGNS].index("error")]]
+    assert [one.is_lost for one in wrong_call] == [True]
+    won = next(one for one in found.values() if one.stratum == "nuts 1" and not one.is_lost)
+    assert won.signs[[*SIGNS].index("others")] == 1.0  # the two other trajectories failed
+    assert len([*turns([tree], inner=True)]) == 2
+    assert figures("nuts", [*turns([tree], siblings=True)]).auc["error"][0] == 1.0
+
+
+def test_intervals_are_those_of_groups() -> None:
+    """Cases of a group are drawn together, so that more of the same say no more."""
+    values = np.random.default_rng(0).normal(size=30)
+    single = interval(range(30), lambda drawn: float(values[drawn].mean()))
+    many = interval(np.repeat(range(30), 9), lambda drawn: float(values.repeat(9)[drawn].mean()))
+    assert many == pytest.approx(single)
+    assert math.isnan(interval([0] * 9, lambda drawn: float(values[drawn].mean()))[0])
+
+
+def test_the_command_reads_the_trees_of_a_run(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor.main(["signs", str(finished)]) == 0
+    assert "surprise" in capsys.readouterr().out
+    assert doctor.main(["signs", str(finished), "--json", "--last", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found[0]["turns"] > 0
+    assert set(found[0]["auc"]) == set(SIGNS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"), [(["--first", "99"], "99"), (["--max-trees", "0"], "--max-trees")]
+)
+def test_bad_arguments_of_the_command(
+    finished: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    try:
+        code = doctor.main(["signs", str(finished), *arguments])
+    except SystemExit as ended:
+        code = int(str(ended.code))
+    assert code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_another_folder_is_not_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["signs", str(tmp_path)]) == 2
+    assert "folder of a run" in " ".join(capsys.readouterr().err.split())
