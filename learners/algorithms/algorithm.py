@@ -312,6 +312,8 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
             per_token = batch.value + batch.slope * (logprobs - logprobs.detach())
         else:
             per_token = self.token_loss(ratio, adv_pos) + self.token_loss(ratio, adv_neg)
+        if batch.dense is not None:
+            per_token = per_token + self.token_loss(ratio, batch.dense)
         loss = (batch.importance * per_token).sum() / total
         part = batch.weight / (batch.sum_weight or 1.0)
         metrics = self._metrics(batch, logprobs.detach(), ratio.detach(), part)

@@ -9,7 +9,7 @@ below it, and the number of those leaves.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -38,6 +38,11 @@ class TreeCredit:
     """Credit per node, float64 arrays of length len(tree.nodes); weight 0 = not trained.
 
     `returns` and `advantages` hold the figures of each counted leaf at its node, nan elsewhere.
+
+    `dense`: by node, float64 advantages of any sign for each of its sampled tokens; nodes that are
+    missing have 0. They are a term of the loss of their own: a token of a flat trajectory with the
+    advantage A and the dense advantage D has the loss l(r, A) + l(r, D), and a shared token, whose
+    D is that of every trajectory below it, weight * l(r, D).
     """
 
     adv_pos: Floats
@@ -45,11 +50,12 @@ class TreeCredit:
     weight: Floats
     returns: Floats
     advantages: Floats
+    dense: Mapping[int, Floats] = field(default_factory=dict)
 
     @property
     def has_signal(self) -> bool:
         """False when every advantage is exactly 0, as in a group whose returns are equal."""
-        return bool(np.any(self.adv_pos) or np.any(self.adv_neg))
+        return any(map(np.any, (self.adv_pos, self.adv_neg, *self.dense.values())))
 
 
 def counted_leaves(tree: TrajectoryTree, credit: TreeCredit) -> list[Node]:
@@ -114,6 +120,13 @@ def credit_of(algorithm: Any, tree: TrajectoryTree) -> TreeCredit | None:
             raise ConfigError(
                 f"{name_of(algorithm.credit)} returned {key} that is not a finite number for each "
                 f"of {len(tree.nodes)} nodes, for tree {tree.index}"
+            )
+    for index, values in found.dense.items() if found is not None else ():
+        size = len(tree.nodes[index].action_ids)
+        if np.shape(values) != (size,) or not np.isfinite(values).all():
+            raise ConfigError(
+                f"{name_of(algorithm.credit)} returned dense that is not a finite number for each "
+                f"of {size} sampled tokens of node {index}, for tree {tree.index}"
             )
     return found
 

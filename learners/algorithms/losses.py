@@ -30,6 +30,7 @@ class LossBatch:
     importance: truncated and masked proximal / behavior. sum_weight: sum of `weight` over the
     computed tokens of the mini-batch, for metrics. reference: log-probs of the reference policy.
     value and slope: loss and its derivative by the log-prob, of methods that clip whole sequences.
+    dense: dense advantages, each times the weight of its token in the loss.
     """
 
     behavior: Tensor
@@ -46,6 +47,7 @@ class LossBatch:
     reference: Tensor | None = None
     value: Tensor | None = None
     slope: Tensor | None = None
+    dense: Tensor | None = None
 
 
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: far outside any clip range, far inside float32

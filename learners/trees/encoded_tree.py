@@ -60,7 +60,7 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
     float64, nan at other nodes, and empty for sequences without a group; temperatures, float64,
     that divide the logits of its trained tokens (empty: all 1). Of trained tokens, where one was
     truncated: num_kept and kept_ids, int32, the numbers of ids that could be sampled (0: all), and
-    these ids, token after token.
+    these ids, token after token. Of trained tokens, where the credit has them: dense, float64.
 
     pred (-1 at the first), depth and end of each token follow from the nodes, as int32.
 
@@ -88,6 +88,7 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
     temperatures: bytes = b""
     num_kept: bytes = b""
     kept_ids: bytes = b""
+    dense: bytes = b""
 
     @property
     def num_tokens(self) -> int:
@@ -192,6 +193,9 @@ def encode(tree: TrajectoryTree, credit: TreeCredit, policy_version: int) -> Enc
     figures["behavior"] = _joined("f", [node.logprobs for node in nodes])[is_trained]
     if all(len(node.entropies) == len(node.action_ids) for node in nodes):
         figures["entropies"] = _joined("f", [node.entropies for node in nodes])[is_trained]
+    if credit.dense:
+        dense = [credit.dense.get(node.index, np.zeros(len(node.action_ids))) for node in nodes]
+        figures["dense"] = np.concatenate(dense)[is_trained]
     if any(node.temperature != 1 for node in nodes):
         figures["temperatures"] = [node.temperature for node in nodes]
     staleness = (policy_version - _versions(nodes, tree.policy_version))[is_trained]
@@ -334,7 +338,8 @@ def _versions(nodes: Sequence[Node], default: int) -> Longs:
 
 class ActionTokens:
     """The trained tokens of a mini-batch, tree after tree, in pre-order; [tokens], float64, of
-    staleness int32. `entropies` are nan where the engine reported none."""
+    staleness int32. `entropies` are nan where the engine reported none; `dense` is None without
+    dense advantages."""
 
     def __init__(self, trees: Sequence[EncodedTree]) -> None:
         def joined(parts: Iterable[Floats]) -> Floats:
@@ -348,6 +353,12 @@ class ActionTokens:
         self.adv_pos = joined(tree.of_actions("adv_pos") for tree in trees)
         self.adv_neg = joined(tree.of_actions("adv_neg") for tree in trees)
         self.weight = joined(tree.of_actions("weight") for tree in trees)
+        self.dense: Floats | None = None
+        if any(tree.dense for tree in trees):
+            self.dense = joined(
+                tree.floats("dense") if tree.dense else np.zeros(tree.num_action_tokens)
+                for tree in trees
+            )
         staleness = [tree.ints("staleness") for tree in trees]
         self.staleness = np.concatenate([np.zeros(0, np.int32), *staleness])
 

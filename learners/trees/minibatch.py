@@ -90,6 +90,7 @@ class MiniBatch:
         self.leaves = LeafMap(trees) if algorithm.needs_leaves else None
         self.adv_pos, self.adv_neg, self.weight = tokens.adv_pos, tokens.adv_neg, tokens.weight
         self.leaf_advantages = self.leaf_weights = np.zeros(0)
+        in_loss = self.weight
         share, num_kept = float(self.weight.sum()), (0, 0)  # of trajectories: those kept, and all
         log_ratio = proximal - tokens.behavior
         if (leaves := self.leaves) is not None:
@@ -99,7 +100,7 @@ class MiniBatch:
             plain = coefficients(algorithm.aggregation, leaves.lengths)
             mask = sequence_weights(log_ratio, leaves, algorithm.sequence_mask, gather)
             self.leaf_advantages, self.leaf_weights = advantages, plain * mask
-            self.adv_pos, self.adv_neg, _ = leaves.credit(
+            self.adv_pos, self.adv_neg, in_loss = leaves.credit(
                 advantages, self.leaf_weights, algorithm.credit_sharing
             )
             self.weight = leaves.to_tokens(plain)
@@ -107,6 +108,7 @@ class MiniBatch:
             share = denominator(algorithm.aggregation, leaves.lengths[home], algorithm.norm_length)
             shown = home & leaves.is_computed
             num_kept = int((self.leaf_weights[shown] > 0).sum()), int(shown.sum())
+        self.dense = None if tokens.dense is None else tokens.dense * in_loss
         ratio = ratios(proximal, tokens.behavior)
         band = algorithm.token_mask
         self.importance = token_importance(ratio, algorithm.importance_cap, band)
@@ -145,6 +147,7 @@ class MiniBatch:
             reference=None if self.reference is None else pick(self.reference),
             value=value,
             slope=slope,
+            dense=None if self.dense is None else pick(self.dense),
         )
 
     def record(self, index: np.ndarray, logprobs: Tensor, entropies: Tensor) -> None:

@@ -43,7 +43,7 @@ from agentenv.learners.trees.encoded_tree import (
 
 PAIR_COST = 1e-4  # of an attention pair, in tokens outside attention, for about 1e9 weights
 MIN_GAIN = 0.003  # minimum reduction of the largest load by a move, as a share
-PER_TOKEN, PER_NODE = ("behavior", "entropies"), ("adv_pos", "adv_neg", "weight")
+PER_TOKEN, PER_NODE = ("behavior", "entropies", "dense"), ("adv_pos", "adv_neg", "weight")
 
 T = TypeVar("T")
 

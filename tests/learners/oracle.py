@@ -27,7 +27,7 @@ DEFAULTS = {
     "kl_kind": "k3", "kl_reward": 0.0, "entropy_bonus": 0.0, "sharing": "soft", "token_mask": None,
     "sequence_mask": None, "aggregation": "token-mean", "norm_length": 1024,
     "normalize_by_std": True, "entropy_advantage": 0.2, "entropy_balanced_clipping": True,
-    "proximal": "stale", "equal_groups": "count",
+    "proximal": "stale", "equal_groups": "count", "dense": False,
 }  # fmt: skip
 OWN = {
     "dr_grpo": {"aggregation": "seq-mean-token-sum-norm", "normalize_by_std": False},
@@ -117,6 +117,15 @@ def rows_of(tree: TrajectoryTree) -> list[Row]:
         place = torch.tensor(places, dtype=torch.long)
         rows.append(Row(tree, path, torch.tensor(ids), place, behavior, entropies, tokens, reward))
     return rows
+
+
+def dense_of(tree: TrajectoryTree) -> dict[int, np.ndarray]:
+    """Advantages of single tokens, of both signs; some nodes have none."""
+    return {
+        node.index: np.sin(5.0 * node.index + 2.0 * np.arange(len(node.action_ids)))
+        for node in tree.nodes
+        if node.index % 4
+    }
 
 
 def is_stale(tree: TrajectoryTree, rows: Sequence[Row]) -> bool:
@@ -268,16 +277,26 @@ class Oracle:
         if self.kind == "gspo":
             ratio = (current.detach() - row.proximal).mean().exp().expand_as(ratio)
         value, slope = self._policy_loss(ratio, advantage)
+        if self.set["dense"]:
+            values = dense_of(row.tree)
+            own = [values[node][place] if node in values else 0.0 for node, place in row.token]
+            of_token = (current.detach() - row.proximal).exp()
+            more = self._policy_loss(of_token, torch.tensor(own, dtype=torch.float64), whole=False)
+            value, slope = value + more[0], slope + more[1]
         weight = self._importance(row)
         loss = (weight * (value + slope * (current - current.detach()))).sum()
         if self.set["kl_loss"]:
             loss = loss + self.set["kl_loss"] * self._kl(current - row.reference).sum()
         return loss - self.set["entropy_bonus"] * entropies.sum()
 
-    def _policy_loss(self, ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of a token, and its derivative by the log-prob."""
+    def _policy_loss(
+        self, ratio: Tensor, advantage: Tensor, *, whole: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of a token, and its derivative by the log-prob; `whole`: not of a dense term."""
         low, high = 1 - self.set["clip_low"], 1 + self.set["clip_high"]
         plain = -advantage * ratio
+        if self.kind == "gspo" and not whole:
+            return plain, plain
         if self.kind == "cispo":
             weight = ratio.clamp(low, high)
             return -weight * advantage, -weight * advantage

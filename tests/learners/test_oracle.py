@@ -7,6 +7,8 @@ Where a step would move the weights by its own rule, both are moved by the same 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -26,7 +28,7 @@ from agentenv.learners.ranks.trainer import Trainer
 from agentenv.learners.trees.encoded_tree import EncodedTree
 from agentenv.learners.trees.policy import Policy
 from agentenv.training.loop.batching import credits_of_update
-from tests.learners.oracle import VERSION, Oracle, grow
+from tests.learners.oracle import VERSION, Oracle, dense_of, grow
 from tests.learners.trees import VOCABULARY, tiny_model
 
 EPOCHS = 2
@@ -54,6 +56,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("rloo", {"kl_reward": 0.1}),
     ("gspo", {"kl_reward": 0.1, "clip_low": 0.3, "clip_high": 0.3}),
     ("arpo", {"entropy_bonus": 0.05}),
+    *((kind, {"dense": True}) for kind in ("grpo", "reinforce_pp", "gspo", "cispo", "aepo")),
+    ("arpo", {"dense": True, "sharing": "hard"}),
+    ("grpo", {"dense": True, "aggregation": "seq-mean-token-mean", "sequence_mask": (0.2, 5.0)}),
 ]
 MASKS = ("token_mask", "sequence_mask")
 FAMILIES = [("qwen3", 1 << 20), ("llama", 40)]  # whole, and cut into micro-batches of 40 tokens
@@ -95,6 +100,7 @@ def compare(
     oracle = Oracle(copy.deepcopy(model), kind, EPOCHS, **settings)
     proximal = settings.pop("proximal", "stale")
     drops = settings.pop("equal_groups", "count") == "drop"
+    dense = dense_of if settings.pop("dense", False) else lambda tree: {}
     bands = {
         name: Band(**dict(zip(("low", "high"), settings.pop(name), strict=True)))
         for name in MASKS
@@ -105,7 +111,7 @@ def compare(
     metrics: list[dict[str, float]] = []
     norms: list[float] = []
     for number in range(2):
-        found = trainer.update(encoded(minibatches, algorithm, trainer.config, drops), 1.0)
+        found = trainer.update(encoded(minibatches, algorithm, trainer.config, drops, dense), 1.0)
         expected = oracle.update(minibatches)
         metrics.append(found)
         losses = []
@@ -143,6 +149,7 @@ def encoded(
     algorithm: Algorithm,
     config: LearnerConfig,
     drops: bool,
+    dense: Callable[[TrajectoryTree], dict[int, Any]],
 ) -> list[list[EncodedTree]]:
     """As the learner gets them."""
     trees = [tree for batch in minibatches for tree in batch]
@@ -150,7 +157,12 @@ def encoded(
     is_taken = [one is not None and (one.has_signal or not drops) for one in own]
     credits = iter(zip(credits_of_update(algorithm, trees, own, is_taken), is_taken, strict=True))
     taken = [
-        [(tree, credit) for tree in batch for credit, is_one in [next(credits)] if is_one]
+        [
+            (tree, replace(credit, dense=dense(tree)))
+            for tree in batch
+            for credit, is_one in [next(credits)]
+            if is_one
+        ]
         for batch in minibatches
     ]
     return [encode_groups(in_order(one), VERSION, config, algorithm) for one in taken]
