@@ -21,7 +21,7 @@ from agentenv.base.secrets import SECRETS
 VLLM_IPC = "agentenv_ipc"  # our vLLM backend for weights in shared memory of the learner
 SGLANG_RESERVED = 2  # tokens of its context length that an SGLang server does not use
 # In addition to the policy, which is [engine].
-ROLES = ("summarizer", "judge", "debugger", "refiner", "user")
+ROLES = ("summarizer", "judge", "debugger", "refiner", "user", "teacher")
 
 
 KEY_ENV = "AGENTENV_SERVER_KEY"  # variable with the key of engine servers that a run starts
@@ -169,7 +169,10 @@ class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = ""
     model: Annotated[str, about("Hugging Face directory; required to start a server")] = ""
-    engine: Annotated[Literal["vllm", "sglang"], about("engine that serves it")] = "vllm"
+    engine: Annotated[
+        Literal["vllm", "sglang", "learner"],
+        about("engine that serves it; learner: roles.teacher is a model on the learner's ranks"),
+    ] = "vllm"
     max_model_len: Annotated[int, about("tokens of prompt and answer; 0: the model's", ge=0)] = 0
     api_key_env: ClientKeyEnv = ""
 
@@ -177,6 +180,8 @@ class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=
         check_key(self.host, has_key=bool(self.api_key_env))
         if bool(self.url) == bool(self.model):
             raise ConfigError("roles.NAME: set exactly one of url and model")
+        if self.engine == "learner" and self.url:
+            raise ConfigError("roles.teacher: the learner loads a model; expected no url")
 
 
 class Served(Struct, frozen=True):

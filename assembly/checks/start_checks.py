@@ -258,6 +258,20 @@ async def roles(assembly: Assembly[Any]) -> None:
     check_roles(assembly.config)
 
 
+async def teacher(assembly: Assembly[TrainConfig]) -> None:
+    """A teacher behind a server scores at temperature 1, over the whole vocabulary."""
+    config = assembly.config
+    role = config.roles.get("teacher")
+    if role is None or role.engine == "learner":
+        return
+    if config.sampling.is_truncated or any(one != 1 for _, one in config.sampling.points):
+        raise ConfigError(
+            "roles.teacher: a server scores at temperature 1 and over the whole vocabulary; "
+            "remove temperature, top_k, top_p and min_p from sampling.train, or set engine = "
+            '"learner"'
+        )
+
+
 # Files.
 
 
@@ -440,6 +454,30 @@ async def room_for_weights(assembly: Any) -> None:
     found = await assembly.passage()
     if found.message:
         assembly.report(found.message)
+
+
+PROBE = "A teacher reads 12,345 tokens: \u00e9, \u6f22\u5b57, <tool> and\n\tblanks."
+
+
+async def teacher_tokens(assembly: Assembly[TrainConfig]) -> None:
+    """The teacher is another model than the policy, with the same tokens."""
+    role, model = assembly.config.roles.get("teacher"), await assembly.model()
+    if role is None or not role.model or model is None:
+        return  # the tokens of a server are compared when it is connected
+    place = assembly.resolve(role.model)
+    if place.resolve() == model.resolve():
+        raise ConfigError(
+            f"roles.teacher.model = {role.model} is the policy itself, which teaches it nothing; "
+            "expected another model"
+        )
+    own, its = [await in_thread(model_files.load_tokenizer, one) for one in (model, place)]
+    same = own.get_vocab() == its.get_vocab() and own.encode(PROBE) == its.encode(PROBE)
+    least = model_files.vocab_size(place)
+    if not same or least < len(own):
+        raise ConfigError(
+            f"roles.teacher.model = {role.model} has another tokenizer than the policy, or {least} "
+            f"ids for its {len(own)}; expected equal tokens, since the teacher scores the policy's"
+        )
 
 
 # The parts.

@@ -337,7 +337,22 @@ def check_roles(config: msgspec.Struct) -> None:
                 f"{key} uses {{role:{name}}}, but [roles.{name}] is missing; available: "
                 f"{sorted(roles) or 'none'}"
             )
-    for name in roles:
+    teach = getattr(getattr(config, "algorithm", None), "teach", 0.0)
+    if teach and "teacher" not in roles:
+        raise ConfigError(
+            f"algorithm.teach = {teach:g} has no teacher; set roles.teacher.model, with "
+            'roles.teacher.engine = "learner" for a model on the learner\'s ranks, or its url'
+        )
+    for name, role in roles.items():
+        if role.engine == "learner" and name != "teacher":
+            raise ConfigError(f'roles.{name}.engine = "learner" serves roles.teacher alone')
+        if name == "teacher" and teach:
+            continue
+        if name == "teacher":
+            raise ConfigError(
+                "roles.teacher is unused: algorithm.teach is 0; set its weight, or "
+                'algorithm.name = "distill"'
+            )
         if name not in read:
             raise ConfigError(
                 f"roles.{name} is unused: no text in {', '.join(READERS)} contains "
@@ -353,6 +368,7 @@ async def start_servers(
     for name, role in roles.items():
         if role.url:
             urls[name] = role.url.rstrip("/")
+        if role.url or role.engine == "learner":
             continue
         model: Path = resolve(role.model)
         key = read_key(role.api_key_env, f"roles.{name}.api_key_env")

@@ -83,6 +83,9 @@ DualClip = Annotated[
 NormalizeByStd = Annotated[
     bool, about("divide advantages by the group's deviation; false is Dr. GRPO's")
 ]
+TeachKey = Annotated[
+    float, about("weight of the teacher, [roles.teacher]: of its log-prob minus the policy's", ge=0)
+]
 Compat = Annotated[
     Literal["none", "reference"],
     about("reference: follow the released code where it differs from the paper"),
@@ -135,6 +138,10 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     overlong_buffer: Annotated[
         int, about("tokens before overlong_tokens over which the penalty grows", ge=1)
     ] = 512
+    teach: TeachKey = 0.0
+    teach_clip: Annotated[
+        float, about("bound of that difference of log-probs, nats, on both sides", gt=0)
+    ] = 5.0
     importance_cap: Annotated[
         Annotated[float, Meta(gt=0)] | Literal["none"],
         about("upper bound of the proximal / behavior weight of a token; none: weight 1"),

@@ -9,7 +9,7 @@ below it, and the number of those leaves.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -51,11 +51,14 @@ class TreeCredit:
     returns: Floats
     advantages: Floats
     dense: Mapping[int, Floats] = field(default_factory=dict)
+    awaits_teacher: bool = False  # dense advantages are added before the update
 
     @property
     def has_signal(self) -> bool:
         """False when every advantage is exactly 0, as in a group whose returns are equal."""
-        return any(map(np.any, (self.adv_pos, self.adv_neg, *self.dense.values())))
+        return self.awaits_teacher or any(
+            map(np.any, (self.adv_pos, self.adv_neg, *self.dense.values()))
+        )
 
 
 def counted_leaves(tree: TrajectoryTree, credit: TreeCredit) -> list[Node]:
@@ -121,6 +124,8 @@ def credit_of(algorithm: Any, tree: TrajectoryTree) -> TreeCredit | None:
                 f"{name_of(algorithm.credit)} returned {key} that is not a finite number for each "
                 f"of {len(tree.nodes)} nodes, for tree {tree.index}"
             )
+    if found is not None and algorithm.teach:
+        found = replace(found, awaits_teacher=True)
     for index, values in found.dense.items() if found is not None else ():
         size = len(tree.nodes[index].action_ids)
         if np.shape(values) != (size,) or not np.isfinite(values).all():

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from agentenv.base.crashes import called
 from agentenv.learners.algorithms.algorithm import Algorithm
@@ -138,9 +138,12 @@ class Trainer:
         metrics = {"loss": loss_sum, "num_tokens": total} | self.step(lr_scale, loss_sum)
         return metrics | gpu_peak(self.backend) | times(start_wall, start_cpu)
 
-    def score(self, sequences: Sequence[EncodedTree]) -> list[Score]:
-        """The scores of each sequence's predicted tokens, in order."""
-        figures = self.figures(sequences)
+    def score(
+        self, sequences: Sequence[EncodedTree], other: nn.Module | None = None
+    ) -> list[Score]:
+        """The scores of each sequence's predicted tokens, in order; with `other`, by that
+        policy."""
+        figures = self.figures(sequences, other)
         if not sequences:
             return []
         cuts = np.cumsum([sequence.num_action_tokens for sequence in sequences])[:-1]
@@ -148,13 +151,15 @@ class Trainer:
         return [Score(*(part.tolist() for part in one)) for one in zip(*parts, strict=True)]
 
     @torch.no_grad()
-    def figures(self, trees: Sequence[EncodedTree]) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+    def figures(
+        self, trees: Sequence[EncodedTree], other: nn.Module | None = None
+    ) -> tuple[Floats, Floats, NDArray[np.bool_]]:
         """Log-probs, entropies (nats) and arg-max matches of all trained tokens, in the order of
-        `ActionTokens`, under the backend's current weights."""
+        `ActionTokens`, under the backend's current weights, or by another policy."""
         count = sum(tree.num_action_tokens for tree in trees)
         found = np.zeros(count), np.zeros(count), np.zeros(count, np.bool_)
         for batch in self.backend.passes(self.layouts.pack(trees)):
-            for array, values in zip(found, self.backend.forward(batch), strict=True):
+            for array, values in zip(found, self.backend.forward(batch, other), strict=True):
                 array[batch.index] = values.cpu().numpy()
         return found
 

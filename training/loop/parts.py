@@ -217,6 +217,12 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
         self.stack.push_async_callback(close)
         return group
 
+    @property
+    def teacher_on_ranks(self) -> Path | None:
+        """The directory of a teacher on the learner's ranks."""
+        role = self.config.roles.get("teacher")
+        return self.resolve(role.model) if role and role.engine == "learner" else None
+
     @once
     async def learner(self) -> DeepSpeedLearner:
         """The learner, started, at the policy version of the checkpoint; asleep if it shares its
@@ -230,6 +236,7 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
             seed=config.run.seed,
             gpus=gpus,
             ranks=await self.ranks(),
+            teacher=self.teacher_on_ranks,
         )
         self.stack.push_async_callback(learner.close)
         if self.checkpoint is not None:
