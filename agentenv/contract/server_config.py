@@ -183,6 +183,11 @@ class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.engine == "learner" and self.url:
             raise ConfigError("roles.teacher: the learner loads a model; expected no url")
 
+    @property
+    def is_launched(self) -> bool:
+        """Whether the run starts a server for it."""
+        return not self.url and self.engine != "learner"
+
 
 class Served(Struct, frozen=True):
     """The model that one server serves, as `name`. `trained`: its weights are replaced during the

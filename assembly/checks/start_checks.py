@@ -342,7 +342,7 @@ def launched_servers(
     if engine.launched is not None:
         yield engine.kind, engine.launched, "engine.servers"
     for name, role in config.roles.items():
-        if not role.url:
+        if role.is_launched:
             yield role.engine, role, f"roles.{name}"
 
 
@@ -456,7 +456,7 @@ async def room_for_weights(assembly: Any) -> None:
         assembly.report(found.message)
 
 
-PROBE = "A teacher reads 12,345 tokens: \u00e9, \u6f22\u5b57, <tool> and\n\tblanks."
+SAMPLE = "A teacher reads 12,345 tokens: \u00e9, \u6f22\u5b57, <tool> and\n\tblanks."
 
 
 async def teacher_tokens(assembly: Assembly[TrainConfig]) -> None:
@@ -471,7 +471,7 @@ async def teacher_tokens(assembly: Assembly[TrainConfig]) -> None:
             "expected another model"
         )
     own, its = [await in_thread(model_files.load_tokenizer, one) for one in (model, place)]
-    same = own.get_vocab() == its.get_vocab() and own.encode(PROBE) == its.encode(PROBE)
+    same = own.get_vocab() == its.get_vocab() and own.encode(SAMPLE) == its.encode(SAMPLE)
     least = model_files.vocab_size(place)
     if not same or least < len(own):
         raise ConfigError(

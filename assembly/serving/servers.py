@@ -368,7 +368,7 @@ async def start_servers(
     for name, role in roles.items():
         if role.url:
             urls[name] = role.url.rstrip("/")
-        if role.url or role.engine == "learner":
+        if not role.is_launched:
             continue
         model: Path = resolve(role.model)
         key = read_key(role.api_key_env, f"roles.{name}.api_key_env")

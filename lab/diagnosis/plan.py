@@ -296,6 +296,9 @@ class _Planner:
             note = f"already running at {role.url}"
             self.plan.processes.append(Process(f"{name} server", 0, note=note))
             return
+        if not role.is_launched:
+            self.plan.processes.append(Process(name, 0, note="a model on the learner's ranks"))
+            return
         key = f"roles.{name}"
         shape = self._shape(self.resolve(role.model), f"{key}.model", role.quantization)
         context = role.max_model_len or (shape.context if shape is not None else 0)
