@@ -28,6 +28,7 @@ from agentenv.assembly.parts.environments import (
     tables_of,
     try_env,
 )
+from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.run.rundir import check_writable
 from agentenv.assembly.serving.gpus import trains_on_gpu
 from agentenv.assembly.serving.server_command import find_python
@@ -464,7 +465,7 @@ async def teacher_tokens(assembly: Assembly[TrainConfig]) -> None:
     role, model = assembly.config.roles.get("teacher"), await assembly.model()
     if role is None or not role.model or model is None:
         return  # the tokens of a server are compared when it is connected
-    place = assembly.resolve(role.model)
+    place = find_checkpoint(assembly.resolve(role.model))
     if place.resolve() == model.resolve():
         raise ConfigError(
             f"roles.teacher.model = {role.model} is the policy itself, which teaches it nothing; "

@@ -24,7 +24,7 @@ from agentenv.assembly.parts.assembly import (
     training_set,
 )
 from agentenv.assembly.parts.environments import try_env
-from agentenv.assembly.run.kept import link_model
+from agentenv.assembly.run.kept import find_checkpoint, link_model
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.serving.gpus import gpus_of_ranks, learner_gpus
 from agentenv.base.config import Reporter
@@ -221,7 +221,9 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
     def teacher_on_ranks(self) -> Path | None:
         """The directory of a teacher on the learner's ranks."""
         role = self.config.roles.get("teacher")
-        return self.resolve(role.model) if role and role.engine == "learner" else None
+        if role is None or role.engine != "learner":
+            return None
+        return find_checkpoint(self.resolve(role.model))
 
     @once
     async def learner(self) -> DeepSpeedLearner:
