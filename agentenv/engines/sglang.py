@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from math import nan
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 from uuid import uuid4
@@ -235,6 +234,7 @@ class SGLangAnswer(AnswerParser):
 
 class ScoredMeta(Struct):
     input_token_logprobs: list[tuple[float | None, int, str | None]]
+    input_top_logprobs: list[list[tuple[float | None, int, str | None]] | None] | None = None
 
 
 class SGLangScores(Struct):
@@ -297,18 +297,25 @@ class SGLangServer(WeightSync[probes.SGLangFacts]):
         for rid in request_ids:
             yield "/abort_request", {"rid": rid}
 
-    async def scores(self, ids: Sequence[int], start: int) -> list[float]:
+    async def scored(
+        self, ids: Sequence[int], start: int, top_k: int = 0
+    ) -> list[dict[int, float]]:
         await self._known()
         body = {
             "input_ids": list(ids),
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": start - 1,
+            "top_logprobs_num": top_k,
         }
-        most = reply_bytes(len(ids), 1)
+        most = reply_bytes(len(ids), top_k + 1)
         found = await self._http.call_as(SGLangScores, "POST", "/generate", body, max_bytes=most)
-        scored = found.meta_info.input_token_logprobs[start - len(ids) :]
-        return [nan if one[0] is None else one[0] for one in scored]
+        own, num = found.meta_info, len(ids) - start
+        likeliest = own.input_top_logprobs or [None] * num
+        return [
+            {token: logprob for logprob, token, _ in (one, *(more or ())) if logprob is not None}
+            for one, more in zip(own.input_token_logprobs[-num:], likeliest[-num:], strict=True)
+        ]
 
     async def load(self) -> ServerLoad:
         """Sums over data-parallel ranks and workers; the fullest cache. Preemptions count with

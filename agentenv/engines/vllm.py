@@ -11,7 +11,6 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
-from math import nan
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -165,18 +164,20 @@ class VLLMServer(WeightSync[probes.VLLMFacts]):
             del self._running[request_id]
         return answer
 
-    async def scores(self, ids: Sequence[int], start: int) -> list[float]:
+    async def scored(
+        self, ids: Sequence[int], start: int, top_k: int = 0
+    ) -> list[dict[int, float]]:
         await self._known()
         body = {
             "token_ids": list(ids),
-            "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False},
+            "sampling_params": {"max_tokens": 1, "prompt_logprobs": top_k, "detokenize": False},
             "cache_salt": self._salt,
         }
         body |= {"model": self._adapter} if self._adapter else {}
-        most = reply_bytes(len(ids), 1)
+        most = reply_bytes(len(ids), top_k + 1)
         found = await self._http.call_as(VLLMScores, "POST", probes.GENERATE, body, max_bytes=most)
-        pairs = zip(ids[start:], found.prompt_logprobs[start:], strict=True)
-        return [one[token].logprob if one else nan for token, one in pairs]
+        rows = found.prompt_logprobs[start:]
+        return [{token: one.logprob for token, one in (row or {}).items()} for row in rows]
 
     async def _try_out(self) -> None:
         await self._drop_prefixes()

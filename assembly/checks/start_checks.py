@@ -262,7 +262,12 @@ async def roles(assembly: Assembly[Any]) -> None:
 async def teacher(assembly: Assembly[TrainConfig]) -> None:
     """A teacher behind a server scores at temperature 1, over the whole vocabulary."""
     config = assembly.config
-    role = config.roles.get("teacher")
+    role, top_k = config.roles.get("teacher"), config.algorithm.teach_top_k
+    if top_k and (role is None or role.engine == "learner" or config.learner.context_parallel > 1):
+        raise ConfigError(
+            f"algorithm.teach_top_k = {top_k} needs a teacher behind a server, and "
+            "learner.context_parallel = 1; remove it: each sampled token is compared then"
+        )
     if role is None or role.engine == "learner":
         return
     if config.sampling.is_truncated or any(one != 1 for _, one in config.sampling.points):

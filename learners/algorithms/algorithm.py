@@ -142,6 +142,15 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     teach_clip: Annotated[
         float, about("bound of that difference of log-probs, nats, on both sides", gt=0)
     ] = 5.0
+    teach_top_k: Annotated[
+        int,
+        about(
+            "ids of each token that a teacher behind a server compares with the policy; 0: the "
+            "sampled one",
+            ge=0,
+            le=20,
+        ),
+    ] = 0
     importance_cap: Annotated[
         Annotated[float, Meta(gt=0)] | Literal["none"],
         about("upper bound of the proximal / behavior weight of a token; none: weight 1"),
@@ -309,7 +318,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         H, the last two weighted by `batch.weight`, over `batch.total_weight`. A mini-batch without
         tokens gives 0.
         """
-        from agentenv.learners.algorithms.losses import kl_loss
+        from agentenv.learners.algorithms.losses import coarse_kl, kl_loss
 
         total = batch.total_weight or 1.0
         ratio = self.ratio(logprobs, batch.proximal)
@@ -331,6 +340,9 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         if batch.reference is not None:
             difference = logprobs.detach() - batch.reference
             metrics["kl_to_reference"] = (part * difference).sum()
+        if batch.taught is not None and batch.teacher is not None:
+            kl = coarse_kl(batch.taught, batch.teacher)
+            loss = loss + self.teach * (batch.weight * kl).sum() / total
         if self.entropy_bonus > 0:
             loss = loss - self.entropy_bonus * (batch.weight * entropies).sum() / total
         return loss, {"loss": loss.detach(), **metrics}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,26 @@ ROUNDING = 1e-12  # of a return, which is a sum of rewards; relative above 1
 MIN_GROUP_FRACTION = 0.75  # of the leaves of a whole group; a mean of fewer is too noisy
 
 
+class Taught(NamedTuple):
+    """The teacher's likeliest ids for each sampled token, int64 [tokens, k], and their log-probs,
+    nats, float64; nan where it did not score."""
+
+    ids: NDArray[np.int64]
+    logprobs: Floats
+
+    @classmethod
+    def unknown(cls, num_tokens: int, width: int) -> Taught:
+        """Of tokens that it did not score."""
+        return cls(np.zeros((num_tokens, width), np.int64), np.full((num_tokens, width), np.nan))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Taught]) -> Taught:
+        """Of all tokens; parts of width 0 are unknown."""
+        width = max(one.ids.shape[1] for one in parts)
+        whole = [one if one.ids.shape[1] else cls.unknown(len(one.ids), width) for one in parts]
+        return cls(*map(np.concatenate, zip(*whole, strict=True)))
+
+
 @dataclass(frozen=True)
 class TreeCredit:
     """Credit per node, float64 arrays of length len(tree.nodes); weight 0 = not trained.
@@ -51,14 +71,14 @@ class TreeCredit:
     returns: Floats
     advantages: Floats
     dense: Mapping[int, Floats] = field(default_factory=dict)
+    taught: Mapping[int, Taught] = field(default_factory=dict)  # by node
     awaits_teacher: bool = False  # dense advantages are added before the update
 
     @property
     def has_signal(self) -> bool:
         """False when every advantage is exactly 0, as in a group whose returns are equal."""
-        return self.awaits_teacher or any(
-            map(np.any, (self.adv_pos, self.adv_neg, *self.dense.values()))
-        )
+        parts = (self.adv_pos, self.adv_neg, *self.dense.values())
+        return self.awaits_teacher or bool(self.taught) or any(map(np.any, parts))
 
 
 def counted_leaves(tree: TrajectoryTree, credit: TreeCredit) -> list[Node]:

@@ -211,9 +211,12 @@ class Trainer:
         batches = self.layouts.pack(computed(minibatch.trees))
         num_computed = self._num_computed(batches)
         for batch in self.backend.passes(batches):
-            logprobs, entropies, _ = self.backend.forward(batch)
+            others, known = None, minibatch.tokens.taught
+            if known is not None:
+                others = torch.from_numpy(known.ids[batch.index]).to(self.backend.device)
+            logprobs, entropies, _, *taught = self.backend.forward(batch, others=others)
             minibatch.record(batch.index, logprobs, entropies)
-            loss_batch = minibatch.loss_batch(batch.index, logprobs, terms)
+            loss_batch = minibatch.loss_batch(batch.index, logprobs, terms, *taught)
             loss, metrics = called(self.algorithm.loss, loss_batch, logprobs, entropies)
             self.backend.backward(self._with_router(loss, batch, num_computed))
             sums["num_computed_tokens"] += len(batch.token_ids)

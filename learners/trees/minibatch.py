@@ -128,13 +128,18 @@ class MiniBatch:
         self.logprobs = np.full(len(proximal), np.nan)  # of the pass that trained a token first
 
     def loss_batch(
-        self, index: np.ndarray, like: Tensor, terms: tuple[Floats, Floats] | None
+        self,
+        index: np.ndarray,
+        like: Tensor,
+        terms: tuple[Floats, Floats] | None,
+        taught: Tensor | None = None,
     ) -> LossBatch:
         """The tokens at `index`, as tensors like `like`; `terms` are value and slope."""
 
         def pick(values: Floats) -> Tensor:
             return torch.from_numpy(values[index]).to(like)
 
+        tokens = self.tokens
         value, slope = (None, None) if terms is None else (pick(terms[0]), pick(terms[1]))
         picked = ("proximal", "entropies", "adv_pos", "adv_neg", "weight", "importance")
         return LossBatch(
@@ -148,6 +153,8 @@ class MiniBatch:
             value=value,
             slope=slope,
             dense=None if self.dense is None else pick(self.dense),
+            taught=taught,
+            teacher=None if tokens.taught is None else pick(tokens.taught.logprobs),
         )
 
     def record(self, index: np.ndarray, logprobs: Tensor, entropies: Tensor) -> None:

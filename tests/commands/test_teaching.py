@@ -89,13 +89,20 @@ class Server:
         self.model = model
         self.asked: list[int] = []
 
-    async def scores(self, ids: Sequence[int], start: int) -> list[float]:
+    async def scored(
+        self, ids: Sequence[int], start: int, top_k: int = 0
+    ) -> list[dict[int, float]]:
         self.asked.append(len(ids) - start)
         if len(self.asked) % 2:
             raise EngineError("busy")
         with torch.no_grad():
             scores = self.model(torch.tensor([list(ids)])).logits[0].double().log_softmax(-1)
-        return [float(scores[place - 1, ids[place]]) for place in range(start, len(ids))]
+        rows = scores[start - 1 : -1]
+        best = [{*row.topk(top_k).indices.tolist()} if top_k else set() for row in rows]
+        return [
+            {one: float(row[one]) for one in known | {token}}
+            for row, known, token in zip(rows, best, ids[start:], strict=True)
+        ]
 
 
 async def test_a_server_scores_each_shared_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,15 +112,17 @@ async def test_a_server_scores_each_shared_token_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr("agentenv.base.retries.pause_before_retry", at_once)
     groups = credited([random_tree(Random(n), index=n, num_leaves=7) for n in range(3)], ARPO())
     server: Any = Server(tiny_model(dtype=torch.float64))
-    found = await OnServer(server).logprobs(groups)
-    for (tree, _), own in zip(groups, found, strict=True):
+    found = await OnServer(server, top_k=3).score(groups)
+    for (tree, _), (own, likeliest) in zip(groups, found, strict=True):
         expected = sums_of(server.model, tree)
+        assert all(
+            (one.logprobs[:, :-1] >= one.logprobs[:, 1:]).all() for one in likeliest.values()
+        )
+        assert own.keys() == likeliest.keys()
         assert own.keys() == {node.index for node in tree.nodes if node.action_ids}
         for index, values in own.items():
             np.testing.assert_allclose(values, expected[index], rtol=1e-6)
-    num_tokens = sum(node.action_ids != [] for tree, _ in groups for node in tree.nodes)
     assert len(server.asked) / 2 == sum(len(tree.leaves()) for tree, _ in groups)
-    assert num_tokens
 
 
 async def test_advantages_are_bounded_and_add_up(warehouse: Path) -> None:
@@ -146,6 +155,11 @@ BAD = {
     "other tokens": (
         ["algorithm.teach=1", "roles.teacher={model='{folder}/other', engine='learner'}"],
         "another tokenizer",
+    ),
+    "top k": (
+        ["algorithm={name='distill', teach_top_k=5}",
+         "roles.teacher={model='{teacher}', engine='learner'}"],
+        "a teacher behind a server",
     ),
     "temperature": (
         ["algorithm.teach=1", "roles.teacher.model={teacher}", "sampling.train.temperature=0.9"],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -21,6 +22,7 @@ from agentenv.learners.algorithms import baselines
 from agentenv.learners.algorithms.aepo import AEPO
 from agentenv.learners.algorithms.algorithm import Algorithm, Band
 from agentenv.learners.algorithms.arpo import ARPO
+from agentenv.learners.algorithms.credit import Taught
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks.backend import RankBackend
 from agentenv.learners.ranks.learner import encode_groups, in_order
@@ -28,7 +30,7 @@ from agentenv.learners.ranks.trainer import Trainer
 from agentenv.learners.trees.encoded_tree import EncodedTree
 from agentenv.learners.trees.policy import Policy
 from agentenv.training.loop.batching import credits_of_update
-from tests.learners.oracle import VERSION, Oracle, dense_of, grow
+from tests.learners.oracle import VERSION, Oracle, dense_of, grow, taught_of
 from tests.learners.trees import VOCABULARY, tiny_model
 
 EPOCHS = 2
@@ -59,6 +61,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *((kind, {"dense": True}) for kind in ("grpo", "reinforce_pp", "gspo", "cispo", "aepo")),
     ("arpo", {"dense": True, "sharing": "hard"}),
     ("grpo", {"dense": True, "aggregation": "seq-mean-token-mean", "sequence_mask": (0.2, 5.0)}),
+    *((kind, {"taught": 0.7}) for kind in ("grpo", "arpo")),
+    ("rloo", {"taught": 0.7, "dense": True}),
 ]
 MASKS = ("token_mask", "sequence_mask")
 FAMILIES = [("qwen3", 1 << 20), ("llama", 40)]  # whole, and cut into micro-batches of 40 tokens
@@ -100,7 +104,10 @@ def compare(
     oracle = Oracle(copy.deepcopy(model), kind, EPOCHS, **settings)
     proximal = settings.pop("proximal", "stale")
     drops = settings.pop("equal_groups", "count") == "drop"
-    dense = dense_of if settings.pop("dense", False) else lambda tree: {}
+    more: Callable[[TrajectoryTree], dict[str, Any]] = partial(
+        added, dense=settings.pop("dense", False), taught=bool(settings.get("taught"))
+    )
+    settings["teach"] = settings.pop("taught", 0.0)
     bands = {
         name: Band(**dict(zip(("low", "high"), settings.pop(name), strict=True)))
         for name in MASKS
@@ -111,7 +118,7 @@ def compare(
     metrics: list[dict[str, float]] = []
     norms: list[float] = []
     for number in range(2):
-        found = trainer.update(encoded(minibatches, algorithm, trainer.config, drops, dense), 1.0)
+        found = trainer.update(encoded(minibatches, algorithm, trainer.config, drops, more), 1.0)
         expected = oracle.update(minibatches)
         metrics.append(found)
         losses = []
@@ -129,6 +136,15 @@ def compare(
         trainer.moved = False  # as after a publish
     assert max(norms) > 0
     return metrics
+
+
+def added(tree: TrajectoryTree, *, dense: bool, taught: bool) -> dict[str, Any]:
+    """The parts of a credit that concern single tokens."""
+    known = taught_of(tree, VOCABULARY) if taught else {}
+    return {
+        "dense": dense_of(tree) if dense else {},
+        "taught": {index: Taught(*one) for index, one in known.items()},
+    }
 
 
 def exact(model: Any) -> Any:
@@ -149,7 +165,7 @@ def encoded(
     algorithm: Algorithm,
     config: LearnerConfig,
     drops: bool,
-    dense: Callable[[TrajectoryTree], dict[int, Any]],
+    more: Callable[[TrajectoryTree], dict[str, Any]],
 ) -> list[list[EncodedTree]]:
     """As the learner gets them."""
     trees = [tree for batch in minibatches for tree in batch]
@@ -158,7 +174,7 @@ def encoded(
     credits = iter(zip(credits_of_update(algorithm, trees, own, is_taken), is_taken, strict=True))
     taken = [
         [
-            (tree, replace(credit, dense=dense(tree)))
+            (tree, replace(credit, **more(tree)))
             for tree in batch
             for credit, is_one in [next(credits)]
             if is_one

@@ -14,12 +14,12 @@ behind an engine's server, which scores each path once from its first new token 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import islice
 from time import perf_counter
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from agentenv.contract.server_config import read_key
 from agentenv.engines.remote.base import RemoteServer
 from agentenv.engines.sglang import SGLangServer
 from agentenv.engines.vllm import VLLMServer
-from agentenv.learners.algorithms.credit import CreditedTree, Floats, TreeCredit
+from agentenv.learners.algorithms.credit import CreditedTree, Floats, Taught, TreeCredit
 from agentenv.learners.keys import Metrics
 from agentenv.learners.ranks.learner import DeepSpeedLearner
 from agentenv.learners.trees.encoded_tree import encode, encoded_nodes, trained
@@ -41,14 +41,20 @@ from agentenv.training.loop.parts import Parts
 MOST_REQUESTS = 32  # at once, of a server
 NUM_RETRIES = 10  # of a request: about four minutes, in which a lost server starts again
 
-Values = dict[int, Floats]  # by node, of each sampled token; nan where it is not trained
+
+class Scores(NamedTuple):
+    """Of a tree, by node: the teacher's log-prob of each sampled token, nats, nan where it is not
+    trained; and its likeliest ids, if it was asked for them."""
+
+    sampled: dict[int, Floats]
+    likeliest: dict[int, Taught]
 
 
 class Scorer(Protocol):
     """A teacher."""
 
-    async def logprobs(self, groups: Sequence[CreditedTree]) -> list[Values]:
-        """Its log-probs, nats, of the trained tokens of each tree."""
+    async def score(self, groups: Sequence[CreditedTree]) -> list[Scores]:
+        """The scores of each tree."""
 
 
 class OnRanks:
@@ -57,15 +63,15 @@ class OnRanks:
     def __init__(self, learner: DeepSpeedLearner) -> None:
         self.learner = learner
 
-    async def logprobs(self, groups: Sequence[CreditedTree]) -> list[Values]:
+    async def score(self, groups: Sequence[CreditedTree]) -> list[Scores]:
         version = self.learner.policy_version
         encoded = await in_thread(lambda: [encode(*group, version) for group in groups])
         scores = await self.learner.score(encoded, by_teacher=True)
         found = []
         for group, score in zip(groups, scores, strict=True):
-            rest, own = iter(score.logprobs), Values()
+            rest, own = iter(score.logprobs), Scores({}, {})
             for node in encoded_nodes(*group):
-                own[node.index] = values = np.full(len(node.action_ids), np.nan)
+                own.sampled[node.index] = values = np.full(len(node.action_ids), np.nan)
                 is_trained = trained(node)
                 values[is_trained] = [*islice(rest, int(is_trained.sum()))]
             found.append(own)
@@ -73,27 +79,27 @@ class OnRanks:
 
 
 class OnServer:
-    """A model behind an engine's server."""
+    """A model behind an engine's server. `top_k`: likeliest ids of each token, 0: none."""
 
-    def __init__(self, server: RemoteServer) -> None:
-        self.server = server
+    def __init__(self, server: RemoteServer[Any], top_k: int = 0) -> None:
+        self.server, self.top_k = server, top_k
         self._slots = asyncio.Semaphore(MOST_REQUESTS)
 
-    async def logprobs(self, groups: Sequence[CreditedTree]) -> list[Values]:
+    async def score(self, groups: Sequence[CreditedTree]) -> list[Scores]:
         return await asyncio.gather(*(self._tree(*group) for group in groups))
 
-    async def _tree(self, tree: TrajectoryTree, credit: TreeCredit) -> Values:
+    async def _tree(self, tree: TrajectoryTree, credit: TreeCredit) -> Scores:
         nodes = encoded_nodes(tree, credit)
-        inner, found, tasks = {node.parent for node in nodes}, Values(), []
+        inner, found, tasks = {node.parent for node in nodes}, Scores({}, {}), []
         for leaf in (node for node in nodes if node.index not in inner):
             path = tree.path(leaf)
-            new = [node for node in path if node.index not in found and node.action_ids]
-            found |= {node.index: np.full(len(node.action_ids), np.nan) for node in new}
+            new = [node for node in path if node.index not in found.sampled and node.action_ids]
+            found.sampled.update((node.index, np.zeros(0)) for node in new)
             tasks.append(self._path(path, new, found))
         await asyncio.gather(*tasks)
         return found
 
-    async def _path(self, path: Sequence[Node], new: Sequence[Node], found: Values) -> None:
+    async def _path(self, path: Sequence[Node], new: Sequence[Node], found: Scores) -> None:
         """Score the tokens of new nodes, the last ones of a path."""
         if not new:
             return
@@ -103,16 +109,31 @@ class OnServer:
         starts = dict(zip((node.index for node in path), np.cumsum([0, *sizes]), strict=False))
         first = int(starts[new[0].index])
 
-        async def ask(attempt: int) -> list[float]:
+        async def ask(attempt: int) -> list[dict[int, float]]:
             async with self._slots:
-                return await self.server.scores(ids, first)
+                return await self.server.scored(ids, first, self.top_k)
 
         who = f"the teacher at {self.server.name}"
-        values = await retried(ask, who, "teacher", NUM_RETRIES)
+        rows = await retried(ask, who, "teacher", NUM_RETRIES)
         for node in new:
             place = int(starts[node.index]) - first
-            own = np.array(values[place : place + len(node.action_ids)])
-            found[node.index] = np.where(trained(node), own, np.nan)
+            own = rows[place : place + len(node.action_ids)]
+            values = [
+                row.get(token, np.nan) for token, row in zip(node.action_ids, own, strict=True)
+            ]
+            found.sampled[node.index] = np.where(trained(node), values, np.nan)
+            if self.top_k:
+                found.likeliest[node.index] = likeliest(own, self.top_k)
+
+
+def likeliest(rows: Sequence[Mapping[int, float]], k: int) -> Taught:
+    """The k likeliest ids of each token; nan where the server gave fewer."""
+    found = Taught.unknown(len(rows), k)
+    for number, row in enumerate(rows):
+        best = sorted(row, key=row.__getitem__, reverse=True)[:k]
+        if len(best) == k:
+            found.ids[number], found.logprobs[number] = best, [row[one] for one in best]
+    return found
 
 
 class Teaching:
@@ -124,16 +145,18 @@ class Teaching:
     async def teach(self, groups: Sequence[CreditedTree]) -> tuple[list[CreditedTree], Metrics]:
         """The groups with dense advantages, and metrics."""
         began_s = perf_counter()
-        values = await self.scorer.logprobs(groups)
+        scores = await self.scorer.score(groups)
         taught, parts = [], []
-        for (tree, credit), own in zip(groups, values, strict=True):
-            gaps = {index: one - tree.nodes[index].logprobs for index, one in own.items()}
+        for (tree, credit), own in zip(groups, scores, strict=True):
+            gaps = {n: one - tree.nodes[n].logprobs for n, one in own.sampled.items()}
             dense = dict(credit.dense)
             for index, gap in gaps.items():
-                dense[index] = dense.get(index, 0.0) + self.advantages(gap)
+                if not own.likeliest:
+                    dense[index] = dense.get(index, 0.0) + self.advantages(gap)
                 signs = np.sign(credit.adv_pos[index] + credit.adv_neg[index]) * np.sign(gap)
                 parts.append(np.stack([gap, signs]))
-            taught.append((tree, replace(credit, dense=dense, awaits_teacher=False)))
+            found = replace(credit, dense=dense, taught=own.likeliest, awaits_teacher=False)
+            taught.append((tree, found))
         gap, signs = np.concatenate([np.zeros((2, 0)), *parts], axis=1)
         gap, signs = gap[~np.isnan(gap)], signs[~np.isnan(signs) & (signs != 0)]
         metrics = {"teacher/wall_s": perf_counter() - began_s}
@@ -157,7 +180,7 @@ async def make_teacher(config: TrainConfig, parts: Parts, stack: AsyncExitStack)
     role = config.roles["teacher"]
     if role.engine == "learner":
         return Teaching(config, OnRanks(parts.learner))
-    kind = VLLMServer if role.engine == "vllm" else SGLangServer
+    kind: Any = VLLMServer if role.engine == "vllm" else SGLangServer
     key = read_key(role.api_key_env, "roles.teacher.api_key_env")
     server = kind(parts.urls["teacher"], vocab_size=parts.vocab_size, api_key=key)
     stack.push_async_callback(server.close)
@@ -168,4 +191,4 @@ async def make_teacher(config: TrainConfig, parts: Parts, stack: AsyncExitStack)
             f"roles.teacher: its server reads {info.max_model_len} tokens, prompt and response "
             f"have up to {needed}; raise roles.teacher.max_model_len"
         )
-    return Teaching(config, OnServer(server))
+    return Teaching(config, OnServer(server, config.algorithm.teach_top_k))
