@@ -263,6 +263,18 @@ async def teacher(assembly: Assembly[TrainConfig]) -> None:
     """A teacher behind a server scores at temperature 1, over the whole vocabulary."""
     config = assembly.config
     role, top_k = config.roles.get("teacher"), config.algorithm.teach_top_k
+    hint = config.algorithm.hint
+    if hint and not config.algorithm.teach:
+        raise ConfigError(f"algorithm.hint = {hint!r} is unused: algorithm.teach is 0")
+    if hint and role is not None and role.engine != "learner":
+        raise ConfigError(
+            'algorithm.hint: the learner scores hints; set roles.teacher.engine = "learner", or '
+            "remove roles.teacher"
+        )
+    if ":" in hint:
+        load_function(hint, "algorithm.hint")
+    elif hint not in ("", "sibling", "gold"):
+        raise ConfigError(f"algorithm.hint = {hint!r}: expected sibling, gold or module:function")
     if top_k and (role is None or role.engine == "learner" or config.learner.context_parallel > 1):
         raise ConfigError(
             f"algorithm.teach_top_k = {top_k} needs a teacher behind a server, and "

@@ -337,11 +337,13 @@ def check_roles(config: msgspec.Struct) -> None:
                 f"{key} uses {{role:{name}}}, but [roles.{name}] is missing; available: "
                 f"{sorted(roles) or 'none'}"
             )
-    teach = getattr(getattr(config, "algorithm", None), "teach", 0.0)
-    if teach and "teacher" not in roles:
+    algorithm = getattr(config, "algorithm", None)
+    teach, hint = getattr(algorithm, "teach", 0.0), getattr(algorithm, "hint", "")
+    if teach and "teacher" not in roles and not hint:
         raise ConfigError(
             f"algorithm.teach = {teach:g} has no teacher; set roles.teacher.model, with "
-            'roles.teacher.engine = "learner" for a model on the learner\'s ranks, or its url'
+            'roles.teacher.engine = "learner" for a model on the learner\'s ranks, its url, or '
+            'algorithm.hint = "sibling"'
         )
     for name, role in roles.items():
         if role.engine == "learner" and name != "teacher":

@@ -142,6 +142,17 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     teach_clip: Annotated[
         float, about("bound of that difference of log-probs, nats, on both sides", gt=0)
     ] = 5.0
+    teach_gate: Annotated[
+        float, about("factor sigmoid(teach_gate * difference) of that advantage; 0: none", ge=0)
+    ] = 0.0
+    hint: Annotated[
+        str,
+        about(
+            "text that only the teacher reads, before the turns of a failed trajectory: sibling "
+            "(the rest of the best successful one), gold, or module:function of the tree and the "
+            "trajectory; without roles.teacher the policy with the hint is the teacher"
+        ),
+    ] = ""
     teach_top_k: Annotated[
         int,
         about(

@@ -14,6 +14,8 @@ behind an engine's server, which scores each path once from its first new token 
 from __future__ import annotations
 
 import asyncio
+import logging
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -22,9 +24,11 @@ from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from scipy.special import expit
 
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.base.errors import ConfigError
+from agentenv.base.errors import SHOWN, ConfigError
+from agentenv.base.model_files import num_positions, read_model_config
 from agentenv.base.offload import in_thread
 from agentenv.base.retries import retried
 from agentenv.base.tree import Node, TrajectoryTree
@@ -35,8 +39,11 @@ from agentenv.engines.vllm import VLLMServer
 from agentenv.learners.algorithms.credit import CreditedTree, Floats, Taught, TreeCredit
 from agentenv.learners.keys import Metrics
 from agentenv.learners.ranks.learner import DeepSpeedLearner
-from agentenv.learners.trees.encoded_tree import encode, encoded_nodes, trained
+from agentenv.learners.trees.encoded_tree import encode, encode_sequence, encoded_nodes, trained
 from agentenv.training.loop.parts import Parts
+from agentenv.training.supervised.hints import Builder, builder, copied, hinted
+
+logger = logging.getLogger(__name__)
 
 MOST_REQUESTS = 32  # at once, of a server
 NUM_RETRIES = 10  # of a request: about four minutes, in which a lost server starts again
@@ -51,7 +58,9 @@ class Scores(NamedTuple):
 
 
 class Scorer(Protocol):
-    """A teacher."""
+    """A teacher. `figures`: metrics of the last trees."""
+
+    figures: Metrics
 
     async def score(self, groups: Sequence[CreditedTree]) -> list[Scores]:
         """The scores of each tree."""
@@ -62,6 +71,7 @@ class OnRanks:
 
     def __init__(self, learner: DeepSpeedLearner) -> None:
         self.learner = learner
+        self.figures: Metrics = {}
 
     async def score(self, groups: Sequence[CreditedTree]) -> list[Scores]:
         version = self.learner.policy_version
@@ -83,6 +93,7 @@ class OnServer:
 
     def __init__(self, server: RemoteServer[Any], top_k: int = 0) -> None:
         self.server, self.top_k = server, top_k
+        self.figures: Metrics = {}
         self._slots = asyncio.Semaphore(MOST_REQUESTS)
 
     async def score(self, groups: Sequence[CreditedTree]) -> list[Scores]:
@@ -136,6 +147,47 @@ def likeliest(rows: Sequence[Mapping[int, float]], k: int) -> Taught:
     return found
 
 
+class WithHints:
+    """The policy, or a teacher on the ranks, which reads hints (hints.py): scores only the turns of
+    failed trajectories that have one. `most`: tokens of a sequence."""
+
+    def __init__(
+        self, learner: DeepSpeedLearner, build: Builder, most: int, *, by_teacher: bool
+    ) -> None:
+        self.learner, self.build, self.most, self.by_teacher = learner, build, most, by_teacher
+        self.figures: Metrics = {}
+        self._has_warned = False
+
+    async def score(self, groups: Sequence[CreditedTree]) -> list[Scores]:
+        paths = [await in_thread(hinted, tree, self.build) for tree, _ in groups]
+        chosen = [one for own in paths for one in own if len(one.ids) <= self.most]
+        num_long = sum(map(len, paths)) - len(chosen)
+        if num_long and not self._has_warned:
+            self._has_warned = True
+            text = "%d hints are left out (teacher/hints_too_long): with one, a trajectory exceeds "
+            text += "the model's %d tokens; shorten the hint, or lower limits.max_response_tokens"
+            logger.warning(text, num_long, self.most, extra=SHOWN)
+        sequences = [encode_sequence(one.ids, one.mask, one.temperature) for one in chosen]
+        scores = iter(await self.learner.score(sequences, by_teacher=self.by_teacher))
+        found = []
+        for own in paths:
+            scored = Scores({}, {})
+            for path in own:
+                if len(path.ids) <= self.most:
+                    rest = iter(next(scores).logprobs)
+                    for node in path.nodes:
+                        values = np.array([*islice(rest, len(node.action_ids))])
+                        scored.sampled[node.index] = np.where(trained(node), values, np.nan)
+            found.append(scored)
+        copies = [one for path in chosen for one in copied(path)]
+        self.figures = {
+            "teacher/hinted": float(len(chosen)),
+            "teacher/hints_too_long": float(num_long),
+            "teacher/leakage": float(np.mean(copies)) if copies else 0.0,
+        }
+        return found
+
+
 class Teaching:
     """Adds the dense advantages of a teacher to the credit of an update."""
 
@@ -159,7 +211,7 @@ class Teaching:
             taught.append((tree, found))
         gap, signs = np.concatenate([np.zeros((2, 0)), *parts], axis=1)
         gap, signs = gap[~np.isnan(gap)], signs[~np.isnan(signs) & (signs != 0)]
-        metrics = {"teacher/wall_s": perf_counter() - began_s}
+        metrics = {"teacher/wall_s": perf_counter() - began_s, **self.scorer.figures}
         if len(gap):
             metrics["teacher/gap"] = float(gap.mean())
             metrics["teacher/gap_abs"] = float(np.abs(gap).mean())
@@ -170,15 +222,20 @@ class Teaching:
 
     def advantages(self, gap: Floats) -> Floats:
         """Of tokens with these gaps, log teacher - log policy."""
-        bound = self.algorithm.teach_clip
-        return self.algorithm.teach * np.clip(np.nan_to_num(gap), -bound, bound)
+        bound, gate = self.algorithm.teach_clip, self.algorithm.teach_gate
+        found = self.algorithm.teach * np.clip(np.nan_to_num(gap), -bound, bound)
+        return found * expit(gate * np.nan_to_num(gap)) if gate else found
 
 
 async def make_teacher(config: TrainConfig, parts: Parts, stack: AsyncExitStack) -> Teaching:
     """The teacher of a run, ready; `stack` closes it. Raises ConfigError for a server whose model
     does not fit."""
-    role = config.roles["teacher"]
-    if role.engine == "learner":
+    role, hint = config.roles.get("teacher"), config.algorithm.hint
+    if hint:
+        most = num_positions(read_model_config(parts.model)) or sys.maxsize
+        build, by_teacher = builder(hint, parts.tokenizer), role is not None
+        return Teaching(config, WithHints(parts.learner, build, most, by_teacher=by_teacher))
+    if role is None or role.engine == "learner":
         return Teaching(config, OnRanks(parts.learner))
     kind: Any = VLLMServer if role.engine == "vllm" else SGLangServer
     key = read_key(role.api_key_env, "roles.teacher.api_key_env")
