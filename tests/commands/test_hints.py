@@ -157,4 +157,4 @@ def test_a_hint_beyond_the_context_is_left_out_and_counted(
     rows = rows_of(warehouse.parent / "runs" / "hinted-long")
     assert all(row["teacher/hinted"] == 0 for row in rows if "teacher/hinted" in row)
     assert sum(row.get("teacher/hints_too_long", 0) for row in rows) > 0
-    assert "hints_too_long" in capsys.readouterr().out
+    assert "hints_too_long" in capsys.readouterr().err
