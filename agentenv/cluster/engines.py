@@ -30,7 +30,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from agentenv.base.deadline import ReportingClock, waiting, work_clock, working
+from agentenv.base.deadline import ReportingClock, cancel_all, waiting, work_clock, working
 from agentenv.base.errors import EngineDeadError, EngineError
 from agentenv.base.tree import Prefix, packed_ids
 from agentenv.base.types import Chunk, Completion, SamplingParams
@@ -151,10 +151,7 @@ class Turns:
 
     async def close(self) -> None:
         """Abort all turns."""
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._running.values())
 
     async def _sample(self, request: SampleTurn) -> None:
         message: SampledTurn | Refused
