@@ -146,14 +146,6 @@ class Facts(Struct, frozen=True):
 F = TypeVar("F", bound=Facts)
 
 
-class Handed(Struct, Generic[F], array_like=True, frozen=True):
-    """See RemoteServer.handed; `nonce` is the beginning of all labels of the client."""
-
-    facts: F
-    salt: str
-    nonce: str
-
-
 async def _no_guests() -> None:
     """The default: no other process uses the server."""
 
@@ -237,20 +229,20 @@ class RemoteServer(ABC, Generic[F]):
             return facts.info
 
     def handed(self) -> bytes:
-        """The connection data for a client in another process; see `take_over`. With the cache
-        kept, salts change with each update, which other processes learn too late: they must not use
-        such a server.
+        """The connection data for a client in another process; see `take_over`: the facts, the
+        salt, and the beginning of all labels. With the cache kept, salts change with each update,
+        which other processes learn too late: they must not use such a server.
         """
         facts = replace(self._connected(), layout=None)
-        return msgspec.msgpack.encode(Handed(facts, self._run_salt, self._nonce))
+        return msgspec.msgpack.encode((facts, self._run_salt, self._nonce))
 
     def take_over(self, handed: bytes) -> None:
         """Use a server that another client manages; only `generate`, `name` and `close` are then
         allowed. New data is necessary after each connection.
         """
-        found = msgspec.msgpack.decode(handed, type=Handed[self.facts])  # type: ignore[name-defined]
-        self._facts, self._run_salt, self._nonce = found.facts, found.salt, found.nonce
-        self._ranks.count, self._unusable = found.facts.num_ranks, ""
+        kind = tuple[self.facts, str, str]  # type: ignore[name-defined]
+        facts, self._run_salt, self._nonce = msgspec.msgpack.decode(handed, type=kind)
+        self._facts, self._ranks.count, self._unusable = facts, facts.num_ranks, ""
 
     @property
     def has_free_entropies(self) -> bool:
