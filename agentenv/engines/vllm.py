@@ -181,15 +181,13 @@ class VLLMServer(WeightSync[probes.VLLMFacts]):
     async def _try_out(self) -> None:
         await self._drop_prefixes()
         await self.load()
+        problem = f"{self.name} does not report which weights sampled a token"
         try:
-            try:
-                await self._try_request(plugin=True)
-            except NoPluginError:
-                await self._try_request(plugin=False)
-        except ForeignWeightsError as error:
-            raise ConfigError(
-                f"{self.name} does not report which weights sampled a token: {error}"
-            ) from error
+            with reported_as(ConfigError, problem, ForeignWeightsError):
+                try:
+                    await self._try_request(plugin=True)
+                except NoPluginError:
+                    await self._try_request(plugin=False)
         except RefusedError as error:
             cure = ": start it with --enable-scale-out" if error.status == 403 else ""
             raise ConfigError(f"{error}{cure}") from error
