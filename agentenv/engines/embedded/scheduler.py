@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -188,10 +189,7 @@ class Scheduler:
             request.enders |= request.matcher.candidates
         self.counts["requests"] += 1
         self.counts["prompt_tokens"] += len(request.prompt)
-        place = len(self.waiting)
-        while place and self.waiting[place - 1].order > request.order:
-            place -= 1
-        self.waiting.insert(place, request)
+        insort(self.waiting, request, key=lambda one: one.order)
 
     def cancel(self, request: EmbeddedRequest) -> None:
         """Forget a request; unknown and finished ones are ignored."""
