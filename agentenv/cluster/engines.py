@@ -191,12 +191,8 @@ class Lease(Slot):
     def __init__(self, client: Server, message: Granted) -> None:
         super().__init__(client)
         self.number, self.on = message.number, message.server
-        self.version = message.policy_version
+        client.policy_version = message.policy_version
         self.end: SlotAbort | None = None  # set when the controller has aborted the slot
-
-    @property
-    def policy_version(self) -> int:
-        return self.version
 
     @property
     def is_asleep(self) -> bool:
@@ -240,7 +236,7 @@ class LeasedEngine(TurnEngine[Lease]):
                 if (waiting := self._waiting.get(message.number)) and not waiting.done():
                     waiting.set_exception(raised(message.kind, message.text))
             case ServerPause() if lease:
-                lease.version = message.policy_version
+                lease.client.policy_version = message.policy_version
                 if message.is_paused is not lease.is_paused:
                     (lease.pause if message.is_paused else lease.resume)()
             case SlotAbort():
