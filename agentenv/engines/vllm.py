@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from math import nan
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -138,9 +138,8 @@ class VLLMServer(WeightSync[probes.VLLMFacts]):
         """One request to the server; None if the weights changed before its first token."""
         plugin, entropies = self._connected().plugin, request.with_entropies
         exact = plugin or not 0 < self._top_k < vocab_size
-        kind: Literal["exact", "top_k"] = "exact" if exact else "top_k"
         answer = VLLMAnswer(
-            self.name, kind, self._span, vocab_size, with_entropies=entropies, plugin=plugin
+            self.name, exact, self._span, vocab_size, with_entropies=entropies, plugin=plugin
         )
         body = request_body(
             request_id, request, self._top_k, self._salt, self._adapter, plugin=plugin

@@ -75,13 +75,13 @@ class LabeledSpan(Struct, frozen=True):
 
 class AnswerParser(ABC):
     """The parser of a server's stream for one request. `name_span` converts the label of weights to
-    their version; see RemoteServer.
+    their version; see RemoteServer. `is_exact`: whether entropies are exact.
     """
 
     def __init__(
         self,
         server: str,
-        entropy_kind: Literal["exact", "top_k"],
+        is_exact: bool,
         name_span: Callable[[str, int, int], VersionSpan],
         vocab_size: int,
         *,
@@ -91,7 +91,7 @@ class AnswerParser(ABC):
         self._server, self._name_span, self._vocab_size = server, name_span, vocab_size
         self._reason: str | None = None  # the finish reason
         self._spans: list[LabeledSpan] = []
-        self._entropy_kind: Literal["exact", "top_k"] = entropy_kind
+        self._entropy_kind: Literal["exact", "top_k"] = "exact" if is_exact else "top_k"
         self._stop: str | None = None
         self._num_cached_tokens = 0
         self._num_tokens = 0  # so far
