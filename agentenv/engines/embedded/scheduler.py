@@ -120,7 +120,7 @@ class BatchStep:
         self.inputs = [request.turn.token_ids[-1] for request in self.requests]
         prefills: list[model.Prefill] = []
         for request in fresh:
-            block, row = cache.location(request.slot)
+            block, row = cache.place[request.slot]
             past, start = request.turn.num_cached_tokens, len(token_ids)
             ids = request.context[past:].tolist()
             prefills.append(model.Prefill(block, row, past, start, len(ids), device))
@@ -263,7 +263,7 @@ class Scheduler:
         self._step = None
         for slot in self.running:
             length = int(self._cache.lengths[slot])
-            if length == self._cache.location(slot)[0].width:
+            if length == self._cache.place[slot][0].width:
                 self._cache.grow(slot, length + 1)
 
     def _admit(self) -> list[EmbeddedRequest]:
