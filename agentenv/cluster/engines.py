@@ -95,13 +95,8 @@ class LinkedEngine(Engine):
         ids = prompt_ids.joined() if isinstance(prompt_ids, Prefix) else packed_ids(prompt_ids)
         listens = on_tokens is not None
         pending = self._pending[number] = _Pending(on_tokens)
-        self._link.send(
-            pack(
-                SampleTurn(
-                    number, ids.tobytes(), sampling, session, listens, stream_interval, order
-                )
-            )
-        )
+        turn = SampleTurn(number, ids.tobytes(), sampling, session, listens, stream_interval, order)
+        self._link.send(pack(turn))
         try:
             return await pending.done
         except asyncio.CancelledError:
@@ -370,9 +365,7 @@ class Leases:
             pool.check_alive()
         except EngineDeadError as error:
             return self._refuse(request.number, error)
-        avoid = (
-            [one for one in pool.servers if one.number in request.avoid] if request.avoid else ()
-        )
+        avoid = [one for one in pool.servers if one.number in request.avoid]
         slot = pool.queue.seek(request.session, request.order, avoid)
         if isinstance(slot, PooledServer):
             self._grant(request.number, slot)
