@@ -20,7 +20,7 @@ from agentenv.base.errors import DataError, EngineDeadError, TooManyFailuresErro
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Limits, Task
 from agentenv.cluster.engines import LinkedEngine
-from agentenv.cluster.messages import read_request
+from agentenv.cluster.messages import Notice, pack, read_request
 from agentenv.cluster.workers import RolloutWorkers
 from agentenv.processes.link import PREFIX_BYTES, READ_BYTES, Link
 from agentenv.processes.worker_group import BEAT_S, NUM_LOSSES, NUM_TRIALS, Left
@@ -392,7 +392,7 @@ def test_counters_of_the_workers_are_added_to_those_of_the_controller() -> None:
 
 def test_messages_of_a_worker_are_reported_with_its_name() -> None:
     async def work(cluster: Cluster) -> list[str]:
-        cluster.served["b"].notify("slow")
+        cluster.served["b"].link.send(pack(Notice("slow")))
         await asyncio.sleep(1.0)
         return cluster.told
 

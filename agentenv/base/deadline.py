@@ -7,6 +7,7 @@
     with doing("the tool 'search'"): ...           names the rollout's current wait, for monitoring
     with deferring(defer_s): ...                   the work may be lost: deadlines can be deferred
     await uncancelled(env.close())                 completes the call despite cancellations
+    await cancel_all(tasks)                        ends tasks
     await within(60.0, "..", reading)              its result, or StallError
 
 A `WorkClock` times a trajectory. Code that waits for a slot, for a rate limit, or for a server that
@@ -18,7 +19,7 @@ with a server does not count (`Work`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from enum import StrEnum
@@ -418,6 +419,13 @@ def retrieve_exception(done: asyncio.Future[Any]) -> None:
     `add_done_callback`."""
     if not done.cancelled():
         done.exception()
+
+
+async def cancel_all(tasks: Collection[asyncio.Future[Any]]) -> None:
+    """Cancel the tasks and wait for their end, regardless of their errors."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def uncancelled(work: Awaitable[T]) -> T:

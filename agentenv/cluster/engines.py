@@ -30,7 +30,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from agentenv.base.deadline import ReportingClock, waiting, work_clock, working
+from agentenv.base.deadline import ReportingClock, cancel_all, waiting, work_clock, working
 from agentenv.base.errors import EngineDeadError, EngineError
 from agentenv.base.tree import Prefix, packed_ids
 from agentenv.base.types import Chunk, Completion, SamplingParams
@@ -95,13 +95,8 @@ class LinkedEngine(Engine):
         ids = prompt_ids.joined() if isinstance(prompt_ids, Prefix) else packed_ids(prompt_ids)
         listens = on_tokens is not None
         pending = self._pending[number] = _Pending(on_tokens)
-        self._link.send(
-            pack(
-                SampleTurn(
-                    number, ids.tobytes(), sampling, session, listens, stream_interval, order
-                )
-            )
-        )
+        turn = SampleTurn(number, ids.tobytes(), sampling, session, listens, stream_interval, order)
+        self._link.send(pack(turn))
         try:
             return await pending.done
         except asyncio.CancelledError:
@@ -151,10 +146,7 @@ class Turns:
 
     async def close(self) -> None:
         """Abort all turns."""
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._running.values())
 
     async def _sample(self, request: SampleTurn) -> None:
         message: SampledTurn | Refused
@@ -194,12 +186,8 @@ class Lease(Slot):
     def __init__(self, client: Server, message: Granted) -> None:
         super().__init__(client)
         self.number, self.on = message.number, message.server
-        self.version = message.policy_version
+        client.policy_version = message.policy_version
         self.end: SlotAbort | None = None  # set when the controller has aborted the slot
-
-    @property
-    def policy_version(self) -> int:
-        return self.version
 
     @property
     def is_asleep(self) -> bool:
@@ -243,7 +231,7 @@ class LeasedEngine(TurnEngine[Lease]):
                 if (waiting := self._waiting.get(message.number)) and not waiting.done():
                     waiting.set_exception(raised(message.kind, message.text))
             case ServerPause() if lease:
-                lease.version = message.policy_version
+                lease.client.policy_version = message.policy_version
                 if message.is_paused is not lease.is_paused:
                     (lease.pause if message.is_paused else lease.resume)()
             case SlotAbort():
@@ -377,9 +365,7 @@ class Leases:
             pool.check_alive()
         except EngineDeadError as error:
             return self._refuse(request.number, error)
-        avoid = (
-            [one for one in pool.servers if one.number in request.avoid] if request.avoid else ()
-        )
+        avoid = [one for one in pool.servers if one.number in request.avoid]
         slot = pool.queue.seek(request.session, request.order, avoid)
         if isinstance(slot, PooledServer):
             self._grant(request.number, slot)

@@ -29,6 +29,7 @@ from typing import Any, BinaryIO, Protocol
 import msgspec
 from msgspec import Struct
 
+from agentenv.base.deadline import cancel_all
 from agentenv.base.errors import ConfigError, WorkerError, reported_as
 from agentenv.base.installation import PACKAGES
 from agentenv.base.offload import in_thread, kill, start_process
@@ -241,9 +242,7 @@ class Supervisor:
         try:
             await self._enough(starting)
         except BaseException:
-            for task in starting:
-                task.cancel()
-            await asyncio.gather(*starting, return_exceptions=True)
+            await cancel_all(starting)
             raise
         for number, task in enumerate(starting):
             self._begin(self._keep(number, task))
@@ -254,9 +253,7 @@ class Supervisor:
         """End all workers. Idempotent."""
         self._is_closing = True
         await self._group.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
         await self._reception.close()
         for link in self._links:
             link.abort()

@@ -26,6 +26,7 @@ from msgspec.structs import replace
 
 from agentenv.assembly.serving.gpus import GpuPlan
 from agentenv.assembly.serving.server_command import command, environment, find_python, shared_cache
+from agentenv.base.deadline import cancel_all
 from agentenv.base.errors import ConfigError, EngineError
 from agentenv.base.offload import in_thread
 from agentenv.base.ports import hold_port, port_of
@@ -86,9 +87,7 @@ class ServerProcess:
     async def close(self) -> None:
         """Stop the server with all its processes; idempotent."""
         tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
         await self._process.stop()
 
     async def _start(self) -> None:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import msgspec
 import psutil
 
-from agentenv.base.deadline import uncancelled
+from agentenv.base.deadline import cancel_all, uncancelled
 from agentenv.base.errors import SHOWN, ConfigError, LearnerError
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks import messages as wire
@@ -281,9 +281,7 @@ class RankGroup:
                 await self.close()
                 raise
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await cancel_all(tasks)
             if problem is not None:
                 raise problem
         return [reply for task in tasks if not isinstance(reply := task.result(), wire.RankFailed)]

@@ -28,7 +28,7 @@ from agentenv.assembly.run.kept import link_model
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.serving.gpus import gpus_of_ranks, learner_gpus
 from agentenv.base.config import Reporter
-from agentenv.base.deadline import retrieve_exception, uncancelled
+from agentenv.base.deadline import cancel_all, retrieve_exception, uncancelled
 from agentenv.base.disk import own_folder
 from agentenv.base.disk_errors import WEIGHTS_KEY, WEIGHTS_PREFIX, explain
 from agentenv.base.errors import ConfigError
@@ -286,9 +286,7 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
         try:
             return await asyncio.gather(first, second)
         finally:  # if one fails, the other ends too
-            for task in (first, second):
-                task.cancel()
-            await asyncio.wait((first, second))
+            await cancel_all((first, second))
 
     async def parts(self) -> Parts:
         """All parts, started."""

@@ -18,8 +18,8 @@ from typing import Any
 
 from packaging.version import Version
 
-from agentenv.base.errors import ConfigError, MissingError, WorkerError
-from agentenv.base.installation import install_hint
+from agentenv.base.errors import ConfigError, WorkerError
+from agentenv.base.installation import install_hint, needed
 from agentenv.base.offload import in_thread
 from agentenv.cluster.messages import WorkerFigures
 from agentenv.processes.link import Link
@@ -123,18 +123,13 @@ class Ray:
     def __init__(self, setup: ray_placement.RaySetup) -> None:
         if not setup.address:  # on Linux, Ray's sockets would listen on all addresses
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-        try:
-            import ray
-        except ImportError as error:
-            raise MissingError(
-                f"cluster.kind = ray requires the package ray: {install_hint('ray')}"
-            ) from error
+        ray = needed("ray", "ray", "cluster.kind = ray")
         if Version(ray.__version__) < Version(OLDEST):
             raise ConfigError(
                 f"cluster.kind = ray requires Ray {OLDEST} or later, and {ray.__version__} is "
                 f"installed: {install_hint('ray')} --upgrade"
             )
-        self.ray: Any = ray
+        self.ray = ray
         self.setup = setup
 
     def connect(self) -> None:

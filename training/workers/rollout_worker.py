@@ -145,10 +145,6 @@ class RolloutWorker:
             case _:
                 self.engine.handle(request)
 
-    def notify(self, text: str) -> None:
-        """Send a message for the user to the controller."""
-        self.link.send(pack(messages.Notice(text)))
-
     def leave(self, within_s: float) -> None:
         """Request no more trees: this process ends in `within_s` seconds."""
         self.link.send(pack(messages.Leaving(within_s)))
@@ -258,7 +254,7 @@ async def build(
     actor = actor_of(config, engine, renderer, (await assembly.makers())[TRAINED])
     watch(actor, config)
     lag = LoopLag()
-    waits = WaitWatch(lambda: [actor], lambda text: worker.notify(text))
+    waits = WaitWatch(lambda: [actor], lambda text: link.send(pack(messages.Notice(text))))
 
     def look(figures: WorkerFigures) -> None:
         figures.env, figures.loop = shared_stats(), lag.figures()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
 from typing import Protocol
@@ -55,11 +56,21 @@ PROBE_IDS = (1,)
 MAX_PROBE_PAUSE_S = 5.0  # before another probe of a full server
 
 
+@asynccontextmanager
+async def in_time(seconds: float, late: str) -> AsyncIterator[None]:
+    """A block with a deadline, after which it raises ServerLostError: `late`, and the seconds."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise ServerLostError(f"{late} within {seconds:g} s") from error
+
+
 async def try_out(server: Server, within_s: float) -> None:
     """Raises ServerLostError if the server returns no token in time. Retries while it is full,
     which does not depend on its weights."""
     try:
-        async with asyncio.timeout(within_s):
+        async with in_time(within_s, f"{server.name} returned no token of a probe"):
             for attempt in count():
                 request = ServerRequest(
                     f"weights-{secrets.token_hex(4)}",
@@ -75,10 +86,6 @@ async def try_out(server: Server, within_s: float) -> None:
                     attempt, server.name, first_s=FIRST_CLOSED_S, max_s=MAX_PROBE_PAUSE_S
                 )
                 await asyncio.sleep(max(pause_s, wanted_s))
-    except TimeoutError as error:
-        raise ServerLostError(
-            f"{server.name} returned no token within {within_s:g} s in a probe"
-        ) from error
     except ForeignWeightsError as error:  # another process has replaced it
         raise ServerLostError(str(error)) from error
 
@@ -165,15 +172,10 @@ class Keeper:
         ServerLostError if the server does not answer, or has other weights."""
         if self._replacing.locked():  # paused: waiting requests are no congestion
             return
-        server, within_s = self.server, self._config.poll_timeout_s
-        try:
-            async with asyncio.timeout(within_s):
-                load = await self.client.load()
-                keeps_label = await self.client.keeps_label()
-        except TimeoutError as error:
-            raise ServerLostError(
-                f"{server.name} did not report its load within {within_s:g} s"
-            ) from error
+        server = self.server
+        async with in_time(self._config.poll_timeout_s, f"{server.name} did not report its load"):
+            load = await self.client.load()
+            keeps_label = await self.client.keeps_label()
         if not server.serving:
             return
         server.load = load
@@ -340,19 +342,13 @@ class Keeper:
     async def _replace(self, load: Callable[[], Awaitable[None]], policy_version: int) -> None:
         """Load these weights and serve them. Raises ServerLostError if that fails."""
         server = self.server
+        late = f"{server.name} did not load policy version {policy_version}"
         async with self._replacing:
             with server.loading():
                 try:
-                    async with asyncio.timeout(self._config.load_timeout_s):
+                    async with in_time(self._config.load_timeout_s, late):
                         await load()
                         await try_out(self.client, self._config.first_token_s)
-                except TimeoutError as error:
-                    lost = ServerLostError(
-                        f"{server.name} did not load policy version {policy_version} within "
-                        f"{self._config.load_timeout_s:g} s"
-                    )
-                    server.drop(f"its weight version is uncertain: {lost}")
-                    raise lost from error
                 except (ServerLostError, asyncio.CancelledError) as error:
                     text = str(error) or "their load was aborted"
                     server.drop(f"its weight version is uncertain: {text}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import field
@@ -207,19 +208,14 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
 
     def server_maker(self, vocabulary: int) -> Callable[[str], Server]:
         """Makes the client of a URL; `vocabulary` is the model's number of token ids."""
-        api_key = self.key()
-
-        def make(url: str) -> Server:
-            return type(self).client(
-                url,
-                entropy_top_k=self.entropy_top_k,
-                load_s=self.pool.load_timeout_s,
-                vocab_size=vocabulary,
-                api_key=api_key,
-                update_kv=self.update_kv,
-            )
-
-        return make
+        return partial(
+            type(self).client,
+            entropy_top_k=self.entropy_top_k,
+            load_s=self.pool.load_timeout_s,
+            vocab_size=vocabulary,
+            api_key=self.key(),
+            update_kv=self.update_kv,
+        )
 
     def _positions(self, model_config: dict[str, Any]) -> int:
         return num_stretched_positions(model_config)

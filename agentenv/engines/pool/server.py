@@ -141,7 +141,8 @@ class RequestMonitor:
     def is_lost(self, config: PoolConfig) -> bool:
         """Whether it has been silent for too long."""
         silence_s = self._slot.clock() - self._since_s
-        is_preempted = self._slot.has_queue and self._heartbeat.is_alive
+        # A preempted request waits again, while the server answers others.
+        is_preempted = self._slot.load.num_waiting > 0 and self._heartbeat.is_alive
         began = self._has_tokens and not is_preempted
         max_silence_s = config.silence_s if began else config.first_token_s
         if self._is_due:
@@ -177,6 +178,7 @@ class Slot:
         self.label = f"the server {client.name}"  # for the waits of rollouts
         self.reason = ""
         self.running: dict[asyncio.Future[Any], Pausable] = {}
+        self.load = ServerLoad(0, 0, 0.0, 0)  # as reported to this process
         self.num_requests = self.num_answered = self.num_tokens = 0
         self.is_paused = False
         self.clock = WorkClock()  # stops while the server is paused
@@ -190,11 +192,6 @@ class Slot:
     @property
     def is_asleep(self) -> bool:
         """Whether it sleeps; then its requests were aborted."""
-        return False
-
-    @property
-    def has_queue(self) -> bool:
-        """Whether requests wait in the server, where a preempted one may wait again."""
         return False
 
     def closed(self) -> Outcome | None:
@@ -271,7 +268,6 @@ class PooledServer(Slot):
         self.number = number
         self.state, self.reason = ServerState.OUT, "it is being connected"
         self.limit = ConcurrencyLimit(config.initial_concurrency, config.max_concurrency)
-        self.load = ServerLoad(0, 0, 0.0, 0)
         self.max_model_len = 0  # tokens, once connected
         self.features: frozenset[str] = frozenset()
         self.epoch = 0  # number of connections; after each it may be another process
@@ -305,10 +301,6 @@ class PooledServer(Slot):
     @property
     def is_asleep(self) -> bool:
         return self.state is ServerState.ASLEEP
-
-    @property
-    def has_queue(self) -> bool:
-        return self.load.num_waiting > 0
 
     @property
     def has_room(self) -> bool:

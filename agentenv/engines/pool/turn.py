@@ -88,8 +88,7 @@ class PooledTurn:
         self._eos_ids, self._matcher = eos_ids, matcher
         self._logprobs, self._entropies = array("d"), array("d")  # nats
         self._kept = list[list[int]]()  # by token, if the server returns them
-        sampled = (self.token_ids, self._logprobs, self._entropies)
-        self._sampled: tuple[array[Any], ...] = sampled
+        self._sampled: tuple[array[Any], ...] = (self.token_ids, self._logprobs, self._entropies)
         self._spans: list[VersionSpan] = []
         self._has_tokens = matcher is not None and matcher.has_tokens
         self._base = 0  # tokens of earlier parts
