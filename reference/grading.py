@@ -159,7 +159,7 @@ class ReleasedEquality:
         """The verdict, with score 0 or 1."""
         right = len(golds) == 1 and reference_equal(answer, golds[0])
         reason = f"{'right' if right else 'wrong'}: by the string rules of the released evaluation"
-        return Verdict(right, float(right), reason, "reference")
+        return Verdict(right, float(right), reason)
 
 
 def reference_verdict(reply: str) -> bool:

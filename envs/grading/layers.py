@@ -84,7 +84,7 @@ class Layered:
         """Right if any gold is met; otherwise the reason of the nearest miss."""
         if len(answer) > MAX_ANSWER_CHARS:
             reason = f"wrong: the answer is longer than {MAX_ANSWER_CHARS} characters"
-            return Verdict(False, 0.0, reason, "length")
+            return Verdict(False, 0.0, reason)
         unsure, misses = [], []
         for gold in golds:
             if len(answer) <= QUICK_CHARS:
@@ -98,19 +98,17 @@ class Layered:
             else:
                 misses.append(found.layer)
         why = f"not equal by {misses[0]}" if misses else "no gold answer"
-        layer = misses[0] if misses else ""
         if ONE_ANSWER in misses:
-            why, layer = "the answer lists several", ONE_ANSWER
+            why = "the answer lists several"
         for gold, found in unsure if self._uses_math else ():
             right, why = await self._equal(found, gold)
-            layer = "math"
             if right:
                 return _right(answer, gold, found.layer if found.agrees else "math")
         if unsure and not self._uses_math:
-            layer, why = "string", "different expressions, and math is off"
+            why = "different expressions, and math is off"
         score = self._partial(answer, golds)
         reason = f"wrong: {shown(answer)!r} against {shown(str(list(golds)))}: {why}"
-        return Verdict(False, score, reason, layer, {"f1": score} if score else {})
+        return Verdict(False, score, reason, {"f1": score} if score else {})
 
     async def _equal(self, found: Finding, gold: str) -> tuple[bool, str]:
         """Whether mathematics finds the answer equal, and no part of it another expression."""
@@ -147,13 +145,13 @@ class TokenF1:
     async def verdict(self, question: str, answer: str, golds: Sequence[str]) -> Verdict:
         """The score of the nearest gold; Chinese, Japanese and Korean text counts by characters."""
         if len(answer) > MAX_ANSWER_CHARS:
-            return Verdict(False, 0.0, "wrong answer: too long", "f1")
+            return Verdict(False, 0.0, "wrong answer: too long")
         score = max((f1(answer, gold) for gold in golds), default=0.0)
         if 0 < score < 1 and await in_thread(names_several, answer, golds):
-            return Verdict(False, 0.0, "wrong answer: it lists several", ONE_ANSWER)
+            return Verdict(False, 0.0, "wrong answer: it lists several")
         right = score >= 1.0
         reason = f"{'right' if right else 'wrong'} answer, F1 {score:.3f}: {shown(answer)}"
-        return Verdict(right, score, reason, "f1")
+        return Verdict(right, score, reason)
 
 
 def same_dot(answer: str, gold: str) -> bool:
@@ -182,7 +180,7 @@ def names_several(answer: str, golds: Sequence[str]) -> bool:
 
 
 def _right(answer: str, gold: str, layer: str) -> Verdict:
-    return Verdict(True, 1.0, f"right: {shown(answer)!r} equals {shown(gold)!r} by {layer}", layer)
+    return Verdict(True, 1.0, f"right: {shown(answer)!r} equals {shown(gold)!r} by {layer}")
 
 
 class Finding(Struct, frozen=True):

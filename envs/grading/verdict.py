@@ -123,12 +123,11 @@ MAX_SHOWN_CHARS = 200
 
 class Verdict(Struct, frozen=True):
     """`score` is 1 for a right answer, 0 for a wrong one, between for partial credit; `reason`
-    explains it, `layer` is the rule that decided; `parts` are further metrics."""
+    explains it; `parts` are further metrics."""
 
     right: bool
     score: float
     reason: str
-    layer: str = ""
     parts: Mapping[str, float] = {}
 
 
@@ -162,7 +161,7 @@ class Exact:
         """Right if the answer equals a gold after normalizing."""
         right = any(same_answer(answer, gold) for gold in golds)
         reason = f"{'right' if right else 'wrong'} answer: {shown(answer)}"
-        return Verdict(right, float(right), reason, "exact")
+        return Verdict(right, float(right), reason)
 
 
 def same_answer(answer: str, gold: str) -> bool:
