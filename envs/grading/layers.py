@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from agentenv.base.offload import in_thread
 from agentenv.envs.grading import candidates, dates, forms, quantities
-from agentenv.envs.grading.equality import LIMIT_S, shared_math
+from agentenv.envs.grading.equality import shared_math
 from agentenv.envs.grading.forms import same_answers, special, truth, truth_of, without_name
 from agentenv.envs.grading.formulas import formulas
 from agentenv.envs.grading.gold import (
@@ -64,21 +64,16 @@ class Layered:
     candidates; with `ordered` the order of a list counts."""
 
     def __init__(
-        self,
-        *,
-        math: bool = True,
-        partial_credit: bool = False,
-        ordered: bool = False,
-        limit_s: float = LIMIT_S,
+        self, *, math: bool = True, partial_credit: bool = False, ordered: bool = False
     ) -> None:
         self.partial_credit, self.ordered = partial_credit, ordered
-        self._uses_math, self._limit_s = math, limit_s
+        self._uses_math = math
 
     async def start(self) -> None:
         """Load the registry of units, and math-verify, if it is used."""
         await in_thread(quantities.load)
         if self._uses_math:
-            await shared_math(self._limit_s).start()
+            await shared_math().start()
 
     async def verdict(self, question: str, answer: str, golds: Sequence[str]) -> Verdict:
         """Right if any gold is met; otherwise the reason of the nearest miss."""
@@ -121,7 +116,7 @@ class Layered:
         return False, "the answer lists several"
 
     async def _same(self, answer: str, gold: str) -> tuple[bool, str]:
-        equal = shared_math(self._limit_s).equal
+        equal = shared_math().equal
         right, why = await equal(*expressions(answer, gold))
         pairs = forms.in_order(clean(answer), clean(gold)) if right and self.ordered else ()
         for pair in pairs:  # math compares lists as sets

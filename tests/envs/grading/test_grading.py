@@ -141,7 +141,7 @@ HOSTILE = [
 
 async def test_hostile_answers_are_wrong_and_block_no_other_answer() -> None:
     pytest.importorskip("math_verify")
-    matcher = Layered(limit_s=1.0)
+    matcher = Layered()
     await matcher.start()
     hostile = [asyncio.ensure_future(matcher.verdict("?", text, ["x + 5"])) for text in HOSTILE]
     assert (await matcher.verdict("?", "5 + x", ["x + 5"])).right
