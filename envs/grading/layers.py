@@ -39,7 +39,7 @@ from agentenv.envs.grading.parts import amount_of
 from agentenv.envs.grading.quantities import same_quantity
 from agentenv.envs.grading.sentences import affirmed, is_denied, states
 from agentenv.envs.grading.text import MAX_ANSWER_CHARS, Tables, clean, last_correction, squashed
-from agentenv.envs.grading.verdict import Verdict, final_answer, shown
+from agentenv.envs.grading.verdict import Matcher, Verdict, final_answer, shown
 from agentenv.envs.grading.words import f1, glued, is_wordy, same_signs, tokens
 
 QUICK_CHARS = 100
@@ -130,12 +130,9 @@ class Layered:
         return max((f1(answer, gold) for gold in golds if is_wordy(clean(gold))), default=0.0)
 
 
-class TokenF1:
+class TokenF1(Matcher):
     """The matcher of `kind = "f1"`: SQuAD token F1 as score, right at 1. An answer that names the
     gold and another candidate scores 0: half of F1 for two guesses would reward guessing."""
-
-    async def start(self) -> None:
-        """Nothing to get ready."""
 
     async def verdict(self, question: str, answer: str, golds: Sequence[str]) -> Verdict:
         """The score of the nearest gold; Chinese, Japanese and Korean text counts by characters."""

@@ -139,7 +139,7 @@ class Matcher(Protocol):
     """Compares an answer with the golds of a question."""
 
     async def start(self) -> None:
-        """Get ready; a ConfigError names a missing requirement."""
+        """Get ready, if anything must be; a ConfigError names a missing requirement."""
 
     async def verdict(self, question: str, answer: str, golds: Sequence[str]) -> Verdict:
         """Right if any gold is met. Raises GraderError when there is no verdict, and
@@ -151,11 +151,8 @@ def shown(text: str) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
 
-class Exact:
+class Exact(Matcher):
     """The matcher of `kind = "exact"`."""
-
-    async def start(self) -> None:
-        """Nothing to get ready."""
 
     async def verdict(self, question: str, answer: str, golds: Sequence[str]) -> Verdict:
         """Right if the answer equals a gold after normalizing."""
