@@ -17,6 +17,7 @@ import math
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -238,16 +239,13 @@ def _taken(function: Callable[..., Any], name: str) -> tuple[str, ...]:
     """The arguments of verl that the function takes; none for a function of our form."""
     if not callable(function):
         raise TypeError(f"{name!r} is not a function")
-    parameters = inspect.signature(function).parameters
+    signature = inspect.signature(function)
+    parameters = signature.parameters
     if parameters.keys() >= NEEDED:
         takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         taken = tuple(key for key in VERL if takes_all or key in parameters)
-        needed = {
-            key
-            for key, one in parameters.items()
-            if one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
-        }
-        if needed <= {*taken}:
+        with suppress(TypeError):  # it needs more
+            signature.bind(**dict.fromkeys(taken))
             return taken
     elif tuple(parameters)[:3] == OURS:
         return ()
