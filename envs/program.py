@@ -371,17 +371,11 @@ class ProgramEnv:
         def filled(text: str) -> str:
             return _COLUMN.sub(lambda found: str(columns.get(found[1], found[0])), text)
 
-        def all_filled(texts: Mapping[str, str]) -> dict[str, str]:
-            return {name: filled(text) for name, text in texts.items()}
-
         reward = {"AGENTENV_REWARD_URL": f"http://127.0.0.1:{session.port}/v1/reward"}
-        spec = replace(
-            config,
-            command=tuple(map(filled, config.command)),
-            folder=filled(config.folder),
-            files=all_filled(config.files),
-            variables={**all_filled(config.variables), **session.variables, **reward},
-        )
+        names = ("command", "folder", "files", "variables")
+        own = {name: map_texts(getattr(config, name), filled) for name in names}
+        own["variables"] |= {**session.variables, **reward}
+        spec = replace(config, **own)
         self._program = await Program.start(
             spec, self._seed, session.port, self._endpoint.socket if self._endpoint else None
         )
