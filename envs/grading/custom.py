@@ -21,8 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from agentenv.base.errors import ConfigError, GraderError, InfraError, reported_as
 from agentenv.base.types import SYSTEM_KEY, Message, Task
 from agentenv.contract.env import Grade
@@ -80,11 +78,7 @@ class CustomGrader:
     ) -> Grade:
         """Raises GraderError when the function raises, GraderDownError when no process is
         available."""
-        payload = {
-            "task": pickle.dumps(task),  # of its row, whose values keep their types
-            "written": msgspec.to_builtins(list(written)),
-            "calls": dict(calls),
-        }
+        payload = pickle.dumps((task, list(written), dict(calls)))  # values keep their types
         where = f"task {task.id}: {self.name} of {self.path}"
         try:
             await self.start()
@@ -118,7 +112,8 @@ OURS = ("task", "written", "calls")
 
 
 class CustomFunction:
-    """Callable with {"task", "written", "calls"}: {"score", "success" or None, "parts", "reason"}.
+    """Callable with a pickled task, the messages and the calls: {"score", "success" or None,
+    "parts", "reason"}.
 
     Made in the process that forks, so the user's module is imported once.
     """
@@ -140,15 +135,14 @@ class CustomFunction:
         self._taken = _taken(found, name)
         self._solution_str = solution_str
 
-    def __call__(self, payload: dict[str, Any]) -> dict[str, Any]:
+    def __call__(self, payload: bytes) -> dict[str, Any]:
         """Raises the error of the user's function, and TypeError for a result of another kind."""
-        task: Task = pickle.loads(payload["task"])
-        written = msgspec.convert(payload["written"], list[Message])
+        task, written, calls = pickle.loads(payload)
         if self._taken:
             given = verl_arguments(task, written, self._solution_str)
             outcome = self._function(**{key: given[key] for key in self._taken})
         else:
-            outcome = self._function(task, written, payload["calls"])
+            outcome = self._function(task, written, calls)
         if inspect.iscoroutine(outcome):
             outcome = asyncio.run(outcome)
         return checked(outcome)
