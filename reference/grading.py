@@ -17,7 +17,7 @@ from typing import Any
 from agentenv.base.errors import ConfigError
 from agentenv.base.types import Message, Task
 from agentenv.contract.env import Grade
-from agentenv.envs.grading.verdict import Verdict
+from agentenv.envs.grading.verdict import Matcher, Verdict
 from agentenv.envs.grading.words import token_f1
 
 Output = dict[str, Any]
@@ -147,19 +147,16 @@ def reference_equal(one: str | None, other: str | None) -> bool:
         return one == other
 
 
-class ReleasedEquality:
+class ReleasedEquality(Matcher):
     """The rule of the released evaluation, next to its judge, as a matcher: an answer that equals
     the gold is correct without the judge. Several golds are a list there, which no answer
     equals."""
-
-    async def start(self) -> None:
-        """Nothing to start."""
 
     async def verdict(self, question: str, answer: str, golds: Sequence[str]) -> Verdict:
         """The verdict, with score 0 or 1."""
         right = len(golds) == 1 and reference_equal(answer, golds[0])
         reason = f"{'right' if right else 'wrong'}: by the string rules of the released evaluation"
-        return Verdict(right, float(right), reason, "reference")
+        return Verdict(right, float(right), reason)
 
 
 def reference_verdict(reply: str) -> bool:

@@ -131,6 +131,17 @@ def shortened(text: str, max_chars: int, gap: str = "\n...\n") -> str:
     return text if len(text) <= max_chars else text[:head] + gap + text[len(text) - tail :]
 
 
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """The value with each text changed, also in nested dicts, lists and tuples."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: map_texts(one, change) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([map_texts(one, change) for one in value])
+    return value
+
+
 @cache
 def _decoder(kind: Any, packed: bool) -> tuple[Callable[[bytes | bytearray], Any], bool]:
     """The decoder of a type, and whether the type has a field for arbitrary JSON, nested to any

@@ -76,17 +76,17 @@ _RUN = re.compile(r"(\s)\1{3,}")
 MIN_WORDS = 3  # of a clause; fewer may be a name
 
 
-def undecorated(answer: str, golds: Sequence[str], *, is_named: bool) -> str:
-    """The answer without its decoration, or unchanged if nothing would remain. `is_named`: the gold
-    is a name, an amount or a date, which no clause of plain words can be."""
-    holds = _holder(golds)
+def without_decoration(gold: Gold, answer: str) -> str:
+    """The answer without its decoration, or unchanged if nothing would remain."""
+    holds = _holder(gold.forms)
     text = _RUN.sub(r"\1\1\1", answer)  # the forms below try each space of a run
     text = _with_notes(_with_tags(text), holds)
     for name, of_kind in _KINDS.items():
-        if name == "reference" and any(map(_THING.search, golds)):
+        if name == "reference" and any(map(_THING.search, gold.forms)):
             continue  # Article 5 for Article Five
         text = _without(text, of_kind, holds, keeps=name in ("wrapper", "table", "lead"))
-    if is_named:
+    is_named = gold.is_named if gold.kind == "words" else gold.kind not in ("list", "special")
+    if is_named:  # a name, an amount or a date, which no clause of plain words can be
         text = _without_clauses(text, holds)
     return text if re.search(r"\w", text) else answer
 
@@ -197,12 +197,6 @@ class Rivals(Struct, frozen=True):
 _NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w])")
 _LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")
 _DOUBT = _TABLES.pattern("doubt", re.I)
-
-
-def without_decoration(gold: Gold, text: str) -> str:
-    """An answer without its decoration."""
-    is_named = gold.is_named if gold.kind == "words" else gold.kind not in ("list", "special")
-    return undecorated(text, gold.forms, is_named=is_named)
 
 
 def is_named_in(gold: Gold, text: str) -> bool:

@@ -180,9 +180,9 @@ class MathEquivalence:
         self._pool.close()
 
 
-def shared_math(limit_s: float = LIMIT_S) -> MathEquivalence:
+def shared_math() -> MathEquivalence:
     """The workers that all episodes of this process share."""
-    return shared(("math equivalence", limit_s), lambda: MathEquivalence(limit_s))
+    return shared("math equivalence", MathEquivalence)
 
 
 def _read(verdict: bytes) -> tuple[bool, str]:

@@ -87,10 +87,9 @@ def _keys_of(found: Any) -> type[GraderPart] | None:
             f"the constructor arguments of {found.__name__} cannot be keys: {error}; derive it "
             "from agentenv.envs.grading.keys.GraderPart"
         ) from error
-    names = [name for name, _, _ in fields]
 
     def build(keys: GraderPart) -> Grader:
-        return cast(Grader, found(**{name: getattr(keys, name) for name in names}))
+        return cast(Grader, found(**asdict(keys)))
 
     part = defstruct(
         found.__name__,
