@@ -283,6 +283,5 @@ def moved_weights(
 
 def _kept_in_float32(model: Any) -> set[str]:
     """Parts of names of the parameters that transformers always loads in float32."""
-    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
     names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-    return {part for name in names for part in getattr(causal, name, None) or ()}
+    return {part for name in names for part in getattr(model, name, None) or ()}
