@@ -335,14 +335,12 @@ class NcclLink:
 
 
 def open_sockets() -> dict[int, str]:
-    """The system's names of this process's sockets, by file descriptor; empty where /proc is
-    missing."""
+    """The system's names of this process's sockets, by file descriptor."""
     found = {}
-    if SOCKETS.is_dir():
-        for path in SOCKETS.iterdir():
-            with suppress(OSError):  # the one of the listing itself
-                if (name := os.readlink(path)).startswith("socket:"):
-                    found[int(path.name)] = name
+    for path in SOCKETS.iterdir():
+        with suppress(OSError):  # the one of the listing itself
+            if (name := os.readlink(path)).startswith("socket:"):
+                found[int(path.name)] = name
     return found
 
 
