@@ -35,8 +35,9 @@ from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_
 
 from agentenv.base.errors import reported_as
 from agentenv.base.ports import hold_port, port_of
-from agentenv.contract.weights import Address, Bucket, Group
+from agentenv.contract.weights import Address, Bucket, Group, Manifest
 from agentenv.learners.ranks.backend import RankBackend
+from agentenv.learners.ranks.checkpoint import described
 from agentenv.learners.ranks.export import BUCKET_BYTES, WeightEntry, buckets, entries, gathered
 from agentenv.learners.ranks.messages import OpenGroup, RankTransfer
 
@@ -65,16 +66,9 @@ class Broadcaster:
         self._joined = False
         self._timeout_s = 0.0
 
-    def manifest(self) -> list[Bucket]:
-        """The buckets of `send`, in order."""
-        return [
-            Bucket(
-                [entry.name for entry in bucket],
-                [str(entry.dtype).removeprefix("torch.") for entry in bucket],
-                [list(entry.shape) for entry in bucket],
-            )
-            for bucket in packs(self.backend.policy.model)
-        ]
+    def manifest(self) -> Manifest:
+        """The buckets of `send`."""
+        return [Bucket(*described(bucket)) for bucket in packs(self.backend.policy.model)]
 
     def open(self, command: OpenGroup) -> RankTransfer:
         """Open the link that the servers support; the reply has its address on rank 0 only."""
@@ -341,14 +335,12 @@ class NcclLink:
 
 
 def open_sockets() -> dict[int, str]:
-    """The system's names of this process's sockets, by file descriptor; empty where /proc is
-    missing."""
+    """The system's names of this process's sockets, by file descriptor."""
     found = {}
-    if SOCKETS.is_dir():
-        for path in SOCKETS.iterdir():
-            with suppress(OSError):  # the one of the listing itself
-                if (name := os.readlink(path)).startswith("socket:"):
-                    found[int(path.name)] = name
+    for path in SOCKETS.iterdir():
+        with suppress(OSError):  # the one of the listing itself
+            if (name := os.readlink(path)).startswith("socket:"):
+                found[int(path.name)] = name
     return found
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -227,6 +227,12 @@ class TensorPlace:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def described(places: Sequence[TensorPlace]) -> tuple[list[str], list[str], list[list[int]]]:
+    """Names, dtypes and shapes in the form of a Bucket."""
+    dtypes = [str(one.dtype).removeprefix("torch.") for one in places]
+    return [one.name for one in places], dtypes, [list(one.shape) for one in places]
 
 
 Load = Callable[[], Tensor]

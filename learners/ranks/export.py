@@ -30,7 +30,7 @@ from torch import Tensor, dtype
 from agentenv.base import model_files
 from agentenv.base.disk import removing, sync, write_whole
 from agentenv.base.errors import DataError, EngineError, reported_as
-from agentenv.contract.weights import read_header, read_layout, weight_files
+from agentenv.contract.weights import INDEX, SINGLE, read_header, read_layout, weight_files
 from agentenv.learners import lora
 from agentenv.learners.ranks.checkpoint import DTYPES, TensorPlace, write_tensors
 from agentenv.learners.trees.policy import text_part
@@ -38,8 +38,6 @@ from agentenv.learners.trees.policy import text_part
 if TYPE_CHECKING:
     from agentenv.learners.ranks.backend import RankBackend
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 FOLDERS = ("additional_chat_templates",)  # subfolders that transformers also reads
 NOT_OF_THE_MODEL = ("state.json",)
 MAX_SHARD_BYTES = 5 << 30
@@ -150,11 +148,8 @@ def tied_names(model: Any) -> dict[str, str]:
     def disk(name: str) -> str:
         return next(iter(lora.disk_shapes(model, name, (2, 2), torch.float32)))
 
-    first = {id(param): name for name, param in model.named_parameters()}
-    every = {
-        name: first[id(param)] for name, param in model.named_parameters(remove_duplicate=False)
-    }
-    return {disk(name): disk(other) for name, other in every.items() if name != other}
+    tied = lora.names_of(model).values()
+    return {disk(other): disk(first) for first, *others in tied for other in others}
 
 
 def untrained(model: Any, source: Path) -> list[str]:
@@ -249,7 +244,7 @@ def _name_shards(partials: list[Path], shards: list[list[WeightEntry]], director
         stale.unlink()
     if len(shards) == 1:
         (directory / INDEX).unlink(missing_ok=True)
-        os.replace(partials[0], directory / WEIGHTS)
+        os.replace(partials[0], directory / SINGLE)
         return
     places: dict[str, str] = {}
     for number, (path, shard) in enumerate(zip(partials, shards, strict=True), 1):

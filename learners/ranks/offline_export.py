@@ -23,6 +23,7 @@ from agentenv.learners.lora import (
     empty_model,
     is_adapter,
     merged,
+    names_of,
     write_adapter,
 )
 from agentenv.learners.ranks import export as exports
@@ -59,9 +60,9 @@ def export(
     # Loaded, not made from its configuration: transformers notes what it renames.
     model = load_pretrained("AutoModelForCausalLM", checkpoint, device_map="meta")
     fused = {} if saved is None else _fused(saved, model)
-    first = {id(param): name for name, param in model.named_parameters()}
+    own_names = names_of(model)
     names = {  # in memory by that on disk; the others are unchanged, as are biases of routers
-        disk: first[id(param)]
+        disk: own_names[id(param)][0]
         for name, param in model.named_parameters(remove_duplicate=False)
         for disk in disk_shapes(model, name, tuple(param.shape), param.dtype)
     }

@@ -193,12 +193,9 @@ def partition(
     counted, trees = [tree for tree in trees if tree.is_counted], computed(trees)
     shapes = [Paths(one.sizes, one.ints("parents").tolist(), max_tokens) for one in trees]
     shards = assign_paths(shapes, num_ranks)
-    homes = {
-        place: rank for rank, shard in enumerate(shards) for place in shard if 0 in shard[place]
-    }
     parts = [
-        [part(trees[i], shard[i], i, is_home=homes[i] == rank) for i in sorted(shard)]
-        for rank, shard in enumerate(shards)
+        [part(trees[i], shard[i], i, is_home=0 in shard[i]) for i in sorted(shard)]
+        for shard in shards
     ]
     for mine, places in zip(parts, assign(counted, num_ranks), strict=True):
         mine += [counted[place] for place in places]

@@ -143,10 +143,11 @@ def test_missing_entropies_raise_an_error_when_read() -> None:
     tokens = ActionTokens(encoded)
     missing = np.full_like(tokens.entropies, np.nan)
     args = (encoded, tokens, tokens.behavior, missing, None)
+    all_of_them = np.ones(len(missing), np.bool_)
     with pytest.raises(DataError, match="entropies"):
-        MiniBatch(*args, AEPO(group_size=2), lambda x: [x])
+        MiniBatch(*args, AEPO(group_size=2), lambda x: [x], all_of_them)
     for algorithm in (AEPO(group_size=2, entropy_advantage=0.0), GRPO(group_size=2)):
-        batch = MiniBatch(*args, algorithm, lambda x: [x]).loss_batch(
+        batch = MiniBatch(*args, algorithm, lambda x: [x], all_of_them).loss_batch(
             np.arange(len(missing)), torch.zeros(1, dtype=torch.float64), None
         )
         loss, metrics = algorithm.loss(batch, batch.proximal, torch.zeros(len(missing)))

@@ -167,7 +167,7 @@ def test_losses_of_ranks_sum_to_that_of_one_rank(name: str, num_ranks: int) -> N
         index = np.array([place[value] for value in tokens.behavior], np.int64)
         reference = None if batch.reference is None else batch.reference[index]
         args = (own, tokens, batch.proximal[index], tokens.entropies, reference)
-        mine = MiniBatch(*args, algorithm, gather)
+        mine = MiniBatch(*args, algorithm, gather, np.ones(len(index), np.bool_))
         terms = None
         if algorithm.clips_sequences:
             terms = mine.terms(algorithm, theta[index].numpy(), gather)

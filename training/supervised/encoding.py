@@ -205,10 +205,8 @@ class ChatEncoder:
         self, group: list[Message], tools: Sequence[dict[str, Any]], turn_ids: Sequence[int]
     ) -> list[int]:
         """The token ids between two answers: tool results and user messages."""
-        try:
+        with reported_as(DataError, "", ConfigError, CrashError):
             return list(self.renderer.observation(group, tools, self.max_result_tokens, turn_ids))
-        except (ConfigError, CrashError) as error:
-            raise DataError(str(error)) from error
 
 
 def _join(parts: list[Part]) -> Example:
