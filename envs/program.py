@@ -48,6 +48,7 @@ from agentenv.base.deadline import admitted
 from agentenv.base.errors import SHOWN, ConfigError, CrashError, EnvError, reported_as
 from agentenv.base.offload import in_thread
 from agentenv.base.registry import loaded
+from agentenv.base.untrusted import with_texts
 from agentenv.contract.env import ForkMode, Grade, Grader, StepResult, graded, shared, start_grader
 from agentenv.contract.tool_config import shared_config
 from agentenv.envs.grading.keys import GraderConfig
@@ -481,7 +482,14 @@ class ProgramEnv:
 
     def _normal(self, call: Json) -> Json:
         """A call without its random parts."""
-        found: Json = _normal(call, _rules(tuple(self.config.normalise.items())))
+        rules = _rules(tuple(self.config.normalise.items()))
+
+        def changed(text: str) -> str:
+            for pattern, name in rules:
+                text = pattern.sub(name, text)
+            return text
+
+        found: Json = with_texts(call, changed)
         return found
 
 
@@ -505,16 +513,3 @@ def _posted(posted: Json | None) -> Grade:
 def _rules(more: tuple[tuple[str, str], ...]) -> Sequence[tuple[re.Pattern[str], str]]:
     patterns = {**NORMALIZERS, **dict(more)}
     return [(re.compile(one), f"<{name}>") for name, one in patterns.items() if one]
-
-
-def _normal(value: Any, rules: Sequence[tuple[re.Pattern[str], str]]) -> Any:
-    """The value with random parts replaced in all texts."""
-    if isinstance(value, str):
-        for pattern, name in rules:
-            value = pattern.sub(name, value)
-        return value
-    if isinstance(value, dict):
-        return {key: _normal(one, rules) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_normal(one, rules) for one in value]
-    return value

@@ -131,6 +131,18 @@ def shortened(text: str, max_chars: int, gap: str = "\n...\n") -> str:
     return text if len(text) <= max_chars else text[:head] + gap + text[len(text) - tail :]
 
 
+def with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A plain value with all texts of its lists, tuples and dicts changed, except keys."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: with_texts(one, change) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        changed = [with_texts(one, change) for one in value]
+        return changed if isinstance(value, list) else tuple(changed)
+    return value
+
+
 @cache
 def _decoder(kind: Any, packed: bool) -> tuple[Callable[[bytes | bytearray], Any], bool]:
     """The decoder of a type, and whether the type has a field for arbitrary JSON, nested to any

@@ -48,7 +48,7 @@ from agentenv.base.types import (
     ToolCall,
     ToolResult,
 )
-from agentenv.base.untrusted import printable, shortened
+from agentenv.base.untrusted import printable, shortened, with_texts
 from agentenv.contract.env import (
     ForkMode,
     Grade,
@@ -481,13 +481,7 @@ async def _called(tool: Tool, arguments: dict[str, Any], state: Any) -> ToolResu
 
 def _kept(found: Any) -> Any:
     """The recorded part of a failed call: head and tail of long texts, also nested ones."""
-    if isinstance(found, str):
-        return shortened(found, MAX_ERROR_CHARS)
-    if isinstance(found, dict):
-        return {key: _kept(value) for key, value in found.items()}
-    if isinstance(found, list | tuple):
-        return [_kept(value) for value in found]
-    return found
+    return with_texts(found, lambda text: shortened(text, MAX_ERROR_CHARS))
 
 
 async def printable_text(text: str) -> str:
