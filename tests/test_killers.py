@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agentenv.assembly.keys.cluster import ProcessesCluster
-from agentenv.base.retries import Restarts
+from agentenv.base.retries import Backoff, Restarts
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task
 from agentenv.contract.env import Env
@@ -341,7 +341,7 @@ def test_a_worker_is_restarted_after_each_of_a_few_trees_that_kill_it(
         await cluster.close()
         return cluster.left
 
-    restarts = Restarts(ProcessesCluster.max_restarts, "a", first_s=1.0, max_s=1.0)
+    restarts = Restarts(ProcessesCluster.max_restarts, "a", Backoff(1.0, 1.0))
     pauses = []
     for left in run_virtual(main()):
         if left.has_come_further:

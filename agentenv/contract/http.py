@@ -281,7 +281,7 @@ class HttpClient:
         session = self._session()
         token = await session.token()
         for attempt in count():
-            answer = await self._answer(session.http, method, path, what, token, options)
+            answer = await self._answer(method, path, what, token, **options)
             if answer[0] != HTTPStatus.UNAUTHORIZED or not token:
                 session.answered(answer[0], by_token=bool(token))
                 return answer
@@ -296,13 +296,7 @@ class HttpClient:
         raise InfraError(f"{what}: HTTP {_named(answer[0])} though other requests are accepted")
 
     async def _answer(
-        self,
-        http: HttpSession,
-        method: str,
-        path: str,
-        what: str,
-        token: Mapping[str, str],
-        options: Mapping[str, Any],
+        self, method: str, path: str, what: str, token: Mapping[str, str], **options: Any
     ) -> tuple[int, str, Mapping[str, str]]:
         import aiohttp
 
@@ -312,7 +306,8 @@ class HttpClient:
         timeout = aiohttp.ClientTimeout(total=self.timeout_s)
         sent = {"allow_redirects": True, **options, "headers": headers, "timeout": timeout}
         try:
-            async with await http.send(method, self.url + path, **sent) as response:
+            sending = self._session().http.send(method, self.url + path, **sent)
+            async with await sending as response:
                 body = await read_body(response, cut=not response.ok)
                 text = body.decode(response.charset or "utf-8", "replace")
                 return response.status, text, response.headers

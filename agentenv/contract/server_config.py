@@ -13,7 +13,7 @@ from msgspec import Struct
 from agentenv.base.config import ESSENTIAL, about
 from agentenv.base.errors import ConfigError
 from agentenv.base.ports import check_key
-from agentenv.base.retries import backoff_s
+from agentenv.base.retries import Backoff
 from agentenv.base.secrets import SECRETS
 
 # Settings of engine servers that a run starts by itself.
@@ -221,6 +221,7 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     poll_timeout_s: ClassVar[float] = 60.0  # a server without a load report for this long is lost
     initial_concurrency: ClassVar[int] = 64  # of a server with unknown load; it doubles
     broadcast_timeout_s: ClassVar[float] = 60.0  # to form a group, and of each 512 MiB
+    backoff: ClassVar[Backoff] = Backoff(0.25, 20.0)  # of turns, loads and connections
 
     max_retries: Annotated[int, about("retries of a turn after its server was lost", ge=0)] = 5
     first_token_s: Annotated[
@@ -244,10 +245,6 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         int,
         about("maximum number of requests in flight on one server, regardless of its load", ge=1),
     ] = 2048
-
-    def backoff_s(self, retry: int, key: str) -> float:
-        """Seconds before retry number `retry` (from 1): at most 30."""
-        return backoff_s(retry - 1, key, first_s=0.25, max_s=20.0)
 
 
 class ChatModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

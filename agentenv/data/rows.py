@@ -32,9 +32,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from msgspec import Struct
 
 from agentenv.base.config import ROWS, about
-from agentenv.base.errors import DataError, ForeignError, reported_as
+from agentenv.base.errors import DataError, reported_as
 from agentenv.base.types import SYSTEM_KEY, Task
-from agentenv.base.untrusted import decode_loose
 from agentenv.contract.env_registry import needs_answer
 from agentenv.data.data_files import TABLES, Row
 from agentenv.data.file_formats import RawRow, literal
@@ -405,20 +404,13 @@ def _unfold(value: Any, in_table: bool = False) -> list[Any]:
         golds = [gold for item in value for gold in _unfold(item)] if value else []
         return [gold for gold in golds if _is_answer(gold)] or golds
     if isinstance(value, str) and value.lstrip().startswith(("[", "{") if in_table else "["):
-        found = literal(value) if in_table else _json(value)
+        found = literal(value, only_json=not in_table)
         if isinstance(found, dict) and any(key in found for key in HELD_IN):
             return _unfold(found)
         if isinstance(found, list) and all(isinstance(gold, str | None) for gold in found):
             return [gold for gold in found if gold] or [value]
         # [0, 1] stays a text: an interval, not two answers
     return [value]
-
-
-def _json(text: str) -> Any:
-    try:
-        return decode_loose(text)
-    except ForeignError:
-        return None
 
 
 def _in_table(raw: RawRow) -> bool:

@@ -68,10 +68,9 @@ class Link:
         machine, even if nothing is sent."""
         connection: socket.socket = self._writer.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        options = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_USER_TIMEOUT": int(GONE_S * 1000)}
-        for name, value in options.items():
-            if hasattr(socket, name):  # Linux
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(GONE_S * 1000))
 
     def send(self, frame: bytes) -> None:
         """Queue a frame; it is lost if the other end is gone."""

@@ -33,7 +33,7 @@ from agentenv.base.deadline import cancel_all
 from agentenv.base.errors import ConfigError, WorkerError, reported_as
 from agentenv.base.installation import PACKAGES
 from agentenv.base.offload import in_thread, kill, start_process
-from agentenv.base.retries import Restarts
+from agentenv.base.retries import Backoff, Restarts
 from agentenv.processes import worker_group
 from agentenv.processes.guard import guarded
 from agentenv.processes.link import Link
@@ -198,7 +198,7 @@ logger = logging.getLogger(__name__)
 ADDRESS_VARIABLE = "AGENTENV_WORKER_ADDRESS"  # host:port of the controller
 TOKEN_VARIABLE = "AGENTENV_WORKER_TOKEN"
 NUMBER_VARIABLE = "AGENTENV_WORKER_NUMBER"
-FIRST_BREAK_S, MAX_BREAK_S = 1.0, 60.0
+BREAKS = Backoff(1.0, 60.0)  # before a restart
 ENDED_S = 3.0  # from the end of a link to the end of its process, on a busy machine
 POLL_S, REPORT_S = 1.0, 5.0  # during an outage of all workers
 
@@ -369,9 +369,7 @@ class Supervisor:
     async def _keep(self, number: int, starting: asyncio.Task[Link]) -> None:
         """Let a worker join, and restart it when it is lost."""
         name, spec, is_late = self.name_of(number), self._spec, not starting.done()
-        restarts = Restarts(
-            spec.max_restarts, f"{name}/{self._token}", first_s=FIRST_BREAK_S, max_s=MAX_BREAK_S
-        )
+        restarts = Restarts(spec.max_restarts, f"{name}/{self._token}", BREAKS)
         while True:
             try:
                 link = await starting

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from agentenv.base import errors
 from agentenv.base.deadline import WaitKind, working
-from agentenv.base.retries import pause_before_retry, through_outage
+from agentenv.base.retries import Backoff, pause_before_retry, through_outage
 from agentenv.base.tree import Prefix, TrajectoryTree
 from agentenv.base.types import Completion, Info, Limits, Message
 from agentenv.contract.env import StepResult
@@ -26,7 +26,7 @@ from agentenv.rollout.conversation import Conversation
 from agentenv.rollout.program_conversation import ProgramConversation
 from agentenv.text.contexts import for_programs
 
-FIRST_RETRY_S, MAX_RETRY_S = 0.5, 20.0  # before a retry of a turn or a step
+BACKOFF = Backoff(0.5, 20.0)  # of a turn or a step
 STEP = "the environment's step"
 
 T = TypeVar("T")
@@ -112,8 +112,7 @@ class Recovery:
             key=self.key(branch, use),
             outage_s=self._limits.outage_s,
             failed=self._count_failure,
-            first_s=FIRST_RETRY_S,
-            max_s=MAX_RETRY_S,
+            backoff=BACKOFF,
         )
 
     def _count_failure(self, attempt: int, error: errors.InfraError) -> None:
@@ -122,8 +121,7 @@ class Recovery:
     async def _rest(self, branch: Branch, use: str, attempt: int) -> None:
         """Wait before a retry of a turn or a step."""
         self._tree.num_retaken += 1
-        key, delays = self.key(branch, use), {"first_s": FIRST_RETRY_S, "max_s": MAX_RETRY_S}
-        await pause_before_retry(f"the {use}", attempt, key, **delays)
+        await pause_before_retry(f"the {use}", BACKOFF.seconds(attempt, self.key(branch, use)))
 
     # environments
 

@@ -24,12 +24,12 @@ from typing import Any
 
 from agentenv.base.errors import SHOWN, AgentEnvError, EnvError
 from agentenv.base.offload import check_outside
-from agentenv.base.retries import Restarts
+from agentenv.base.retries import Backoff, Restarts
 from agentenv.processes.worker_pool import JobError, WorkerPool
 
 COLLECT_S = 0.01  # texts within this interval form a batch
 ANSWER_S = 60.0  # limit of a batch, in CPU time and in time asleep; then the loop encodes it
-FIRST_PAUSE_S, MAX_PAUSE_S = 10.0, 60.0  # before a failed worker restarts
+PAUSES = Backoff(10.0, 60.0)  # before a failed worker restarts
 MAX_LOST = 3  # consecutive failures without an answer; then the loop encodes permanently
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class Encoder:
         self._batches: set[asyncio.Task[None]] = set()
         self._closed = False
         key = f"encoder/{os.getpid()}"
-        self._restarts = Restarts(MAX_LOST - 1, key, first_s=FIRST_PAUSE_S, max_s=MAX_PAUSE_S)
+        self._restarts = Restarts(MAX_LOST - 1, key, PAUSES)
         self._rests_until = -inf  # loop time
 
     @property

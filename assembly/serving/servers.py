@@ -31,7 +31,7 @@ from agentenv.base.errors import ConfigError, EngineError
 from agentenv.base.offload import in_thread
 from agentenv.base.ports import hold_port, port_of
 from agentenv.base.registry import decode_part
-from agentenv.base.retries import Restarts
+from agentenv.base.retries import Backoff, Restarts
 from agentenv.contract.http_client import ServerClient
 from agentenv.contract.server_config import ROLES, LaunchConfig, RoleConfig, Served, read_key
 from agentenv.processes.supervisor import LocalProcess, ProcessSpec, log_tail, open_log
@@ -41,7 +41,7 @@ MAX_RESTARTS = 10  # of one server in a run
 REPORT_EVERY_S = 20.0
 NUM_TAIL_LINES, MAX_LINES, TAIL_BYTES = 25, 400, 65536
 MAX_LINE = 300  # characters of a log line in a message
-FIRST_BREAK_S, MAX_BREAK_S = 1.0, 30.0  # before a restart
+BREAKS = Backoff(1.0, 30.0)  # before a restart
 LOG_FOLDER = "servers"  # in the run's directory
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class ServerProcess:
             spec.name, [*spec.command], spec.env, str(self.log), cwd=str(self.log.parent)
         )
         self._process = LocalProcess(process)
-        self._restarts = Restarts(MAX_RESTARTS, spec.url, first_s=FIRST_BREAK_S, max_s=MAX_BREAK_S)
+        self._restarts = Restarts(MAX_RESTARTS, spec.url, BREAKS)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:

@@ -18,7 +18,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from agentenv.base.errors import ConfigError, EngineError
-from agentenv.base.retries import backoff_s
+from agentenv.base.retries import Backoff
 from agentenv.base.types import SamplingParams
 from agentenv.contract.request import (
     BusyError,
@@ -29,7 +29,7 @@ from agentenv.contract.request import (
 )
 from agentenv.contract.server_config import PoolConfig
 from agentenv.contract.weights import Group, Manifest, Sender, SharedSender
-from agentenv.engines.pool.server import FIRST_CLOSED_S, PooledServer
+from agentenv.engines.pool.server import CLOSED, PooledServer
 from agentenv.engines.remote.base import sampled
 from agentenv.engines.remote.weight_sync import Server
 
@@ -53,7 +53,7 @@ class Target(Struct, frozen=True):
 
 
 PROBE_IDS = (1,)
-MAX_PROBE_PAUSE_S = 5.0  # before another probe of a full server
+PROBES = Backoff(CLOSED.first_s, 5.0)  # of a full server
 
 
 @asynccontextmanager
@@ -82,10 +82,7 @@ async def try_out(server: Server, within_s: float) -> None:
                     return
                 except (BusyError, NoDescriptorError) as error:
                     wanted_s = getattr(error, "retry_after_s", 0.0)
-                pause_s = backoff_s(
-                    attempt, server.name, first_s=FIRST_CLOSED_S, max_s=MAX_PROBE_PAUSE_S
-                )
-                await asyncio.sleep(max(pause_s, wanted_s))
+                await asyncio.sleep(max(PROBES.seconds(attempt, server.name), wanted_s))
     except ForeignWeightsError as error:  # another process has replaced it
         raise ServerLostError(str(error)) from error
 
@@ -150,7 +147,7 @@ class Keeper:
                 continue
             else:
                 failures += 1
-                pause_s = self._config.backoff_s(failures, server.name)
+                pause_s = self._config.backoff.seconds(failures - 1, server.name)
             await server.rest(pause_s)
         while running := [one for one in server.running if not one.done()]:
             await asyncio.wait(running)
@@ -289,7 +286,7 @@ class Keeper:
         refusal: EngineError | None = None
         for attempt in range(NUM_LOADS):
             if attempt:
-                await asyncio.sleep(self._config.backoff_s(attempt, self.server.name))
+                await asyncio.sleep(self._config.backoff.seconds(attempt - 1, self.server.name))
             try:
                 await self._load(lambda: target)
                 return None

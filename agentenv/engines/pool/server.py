@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from agentenv.base.deadline import Work, WorkClock, waiting
 from agentenv.base.errors import SHOWN
-from agentenv.base.retries import backoff_s
+from agentenv.base.retries import Backoff
 from agentenv.contract.request import ForeignWeightsError, ServerLoad
 from agentenv.contract.server_config import PoolConfig
 from agentenv.engines.pool.limit import ConcurrencyLimit
@@ -226,8 +226,8 @@ class Slot:
 
 # A server in the controller's process.
 
-FIRST_CLOSED_S, MAX_CLOSED_S = 0.25, 60.0  # after a refusal
-FIRST_STAY_S, MAX_STAY_S = 1.0, 60.0  # outside of the pool, for a server that fails repeatedly
+CLOSED = Backoff(0.25, 60.0)  # after a refusal
+STAY = Backoff(1.0, 60.0)  # outside of the pool, for a server that fails repeatedly
 MAX_REFUSALS = 30  # consecutive rejections of a server without requests
 LONG_UPDATE_S = 5.0  # a longer update of weights is reported
 
@@ -347,7 +347,7 @@ class PooledServer(Slot):
         self.out_until = asyncio.get_running_loop().time()
         if tries < 0:
             return self.leave(problem)
-        self.out_until += backoff_s(tries, self.name, first_s=FIRST_STAY_S, max_s=MAX_STAY_S)
+        self.out_until += STAY.seconds(tries, self.name)
         self.suspend(problem)
 
     def _close(self, problem: str, wanted_s: float) -> Outcome:
@@ -357,9 +357,7 @@ class PooledServer(Slot):
         loop = asyncio.get_running_loop()
         if loop.time() >= self._closed_until:
             tries, self._num_refusals = self._num_refusals, self._num_refusals + 1
-            self._closed_until = loop.time() + backoff_s(
-                tries, self.name, first_s=FIRST_CLOSED_S, max_s=MAX_CLOSED_S, at_least_s=wanted_s
-            )
+            self._closed_until = loop.time() + CLOSED.seconds(tries, self.name, wanted_s)
         if self._num_refusals > MAX_REFUSALS and self.in_flight <= 1:
             text = f"{self.name} rejects every request as if it were full"
             return self.settle(Lost("were lost", text))

@@ -348,7 +348,7 @@ class TurnEngine(Engine, Generic[S]):
                     retries += 1
                     self.counts["retries"] += 1
                     with waiting("a pause before the request goes to another server"):
-                        await asyncio.sleep(self.config.backoff_s(retries, key))
+                        await asyncio.sleep(self.config.backoff.seconds(retries - 1, key))
 
     async def _part(
         self, turn: PooledTurn, session: str, order: tuple[int, int], failed: set[S]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from agentenv.base.errors import ConfigError, GraderError, InfraError
+from agentenv.base.retries import Backoff
 from agentenv.base.types import Limit, Message, Task
 from agentenv.contract.plan import Independent
 from agentenv.contract.request import ServerLostError
@@ -92,7 +93,7 @@ async def test_a_retry_waits_for_the_retry_after_of_a_busy_server(
 
     server.replies, server.reply_headers = [429, 503, "CORRECT"], {"Retry-After": "7"}
     judge = judge_of(server, num_retries=2)
-    monkeypatch.setattr("agentenv.base.retries.MAX_DELAY_S", 60.0)
+    monkeypatch.setattr("agentenv.base.retries.REQUESTS", Backoff(0.0, 60.0))
     monkeypatch.setattr("agentenv.base.retries.asyncio.sleep", sleep)
     assert (await judge.verdict("q", "a", ["g"])).right
     waits = [seconds for seconds in slept if seconds]
