@@ -49,7 +49,6 @@ from agentenv.endpoint.difference import compared, difference
 from agentenv.endpoint.messages import (
     ERRORS,
     ApiError,
-    Finish,
     Given,
     HandedTurn,
     Json,
@@ -58,6 +57,7 @@ from agentenv.endpoint.messages import (
     alteration,
     as_message,
     served,
+    turn_of,
     with_thoughts,
 )
 from agentenv.endpoint.server import ApiServer, Delta
@@ -265,23 +265,14 @@ class CaptureSession:
         call, turn = self._current, action.turn
         if call is None or turn is None:
             raise EnvError("no call of the program waits for an answer")
-        number, thoughts, text = len(self._turns), turn.thoughts, turn.text
-        if self.thoughts == "text" and thoughts:
-            thoughts, text = "", with_thoughts(thoughts, text)
-        message = served(thoughts, text, action.tool_calls, str(number), call.request)
+        if self.thoughts == "text" and turn.thoughts:
+            turn = replace(turn, thoughts="", text=with_thoughts(turn.thoughts, turn.text))
+        found = served(turn, action.tool_calls, str(len(self._turns)), call.request)
         if turn.kept:
             self.counts.update(f"calls_in_text/{why}" for why in turn.kept)
-        schema = call.request.schema
+        message, schema = found.message, call.request.schema
         if schema is not None and not message.calls and not fits(message.text, schema):
             self.counts["invalid_output"] += 1
-        finish: Finish = "tool_calls" if message.calls else turn.finish_reason
-        found = ServedTurn(
-            message=message,
-            finish=finish,
-            num_prompt_tokens=turn.num_prompt_tokens,
-            num_tokens=turn.num_tokens,
-            stop=turn.stop,
-        )
         self._add(call, found, self._opened)
 
     async def reward(self) -> Json | None:
@@ -529,14 +520,7 @@ class CaptureSession:
         """The call as an observation."""
         request = call.request
         given = request.messages
-        schema = request.schema if self._constraints == "all" else None
-        next_turn = NextTurn(
-            stop=request.stop,
-            max_tokens=request.max_tokens,
-            forced=request.forced,
-            single=request.single,
-            schema=schema,
-        )
+        next_turn = turn_of(request, self._constraints)
         self._opened = None
         base = self._extended(request)
         if base is None and not self._turns:

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from agentenv.base.errors import ForeignError
-from agentenv.base.types import Message, ToolCall
+from agentenv.base.types import Constraints, Message, NextTurn, ToolCall, Turn
 from agentenv.base.untrusted import convert, decode, printable
 from agentenv.text.call_syntax import THOUGHT_CLOSE, THOUGHT_OPEN
 
@@ -500,10 +500,19 @@ def input_text(arguments: Mapping[str, Any]) -> str:
     return text if isinstance(text, str) else arguments_text(arguments)
 
 
-def served(
-    thoughts: str, text: str, calls: Sequence[ToolCall], reply: str, request: Request
-) -> Given:
-    """The served message of a turn; `reply` is the id of its reply."""
+def turn_of(request: Request, constraints: Constraints) -> NextTurn:
+    """Its requirements, as far as the engine enforces them."""
+    return NextTurn(
+        stop=request.stop,
+        max_tokens=request.max_tokens,
+        forced=request.forced,
+        single=request.single,
+        schema=request.schema if constraints == "all" else None,
+    )
+
+
+def served(turn: Turn, calls: Sequence[ToolCall], reply: str, request: Request) -> ServedTurn:
+    """A turn with these calls as it is served; `reply` is the id of its reply."""
 
     def arguments(call: ToolCall) -> str:
         if call.name in request.custom:
@@ -514,7 +523,14 @@ def served(
         ServedCall(f"call_{reply}_{place}", call.name, arguments(call))
         for place, call in enumerate(calls)
     )
-    return Given("assistant", text, thoughts, tuple(found))
+    message = Given("assistant", turn.text, turn.thoughts, tuple(found))
+    return ServedTurn(
+        message=message,
+        finish="tool_calls" if message.calls else turn.finish_reason,
+        num_prompt_tokens=turn.num_prompt_tokens,
+        num_tokens=turn.num_tokens,
+        stop=turn.stop,
+    )
 
 
 def alteration(now: Given, then: Given) -> str:
