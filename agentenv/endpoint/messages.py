@@ -14,7 +14,7 @@ from functools import cache
 from itertools import groupby, pairwise
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -150,15 +150,6 @@ class ServedTurn(Struct, kw_only=True):
 Event = tuple[str, Json]  # name and data of a stream's event; empty name: only data
 
 
-class Writer(Protocol):
-    """Writes one choice of a stream: deltas, then the whole turn."""
-
-    def start(self) -> Iterable[Event]: ...
-    def thoughts(self, delta: str) -> Iterable[Event]: ...
-    def text(self, delta: str) -> Iterable[Event]: ...
-    def finish(self, answer: ServedTurn) -> Iterable[Event]: ...
-
-
 class HandedTurn(NamedTuple):
     """A reply that was handed out."""
 
@@ -171,18 +162,6 @@ class HandedTurn(NamedTuple):
 
 
 Handed = Mapping[str, HandedTurn]  # by the id of the reply
-
-
-class Dialect(Protocol):
-    """One of the APIs."""
-
-    path: str
-    done: bytes  # the end of a stream
-
-    def read(self, body: Json, handed: Handed) -> Request: ...
-    def reply(self, request: Request, answers: Sequence[ServedTurn]) -> Json: ...
-    def writer(self, request: Request, index: int) -> Writer: ...
-    def error(self, error: ApiError) -> Json: ...
 
 
 # The keys of requests.
