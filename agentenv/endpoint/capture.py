@@ -126,22 +126,18 @@ class _Pending:
 
 
 class _Turn(NamedTuple):
-    """An answered call: `context` has its messages and the served one; `kind` is that of the
-    context that it opened."""
+    """An answered call: `context` has its messages and the served one."""
 
     context: tuple[Given, ...]
     request: Request
-    kind: Kind | None
     answer: ServedTurn
 
 
-def _turn(
-    before: tuple[Given, ...], request: Request, kind: Kind | None, answer: ServedTurn
-) -> _Turn:
+def _turn(before: tuple[Given, ...], request: Request, answer: ServedTurn) -> _Turn:
     """An answered call; messages that it shares with `before` are stored once."""
     same = num_common(before, request.messages)
     request.messages, request.body = (*before[:same], *request.messages[same:]), {}
-    return _Turn((*request.messages, answer.message), request, kind, answer)
+    return _Turn((*request.messages, answer.message), request, answer)
 
 
 class CaptureSession:
@@ -185,7 +181,6 @@ class CaptureSession:
         self._parts: dict[str, list[Request]] = {}  # a call of each choice, by the id of the reply
         self._waiting: deque[_Pending] = deque()
         self._current: _Pending | None = None
-        self._opened: Kind | None = None  # by the current call
         self._came = asyncio.Event()
         self._closed, self._error = "", "ended"
         self._recorded: dict[int, _Turn] = {}  # not yet requested by the replayed program
@@ -273,7 +268,7 @@ class CaptureSession:
         message, schema = found.message, call.request.schema
         if schema is not None and not message.calls and not fits(message.text, schema):
             self.counts["invalid_output"] += 1
-        self._add(call, found, self._opened)
+        self._add(call, found)
 
     async def reward(self) -> Json | None:
         """The reward that the program posted, if any."""
@@ -420,7 +415,7 @@ class CaptureSession:
         self._turns = list(after._turns)
         self._recorded = {n: one for n, one in enumerate(after._turns) if n not in after._lost}
         self._lost, self._reported = set(after._lost), set(after._reported)
-        self._opened, self._is_parallel = after._opened, after._is_parallel
+        self._is_parallel = after._is_parallel
         repeated = ("refused/", "ignored/")  # counted again during the replay
         kept = {name for name in after.counts if "/" in name and not name.startswith(repeated)}
         self.counts.update({name: after.counts[name] for name in kept})
@@ -447,7 +442,7 @@ class CaptureSession:
             if self._is(turn.request, request):
                 del self._recorded[number]
                 self.counts["replayed"] += 1
-                self._turns[number] = _turn(turn.context, request, turn.kind, turn.answer)
+                self._turns[number] = _turn(turn.context, request, turn.answer)
                 self._hand(request, number)
                 self._came.set()
                 return turn.answer
@@ -478,9 +473,9 @@ class CaptureSession:
         self.close(str(diverged))
         return diverged
 
-    def _add(self, call: _Pending, answer: ServedTurn, kind: Kind | None) -> None:
+    def _add(self, call: _Pending, answer: ServedTurn) -> None:
         before = self._turns[-1].context if self._turns else ()
-        self._turns.append(_turn(before, call.request, kind, answer))
+        self._turns.append(_turn(before, call.request, answer))
         self._hand(call.request, len(self._turns) - 1)
         if not call.answer.done():
             call.answer.set_result(answer)
@@ -521,7 +516,6 @@ class CaptureSession:
         request = call.request
         given = request.messages
         next_turn = turn_of(request, self._constraints)
-        self._opened = None
         base = self._extended(request)
         if base is None and not self._turns:
             messages = [as_message(one, given[:place]) for place, one in enumerate(given)]
@@ -532,7 +526,6 @@ class CaptureSession:
             self.counts["context/extends"] += 1
             return ProgramCall(messages, request.tools, next_turn, request.body)
         kind, cause = self._explained(call, base)
-        self._opened = kind
         self.counts[f"context/{kind or 'resumed'}"] += 1
         if cause:
             self.counts[f"{kind}/{cause}"] += 1
