@@ -50,6 +50,7 @@ from agentenv.endpoint.messages import (
     ERRORS,
     ApiError,
     Given,
+    Handed,
     HandedTurn,
     Json,
     Request,
@@ -170,7 +171,7 @@ class CaptureSession:
         self.thoughts: Thoughts = thoughts if after is None else after.thoughts
         self.counts: Counter[str] = Counter()
         self._turns: list[_Turn] = []
-        self.handed: dict[str, HandedTurn] = {}
+        self.handed: Handed = {}
         self._ids = count()
         self._numbers: dict[str, int] = {}  # of the turns, by the id of their reply
         self._lost: set[int] = set()  # turns whose reply was not written

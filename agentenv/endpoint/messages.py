@@ -161,7 +161,7 @@ class HandedTurn(NamedTuple):
         return (*self.request.messages, self.message)
 
 
-Handed = Mapping[str, HandedTurn]  # by the id of the reply
+Handed = dict[str, HandedTurn]  # by the id of the reply
 
 
 # The keys of requests.

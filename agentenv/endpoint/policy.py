@@ -40,7 +40,7 @@ from agentenv.endpoint.messages import (
     served,
     turn_of,
 )
-from agentenv.endpoint.server import Delta
+from agentenv.endpoint.server import Delta, Handler
 from agentenv.rollout.program_conversation import ProgramConversation
 from agentenv.text.call_syntax import call_marks, split_thoughts
 from agentenv.text.contexts import context_ids
@@ -61,7 +61,7 @@ class Prompt(NamedTuple):
     key: Key
 
 
-class PolicyHandler:
+class PolicyHandler(Handler):
     """Answers with one engine. `sampling` and `max_tokens` are defaults for requests; `names` are
     the model's names, the proper one first; `prefix` begins the ids of replies and calls;
     `constraints`: the engine forces calls, or also the form of replies."""
@@ -126,15 +126,6 @@ class PolicyHandler:
         handed = HandedTurn(replace(request, body={}), turns[0].message)
         self._keep(self.handed, request.id, handed)
         return turns
-
-    def written(self, request: Request) -> None:
-        """Nothing depends on it here."""
-
-    def lost(self, request: Request) -> None:
-        """Nothing depends on it here."""
-
-    def refused(self, error: ApiError) -> None:
-        """The client gets the error."""
 
     def _prompt(self, request: Request) -> Prompt:
         """The prompt's tokens, which extend those of the longest cached conversation."""

@@ -35,34 +35,28 @@ Delta = Callable[[int, str, str], None]  # (choice, "thoughts" or "text", new te
 
 
 class Handler(Protocol):
-    """Answers the calls of one key. Raises ApiError. `handed`: its replies that a call may name."""
+    """Answers the calls of one key. Raises ApiError. `handed`: its replies that a call may name. By
+    default nothing depends on the end of a call."""
 
-    @property
-    def handed(self) -> Handed: ...
+    handed: Handed
 
     def new_id(self) -> str:
         """The id of the next reply."""
-        ...
 
     async def answer(self, request: Request, delta: Delta | None) -> Sequence[ServedTurn]:
         """One turn per choice; `delta`, if any, gets new text during sampling."""
-        ...
 
     async def count(self, request: Request) -> int:
         """Tokens of the prompt."""
-        ...
 
     def written(self, request: Request) -> None:
         """The whole reply was written to its connection."""
-        ...
 
     def lost(self, request: Request) -> None:
         """The connection ended before that."""
-        ...
 
     def refused(self, error: ApiError) -> None:
         """A call is answered with this error."""
-        ...
 
 
 class ApiServer(Listener):
