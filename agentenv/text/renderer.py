@@ -21,7 +21,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import cache, cached_property, lru_cache
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol
 
 import msgspec
 from msgspec import Struct
@@ -110,13 +110,11 @@ class Renderer(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str: ...
     def check_tools(self, tools: ToolSchemas) -> None:
         """Raises ConfigError, with the remedy, for a tool that the policy could not call."""
-        return None
 
     def neutralise(self, text: str, tools: ToolSchemas) -> str:
         """Untrusted text, changed so that it cannot forge the protocol's tags and tokens."""
 
 
-@runtime_checkable
 class ContextRenderer(Renderer, Protocol):
     """A renderer that can write whole contexts, including turns that were not sampled. `style` is
     the format of its calls (agentenv/text/call_syntax.py), `end_id` the token that ends a turn."""
