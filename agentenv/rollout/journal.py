@@ -293,10 +293,6 @@ class TreeRecord:
         self._number = number
         self._num_frames = 0
         self._tree: TrajectoryTree
-        self._opened: list[frames.OpenBranch] = []
-        self._turns: list[frames.Turned] = []
-        self._decided: list[frames.ForkDecision] = []
-        self._known: set[int] = set()
         self._flushing: asyncio.Handle | None = None
 
     def began(self, tree: TrajectoryTree) -> None:
@@ -305,8 +301,10 @@ class TreeRecord:
         self._loop = asyncio.get_running_loop()
         self._tree = tree
         self.clock = WorkClock()  # of the tree
-        self._opened, self._turns, self._decided = [], [], []
-        self._known = set()
+        self._opened: list[frames.OpenBranch] = []
+        self._turns: list[frames.Turned] = []
+        self._decided: list[frames.ForkDecision] = []
+        self._known: set[int] = set()
         journal.append(
             frames.Began(
                 tree=self._index,
