@@ -115,26 +115,6 @@ class Renderer(Protocol):
         """Untrusted text, changed so that it cannot forge the protocol's tags and tokens."""
 
 
-class ContextRenderer(Renderer, Protocol):
-    """A renderer that can write whole contexts, including turns that were not sampled. `style` is
-    the format of its calls (agentenv/text/call_syntax.py), `end_id` the token that ends a turn."""
-
-    control: Any
-    own_tags: tuple[str, ...]
-
-    @property
-    def style(self) -> str: ...
-    @property
-    def end_id(self) -> int: ...
-    def opens_thought(self, prefix_ids: Sequence[int]) -> bool: ...
-    def shown(self, tools: ToolSchemas) -> ToolSchemas: ...
-    def turn(self, message: Message, tools: ToolSchemas) -> Sequence[int]:
-        """Token ids of a turn of the policy. Raises ConfigError."""
-
-    def placed(self, messages: Sequence[Message], *, after_turn: bool) -> Sequence[Message]:
-        """The messages of a prompt, or of an answer to a turn, as the template can write them."""
-
-
 class TextCodec:
     """Text to ids and back, the base of the renderers. In untrusted text it breaks special tokens
     and the tags of tools, of the protocol, and of `own_tags`."""
@@ -273,7 +253,7 @@ class TextCodec:
 
     @property
     def style(self) -> str:
-        """The format of calls."""
+        """The format of its calls (agentenv/text/call_syntax.py)."""
         return "tags"
 
     @cached_property
@@ -358,7 +338,15 @@ class TextCodec:
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
 
-class TagRenderer(TextCodec):
+class ContextRenderer(TextCodec, Renderer):
+    """A renderer that can write whole contexts, including turns that were not sampled."""
+
+    def turn(self, message: Message, tools: ToolSchemas) -> list[int]:
+        """Token ids of a turn of the policy. Raises ConfigError."""
+        raise NotImplementedError
+
+
+class TagRenderer(ContextRenderer):
     """The tag protocol of ARPO and Tool-Star.
 
     `tools` are the JSON schemas of an env's `info["tools"]`: a tool named `search` has the tags
