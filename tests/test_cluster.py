@@ -26,7 +26,6 @@ from agentenv.processes.link import PREFIX_BYTES, READ_BYTES, Link
 from agentenv.processes.worker_group import BEAT_S, NUM_LOSSES, NUM_TRIALS, Left
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.actor_parts import ActorParts
-from agentenv.rollout.frames import JournalConfig
 from agentenv.rollout.journal import Journal
 from agentenv.training.workers.rollout_worker import RolloutWorker
 from tests.support.links import connected, linked
@@ -301,7 +300,7 @@ def test_without_workers_rollouts_end() -> None:
 
 def test_the_journal_of_the_controller_has_the_trees_of_all_workers(tmp_path: Path) -> None:
     def journal() -> Journal:
-        return Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
+        return Journal(tmp_path, settings="s", incarnation=1)
 
     async def work(cluster: Cluster) -> list[TrajectoryTree]:
         cluster.workers.journal = journal()
@@ -324,7 +323,7 @@ def test_the_journal_of_the_controller_has_the_trees_of_all_workers(tmp_path: Pa
 
 def test_a_tree_begun_by_an_earlier_process_resumes_in_a_worker(tmp_path: Path) -> None:
     def journal() -> Journal:
-        return Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
+        return Journal(tmp_path, settings="s", incarnation=1)
 
     async def begin() -> None:
         first = journal()

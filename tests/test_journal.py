@@ -25,7 +25,6 @@ from agentenv.rollout.frames import (
     Began,
     Counts,
     Finished,
-    JournalConfig,
     Leased,
     Mark,
     Recorded,
@@ -52,9 +51,7 @@ async def here(function: Any, *arguments: Any) -> Any:
 
 
 def journal(folder: Path, settings: str = "s", incarnation: int = 1) -> Journal:
-    return Journal(
-        folder, JournalConfig(), settings=settings, incarnation=incarnation, offload=here
-    )
+    return Journal(folder, settings=settings, incarnation=incarnation, offload=here)
 
 
 def searches(prompt: str, rng: Random) -> str:
@@ -386,7 +383,7 @@ def test_starts_of_an_earlier_process_are_kept_while_a_checkpoint_needs_them(
 async def test_a_full_disk_is_a_one_line_error_and_leaves_no_partial_frame(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
+    written = Journal(tmp_path, settings="s", incarnation=1)
     written.append(Leased(0, [0]))
     await written.commit()
     path = tmp_path / f"{files(tmp_path)[0]}.frames"
@@ -417,7 +414,7 @@ async def test_a_full_disk_at_a_rotation_is_reported_like_any_other(
 
     for is_working in (True, False):
         folder = tmp_path / str(is_working)
-        written = Journal(folder, JournalConfig(), settings="s", incarnation=1)
+        written = Journal(folder, settings="s", incarnation=1)
         if is_working:
             written.append(Began(0, "t", 0, 1, "s", Mark(1, 0, 0)))
             await written.commit()
@@ -436,7 +433,7 @@ async def test_a_full_disk_at_a_rotation_is_reported_like_any_other(
             await written.commit()
         await written.close()  # it was told
         assert path.stat().st_size == size
-        again = Journal(folder, JournalConfig(), settings="s", incarnation=2)
+        again = Journal(folder, settings="s", incarnation=2)
         assert again.earlier.knows(0) == is_working
         assert not again.earlier.knows(1)
         await again.close()
@@ -449,7 +446,7 @@ def test_a_disk_that_hangs_is_named_and_ends_the_wait(tmp_path: Path) -> None:
         await asyncio.Event().wait()
 
     async def scenario() -> None:
-        written = Journal(tmp_path, JournalConfig(), settings="s", incarnation=1, offload=hangs)
+        written = Journal(tmp_path, settings="s", incarnation=1, offload=hangs)
         written.append(Leased(0, [0]))
         with pytest.raises(ConfigError, match="finish within 300"):
             await written.commit()
@@ -499,8 +496,8 @@ async def test_written_frames_are_synced_within_sync_s(
     synced = asyncio.Event()
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(os, "fdatasync", lambda _: loop.call_soon_threadsafe(synced.set))
-    monkeypatch.setattr(JournalConfig, "sync_s", 0.05)
-    written = Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
+    monkeypatch.setattr("agentenv.rollout.journal.SYNC_S", 0.05)
+    written = Journal(tmp_path, settings="s", incarnation=1)
     written.append(Leased(0, [0]))
     await written.commit()
     assert not synced.is_set()
@@ -525,7 +522,7 @@ def test_frames_are_batched_until_a_commit_waits_for_them(tmp_path: Path) -> Non
         return function(*arguments)
 
     async def scenario() -> None:
-        written = Journal(tmp_path, JournalConfig(), settings="s", incarnation=1, offload=offload)
+        written = Journal(tmp_path, settings="s", incarnation=1, offload=offload)
         loop = asyncio.get_running_loop()
         for step in range(10):
             written.append(Leased(step, [step]))

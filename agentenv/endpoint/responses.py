@@ -7,12 +7,11 @@ from itertools import count
 from typing import Any
 
 from agentenv.base.untrusted import decode
-from agentenv.endpoint.chat import common, openai_error, read_role, request_of, token_logprobs
+from agentenv.endpoint.chat import common, read_role, request_of, token_logprobs
 from agentenv.endpoint.messages import (
     INPUT,
     MAX_MESSAGES,
     MAX_TOOLS,
-    ApiError,
     Event,
     Given,
     Handed,
@@ -81,9 +80,6 @@ class Responses:
 
     def writer(self, request: Request, index: int) -> ResponsesWriter:
         return ResponsesWriter(request)
-
-    def error(self, error: ApiError) -> Json:
-        return openai_error(error)
 
 
 class ResponsesWriter:

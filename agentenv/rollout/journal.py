@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 # Time to collect a batch of frames, and a shorter one while a caller waits: passing each turn to a
 # thread separately would cost 300 us.
 GATHER_S, COMMIT_S = 0.2, 0.05
+SYNC_S = 1.0  # after this time frames also survive a power failure
 STALL_S = 300.0  # a disk that does not complete a write within this time hangs
 CLOSE_S = 10.0  # the same for a disk that has already failed
 
@@ -45,7 +46,6 @@ class Journal:
     def __init__(
         self,
         folder: Path,
-        config: frames.JournalConfig,
         *,
         settings: str,
         incarnation: int,
@@ -54,7 +54,6 @@ class Journal:
         """`offload` runs blocking functions, by default in a dedicated thread. Raises ConfigError
         if the folder cannot be written."""
         self.folder = folder
-        self.config = config
         self.settings = settings
         self.incarnation = incarnation
         self.earlier = EarlierTrees(settings)
@@ -177,7 +176,7 @@ class Journal:
             asyncio.get_running_loop().call_soon(self._written.set)  # once this task is done
 
     async def _write_batches(self) -> None:
-        """Write batch after batch, and sync each within `sync_s` seconds."""
+        """Write batch after batch, and sync each within SYNC_S seconds."""
         loop = asyncio.get_running_loop()
         to_sync_s: float | None = None  # when the oldest unsynced frame must be synced
         while self._pending or not self._is_closed:
@@ -202,7 +201,7 @@ class Journal:
             if is_due:
                 to_sync_s = None
             elif batch and to_sync_s is None:
-                to_sync_s = loop.time() + self.config.sync_s
+                to_sync_s = loop.time() + SYNC_S
             self._num_written += len(batch)
             self._written.set()
 
@@ -293,10 +292,6 @@ class TreeRecord:
         self._number = number
         self._num_frames = 0
         self._tree: TrajectoryTree
-        self._opened: list[frames.OpenBranch] = []
-        self._turns: list[frames.Turned] = []
-        self._decided: list[frames.ForkDecision] = []
-        self._known: set[int] = set()
         self._flushing: asyncio.Handle | None = None
 
     def began(self, tree: TrajectoryTree) -> None:
@@ -305,8 +300,10 @@ class TreeRecord:
         self._loop = asyncio.get_running_loop()
         self._tree = tree
         self.clock = WorkClock()  # of the tree
-        self._opened, self._turns, self._decided = [], [], []
-        self._known = set()
+        self._opened: list[frames.OpenBranch] = []
+        self._turns: list[frames.Turned] = []
+        self._decided: list[frames.ForkDecision] = []
+        self._known: set[int] = set()
         journal.append(
             frames.Began(
                 tree=self._index,

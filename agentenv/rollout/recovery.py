@@ -81,7 +81,7 @@ class Recovery:
                 if attempt:
                     await self._replay_in_fresh_env(branch)
                 branch.clock.now(STEP)
-                return await self._retrying(branch, "step")(step)
+                return await self._retried(branch, "step", step)
             except (errors.OutageError, errors.CrashError):
                 raise
             except (errors.EnvError, errors.GraderError):
@@ -96,20 +96,17 @@ class Recovery:
         self, branch: Branch, finish: Callable[[], Awaitable[tuple[float, Info]]]
     ) -> tuple[float, Info]:
         """Reward and info of an ended episode, from its env."""
-        retrying = self._retrying(branch, "finish")
         with working(branch.clock):
             branch.clock.now("its environment to finish")
-            return await retrying(finish)
+            return await self._retried(branch, "finish", finish)
 
-    def _retrying(
-        self, branch: Branch, use: str
-    ) -> Callable[[Callable[[], Awaitable[T]]], Awaitable[T]]:
-        """A function that retries calls while their infrastructure is down, for `outage_s` of
-        the limits at most."""
-        return partial(
-            through_outage,
-            who=f"the {use}",
-            key=self.key(branch, use),
+    async def _retried(self, branch: Branch, use: str, call: Callable[[], Awaitable[T]]) -> T:
+        """The result of `call`, which is retried while its infrastructure is down, for `outage_s`
+        of the limits at most."""
+        return await through_outage(
+            call,
+            f"the {use}",
+            self.key(branch, use),
             outage_s=self._limits.outage_s,
             failed=self._count_failure,
             backoff=BACKOFF,
@@ -211,7 +208,7 @@ class Recovery:
         async def step(action: Message) -> StepResult:
             assert branch.env is not None
             taken = partial(self._actor.envs.step, branch.env, action)
-            return await self._retrying(branch, "step")(taken)
+            return await self._retried(branch, "step", taken)
 
         path = self._tree.path(branch.cursor)[1:]
         is_equal = await branch.conversation.replay(path, step) and is_equal
@@ -234,4 +231,4 @@ class Recovery:
                 raise errors.CrashError(f"making the environment raised {error!r}") from error
             return await self._actor.envs.reset(branch.env, self._env_seed)
 
-        return await self._retrying(branch, "reset")(reset)
+        return await self._retried(branch, "reset", reset)

@@ -137,9 +137,8 @@ class Training:
         stack.push_async_callback(recorder.close)
         settings, journal = rollout_settings(config), None
         if config.journal.enabled:
-            journal = Journal(
-                run.path / JOURNAL, config.journal, settings=settings, incarnation=state.incarnation
-            )
+            folder, incarnation = run.path / JOURNAL, state.incarnation
+            journal = Journal(folder, settings=settings, incarnation=incarnation)
             stack.push_async_callback(journal.close)
         batches = BatchBuilder(config, state)
         feeder = self.make_feeder(config, state, parts, queue, batches, journal)
