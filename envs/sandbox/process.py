@@ -120,7 +120,7 @@ class SessionProcess:
 
     async def _send(self, frame: bytes) -> None:
         """Send it, and resume the process once its beginning has arrived."""
-        try:
+        with reported_as(ChannelClosedError, "", OSError):
             try:
                 num_sent = self._socket.send(frame)
             except BlockingIOError:
@@ -128,14 +128,10 @@ class SessionProcess:
             send_signal(self.pidfd, signal.SIGCONT)
             if num_sent < len(frame):
                 await asyncio.get_running_loop().sock_sendall(self._socket, frame[num_sent:])
-        except OSError as error:
-            raise ChannelClosedError(str(error)) from error
 
     async def _read(self, size: int) -> bytes:
-        try:
+        with reported_as(ChannelClosedError, "", OSError):
             data = await asyncio.get_running_loop().sock_recv(self._socket, size)
-        except OSError as error:
-            raise ChannelClosedError(str(error)) from error
         if not data:
             raise ChannelClosedError("end of file")
         return data

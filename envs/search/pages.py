@@ -85,12 +85,9 @@ class AddressRule:
     ports."""
 
     def __init__(self, allow_networks: Sequence[str] = ()) -> None:
-        try:
+        form = '; expected networks such as "10.1.0.0/16"'
+        with reported_as(ConfigError, "pages.allow_networks", ValueError, end=form):
             self._allowed = [ipaddress.ip_network(network) for network in allow_networks]
-        except ValueError as error:
-            raise ConfigError(
-                f'pages.allow_networks: {error}; expected networks such as "10.1.0.0/16"'
-            ) from error
 
     def check(self, address: str) -> None:
         """Raises RefusedAddress. An IPv6 address that stands for an IPv4 address counts as that."""

@@ -28,6 +28,7 @@ T = TypeVar("T")
 ProviderName = Literal["brightdata", "serper", "tavily", "searxng"]
 
 
+UNEXPECTED = "the reply has an unexpected form"
 MAX_REASON_CHARS = 300  # of a provider's message to the policy
 MAX_REFUSED = 20  # consecutive rejected searches, after which the configuration must be wrong
 
@@ -160,10 +161,8 @@ def provider_hits(config: WebConfig, reply: Reply, max_results: int) -> list[Hit
     """
     provider = PROVIDERS[config.provider]
     content = _decoded(reply, dict[str, Any], config.provider, "a JSON object")
-    try:
+    with reported_as(InfraError, f"{config.provider}: {UNEXPECTED}", ForeignError):
         rows = convert(content.get(provider.rows) or [], list[dict[str, Any]])
-    except ForeignError as error:
-        raise InfraError(f"{config.provider}: the reply has an unexpected form: {error}") from error
     failure = content.get(provider.failure)
     if not rows and failure:
         reason = SECRETS.known(str(failure))[:MAX_REASON_CHARS]
@@ -183,12 +182,10 @@ def _decoded(reply: Reply, form: type[T], name: str, expected: str) -> T:
     """The reply decoded as `form`. Raises InfraError for another status or form."""
     if reply.status != 200:
         raise InfraError(f"{name}: status {reply.status}, expected 200")
-    try:
+    with reported_as(
+        InfraError, f"{name}: {UNEXPECTED}", ForeignError, end=f"; expected {expected}"
+    ):
         return decode(reply.body, form)
-    except ForeignError as error:
-        raise InfraError(
-            f"{name}: the reply has an unexpected form: {error}; expected {expected}"
-        ) from error
 
 
 class _BrightData(Provider):
@@ -366,9 +363,8 @@ def _retrieved_hit(document: dict[str, Any], score: float) -> Hit:
 def batch_hits(reply: Reply, url: str) -> list[Hit]:
     """The hits of one query to /batch_search."""
     found = _decoded(reply, _Batch, f"retriever {url}", _BATCH)
-    try:
+    # not exactly one list of each
+    with reported_as(InfraError, f"retriever {url}", ValueError, end=f"; expected {_BATCH}"):
         (rows,), (scores,) = found.documents, found.scores
-    except ValueError as error:  # not exactly one list of each
-        raise InfraError(f"retriever {url}: {error}; expected {_BATCH}") from error
     found_by = zip(rows, scores, strict=False)
     return [_retrieved_hit(asdict(row), score) for row, score in found_by]
