@@ -111,7 +111,6 @@ class Trees:
         return {
             "step": number,
             "policy_version": step.header.policy_version,
-            "incarnation": step.header.incarnation,
             "num_trees": step.header.num_trees,
             "is_whole": step.is_whole,
             "metrics": step.header.metrics,
@@ -210,13 +209,11 @@ def _details(entry: Entry, kept: KeptTree) -> Figures:
         "env": tree.task.env_id,
         "right": sum(bool(leaf.info.get("success")) for leaf in leaves if leaf.end != "failed"),
         "failures": dict(Counter(failure_kind_of(leaf.error) for leaf in tree.failures())),
-        "limits": dict(Counter(str(leaf.limit) for leaf in leaves if leaf.end == "truncated")),
         "calls": len(calls),
         "call_errors": sum(not call.get("ok", True) for call in calls),
         "tool_s": sum(float(call.get("duration_s") or 0.0) for call in calls),
         "entropy": _mean(np.concatenate([EMPTY, *(node.entropies for node in tree.nodes)])),
         "gap": _mean(np.abs(_gaps(tree))),
-        "retaken": tree.num_retaken,
         "changed": changed_forks(tree),
     }
 
@@ -368,7 +365,6 @@ class Folder:
             "checkpoints": [path.name for path in checkpoints],
             "steps": self.trees.steps(),
             "has_texts": any(path.is_file() for path in tokenizers_of(self.path)),
-            "has_metrics": size_of(self.path / METRICS) > 0,
             "evaluations": [
                 {"id": key, **one.about(), "bytes": one.state()}
                 for key, one in self.evaluations().items()
