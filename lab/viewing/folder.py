@@ -315,9 +315,8 @@ class Folder:
         self.others = list(others)
         self.trees = Trees(path, partial(tokenizers_of, path))
         self._lock = threading.Lock()
-        self._metrics = JsonLines(path / METRICS)
+        self._metrics = JsonLines[Any](path / METRICS, decode_loose)
         self._rows: list[Any] = []
-        self._num_unreadable = 0
         self._epoch = 0  # incremented whenever earlier rows become invalid
         self._evaluations: dict[Path, Evaluation] = {}
 
@@ -397,22 +396,18 @@ class Folder:
         """Rows from number `since` on; all rows if the file has changed since the `epoch` of the
         reader."""
         with self._lock:
-            is_void, lines = self._metrics.new()
+            is_void, rows = self._metrics.new()
             if is_void:
-                self._rows, self._num_unreadable = [], 0
+                self._rows = []
                 self._epoch += 1
-            for line in lines:
-                try:
-                    self._rows.append(decode_loose(line))
-                except ForeignError:
-                    self._num_unreadable += 1
+            self._rows += (row for row, *_ in rows)
             if epoch != str(self._epoch):
                 since = 0
             return {
                 "from": since,
                 "epoch": self._epoch,
                 "rows": self._rows[since:],
-                "num_unreadable": self._num_unreadable,
+                "num_unreadable": self._metrics.num_unreadable,
             }
 
     def evaluations(self) -> dict[str, Evaluation]:
