@@ -106,8 +106,7 @@ class SandboxSession:
             if await self._copy_to(other):
                 self._sandbox.used(self)
                 return other
-            if self._live is None:
-                await self._be_open()
+            await self._be_open()
             before = await self._digest()
             self._sandbox.used(self)
         try:
