@@ -220,18 +220,15 @@ class ZygoteProcess:
                 reason = await process.stop() or f"it ended with {process.process.returncode}"
                 reason = launch.advised(reason)
                 raise ConfigError(f"the Python sandbox cannot start: {reason}")
-            report = decode(message, _Report)
+            shown = f": {message[:200]!r}"  # preloaded modules may do anything
+            with reported_as(InfraError, "the sandbox did not start", ForeignError, end=shown):
+                report = decode(message, _Report)
             launch.check_prepared(report.missing, report.problem, python)
             zygote.live_forks = report.live_forks
             asyncio.get_running_loop().add_reader(process.control, zygote._on_news)
-        except BaseException as error:
-            try:
-                if isinstance(error, ForeignError):  # preloaded modules may do anything
-                    problem = f"the sandbox did not start: {error}: {message[:200]!r}"
-                    raise InfraError(problem) from error
-                raise
-            finally:
-                await process.stop()
+        except BaseException:
+            await process.stop()
+            raise
         return zygote
 
     def alive(self) -> bool:
