@@ -9,7 +9,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from agentenv.base.offload import in_thread
 from agentenv.base.types import Info, Message, Task, ToolResult
 from agentenv.contract.env import shared
 from agentenv.contract.function_tool import argument_schema, read_arguments
@@ -18,7 +17,7 @@ from agentenv.contract.tool_env import Prompt, ToolEnv
 from agentenv.contract.tools import StatelessTool
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import make_grader
-from agentenv.envs.search.bm25 import MAX_ON_LOOP, BM25Index, load_bm25s
+from agentenv.envs.search.bm25 import BM25Index, load_bm25s
 from agentenv.envs.search.corpus import read_corpus
 from agentenv.envs.search.keys import Mode, SearchConfig
 from agentenv.envs.search.service import (
@@ -61,10 +60,7 @@ class SearchTool(StatelessTool):
     async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
         """Search; a large corpus is searched in a thread."""
         query = read_arguments(self.name, arguments, self._Arguments).query
-        if len(self.index.passages) <= MAX_ON_LOOP:
-            found = self.index.search(query, self.top_k)
-        else:
-            found = await in_thread(self.index.search, query, self.top_k)
+        found = await self.index.search(query, self.top_k)
         text = "\n".join(passage.text[: self.max_chars_per_result] for passage in found)
         return ToolResult(text or NO_RESULTS, {"ids": [passage.id for passage in found]})
 

@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 import string
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from math import log
@@ -18,6 +17,7 @@ import msgspec
 from msgspec import UNSET, Struct, field
 
 from agentenv.base import errors
+from agentenv.base.model_files import read_as
 from agentenv.base.offload import in_thread
 from agentenv.base.result_cache import ResultCache
 from agentenv.base.types import Info, Message, ToolResult
@@ -191,14 +191,8 @@ class CachedBackend:
 
 def read_arpo_cache(path: Path) -> dict[str, str]:
     """The entries of ARPO's search_cache.json, query -> text. Raises DataError, naming the file."""
-    try:
-        return decode(path.read_bytes(), dict[str, str])
-    except OSError as error:
-        raise errors.DataError(f"search cache {path} cannot be read: {error.strerror}") from error
-    except errors.ForeignError as error:
-        raise errors.DataError(
-            f"search cache {path}: {error}; expected one JSON object, query -> result text"
-        ) from error
+    form = "search cache, expected one JSON object, query -> result text"
+    return read_as(path, form, dict[str, str])
 
 
 def hits_of_arpo(text: str) -> list[corpus.Hit]:
@@ -480,7 +474,7 @@ def passages(text: str, query: str, max_chars: int) -> str:
     if len(text) <= max_chars:
         return text
     chunks = [chunk.span() for chunk in _CHUNK.finditer(text)]
-    contents = [Counter(corpus.words(text[a:b])) for a, b in chunks]
+    contents = [set(corpus.words(text[a:b])) for a, b in chunks]
     wanted = set(corpus.words(query))
     rarity = {
         word: log(1 + len(chunks) / (1 + sum(word in found for found in contents)))

@@ -131,15 +131,13 @@ def rollouts_of(config: AnyRun) -> tuple[int, int]:
     return longest, min(trees, config.queue.max_rollouts or trees) * config.algorithm.group_size
 
 
-def files_of(config: TrainConfig | SupervisedRunConfig) -> tuple[int, dict[str, float]]:
+def files_of(config: TrainConfig) -> tuple[int, dict[str, float]]:
     """Maximum number of checkpoints on the disk (the last ones, the best, that of the cold start,
     and a partial one); and maximum bytes of other files, by the key that limits them."""
-    if isinstance(config, TrainConfig):
-        kept = bool(config.checkpoint.best_metric) + (config.sft is not None)
-        log = MAX_TRAJECTORY_BYTES * config.log.trajectories
-        files = {"archive.max_gb": config.archive.max_gb * 1e9, "trajectories": log}
-        return config.checkpoint.keep_last + kept + 1, files
-    return config.checkpoint.keep_last + config.checkpoint.keep_best + 1, {}
+    kept = bool(config.checkpoint.best_metric) + (config.sft is not None)
+    log = MAX_TRAJECTORY_BYTES * config.log.trajectories
+    files = {"archive.max_gb": config.archive.max_gb * 1e9, "trajectories": log}
+    return config.checkpoint.keep_last + kept + 1, files
 
 
 def microbatch_tokens(learner: LearnerConfig, longest: int) -> int:

@@ -111,7 +111,6 @@ class Trees:
         return {
             "step": number,
             "policy_version": step.header.policy_version,
-            "incarnation": step.header.incarnation,
             "num_trees": step.header.num_trees,
             "is_whole": step.is_whole,
             "metrics": step.header.metrics,
@@ -210,13 +209,11 @@ def _details(entry: Entry, kept: KeptTree) -> Figures:
         "env": tree.task.env_id,
         "right": sum(bool(leaf.info.get("success")) for leaf in leaves if leaf.end != "failed"),
         "failures": dict(Counter(failure_kind_of(leaf.error) for leaf in tree.failures())),
-        "limits": dict(Counter(str(leaf.limit) for leaf in leaves if leaf.end == "truncated")),
         "calls": len(calls),
         "call_errors": sum(not call.get("ok", True) for call in calls),
         "tool_s": sum(float(call.get("duration_s") or 0.0) for call in calls),
         "entropy": _mean(np.concatenate([EMPTY, *(node.entropies for node in tree.nodes)])),
         "gap": _mean(np.abs(_gaps(tree))),
-        "retaken": tree.num_retaken,
         "changed": changed_forks(tree),
     }
 
@@ -318,9 +315,8 @@ class Folder:
         self.others = list(others)
         self.trees = Trees(path, partial(tokenizers_of, path))
         self._lock = threading.Lock()
-        self._metrics = JsonLines(path / METRICS)
+        self._metrics = JsonLines[Any](path / METRICS, decode_loose)
         self._rows: list[Any] = []
-        self._num_unreadable = 0
         self._epoch = 0  # incremented whenever earlier rows become invalid
         self._evaluations: dict[Path, Evaluation] = {}
 
@@ -368,7 +364,6 @@ class Folder:
             "checkpoints": [path.name for path in checkpoints],
             "steps": self.trees.steps(),
             "has_texts": any(path.is_file() for path in tokenizers_of(self.path)),
-            "has_metrics": size_of(self.path / METRICS) > 0,
             "evaluations": [
                 {"id": key, **one.about(), "bytes": one.state()}
                 for key, one in self.evaluations().items()
@@ -401,22 +396,18 @@ class Folder:
         """Rows from number `since` on; all rows if the file has changed since the `epoch` of the
         reader."""
         with self._lock:
-            is_void, lines = self._metrics.new()
+            is_void, rows = self._metrics.new()
             if is_void:
-                self._rows, self._num_unreadable = [], 0
+                self._rows = []
                 self._epoch += 1
-            for line in lines:
-                try:
-                    self._rows.append(decode_loose(line))
-                except ForeignError:
-                    self._num_unreadable += 1
+            self._rows += (row for row, *_ in rows)
             if epoch != str(self._epoch):
                 since = 0
             return {
                 "from": since,
                 "epoch": self._epoch,
                 "rows": self._rows[since:],
-                "num_unreadable": self._num_unreadable,
+                "num_unreadable": self._metrics.num_unreadable,
             }
 
     def evaluations(self) -> dict[str, Evaluation]:

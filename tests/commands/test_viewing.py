@@ -166,7 +166,6 @@ def test_why_a_tree_was_not_trained(run: ViewedRun) -> None:
     assert rows[0]["staleness"] == 1
     details = folder.answer("steps/1")["trees"]
     assert details[2]["failures"] == {"OutageError": 1}
-    assert details[0]["limits"] == {"turns": 1}
     assert details[0]["gap"] == pytest.approx(0.01)
     assert details[1]["gap"] is None
 
