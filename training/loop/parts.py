@@ -92,26 +92,19 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
 
     is_whole = True
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        folder: Path,
-        checkpoint: Path | None,
-        stack: AsyncExitStack,
-        report: Reporter,
-    ) -> None:
-        trained = training_set(config)
-        self._starting: asyncio.Task[object] | None = None
-        sets = {TRAINED: trained}
-        for name, one in config.eval.sets.items():
-            sets[eval_key(name)] = replace(
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        trained, sampling = training_set(self.config), self.config.sampling.eval
+        self.sets = {TRAINED: trained}
+        for name, one in self.config.eval.sets.items():
+            self.sets[eval_key(name)] = replace(
                 trained,
                 key=eval_key(name),
                 rows=one,
-                sampling=config.sampling.eval,
+                sampling=sampling,
                 num_samples=one.num_samples,
             )
-        super().__init__(config, folder, stack, report, checkpoint, sets=sets)
+        self._starting: asyncio.Task[object] | None = None
         self.ray: Placement | None = None
         self.engine_servers: ServerStarter = self.servers
         self.remote_ranks: RemoteRanks | None = None
