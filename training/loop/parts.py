@@ -214,14 +214,13 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
     async def learner(self) -> DeepSpeedLearner:
         """The learner, started, at the policy version of the checkpoint; asleep if it shares its
         GPUs with the engine."""
-        config, gpus = self.config, await self.gpus()
+        config = self.config
         learner = await DeepSpeedLearner.start(
             config.learner,
             config.algorithm,
             frozen_model(self.checkpoint) or await self.model(),
             self.folder / LEARNER_LOG,
             seed=config.run.seed,
-            gpus=gpus,
             ranks=await self.ranks(),
         )
         self.stack.push_async_callback(learner.close)
