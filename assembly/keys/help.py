@@ -335,7 +335,7 @@ def shown(value: Any) -> str:
         return f"{{ {inner} }}" if inner else "{}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(shown, value))}]"
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def values_of(config: Struct, base: Struct | None = None, path: str = "") -> Iterator[Value]:
