@@ -106,7 +106,6 @@ ALLOWED = {
     "envs/bridges/verifiers_env.py _serve: asyncio.to_thread": CHILD,
     "agentenv/endpoint/server.py ApiServer._stream: queue.get": SAME,
     "lab/viewing/page.py serve: asyncio.Event().wait": FOREVER,
-    "assembly/run/control.py _received: connection.recv": CALLER + "settimeout in send",
     "assembly/run/control.py send: connection.sendall": "settimeout, above",
     "learners/ranks/broadcast.py TorchLink.start.sent: work.wait": "it is completed",
     "learners/ranks/rank_group.py RankGroup._wait_for_all: arrivals.get": "wait(timeout=..)",

@@ -128,7 +128,7 @@ async def build_parts(
 ) -> Parts:
     """Check and build all parts; `stack` closes them. With a checkpoint, engine and learner start
     from it and no set-up runs. Raises ConfigError or DataError for bad input."""
-    assembly = TrainingAssembly(config, run.path, checkpoint, stack, report)
+    assembly = TrainingAssembly(config, run.path, stack, report, checkpoint)
     if not assembly.is_wide:  # free shared memory, which the model may need
         await in_thread(remove_left, MEMORY, WEIGHTS_PREFIX)
     await in_thread(remove_left, run.path, WEIGHTS_PREFIX)

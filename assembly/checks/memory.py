@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import os
 import re
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from msgspec.structs import replace
 
 from agentenv.assembly.serving.gpus import GIB
 from agentenv.assembly.serving.server_command import SERVER_BYTES
+from agentenv.base.config import read_toml
 from agentenv.base.disk import existing, free_bytes
 from agentenv.base.disk_errors import DIR_KEY, SHARED_MEMORY, WEIGHTS_KEY, explain
 from agentenv.base.errors import ConfigError, DataError
@@ -129,10 +129,8 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
 
 # By public name; a path that contains a name has its shape.
-KNOWN = msgspec.toml.decode(
-    (resources.files("agentenv.assembly.checks") / "model_shapes.toml").read_bytes(),
-    type=dict[str, ModelShape],
-)
+SHAPES = Path(__file__).with_name("model_shapes.toml")
+KNOWN = msgspec.convert(read_toml(SHAPES), dict[str, ModelShape])
 
 
 def find_shape(path: Path, quantization: str = "") -> ModelShape | None:

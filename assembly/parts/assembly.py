@@ -216,7 +216,7 @@ class RolloutAssembly(Assembly[WithRoles]):
     is_whole = False  # whether `sets` are all of a run, so that unused environments are mistakes
     tries_all = False  # environments are tried although the algorithm does not fork
 
-    sets: Mapping[str, SetConfig] = field(kw_only=True)
+    sets: dict[str, SetConfig] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import shutil
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -147,8 +147,8 @@ class SavingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 @dataclass(eq=False)
 class Saver:
     """Writes the checkpoints of one run. `step` returns the current step, `snapshot` the state of
-    the run besides the learner's, and `needed` the steps to keep however old. `turn` is entered
-    around all commands to the learner. `phase`: see Checkpoints.path."""
+    the run besides the learner's. `needed`: the steps to keep however old. `phase`: see
+    Checkpoints.path."""
 
     config: SavingConfig
     checkpoints: Checkpoints
@@ -156,8 +156,7 @@ class Saver:
     view: View
     step: Callable[[], int]
     snapshot: Callable[[], msgspec.Struct]
-    needed: Callable[[], Collection[int]] = tuple
-    turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+    needed: Collection[int] = ()
     phase: str = STEP
 
     def __post_init__(self) -> None:
@@ -282,12 +281,12 @@ class Saver:
         async with self._one_at_a_time:
             if not self._is_consistent:
                 raise LearnerError("the weights are those of an incomplete step and are not saved")
-            async with self.turn():
+            async with self.learner.turn():
                 if not at_end:
                     await self._before()
                 state, keep_last = self.snapshot(), self.config.keep_last
                 await self.checkpoints.save(
-                    self._path(), self.learner, state, keep_last, self.needed()
+                    self._path(), self.learner, state, keep_last, self.needed
                 )
             self._last = _now()
 

@@ -208,7 +208,10 @@ def send(run: Path, request: ControlRequest, timeout_s: float | None = None) -> 
                 raise UnreachableError(f"{path} belongs to user {user}, not to you")
             with suppress(BrokenPipeError):  # the reply is already here
                 connection.sendall(msgspec.json.encode(request) + b"\n")
-            data = _received(connection)
+            with connection.makefile("rb") as file:
+                data = file.read(MAX_REPLY + 1)
+            if len(data) > MAX_REPLY:
+                raise OSError("its answer is too long")
         except TimeoutError as error:
             raise UnreachableError(
                 f"the run gave no answer within {timeout_s:g} s: its event loop is blocked, which "
@@ -230,13 +233,3 @@ def send(run: Path, request: ControlRequest, timeout_s: float | None = None) -> 
     if isinstance(reply, ControlRefused):
         raise ConfigError(reply.why)
     return reply
-
-
-def _received(connection: socket.socket) -> bytes:
-    parts, size = [], 0
-    while part := connection.recv(1 << 16):
-        parts.append(part)
-        size += len(part)
-        if size > MAX_REPLY:
-            raise OSError("its answer is too long")
-    return b"".join(parts)

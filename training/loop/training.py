@@ -142,8 +142,6 @@ class Training:
             stack.push_async_callback(journal.close)
         batches = BatchBuilder(config, state)
         feeder = self.make_feeder(config, state, parts, queue, batches, journal)
-        # the checkpoint after the cold start stays: runs of other algorithms can start from it
-        kept = [] if config.sft is None else [0]
         saver = RunSaver(
             config.checkpoint,
             run.checkpoints,
@@ -151,8 +149,8 @@ class Training:
             self.view,
             step=lambda: state.step,
             snapshot=state.resumable,
-            needed=lambda: kept,
-            turn=parts.learner.turn,
+            # the checkpoint after the cold start: runs of other algorithms can start from it
+            needed=() if config.sft is None else (0,),
             state=state,
             journal=journal,
             archive=recorder.archive,

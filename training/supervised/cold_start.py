@@ -120,7 +120,6 @@ class ColdStart:
             recorder.view,
             step=lambda: self.done.step,
             snapshot=state.resumable,
-            turn=parts.learner.turn,
             phase=COLD_START,
         )
 
