@@ -134,21 +134,13 @@ class Ray:
 
     def connect(self) -> None:
         """Connect to the cluster, or start a local one. Raises ConfigError and WorkerError."""
-        setup, options = self.setup, {}
+        setup = self.setup
+        options: dict[str, Any] = {"address": setup.address or "local", "namespace": "agentenv"}
         if not setup.address:
-            options = {
-                "address": "local",
-                "include_dashboard": False,
-                "object_store_memory": OBJECT_STORE_BYTES,
-            }
+            options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
         for attempt in range(NUM_STARTS):
             try:
-                self.ray.init(
-                    **({"address": setup.address} | options),
-                    log_to_driver=False,
-                    configure_logging=False,
-                    namespace="agentenv",
-                )
+                self.ray.init(**options, log_to_driver=False, configure_logging=False)
                 return
             except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
                 raise ConfigError(
