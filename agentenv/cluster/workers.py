@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from agentenv.base.deadline import at_most
+from agentenv.base.deadline import at_most, end
 from agentenv.base.errors import TooManyFailuresError, WorkerError
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task
@@ -351,8 +351,7 @@ class RolloutWorkers(worker_group.WorkerGroup[_Worker]):
             del worker.trees[message.number]
             worker.num_ended += 1
             self._has_less(worker)
-            if not growing.ended.done():
-                growing.ended.set_result(None)
+            end(growing.ended)
 
     def _move(self, worker: _Worker) -> None:
         """Resume the trees of a lost worker on other workers."""
