@@ -443,19 +443,10 @@ class RemoteServer(ABC, Generic[F]):
         """The label of the weights on one server; `fresh`: uses a new connection."""
 
 
-async def sampled(
-    server: RemoteServer[Any],
-    request: ServerRequest,
-    on_chunk: Callable[[Chunk], None] = lambda chunk: None,
-) -> Completion:
+async def sampled(server: RemoteServer[Any], request: ServerRequest) -> Completion:
     """One turn of a server, with all its tokens; see RemoteServer.generate."""
     chunks: list[Chunk] = []
-
-    def keep(chunk: Chunk) -> None:
-        chunks.append(chunk)
-        on_chunk(chunk)
-
-    end = await server.generate(request, keep)
+    end = await server.generate(request, chunks.append)
     return Completion(
         token_ids=[*chain.from_iterable(chunk.token_ids for chunk in chunks)],
         logprobs=[*chain.from_iterable(chunk.logprobs for chunk in chunks)],
