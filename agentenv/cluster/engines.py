@@ -367,11 +367,8 @@ class Leases:
             return self._refuse(request.number, error)
         avoid = [one for one in pool.servers if one.number in request.avoid]
         slot = pool.queue.seek(request.session, request.order, avoid)
-        if isinstance(slot, PooledServer):
-            self._grant(request.number, slot)
-        else:
-            self._waiting[request.number] = slot
-            slot.add_done_callback(partial(self._found, request))
+        self._waiting[request.number] = slot
+        slot.add_done_callback(partial(self._found, request))
 
     def _found(self, request: Acquire, slot: asyncio.Future[PooledServer]) -> None:
         """A slot has become available."""
@@ -382,7 +379,7 @@ class Leases:
         if error is not None:
             return self._refuse(request.number, error)
         server = slot.result()
-        if is_wanted and not server.is_asleep:  # it may have fallen asleep meanwhile
+        if is_wanted and server.serving:  # it may have left meanwhile
             return self._grant(request.number, server)
         self._pool.queue.free(server)
         if is_wanted:

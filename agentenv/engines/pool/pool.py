@@ -91,17 +91,12 @@ class SlotQueue:
 
     def seek(
         self, session: str, order: tuple[int, int] = (0, 0), avoid: Collection[PooledServer] = ()
-    ) -> PooledServer | asyncio.Future[PooledServer]:
-        """A server with room, or a future of one, which may be cancelled."""
-        self.dispatch()
-        server = None if self._waiting else self._choose(session, avoid)
-        if server is not None:
-            server.in_flight += 1
-            return server
+    ) -> asyncio.Future[PooledServer]:
+        """A future of a server with room, done if there is one now; it may be cancelled."""
         slot: asyncio.Future[PooledServer] = asyncio.get_running_loop().create_future()
         self._num_came += 1
         heappush(self._waiting, (order, self._num_came, slot, session, avoid))
-        self.dispatch()  # there may be room for this turn but not for earlier ones
+        self.dispatch()
         return slot
 
     def free(self, server: PooledServer) -> None:
@@ -272,8 +267,6 @@ class EnginePool(TurnEngine[PooledServer]):
         self, session: str, order: tuple[int, int], avoid: Collection[PooledServer]
     ) -> PooledServer:
         slot = self.queue.seek(session, order, avoid)
-        if isinstance(slot, PooledServer):
-            return slot
         try:
             return await slot
         except asyncio.CancelledError:
