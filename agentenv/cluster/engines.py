@@ -259,23 +259,20 @@ class LeasedEngine(TurnEngine[Lease]):
         if self._death:
             raise EngineDeadError(self._death)
 
-    async def acquire(
+    def acquire(
         self, session: str, order: tuple[int, int], avoid: Collection[Lease]
-    ) -> Lease:
+    ) -> asyncio.Future[Lease]:
         number = next(self._numbers)
         waiting: asyncio.Future[Lease] = self._loop.create_future()
         self._waiting[number] = waiting
+        waiting.add_done_callback(partial(self._end_wait, number))
         self._link.send(pack(Acquire(number, session, order, sorted({one.on for one in avoid}))))
-        try:
-            return await waiting
-        except asyncio.CancelledError:
-            if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
-                self.release(waiting.result(), Aborted())
-            else:
-                self._link.send(pack(Quit(number)))
-            raise
-        finally:
-            del self._waiting[number]
+        return waiting
+
+    def _end_wait(self, number: int, waiting: asyncio.Future[Lease]) -> None:
+        del self._waiting[number]
+        if waiting.cancelled():
+            self._link.send(pack(Quit(number)))
 
     def release(self, slot: Lease, outcome: Outcome) -> Outcome:
         if self._death:

@@ -263,16 +263,10 @@ class EnginePool(TurnEngine[PooledServer]):
         if self.reason is not None:
             raise EngineDeadError(self.reason)
 
-    async def acquire(
+    def acquire(
         self, session: str, order: tuple[int, int], avoid: Collection[PooledServer]
-    ) -> PooledServer:
-        slot = self.queue.seek(session, order, avoid)
-        try:
-            return await slot
-        except asyncio.CancelledError:
-            if slot.done() and not slot.cancelled() and slot.exception() is None:
-                self.queue.free(slot.result())
-            raise
+    ) -> asyncio.Future[PooledServer]:
+        return self.queue.seek(session, order, avoid)
 
     def release(self, slot: PooledServer, outcome: Outcome) -> Outcome:
         outcome = self.settle(slot, outcome)
