@@ -23,7 +23,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
-from agentenv.base.deadline import uncancelled
+from agentenv.base.deadline import cancel_all, uncancelled
 from agentenv.base.errors import ConfigError, EngineDeadError, EngineError
 from agentenv.base.types import Completion, SamplingParams
 from agentenv.contract.engine import Feature
@@ -451,11 +451,10 @@ class EnginePool(TurnEngine[PooledServer]):
     async def _close(self) -> None:
         servers = {*self.servers, *self._keepers}
         tasks = {keeper.task for keeper in self._keepers.values() if keeper.task is not None}
-        for task in tasks:
-            task.cancel()
         requests = [request for server in servers for request in server.running]
-        if tasks or requests:
-            await asyncio.wait({*tasks, *requests})
+        await cancel_all(tasks)
+        if requests:
+            await asyncio.wait(requests)
         await asyncio.gather(*(server.client.close() for server in servers))
 
     def stats(self) -> dict[str, float]:
