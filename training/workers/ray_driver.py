@@ -8,7 +8,11 @@ long as the process lives.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import signal
+import socket
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -49,19 +53,13 @@ print(process.pid)
 
 
 class NodeHolder:
-    """A Ray actor on a node, for one process. Ray pickles the class by value, so the node need not
-    have agentenv installed for it."""
+    """A Ray actor on a node, for one process. Ray pickles the class by value, with the modules that
+    it names, so the node need not have agentenv installed for it; it uses none of agentenv."""
 
     def start(
         self, command: list[str], env: dict[str, str], log: str, cwd: str, detach: str
     ) -> tuple[str, str, int]:
         """Start the process detached from Ray; returns host name, node id and process id."""
-        import json
-        import os
-        import socket
-        import subprocess
-        import sys
-
         import ray
 
         for path, key in ((command[0], "cluster.python"), (cwd, "the project's folder")):
@@ -93,18 +91,12 @@ class NodeHolder:
 
     def ended(self) -> str:
         """Wait for the end of the process."""
-        import time
-
         while self.is_alive():  # poll: it is not a child of this process
             time.sleep(0.3)
         return "has ended"
 
     def stop(self, grace_s: float) -> None:
         """Stop the guard, which ends the process; after `grace_s`, kill it."""
-        import os
-        import signal
-        import time
-
         end = time.monotonic() + grace_s
         with_signal = signal.SIGTERM
         while self.is_alive():
