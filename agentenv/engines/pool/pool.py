@@ -230,10 +230,10 @@ class EnginePool(TurnEngine[PooledServer]):
         self.check_alive()
         self._keepers[self._enlist(client)].start()
 
-    def remove_server(self, name: str) -> None:
+    def remove_server(self, url: str) -> None:
         """Remove a server permanently; its running requests finish."""
         for server in list(self.servers):
-            if server.name == name:
+            if server.client.url == url:
                 self.servers.remove(server)
                 server.suspend("it was removed from the pool")
         self.watch_outage()
