@@ -23,7 +23,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
-from agentenv.base.deadline import cancel_all, uncancelled
+from agentenv.base.deadline import WorkClock, cancel_all, uncancelled
 from agentenv.base.errors import ConfigError, EngineDeadError, EngineError
 from agentenv.base.types import Completion, SamplingParams
 from agentenv.contract.engine import Feature
@@ -181,8 +181,8 @@ class EnginePool(TurnEngine[PooledServer]):
         self._num_servers = 0  # so far, including removed ones
         self._updating = asyncio.Lock()
         self._returned = asyncio.Event()  # a server serves again, or the pool has ended
-        self._outage_began: float | None = None  # loop time; None: a server is available
-        self._past_outages_s = 0.0
+        self._is_out = False  # no server is available
+        self._outage = WorkClock()  # runs meanwhile
         self._outage_timer: asyncio.TimerHandle | None = None  # ends the pool after a long outage
         for server in servers:
             self._enlist(server)
@@ -406,20 +406,17 @@ class EnginePool(TurnEngine[PooledServer]):
     def outage_s(self) -> float:
         """Total seconds in which no server was available or all slept; see
         agentenv/base/deadline.py."""
-        if self._outage_began is None:
-            return self._past_outages_s
-        return self._past_outages_s + asyncio.get_running_loop().time() - self._outage_began
+        return self._outage()
 
     def watch_outage(self) -> None:
         """Start or stop the clock of an outage, which runs while no server is available. The pool
         ends after a single outage of max_outage_s, unless the servers sleep."""
         out = self.reason is None and not any(server.is_there for server in self.servers)
-        loop = asyncio.get_running_loop()
-        if out and self._outage_began is None:
-            self._outage_began = loop.time()
-        elif not out and self._outage_began is not None:
-            self._past_outages_s, self._outage_began = self.outage_s, None
+        if out is not self._is_out:
+            self._is_out = out
+            (self._outage.go if out else self._outage.stop)()
         if out and not self.is_asleep and self._outage_timer is None:
+            loop = asyncio.get_running_loop()
             self._outage_timer = loop.call_later(self.config.max_outage_s, self._end_outage)
         elif (not out or self.is_asleep) and self._outage_timer is not None:
             self._outage_timer.cancel()
