@@ -14,7 +14,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +35,7 @@ from agentenv.contract.http_client import ServerClient
 from agentenv.contract.server_config import ROLES, LaunchConfig, RoleConfig, Served, read_key
 from agentenv.processes.supervisor import LocalProcess, ProcessSpec, log_tail, open_log
 
-POLL_S, HEALTH_S = 0.5, 5.0
+POLL_S = 0.5
 MAX_RESTARTS = 10  # of one server in a run
 REPORT_EVERY_S = 20.0
 NUM_TAIL_LINES, MAX_LINES, TAIL_BYTES = 25, 400, 65536
@@ -91,7 +91,7 @@ class ServerProcess:
         begin = reported = loop.time()
         server = ServerClient(self.url)
         try:
-            while not await _answers(server):
+            while not await server.answers("/health"):
                 now = loop.time()
                 if self._process.status is not None:
                     raise EngineError(await in_thread(self._failure, await self._process.ended()))
@@ -163,13 +163,6 @@ def root_cause(lines: Sequence[str]) -> str:
             "lists the processes that hold its memory"
         )
     return causes[0]
-
-
-async def _answers(server: ServerClient) -> bool:
-    with suppress(EngineError):
-        await server.call("GET", "/health", timeout_s=HEALTH_S)
-        return True
-    return False
 
 
 @dataclass(eq=False)
