@@ -56,10 +56,8 @@ class NodeHolder:
     """A Ray actor on a node, for one process. Ray pickles the class by value, with the modules that
     it names, so the node need not have agentenv installed for it; it uses none of agentenv."""
 
-    def start(
-        self, command: list[str], env: dict[str, str], log: str, cwd: str, detach: str
-    ) -> tuple[str, str, int]:
-        """Start the process detached from Ray; returns host name, node id and process id."""
+    def start(self, command: list[str], env: dict[str, str], log: str, cwd: str) -> tuple[str, int]:
+        """Start the process detached from Ray; returns node id and process id."""
         import ray
 
         for path, key in ((command[0], "cluster.python"), (cwd, "the project's folder")):
@@ -72,15 +70,14 @@ class NodeHolder:
         os.makedirs(os.path.dirname(log), exist_ok=True)
         rest = {name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
         found = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", detach, log, json.dumps(command), cwd],
+            [sys.executable, "-I", "-S", "-c", DETACH, log, json.dumps(command), cwd],
             env={**rest, **env},
             stdout=subprocess.PIPE,
             check=True,
             timeout=30,
         )
         self.pid = int(found.stdout)
-        node = ray.get_runtime_context().get_node_id()
-        return socket.gethostname(), node, self.pid
+        return ray.get_runtime_context().get_node_id(), self.pid
 
     def is_alive(self) -> bool:
         try:
@@ -255,10 +252,10 @@ class RayDriver:
         how = ""
         try:
             held.holder = await in_thread(self._ray.hold, spec)
-            host, held.node, pid = await held.holder.start.remote(
-                spec.command, spec.env, spec.log, os.getcwd(), DETACH
+            held.node, pid = await held.holder.start.remote(
+                spec.command, spec.env, spec.log, os.getcwd()
             )
-            self._link.send(pack(ray_placement.ProcessStarted(spec.name, host, held.node, pid)))
+            self._link.send(pack(ray_placement.ProcessStarted(spec.name, held.node, pid)))
             how = await held.holder.ended.remote()
         except Exception as error:  # of Ray, and of its actor
             cause = getattr(error, "cause", None) or error

@@ -60,7 +60,6 @@ class ProcessStarted(Struct, array_like=True, frozen=True, tag=22):
     """A process runs on a node of Ray, under a guard with process id `pid`."""
 
     name: str
-    host: str
     node: str
     pid: int
 
