@@ -379,9 +379,7 @@ class TurnEngine(Engine, Generic[S]):
                     await self._mark_changed(slot, turn.completion, turn)
         finally:
             outcome = self.release(slot, outcome)
-        if isinstance(outcome, server.Lost) or (
-            isinstance(outcome, server.Aborted) and outcome.problem
-        ):
+        if isinstance(outcome, server.Lost | server.Aborted) and outcome.problem:
             failed.add(slot)
         if isinstance(outcome, server.Lost) and outcome.kind == ForeignWeightsError.kind:
             turn.discard(ForeignWeightsError(outcome.problem))
