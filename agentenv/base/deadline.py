@@ -7,6 +7,7 @@
     with doing("the tool 'search'"): ...           names the rollout's current wait, for monitoring
     with deferring(defer_s): ...                   the work may be lost: deadlines can be deferred
     await uncancelled(env.close())                 completes the call despite cancellations
+    await at_most(5.0, process.wait())             waits, and goes on after 5 seconds in any case
     await cancel_all(tasks)                        ends tasks
     await within(60.0, "..", reading)              its result, or StallError
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from enum import StrEnum
 from types import TracebackType
@@ -406,6 +407,13 @@ async def within(seconds: float, what: str, work: Awaitable[T]) -> T:
         raise StallError(
             f"{what} did not finish within {seconds:g} s: a disk or its file server hangs"
         ) from error
+
+
+async def at_most(seconds: float, work: Awaitable[object]) -> None:
+    """Wait for `work`, and cancel it after `seconds` of loop time."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await work
 
 
 def end(waited_for: asyncio.Future[None], work: object = None) -> None:

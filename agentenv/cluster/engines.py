@@ -259,23 +259,20 @@ class LeasedEngine(TurnEngine[Lease]):
         if self._death:
             raise EngineDeadError(self._death)
 
-    async def acquire(
+    def acquire(
         self, session: str, order: tuple[int, int], avoid: Collection[Lease]
-    ) -> Lease:
+    ) -> asyncio.Future[Lease]:
         number = next(self._numbers)
         waiting: asyncio.Future[Lease] = self._loop.create_future()
         self._waiting[number] = waiting
+        waiting.add_done_callback(partial(self._end_wait, number))
         self._link.send(pack(Acquire(number, session, order, sorted({one.on for one in avoid}))))
-        try:
-            return await waiting
-        except asyncio.CancelledError:
-            if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
-                self.release(waiting.result(), Aborted())
-            else:
-                self._link.send(pack(Quit(number)))
-            raise
-        finally:
-            del self._waiting[number]
+        return waiting
+
+    def _end_wait(self, number: int, waiting: asyncio.Future[Lease]) -> None:
+        del self._waiting[number]
+        if waiting.cancelled():
+            self._link.send(pack(Quit(number)))
 
     def release(self, slot: Lease, outcome: Outcome) -> Outcome:
         if self._death:
@@ -367,11 +364,8 @@ class Leases:
             return self._refuse(request.number, error)
         avoid = [one for one in pool.servers if one.number in request.avoid]
         slot = pool.queue.seek(request.session, request.order, avoid)
-        if isinstance(slot, PooledServer):
-            self._grant(request.number, slot)
-        else:
-            self._waiting[request.number] = slot
-            slot.add_done_callback(partial(self._found, request))
+        self._waiting[request.number] = slot
+        slot.add_done_callback(partial(self._found, request))
 
     def _found(self, request: Acquire, slot: asyncio.Future[PooledServer]) -> None:
         """A slot has become available."""
@@ -382,7 +376,7 @@ class Leases:
         if error is not None:
             return self._refuse(request.number, error)
         server = slot.result()
-        if is_wanted and not server.is_asleep:  # it may have fallen asleep meanwhile
+        if is_wanted and server.serving:  # it may have left meanwhile
             return self._grant(request.number, server)
         self._pool.queue.free(server)
         if is_wanted:

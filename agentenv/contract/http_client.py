@@ -50,6 +50,7 @@ from agentenv.contract.request import (
 # uvicorn closes an idle connection after 5 s; a request at that moment would be lost
 KEEP_ALIVE_S = 3.0
 CONNECT_S = 10.0
+HEALTH_S = 5.0
 END_S = 0.25  # for the end of a complete answer; later its connection is not kept
 MAX_REASON = 500  # characters of a server's text in messages
 # Of the reply to a request that samples: for its form, for a token, for a log-prob of a token.
@@ -230,6 +231,14 @@ class ServerClient:
             max_line = MAX_LINE_BYTES + reply_bytes(num_together, num_logprobs)
             lines = read_lines(response, reply_bytes(num_tokens, num_logprobs), max_line)
             yield self._events(response, path, lines)
+
+    async def answers(self, path: str) -> bool:
+        """Whether it answers a GET now; does not raise for a lost server."""
+        try:
+            await self.call("GET", path, timeout_s=HEALTH_S)
+        except EngineError:
+            return False
+        return True
 
     async def routes(self) -> frozenset[str]:
         """The routes in its /openapi.json, as "POST /path"; ConfigError if hidden."""

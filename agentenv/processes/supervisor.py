@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, Protocol
 import msgspec
 from msgspec import Struct
 
-from agentenv.base.deadline import cancel_all
+from agentenv.base.deadline import at_most, cancel_all
 from agentenv.base.errors import ConfigError, WorkerError, reported_as
 from agentenv.base.installation import PACKAGES
 from agentenv.base.offload import in_thread, kill, start_process
@@ -97,9 +97,7 @@ class LocalProcess:
             return
         if guard.stdin is not None:
             guard.stdin.close()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._grace_s + 5.0):
-                await guard.wait()
+        await at_most(self._grace_s + 5.0, guard.wait())
         await kill(guard)
 
 

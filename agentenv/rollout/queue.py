@@ -19,13 +19,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from statistics import fmean, median
 from typing import NamedTuple
 
 from msgspec import Struct
 
+from agentenv.base.deadline import at_most
 from agentenv.base.tree import TrajectoryTree
 
 
@@ -106,9 +106,7 @@ class ReplayQueue:
             if not left_s:
                 break
             self._changed.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
-                    await self._changed.wait()
+            await at_most(left_s, self._changed.wait())
         early_s = now() - began_s
         self.flow.early_s += early_s
         self.num_reserved += 1

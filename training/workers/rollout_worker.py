@@ -162,9 +162,7 @@ class RolloutWorker:
             rollout.cancel(request.reason)
 
     async def _grow(self, request: Grow) -> None:
-        recorded = None
-        if request.recorded is not None:
-            recorded = RECORDED.decode(request.recorded)
+        recorded = None if request.recorded is None else RECORDED.decode(request.recorded)
         frames = Frames(self.link, request.number, self.settings, self.incarnation)
         try:
             await self.actor.rollout(

@@ -196,10 +196,7 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         if pool.max_model_len:
             check_context(given.limits, pool.max_model_len)
         if launched is not None:
-            given.servers.follow(
-                lambda url: pool.add_server(make(url)),
-                lambda url: pool.remove_server(make(url).name),
-            )
+            given.servers.follow(lambda url: pool.add_server(make(url)), pool.remove_server)
         return pool
 
     def key(self) -> str:

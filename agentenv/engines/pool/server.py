@@ -11,14 +11,14 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from enum import Enum
 from math import inf
 from typing import Any, Protocol
 
 from msgspec import Struct
 
-from agentenv.base.deadline import Work, WorkClock, waiting
+from agentenv.base.deadline import Work, WorkClock, at_most, waiting
 from agentenv.base.errors import SHOWN
 from agentenv.base.retries import Backoff
 from agentenv.contract.request import ForeignWeightsError, ServerLoad
@@ -433,9 +433,7 @@ class PooledServer(Slot):
 
     async def rest(self, seconds: float) -> None:
         """Wait until a check is requested, or was since the last wait; `seconds` at most."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self.check_due.wait()
+        await at_most(seconds, self.check_due.wait())
         self.check_due.clear()
 
     def figures(self) -> dict[str, float]:

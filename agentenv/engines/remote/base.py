@@ -37,7 +37,6 @@ from agentenv.engines.remote.routing import Ranks, routing
 
 logger = logging.getLogger(__name__)
 
-HEALTH_S = 5.0
 NUM_LOOKS = 4  # requests to detect several servers behind one URL
 LAST_S = 5.0  # for background calls when the client closes
 UpdateKV = Literal["recompute", "keep"]
@@ -257,11 +256,7 @@ class RemoteServer(ABC, Generic[F]):
 
     async def healthy(self) -> bool:
         """Whether it answers now; does not raise for a lost server."""
-        try:
-            await self._http.call("GET", self.health, timeout_s=HEALTH_S)
-        except EngineError:
-            return False
-        return True
+        return await self._http.answers(self.health)
 
     async def keeps_label(self) -> bool:
         """Whether the server returns the label that this client gave its weights. False: another
@@ -443,19 +438,10 @@ class RemoteServer(ABC, Generic[F]):
         """The label of the weights on one server; `fresh`: uses a new connection."""
 
 
-async def sampled(
-    server: RemoteServer[Any],
-    request: ServerRequest,
-    on_chunk: Callable[[Chunk], None] = lambda chunk: None,
-) -> Completion:
+async def sampled(server: RemoteServer[Any], request: ServerRequest) -> Completion:
     """One turn of a server, with all its tokens; see RemoteServer.generate."""
     chunks: list[Chunk] = []
-
-    def keep(chunk: Chunk) -> None:
-        chunks.append(chunk)
-        on_chunk(chunk)
-
-    end = await server.generate(request, keep)
+    end = await server.generate(request, chunks.append)
     return Completion(
         token_ids=[*chain.from_iterable(chunk.token_ids for chunk in chunks)],
         logprobs=[*chain.from_iterable(chunk.logprobs for chunk in chunks)],
