@@ -146,8 +146,7 @@ class PolicyHandler(Handler):
             )
         renderer = self.renderer
         try:
-            for tool in tools:
-                renderer.check_tools((tool,))
+            renderer.check_tools(tools)
             ids = context_ids(renderer, context, tools, self.max_model_len, held)
         except (DataError, CrashError, ConfigError, EnvError) as error:
             raise ApiError("unsupported", str(error), "messages") from error

@@ -28,7 +28,7 @@ from agentenv.contract.http_client import MalformedReplyError, RefusedError
 from agentenv.envs.grading.keys import JudgeConfig
 from agentenv.envs.grading.verdict import GraderDownError, Matcher, Verdict, shown
 from agentenv.text.call_syntax import without_thoughts
-from agentenv.text.chat_model import ChatModel, fenced, read_reply
+from agentenv.text.chat_model import ChatModel, fenced
 
 PROMPT_VERSION = 2  # part of the cache key: a changed prompt is sent again
 MAX_CACHED = 50_000
@@ -167,7 +167,7 @@ class Judge:
 
     async def _request(self, body: dict[str, Any]) -> bytes:
         try:
-            reply = read_reply(await self._model.reply(body))
+            reply = await self._model.reply(body)
         except (RefusedError, MalformedReplyError, EngineDeadError) as error:
             raise GraderError(f"the judge failed: {error}") from error
         except EngineError as error:

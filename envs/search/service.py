@@ -30,7 +30,7 @@ from agentenv.envs.search import corpus
 from agentenv.envs.search.keys import SearchConfig, SummarizerConfig
 from agentenv.envs.search.pages import PAGE_BREAK, PageReader
 from agentenv.envs.search.upstream import HttpRequest
-from agentenv.text.chat_model import CHAT_PATH, ChatModel, fenced, read_reply
+from agentenv.text.chat_model import CHAT_PATH, ChatModel, fenced
 from agentenv.text.control_tokens import KNOWN, broken
 
 # Summaries of pages by a model on an OpenAI-compatible endpoint, kept in the search's cache.
@@ -79,7 +79,7 @@ class Summarizer:
         async def generate() -> bytes:
             nonlocal num_tokens
             try:
-                reply = read_reply(await self._model.reply(body))
+                reply = await self._model.reply(body)
             except errors.EngineError as error:
                 refused = isinstance(error, RefusedError) and error.status in (401, 403, 407)
                 kind = errors.ConfigError if refused else errors.InfraError

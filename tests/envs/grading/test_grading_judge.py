@@ -17,6 +17,7 @@ from agentenv.contract.tool_env import ToolEnv
 from agentenv.envs.grading.judge import Judge
 from agentenv.envs.grading.keys import JudgeConfig
 from agentenv.envs.grading.reward import AnswerReward, check_grader
+from agentenv.text.chat_model import read_reply
 from tests.support.judge_server import Cut, JudgeServer, grader_of, judge_of
 from tests.support.warehouse import ROOT
 from tests.test_actor import make_actor, rollout
@@ -215,7 +216,7 @@ def test_an_episode_starts_once_a_judge_is_available(monkeypatch: pytest.MonkeyP
     async def reply(body: Any) -> Any:
         if asyncio.get_running_loop().time() < 60.0:
             raise ServerLostError("connection refused")
-        return {"choices": [{"message": {"content": "CORRECT"}}]}
+        return read_reply({"choices": [{"message": {"content": "CORRECT"}}]})
 
     monkeypatch.setattr(judge._model, "reply", reply)
     actor = make_actor(script=lambda *_: "<answer>3</answer>")
