@@ -97,13 +97,11 @@ class DivergedError(OutageError):
 
 
 class ProgramCall(NamedTuple):
-    """A call as an observation: the new messages, the tools, and the start of the turn. `body` is
-    the JSON of the request."""
+    """A call as an observation: the new messages, the tools, and the start of the turn."""
 
     messages: list[Message]
     tools: tuple[Json, ...]
     turn: NextTurn
-    body: Json
 
 
 class _Pending:
@@ -520,12 +518,12 @@ class CaptureSession:
         base = self._extended(request)
         if base is None and not self._turns:
             messages = [as_message(one, given[:place]) for place, one in enumerate(given)]
-            return ProgramCall(messages, request.tools, next_turn, request.body)
+            return ProgramCall(messages, request.tools, next_turn)
         if base is not None and base == len(self._turns) - 1:
             start = len(self._turns[base].context)
             messages = [as_message(given[at], given[:at]) for at in range(start, len(given))]
             self.counts["context/extends"] += 1
-            return ProgramCall(messages, request.tools, next_turn, request.body)
+            return ProgramCall(messages, request.tools, next_turn)
         kind, cause = self._explained(call, base)
         self.counts[f"context/{kind or 'resumed'}"] += 1
         if cause:
@@ -538,7 +536,7 @@ class CaptureSession:
             discards=self.take_lost(),
             tools=request.tools,
         )
-        return ProgramCall([], request.tools, turn, request.body)
+        return ProgramCall([], request.tools, turn)
 
     def _extended(self, request: Request) -> int | None:
         """The last turn whose context the request continues with messages of others than the
