@@ -27,7 +27,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import re
 import secrets
 from collections import Counter, deque
@@ -40,7 +39,7 @@ from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from agentenv.base.disk import own_folder
+from agentenv.base.disk import own_folder, short_path
 from agentenv.base.errors import SHOWN, EnvError, OutageError
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Constraints, Info, Kind, Message, NextTurn, PastTurn
@@ -658,18 +657,13 @@ class Endpoint:
         """Listen on loopback and at a Unix socket. Idempotent. Raises ConfigError."""
         async with self._starting:
             if not self._server.port:
-                short = await in_thread(self._make_folder)
-                await self._server.start(path=str(short / self.socket.name))
+                await self._server.start(path=await in_thread(self._make_folder))
                 await in_thread(self.socket.chmod, 0o666)  # programs may have other users
 
-    def _make_folder(self) -> Path:
-        """Create the folder of the socket; returns a short path to it, since names of sockets have
-        at most 107 bytes. Blocks."""
-        folder = self._kept.enter_context(own_folder(None, PREFIX))
-        self.socket = folder / "socket"
-        opened = os.open(folder, os.O_RDONLY)
-        self._kept.callback(os.close, opened)
-        return Path(f"/proc/self/fd/{opened}")
+    def _make_folder(self) -> str:
+        """Create the folder of the socket; returns a short path of the socket. Blocks."""
+        self.socket = self._kept.enter_context(own_folder(None, PREFIX)) / "socket"
+        return self._kept.enter_context(short_path(self.socket))
 
     def open(self, **settings: Any) -> CaptureSession:
         """A session for one branch, with a key of its own and settings of `CaptureSession`."""
