@@ -123,19 +123,11 @@ class _Pending:
                 self.answer.cancel()
 
 
-class _Turn(NamedTuple):
-    """An answered call: `context` has its messages and the served one."""
-
-    context: tuple[Given, ...]
-    request: Request
-    answer: ServedTurn
-
-
-def _turn(before: tuple[Given, ...], request: Request, answer: ServedTurn) -> _Turn:
+def _turn(before: tuple[Given, ...], request: Request, answer: ServedTurn) -> HandedTurn:
     """An answered call; messages that it shares with `before` are stored once."""
     same = num_common(before, request.messages)
     request.messages, request.body = (*before[:same], *request.messages[same:]), {}
-    return _Turn((*request.messages, answer.message), request, answer)
+    return HandedTurn(request, answer, (*request.messages, answer.message))
 
 
 class CaptureSession:
@@ -167,7 +159,7 @@ class CaptureSession:
         self.refusals: Refused = refused if after is None else after.refusals
         self.thoughts: Thoughts = thoughts if after is None else after.thoughts
         self.counts: Counter[str] = Counter()
-        self._turns: list[_Turn] = []
+        self._turns: list[HandedTurn] = []
         self.handed: Handed = {}
         self._ids = count()
         self._numbers: dict[str, int] = {}  # of the turns, by the id of their reply
@@ -181,7 +173,7 @@ class CaptureSession:
         self._current: _Pending | None = None
         self._came = asyncio.Event()
         self._closed, self._error = "", "ended"
-        self._recorded: dict[int, _Turn] = {}  # not yet requested by the replayed program
+        self._recorded: dict[int, HandedTurn] = {}  # not yet requested by the replayed program
         self._expected: list[Request] = []  # its calls after those; the first one is unanswered
         # cause and text of an unexpected call, and how long the expected one may take
         self._stray: tuple[tuple[str, str], float] | None = None
@@ -480,7 +472,7 @@ class CaptureSession:
 
     def _hand(self, request: Request, number: int) -> None:
         self._numbers[request.id] = number
-        self.handed[request.id] = HandedTurn(request, self._turns[number].answer.message)
+        self.handed[request.id] = self._turns[number]
         if request.id in self._gone:
             self._lost.add(number)
 
@@ -628,7 +620,7 @@ def _grown(now: str, then: str) -> bool:
     return bool(then) and len(now) > len(then) and now.endswith(then[start:])
 
 
-def _quotes(given: Sequence[Given], turn: _Turn) -> bool:
+def _quotes(given: Sequence[Given], turn: HandedTurn) -> bool:
     """Whether messages of others than the policy quote the text of a turn."""
     quoted = turn.context[-1].text.strip()
     if len(quoted) < MIN_QUOTED:

@@ -123,8 +123,9 @@ class PolicyHandler(Handler):
             name = "engine_dead" if isinstance(error, EngineDeadError) else "engine"
             raise ApiError(name, str(error)) from error
         turns = [one.result() for one in pending]
-        handed = HandedTurn(replace(request, body={}), turns[0].message)
-        self._keep(self.handed, request.id, handed)
+        context = (*request.messages, turns[0].message)
+        held = HandedTurn(replace(request, body={}), replace(turns[0], logprobs=None), context)
+        self._keep(self.handed, request.id, held)
         return turns
 
     def _prompt(self, request: Request) -> Prompt:
