@@ -199,12 +199,13 @@ def _part(kind: str, text: str, logprobs: Sequence[Json]) -> Json:
 
 def _response(request: Request, answer: ServedTurn | None) -> Json:
     """The response before its turn, or with it."""
+    max_tokens = request.max_tokens or None
     found: Json = {
         "id": f"resp_{request.id}", "object": "response", "created_at": request.created,
         "model": request.model, "status": "in_progress", "error": None, "output": [],
         "incomplete_details": None, "parallel_tool_calls": True, "store": True,
         "temperature": request.temperature, "top_p": request.top_p,
-        "max_output_tokens": request.max_tokens or None, "usage": None,
+        "max_output_tokens": max_tokens, "usage": None,
     }  # fmt: skip
     found |= {key: request.body.get(key) or default for key, default in ECHOED.items()}
     if answer is not None:
