@@ -329,9 +329,9 @@ def test_files_are_removed_when_no_checkpoint_needs_their_trees(tmp_path: Path) 
     async def scenario() -> None:
         written = journal(tmp_path)
         for index in (0, 1):
-            written.append(Began(index, "t", 0, 1, "s", Mark(1, index, 0)))
+            written.append(Began(index, "t", 0, "s", Mark(1, index, 0)))
         await written.rotate(0)
-        written.append(Began(2, "t", 0, 1, "s", Mark(1, 2, 0)))
+        written.append(Began(2, "t", 0, "s", Mark(1, 2, 0)))
         await written.rotate(2)
         assert files(tmp_path) == ["000002", "000003"]
         await written.rotate(3)
@@ -348,7 +348,7 @@ def test_starts_of_an_earlier_process_are_kept_while_a_checkpoint_needs_them(
         written = journal(tmp_path)
         for index in range(4):
             written.append(Started(index, 1, 2.5))
-        written.append(Began(0, "t", 0, 1, "s", Mark(1, 0, 0)))
+        written.append(Began(0, "t", 0, "s", Mark(1, 0, 0)))
         assert not any(map(written.earlier.started, range(4))), (
             "those of this process are no earlier ones"
         )
@@ -411,7 +411,7 @@ async def test_a_full_disk_at_a_rotation_is_reported_like_any_other(
         folder = tmp_path / str(is_working)
         written = Journal(folder, settings="s", incarnation=1)
         if is_working:
-            written.append(Began(0, "t", 0, 1, "s", Mark(1, 0, 0)))
+            written.append(Began(0, "t", 0, "s", Mark(1, 0, 0)))
             await written.commit()
         path = folder / "000001.frames"
         size = path.stat().st_size
@@ -423,7 +423,7 @@ async def test_a_full_disk_at_a_rotation_is_reported_like_any_other(
             with pytest.raises(ConfigError, match="No space left"):
                 await written.rotate(0)
         assert written.is_broken
-        written.append(Began(1, "t", 0, 1, "s", Mark(1, 1, 0)))
+        written.append(Began(1, "t", 0, "s", Mark(1, 1, 0)))
         with pytest.raises(ConfigError, match="cannot be written"):
             await written.commit()
         await written.close()  # it was told
@@ -463,7 +463,7 @@ async def test_trees_that_a_step_refused_are_unknown_to_the_next_process(tmp_pat
     """And their replacements are known."""
     for refused in ([], [4], [5]):
         written = journal(tmp_path)
-        written.append(Began(4, "t", 0, 1, "s", Mark(1, 4, 0)))
+        written.append(Began(4, "t", 0, "s", Mark(1, 4, 0)))
         written.append(Finished(4, 0, [], Counts(1, 1, 0, 0, 0), Mark(1, 4, 1)))
         written.append(StepRefused(3, refused))
         await written.close()

@@ -299,7 +299,6 @@ class TreeRecord:
                 tree=self._index,
                 task_id=tree.task.id,
                 policy_version=tree.policy_version,
-                incarnation=journal.incarnation,
                 settings=journal.settings,
                 mark=self._mark(),
             )
