@@ -69,7 +69,7 @@ async def test_the_names_of_journal_files_are_durable(tmp_path: Path, synced: Sy
     journal = Journal(folder, settings="s", incarnation=1)
     assert synced.has(folder)
     assert synced.has(folder / "000001.frames")
-    journal.append(Began(0, "t", 0, 1, "s", Mark(1, 0, 0)))
+    journal.append(Began(0, "t", 0, "s", Mark(1, 0, 0)))
     await journal.rotate(0)
     assert synced.has(folder / "000002.frames")
     await journal.close()

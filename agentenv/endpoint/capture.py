@@ -27,7 +27,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import re
 import secrets
 from collections import Counter, deque
@@ -40,7 +39,7 @@ from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from agentenv.base.disk import own_folder
+from agentenv.base.disk import own_folder, short_path
 from agentenv.base.errors import SHOWN, EnvError, OutageError
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Constraints, Info, Kind, Message, NextTurn, PastTurn
@@ -97,13 +96,11 @@ class DivergedError(OutageError):
 
 
 class ProgramCall(NamedTuple):
-    """A call as an observation: the new messages, the tools, and the start of the turn. `body` is
-    the JSON of the request."""
+    """A call as an observation: the new messages, the tools, and the start of the turn."""
 
     messages: list[Message]
     tools: tuple[Json, ...]
     turn: NextTurn
-    body: Json
 
 
 class _Pending:
@@ -126,19 +123,11 @@ class _Pending:
                 self.answer.cancel()
 
 
-class _Turn(NamedTuple):
-    """An answered call: `context` has its messages and the served one."""
-
-    context: tuple[Given, ...]
-    request: Request
-    answer: ServedTurn
-
-
-def _turn(before: tuple[Given, ...], request: Request, answer: ServedTurn) -> _Turn:
+def _turn(before: tuple[Given, ...], request: Request, answer: ServedTurn) -> HandedTurn:
     """An answered call; messages that it shares with `before` are stored once."""
     same = num_common(before, request.messages)
     request.messages, request.body = (*before[:same], *request.messages[same:]), {}
-    return _Turn((*request.messages, answer.message), request, answer)
+    return HandedTurn(request, answer, (*request.messages, answer.message))
 
 
 class CaptureSession:
@@ -170,7 +159,7 @@ class CaptureSession:
         self.refusals: Refused = refused if after is None else after.refusals
         self.thoughts: Thoughts = thoughts if after is None else after.thoughts
         self.counts: Counter[str] = Counter()
-        self._turns: list[_Turn] = []
+        self._turns: list[HandedTurn] = []
         self.handed: Handed = {}
         self._ids = count()
         self._numbers: dict[str, int] = {}  # of the turns, by the id of their reply
@@ -184,7 +173,7 @@ class CaptureSession:
         self._current: _Pending | None = None
         self._came = asyncio.Event()
         self._closed, self._error = "", "ended"
-        self._recorded: dict[int, _Turn] = {}  # not yet requested by the replayed program
+        self._recorded: dict[int, HandedTurn] = {}  # not yet requested by the replayed program
         self._expected: list[Request] = []  # its calls after those; the first one is unanswered
         # cause and text of an unexpected call, and how long the expected one may take
         self._stray: tuple[tuple[str, str], float] | None = None
@@ -483,7 +472,7 @@ class CaptureSession:
 
     def _hand(self, request: Request, number: int) -> None:
         self._numbers[request.id] = number
-        self.handed[request.id] = HandedTurn(request, self._turns[number].answer.message)
+        self.handed[request.id] = self._turns[number]
         if request.id in self._gone:
             self._lost.add(number)
 
@@ -520,12 +509,12 @@ class CaptureSession:
         base = self._extended(request)
         if base is None and not self._turns:
             messages = [as_message(one, given[:place]) for place, one in enumerate(given)]
-            return ProgramCall(messages, request.tools, next_turn, request.body)
+            return ProgramCall(messages, request.tools, next_turn)
         if base is not None and base == len(self._turns) - 1:
             start = len(self._turns[base].context)
             messages = [as_message(given[at], given[:at]) for at in range(start, len(given))]
             self.counts["context/extends"] += 1
-            return ProgramCall(messages, request.tools, next_turn, request.body)
+            return ProgramCall(messages, request.tools, next_turn)
         kind, cause = self._explained(call, base)
         self.counts[f"context/{kind or 'resumed'}"] += 1
         if cause:
@@ -538,7 +527,7 @@ class CaptureSession:
             discards=self.take_lost(),
             tools=request.tools,
         )
-        return ProgramCall([], request.tools, turn, request.body)
+        return ProgramCall([], request.tools, turn)
 
     def _extended(self, request: Request) -> int | None:
         """The last turn whose context the request continues with messages of others than the
@@ -631,7 +620,7 @@ def _grown(now: str, then: str) -> bool:
     return bool(then) and len(now) > len(then) and now.endswith(then[start:])
 
 
-def _quotes(given: Sequence[Given], turn: _Turn) -> bool:
+def _quotes(given: Sequence[Given], turn: HandedTurn) -> bool:
     """Whether messages of others than the policy quote the text of a turn."""
     quoted = turn.context[-1].text.strip()
     if len(quoted) < MIN_QUOTED:
@@ -660,18 +649,13 @@ class Endpoint:
         """Listen on loopback and at a Unix socket. Idempotent. Raises ConfigError."""
         async with self._starting:
             if not self._server.port:
-                short = await in_thread(self._make_folder)
-                await self._server.start(path=str(short / self.socket.name))
+                await self._server.start(path=await in_thread(self._make_folder))
                 await in_thread(self.socket.chmod, 0o666)  # programs may have other users
 
-    def _make_folder(self) -> Path:
-        """Create the folder of the socket; returns a short path to it, since names of sockets have
-        at most 107 bytes. Blocks."""
-        folder = self._kept.enter_context(own_folder(None, PREFIX))
-        self.socket = folder / "socket"
-        opened = os.open(folder, os.O_RDONLY)
-        self._kept.callback(os.close, opened)
-        return Path(f"/proc/self/fd/{opened}")
+    def _make_folder(self) -> str:
+        """Create the folder of the socket; returns a short path of the socket. Blocks."""
+        self.socket = self._kept.enter_context(own_folder(None, PREFIX)) / "socket"
+        return self._kept.enter_context(short_path(self.socket))
 
     def open(self, **settings: Any) -> CaptureSession:
         """A session for one branch, with a key of its own and settings of `CaptureSession`."""

@@ -151,14 +151,11 @@ Event = tuple[str, Json]  # name and data of a stream's event; empty name: only 
 
 
 class HandedTurn(NamedTuple):
-    """A reply that was handed out."""
+    """An answered call: `context` has its messages and the served one."""
 
     request: Request
-    message: Given
-
-    @property
-    def context(self) -> tuple[Given, ...]:
-        return (*self.request.messages, self.message)
+    answer: ServedTurn
+    context: tuple[Given, ...]
 
 
 Handed = dict[str, HandedTurn]  # by the id of the reply

@@ -123,8 +123,9 @@ class PolicyHandler(Handler):
             name = "engine_dead" if isinstance(error, EngineDeadError) else "engine"
             raise ApiError(name, str(error)) from error
         turns = [one.result() for one in pending]
-        handed = HandedTurn(replace(request, body={}), turns[0].message)
-        self._keep(self.handed, request.id, handed)
+        context = (*request.messages, turns[0].message)
+        held = HandedTurn(replace(request, body={}), replace(turns[0], logprobs=None), context)
+        self._keep(self.handed, request.id, held)
         return turns
 
     def _prompt(self, request: Request) -> Prompt:
@@ -146,8 +147,7 @@ class PolicyHandler(Handler):
             )
         renderer = self.renderer
         try:
-            for tool in tools:
-                renderer.check_tools((tool,))
+            renderer.check_tools(tools)
             ids = context_ids(renderer, context, tools, self.max_model_len, held)
         except (DataError, CrashError, ConfigError, EnvError) as error:
             raise ApiError("unsupported", str(error), "messages") from error

@@ -51,12 +51,15 @@ class Handler(Protocol):
 
     def written(self, request: Request) -> None:
         """The whole reply was written to its connection."""
+        return None
 
     def lost(self, request: Request) -> None:
         """The connection ended before that."""
+        return None
 
     def refused(self, error: ApiError) -> None:
         """A call is answered with this error."""
+        return None
 
 
 class ApiServer(Listener):

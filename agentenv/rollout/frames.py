@@ -175,7 +175,6 @@ class Began(Struct, array_like=True, frozen=True, tag=1):
     tree: int
     task_id: str
     policy_version: int
-    incarnation: int
     settings: str
     mark: Mark
 

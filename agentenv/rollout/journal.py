@@ -12,7 +12,7 @@ import asyncio
 import errno
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
 from pathlib import Path
@@ -43,16 +43,8 @@ class Journal:
     resumed.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        settings: str,
-        incarnation: int,
-        offload: Callable[..., Awaitable[Any]] | None = None,
-    ) -> None:
-        """`offload` runs blocking functions, by default in a dedicated thread. Raises ConfigError
-        if the folder cannot be written."""
+    def __init__(self, folder: Path, *, settings: str, incarnation: int) -> None:
+        """Raises ConfigError if the folder cannot be written."""
         self.folder = folder
         self.settings = settings
         self.incarnation = incarnation
@@ -68,7 +60,6 @@ class Journal:
         self._problem: OSError | None = None
         self._is_reported = False  # a caller got the error
         self._thread = OwnThread("journal")
-        self._offload = offload or self._thread
         self._num_records = 0
         self._file: BinaryIO | None = None
         self._size = 0  # of the file, complete frames
@@ -84,8 +75,7 @@ class Journal:
 
     async def recall(self, index: int, task: Task) -> frames.Recorded | None:
         """The state of a tree of an earlier process, if it can be resumed; see `EarlierTrees`."""
-        found: frames.Recorded | None = await self._offload(self.earlier.read, index, task)
-        return found
+        return await self._thread(self.earlier.read, index, task)
 
     def record(self, index: int) -> TreeRecord:
         """The writer for the rollout of a tree."""
@@ -164,7 +154,7 @@ class Journal:
     async def _on_disk(self, seconds: float, function: Callable[..., None], *given: Any) -> None:
         """Run a disk access in a thread. Raises OSError, also after `seconds`."""
         try:
-            await within(seconds, "it", self._offload(function, *given))
+            await within(seconds, "it", self._thread(function, *given))
         except StallError as error:
             raise OSError(errno.ETIMEDOUT, str(error)) from error
 
@@ -309,7 +299,6 @@ class TreeRecord:
                 tree=self._index,
                 task_id=tree.task.id,
                 policy_version=tree.policy_version,
-                incarnation=journal.incarnation,
                 settings=journal.settings,
                 mark=self._mark(),
             )

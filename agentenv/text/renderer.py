@@ -317,8 +317,7 @@ class TextCodec:
         config = self.prompt_config
         if not config.apply_chat_template:
             return "\n\n".join(message["content"] for message in chat)
-        functions = [{"type": "function", "function": dict(tool)} for tool in tools]
-        keys = {"tools": functions or None, "add_generation_prompt": generation, "tokenize": False}
+        keys = {"tools": functions(tools), "add_generation_prompt": generation, "tokenize": False}
         return str(self.tokenizer.apply_chat_template(chat, **keys, **config.chat_template_kwargs))
 
     def _prompt(self, messages: Sequence[Message], tools: ToolSchemas = ()) -> list[int]:
@@ -490,6 +489,11 @@ def _joined(messages: Sequence[Message]) -> list[Message]:
         else:
             found.append(message)
     return found
+
+
+def functions(tools: ToolSchemas) -> list[dict[str, Any]] | None:
+    """The tools as chat templates take them; None for none."""
+    return [{"type": "function", "function": dict(tool)} for tool in tools] or None
 
 
 def template_errors() -> tuple[type[Exception], ...]:

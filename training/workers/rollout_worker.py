@@ -86,11 +86,10 @@ class ReportedFailures(Failures):
         again: bool = False,
     ) -> None:
         """Report the end of a rollout, with or without a failure."""
-        if failure is not None:
-            self.num += 1
-            if failure.same not in self._traced and len(self._traced) < MAX_TEXTS:
-                self._traced.add(failure.same)
-                logger.info("%s", failure, exc_info=error)
+        traced = self._traced
+        if failure is not None and failure.same not in traced and len(traced) < MAX_TEXTS:
+            traced.add(failure.same)
+            logger.info("%s", failure, exc_info=error)
         self._link.send(pack(messages.RolloutEnded(failure)))
 
 
