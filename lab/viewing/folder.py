@@ -362,10 +362,7 @@ class Folder:
             "checkpoints": [path.name for path in checkpoints],
             "steps": self.trees.steps(),
             "has_texts": any(path.is_file() for path in tokenizers_of(self.path)),
-            "evaluations": [
-                {"id": key, **one.about(), "bytes": one.state()}
-                for key, one in self.evaluations().items()
-            ],
+            "evaluations": [{"id": key, **one.about()} for key, one in self.evaluations().items()],
         }
 
     def status(self) -> Figures:
