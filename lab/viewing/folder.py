@@ -429,12 +429,8 @@ def tokenizers_of(run: Path) -> Iterator[Path]:
     """The files that may have the tokenizer of a run, the best first."""
     folders = [*reversed(Checkpoints(run / "checkpoints").finished())]
     folders += [run / "model", run / "resumed"]
-    config = _json(run / CONFIG_FILE)
-    model = config.get("model") if isinstance(config, dict) else None
-    named = model if isinstance(model, dict) else {}
-    for key in ("tokenizer", "path"):
-        if isinstance(found := named.get(key), str) and found:
-            folders.append(resolver(run)(found))
+    with suppress(LookupError, TypeError):  # damaged, or of an evaluation
+        folders.append(resolver(run)(str(_json(run / CONFIG_FILE)["model"]["path"])))
     yield from (folder / "tokenizer.json" for folder in folders)
 
 
