@@ -49,6 +49,7 @@ class BM25Index:
     def __init__(self, passages: list[Passage]) -> None:
         bm25s = load_bm25s()
         self.passages = passages
+        self.by_id = {passage.id: passage for passage in passages}
         self._vocabulary: dict[str, int] = {}
         number = self._vocabulary
         ids = [
@@ -87,7 +88,6 @@ class BM25Backend(LocalBackend[BM25Index]):
     def __init__(self, corpus: Path) -> None:
         super().__init__("bm25", NUM_THREADS)
         self.corpus = corpus
-        self._places: dict[str, int] = {}
 
     async def search(self, query: Query) -> list[Hit]:
         """The best passages, with the BM25 score."""
@@ -97,10 +97,8 @@ class BM25Backend(LocalBackend[BM25Index]):
     async def document(self, url: str) -> Hit | None:
         """The passage of "corpus:ID"."""
         index = await self._index()
-        if not self._places:
-            self._places = {passage.id: place for place, passage in enumerate(index.passages)}
-        place = self._places.get(url.removeprefix(CORPUS_SCHEME))
-        return None if place is None else index.passages[place].hit()
+        passage = index.by_id.get(url.removeprefix(CORPUS_SCHEME))
+        return None if passage is None else passage.hit()
 
     def _open(self) -> BM25Index:
         return BM25Index(read_corpus(self.corpus))

@@ -29,8 +29,7 @@ from agentenv.contract.tools import StatelessTool
 from agentenv.envs.search import corpus
 from agentenv.envs.search.keys import SearchConfig, SummarizerConfig
 from agentenv.envs.search.pages import PAGE_BREAK, PageReader
-from agentenv.envs.search.upstream import HttpRequest
-from agentenv.text.chat_model import CHAT_PATH, ChatModel, fenced
+from agentenv.text.chat_model import ChatModel, fenced
 from agentenv.text.control_tokens import KNOWN, broken
 
 # Summaries of pages by a model on an OpenAI-compatible endpoint, kept in the search's cache.
@@ -72,8 +71,6 @@ class Summarizer:
             mark=MARK, question=asked, reasoning=steps, query=searched, pages=fenced(pages)
         )
         body = self._model.body("", prompt)
-        url = self.config.url.rstrip("/") + CHAT_PATH
-        request = HttpRequest("POST", url, json=body).key
         num_tokens = 0
 
         async def generate() -> bytes:
@@ -88,7 +85,8 @@ class Summarizer:
             _, marked, after = reply.text.rpartition(MARK)
             return after.strip(" \n:*").encode("utf-8", "replace") if marked else b""
 
-        key = "summary:" + hashlib.sha256(request.encode()).hexdigest()
+        request = msgspec.json.encode([self.config.url, body], order="sorted")
+        key = "summary:" + hashlib.sha256(request).hexdigest()
         text = await self._cache.through(key, generate, decode_text)
         return PageSummary(text[: self.config.max_chars], num_tokens)
 

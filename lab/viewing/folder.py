@@ -5,7 +5,7 @@ which the server computes on request and an export writes to files:
     state                         figures that change whenever there is new data
     metrics?from=N                rows of metrics.jsonl from number N on
     log                           the end of run.log
-    steps?from=N                  the index of all trees
+    steps                         the index of all trees
     steps/N                       one step; steps/N/search?q=TEXT: trees that contain a text
     steps/N/trees/I               one tree
     evaluations/E                 the index of an evaluation; also .../search?q=TEXT
@@ -87,12 +87,10 @@ class Trees:
     def steps(self) -> list[int]:
         return list(steps_of(self.folder))
 
-    def index(self, since: int = 0) -> Figures:
-        """A row for each tree from step `since` on; reads no tree."""
+    def index(self) -> Figures:
+        """A row for each tree; reads no tree."""
         rows, cut_off = list[list[Any]](), []
         for number, path in steps_of(self.folder).items():
-            if number < since:
-                continue
             try:
                 step = _step(path, _state(path))
             except DataError:
@@ -332,7 +330,7 @@ class Folder:
             case ["log"]:
                 return {"text": tail(self.path / LOG_FILE)}
             case ["steps"]:
-                return self.trees.index(_number(query.get("from", "0")))
+                return self.trees.index()
             case ["steps", step]:
                 return self.trees.step(_number(step))
             case ["steps", step, "search"]:
@@ -364,10 +362,7 @@ class Folder:
             "checkpoints": [path.name for path in checkpoints],
             "steps": self.trees.steps(),
             "has_texts": any(path.is_file() for path in tokenizers_of(self.path)),
-            "evaluations": [
-                {"id": key, **one.about(), "bytes": one.state()}
-                for key, one in self.evaluations().items()
-            ],
+            "evaluations": [{"id": key, **one.about()} for key, one in self.evaluations().items()],
         }
 
     def status(self) -> Figures:
@@ -434,12 +429,8 @@ def tokenizers_of(run: Path) -> Iterator[Path]:
     """The files that may have the tokenizer of a run, the best first."""
     folders = [*reversed(Checkpoints(run / "checkpoints").finished())]
     folders += [run / "model", run / "resumed"]
-    config = _json(run / CONFIG_FILE)
-    model = config.get("model") if isinstance(config, dict) else None
-    named = model if isinstance(model, dict) else {}
-    for key in ("tokenizer", "path"):
-        if isinstance(found := named.get(key), str) and found:
-            folders.append(resolver(run)(found))
+    with suppress(LookupError, TypeError):  # damaged, or of an evaluation
+        folders.append(resolver(run)(str(_json(run / CONFIG_FILE)["model"]["path"])))
     yield from (folder / "tokenizer.json" for folder in folders)
 
 

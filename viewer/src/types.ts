@@ -14,7 +14,6 @@ export interface EvaluationHead {
   folder: string;
   subject: Row;
   config: Row;
-  bytes: number;
 }
 
 export interface Run {
