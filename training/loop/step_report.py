@@ -80,13 +80,12 @@ class StepReport:
 
     feeder: Feeder
     recorder: Recorder
-    watch: Stopwatch
     lag: measures.LoopLag
 
     def __post_init__(self) -> None:
         self.parts, self.queue = self.feeder.parts, self.feeder.queue
         self.state, self.alarms = self.feeder.state, self.feeder.batches.alarms
-        self._throughput = measures.Throughput()
+        self.watch, self._throughput = Stopwatch(), measures.Throughput()
         self._num_words = getattr(self.parts.actor.renderer, "num_words", math.inf)
         self.row: dict[str, float] = {}  # of the last step
         self._scored_s = self._began_s = 0.0
