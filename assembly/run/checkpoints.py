@@ -74,30 +74,6 @@ class Checkpoints:
         replace_folder(partial, path)
         return path
 
-    async def save(
-        self,
-        path: Path,
-        learner: DeepSpeedLearner,
-        state: msgspec.Struct,
-        keep_last: int,
-        needed: Collection[int] = (),
-    ) -> None:
-        """Write the checkpoint `path` atomically, unless it exists: model, learner and `state`.
-        Then remove old checkpoints, see `prune`."""
-        if path in await in_thread(self.finished):
-            return
-        partial = await in_thread(self.begin, path)
-        try:
-            await learner.export(partial)
-            await learner.save(partial / "trainer")
-            await in_thread(save_state, partial, state)
-            await in_thread(self.complete, partial)
-        except BaseException:  # the disk may be full, and other files need the space
-            with suppress(StallError):
-                await within(CLEAN_S, "it", in_thread(shutil.rmtree, partial, True))
-            raise
-        await in_thread(self.prune, keep_last, needed)
-
     def prune(self, keep_last: int, needed: Collection[int] = ()) -> None:
         """Remove all checkpoints but the `keep_last` newest and the `needed` steps, and the
         leftovers of crashes."""
@@ -284,11 +260,26 @@ class Saver:
             async with self.learner.turn():
                 if not at_end:
                     await self._before()
-                state, keep_last = self.snapshot(), self.config.keep_last
-                await self.checkpoints.save(
-                    self._path(), self.learner, state, keep_last, self.needed
-                )
+                await self._write()
             self._last = _now()
+
+    async def _write(self) -> None:
+        """Write the checkpoint of this step atomically, unless it exists: model, learner and state.
+        Then remove old checkpoints, see `Checkpoints.prune`."""
+        path, state, checkpoints = self._path(), self.snapshot(), self.checkpoints
+        if path in await in_thread(checkpoints.finished):
+            return
+        partial = await in_thread(checkpoints.begin, path)
+        try:
+            await self.learner.export(partial)
+            await self.learner.save(partial / "trainer")
+            await in_thread(save_state, partial, state)
+            await in_thread(checkpoints.complete, partial)
+        except BaseException:  # the disk may be full, and other files need the space
+            with suppress(StallError):
+                await within(CLEAN_S, "it", in_thread(shutil.rmtree, partial, True))
+            raise
+        await in_thread(checkpoints.prune, self.config.keep_last, self.needed)
 
     def has(self, step: int) -> bool:
         """Whether the checkpoint of this step is there."""
