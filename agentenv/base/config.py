@@ -22,11 +22,13 @@ from agentenv.base import registry
 from agentenv.base.config_hints import hint_for, meant_file
 from agentenv.base.errors import ConfigError, reported_as
 from agentenv.base.model_files import place_on_hub
-from agentenv.base.overrides import Reporter, Tree, blaming, override_kinds
+from agentenv.base.overrides import blaming, override_kinds
 from agentenv.base.secrets import REDACTED, SECRETS
 from agentenv.base.untrusted import map_texts
 
 T = TypeVar("T", bound=msgspec.Struct)
+Tree = dict[str, Any]
+Reporter = Callable[[str], None]
 Resolve = Callable[[str], Path]
 
 # Marks of a key, in msgspec its `extra`: shown by --help; names files that must exist; names
