@@ -22,7 +22,7 @@ from agentenv.base.types import Limits, Task
 from agentenv.cluster.engines import LinkedEngine
 from agentenv.cluster.messages import Notice, pack, read_request
 from agentenv.cluster.workers import RolloutWorkers
-from agentenv.processes.link import PREFIX_BYTES, READ_BYTES, Link
+from agentenv.processes.link import PREFIX_BYTES, Link, frame_of
 from agentenv.processes.worker_group import BEAT_S, NUM_LOSSES, NUM_TRIALS, Left
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.actor_parts import ActorParts
@@ -412,7 +412,8 @@ def test_an_undecodable_frame_of_a_worker_costs_no_tree() -> None:
 
 
 async def test_frames_of_any_size_arrive_in_their_order() -> None:
-    sizes = [0, 5, 1, READ_BYTES - 3, 7, 3 * READ_BYTES + 11, 2, READ_BYTES] * 3
+    read = 1 << 18  # bytes that an event loop reads at once
+    sizes = [0, 5, 1, read - 3, 7, 3 * read + 11, 2, read] * 3
     frames = [bytes([n % 251]) * size for n, size in enumerate(sizes)]
     received: list[bytes] = []
     done = asyncio.Event()
@@ -432,6 +433,20 @@ async def test_frames_of_any_size_arrive_in_their_order() -> None:
         link.close()
         await done.wait()
     assert received == frames
+
+
+@pytest.mark.parametrize("received", [3, 10])
+async def test_a_cancelled_call_loses_no_part_of_a_frame(received: int) -> None:
+    reader, frame = asyncio.StreamReader(), frame_of(b"whole")
+    link = Link(reader, None)  # type: ignore[arg-type]
+    reader.feed_data(frame[:received])
+    receiving = asyncio.create_task(link.receive())
+    await asyncio.sleep(0)
+    receiving.cancel()
+    reader.feed_data(frame[received:])
+    with pytest.raises(asyncio.CancelledError):
+        await receiving
+    assert await link.receive() == b"whole"
 
 
 async def test_frames_in_quick_succession_are_sent_together(
