@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Sequence
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -105,18 +106,18 @@ class LaunchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return 1
 
     @property
+    def gpus_each(self) -> int:
+        """GPUs of one server; one that `per_gpu` servers share."""
+        return self.tensor_parallel_size * self.data_parallel_size
+
+    @property
     def num_gpus(self) -> int:
         """GPUs of all servers together."""
-        if self.per_gpu > 1:
-            return -(-self.count // self.per_gpu)
-        return self.count * self.tensor_parallel_size * self.data_parallel_size
+        return ceil(self.count * self.gpus_each / self.per_gpu)
 
     def gpus_of(self, index: int, gpus: Sequence[str]) -> Sequence[str]:
         """The GPUs of one server, among the `num_gpus` of all servers."""
-        if self.per_gpu > 1:
-            return gpus[index // self.per_gpu :][:1]
-        each = self.tensor_parallel_size * self.data_parallel_size
-        return gpus[index * each :][:each]
+        return gpus[index * self.gpus_each // self.per_gpu :][: self.gpus_each]
 
 
 class ServersConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -135,7 +136,7 @@ class ServersConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     def __post_init__(self) -> None:
         if self.servers_per_gpu == 1:
             return
-        if self.tensor_parallel_size * self.data_parallel_size > 1:
+        if self.gpus_each > 1:
             raise ConfigError(
                 "engine.servers.servers_per_gpu: a server that shares a GPU cannot use several; "
                 "remove tensor_parallel_size and data_parallel_size, or servers_per_gpu"

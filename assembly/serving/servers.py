@@ -267,7 +267,7 @@ class ServerFactory:
                 f"{key}.gpus: {config.gpus} are given, but the server runs on the CPU "
                 f"({'as configured' if config.device == 'cpu' else 'no GPU is visible'})"
             )
-        if config.tensor_parallel_size * config.data_parallel_size > 1:
+        if config.gpus_each > 1:
             raise ConfigError(
                 f"{key}: tensor_parallel_size and data_parallel_size need GPUs; none is visible"
             )

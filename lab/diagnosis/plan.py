@@ -313,7 +313,6 @@ class _Planner:
             self.plan.processes.append(Process(name, number, [], path, host, note="on the CPU"))
             return
         sleeps = policy and self.colocated
-        each = config.tensor_parallel_size * config.data_parallel_size
         gpus = self.gpus.assign(
             f"{key}.gpus",
             config.gpus,
@@ -331,9 +330,8 @@ class _Planner:
             if sleeps:
                 assert self.engine is not None
                 drops = self.engine.kind == "vllm" and self.engine.new_weights != "adapter"
-                memory = estimates.Memory(
-                    memory.gpu, {} if drops else {"sleeping part": weights * each}
-                )
+                sleeping = {} if drops else {"sleeping part": weights * config.gpus_each}
+                memory = estimates.Memory(memory.gpu, sleeping)
             note = f"tensor parallel {config.tensor_parallel_size}, "
             if config.data_parallel_size > 1:
                 note += f"data parallel {config.data_parallel_size}, "
