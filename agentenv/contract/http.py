@@ -27,6 +27,7 @@ import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
+from http.client import responses
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -148,10 +149,7 @@ def reason_of(text: str | bytes) -> str:
 
 
 def _named(status: int) -> str:
-    try:
-        return f"{status} {HTTPStatus(status).phrase}"
-    except ValueError:
-        return str(status)
+    return f"{status} {responses.get(status, '')}".rstrip()
 
 
 class JsonSocket:
