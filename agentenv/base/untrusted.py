@@ -115,11 +115,7 @@ def decode_text(data: bytes) -> str:
 def printable(text: str) -> str:
     """The text with a question mark for each lone surrogate, which encoders and tokenizers
     reject."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-8", "replace").decode()
-    return text
+    return text.encode("utf-8", "replace").decode()
 
 
 def shortened(text: str, max_chars: int, gap: str = "\n...\n") -> str:

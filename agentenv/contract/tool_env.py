@@ -489,11 +489,8 @@ async def printable_text(text: str) -> str:
     if text.isascii():
         return text
     pieces = list[str]()
-    is_same = True
     for start in range(0, len(text), PIECE_CHARS):
         if pieces:
             await asyncio.sleep(0)
-        piece = text[start : start + PIECE_CHARS]
-        pieces.append(printable(piece))
-        is_same = is_same and pieces[-1] is piece
-    return text if is_same else "".join(pieces)
+        pieces.append(printable(text[start : start + PIECE_CHARS]))
+    return "".join(pieces)
