@@ -47,7 +47,7 @@ def needed(config: TrainConfig, cluster: RayCluster) -> Iterator[tuple[str, dict
         for _ in range(config.learner.num_ranks):
             yield "learner.num_ranks", cluster.of_rank()
     if cluster.engines and launched is not None:
-        for _ in range(launched.count):
+        for _ in range(launched.num_servers):
             yield "engine.servers.num_servers", cluster.of_engine(launched)
     for _ in range(cluster.least):
         yield "cluster.workers", cluster.of_worker()

@@ -95,29 +95,23 @@ class LaunchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     env: Annotated[dict[str, str], about("extra environment variables of the server")] = {}
     start_timeout_s: Annotated[float, about("deadline for a server to become ready", gt=0)] = 900.0
 
-    @property
-    def count(self) -> int:
-        """Servers to start."""
-        return 1
-
-    @property
-    def per_gpu(self) -> int:
-        """Servers that share a GPU."""
-        return 1
+    # one server, which shares no GPU; keys of the servers of the policy
+    num_servers = 1
+    servers_per_gpu = 1
 
     @property
     def gpus_each(self) -> int:
-        """GPUs of one server; one that `per_gpu` servers share."""
+        """GPUs of one server; one that `servers_per_gpu` share."""
         return self.tensor_parallel_size * self.data_parallel_size
 
     @property
     def num_gpus(self) -> int:
         """GPUs of all servers together."""
-        return ceil(self.count * self.gpus_each / self.per_gpu)
+        return ceil(self.num_servers * self.gpus_each / self.servers_per_gpu)
 
     def gpus_of(self, index: int, gpus: Sequence[str]) -> Sequence[str]:
         """The GPUs of one server, among the `num_gpus` of all servers."""
-        return gpus[index * self.gpus_each // self.per_gpu :][: self.gpus_each]
+        return gpus[index * self.gpus_each // self.servers_per_gpu :][: self.gpus_each]
 
 
 class ServersConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -147,14 +141,6 @@ class ServersConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"gpu_memory_share = {self.gpu_memory_share:g} exceed its memory; "
                 f"lower the share to {MAX_SHARE / self.servers_per_gpu:.2g} or less"
             )
-
-    @property
-    def count(self) -> int:
-        return self.num_servers
-
-    @property
-    def per_gpu(self) -> int:
-        return self.servers_per_gpu
 
 
 class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -214,7 +214,7 @@ class ServerFactory:
 
     def _made(self, wanted: Served, config: LaunchConfig, key: str) -> list[ServerProcess]:
         """Each server; `wanted` has their common values."""
-        number, on_cpu = config.count, self.check(wanted, config, key)
+        number, on_cpu = config.num_servers, self.check(wanted, config, key)
         python = find_python(wanted.engine, config, key)
         gpus: list[str] = []
         cache_bytes = 0
@@ -222,7 +222,7 @@ class ServerFactory:
             gpus = self.gpus.assign(
                 f"{key}.gpus", config.gpus, config.num_gpus, borrows=bool(wanted.colocated)
             )
-            if config.per_gpu > 1 or wanted.colocated == "at_once":
+            if config.servers_per_gpu > 1 or wanted.colocated == "at_once":
                 cache_bytes = shared_cache(wanted.model, config, gpus[0])
         made, host = [], "127.0.0.1" if config.host in ("0.0.0.0", "::", "") else config.host
         for index in range(number):
@@ -250,7 +250,7 @@ class ServerFactory:
     def check(self, wanted: Served, config: LaunchConfig, key: str) -> bool:
         """Raises ConfigError for an impossible configuration, or a model that its servers cannot
         serve here. Returns whether they run on the CPU."""
-        if config.per_gpu > 1 and wanted.engine != "vllm":
+        if config.servers_per_gpu > 1 and wanted.engine != "vllm":
             raise ConfigError(f"{key}.servers_per_gpu: only vLLM's servers can share a GPU")
         if not wanted.model.is_dir():
             raise ConfigError(f"{key}: {wanted.model} is not a model directory")

@@ -303,7 +303,7 @@ class _Planner:
         self, key: str, config: LaunchConfig, shape: estimates.ModelShape | None, context: int
     ) -> None:
         """Add the servers of an engine or role, with their memory."""
-        number, policy = config.count, key == POLICY
+        number, policy = config.num_servers, key == POLICY
         name = "policy server" if policy else f"{key.removeprefix('roles.')} server"
         path = config.model if isinstance(config, RoleConfig) else self.path
         b, size = estimates.bytes_of(config.dtype), self.machine.gpu_bytes
@@ -320,7 +320,7 @@ class _Planner:
             borrows=policy and bool(self.resources.colocated),
         )
         budget = config.gpu_memory_share * size
-        on_each = min(number, config.per_gpu)  # servers per GPU, each with its budget
+        on_each = min(number, config.servers_per_gpu)  # servers per GPU, each with its budget
         serving = on_each * budget
         awake = on_each * (SERVER_BYTES if sleeps else budget)  # during training
         memory, note = estimates.Memory(), ""

@@ -140,11 +140,12 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
                 'learner; remove engine.urls, or use "directory"'
             )
         servers = self.servers or ServersConfig()
-        if servers.per_gpu * servers.gpu_memory_share > MAX_SHARE:
+        most = MAX_SHARE / servers.servers_per_gpu
+        if servers.gpu_memory_share > most:
             raise ConfigError(
                 f"engine.servers.gpu_memory_share = {servers.gpu_memory_share:g}: next to an "
-                f"offloaded learner on the same GPU at most {MAX_SHARE / servers.per_gpu:.2g} is "
-                "available, since the learner's CUDA context stays there"
+                f"offloaded learner on the same GPU at most {most:.2g} is available, since the "
+                "learner's CUDA context stays there"
             )
 
     async def check_reachable(self) -> None:
