@@ -356,7 +356,10 @@ class ToolEnv:
         timeout_s = self.tool_timeout_s if limits.timeout_s is None else limits.timeout_s
         num_retries = self.num_retries if limits.num_retries is None else limits.num_retries
         max_outage_s = self.outage_s if limits.required and num_retries else 0.0
-        called = partial(_within, timeout_s, limits.max_concurrency, tool, call.arguments, state)
+        called: Callable[[], Awaitable[ToolResult]]
+        called = partial(call_in_time, timeout_s, tool, call.arguments, state)
+        if limits.max_concurrency is not None:
+            called = partial(_in_slot, tool.name, limits.max_concurrency, called)
         who = f"the tool {tool.name!r}"
         try:
             result = await self._through_outage(who, called, num_retries, max_outage_s)
@@ -418,23 +421,19 @@ def grades_state(env: Any) -> bool:
     return isinstance(env, type) and issubclass(env, ToolEnv) and env.judge is not ToolEnv.judge
 
 
-async def _within(
-    timeout_s: float, max_concurrency: int | None, tool: Tool, arguments: dict[str, Any], state: Any
-) -> ToolResult:
-    """One attempt of a call. Its deadline raises InfraError; waits for a slot or a rate limit do
-    not count.
-    """
-    if max_concurrency is None:
-        return await call_in_time(timeout_s, tool, arguments, state)
-    key = ("tool slots", tool.name, max_concurrency)
-    places = shared(key, lambda: asyncio.Semaphore(max_concurrency))
-    async with deadline.admitted(places, f"a slot of the tool {tool.name!r}"):
-        return await call_in_time(timeout_s, tool, arguments, state)
+async def _in_slot(name: str, count: int, call: Callable[[], Awaitable[T]]) -> T:
+    """The result of a call that has one of the tool's `count` slots; the wait does not count."""
+    places = shared(("tool slots", name, count), lambda: asyncio.Semaphore(count))
+    async with deadline.admitted(places, f"a slot of the tool {name!r}"):
+        return await call()
 
 
 async def call_in_time(
     timeout_s: float, tool: Tool, arguments: dict[str, Any], state: Any
 ) -> ToolResult:
+    """One attempt of a call. Its deadline raises InfraError; waits for a slot or a rate limit do
+    not count.
+    """
     clock = deadline.work_clock()
     if clock is None:
         with deadline.working(deadline.WorkClock()):
