@@ -61,7 +61,7 @@ _REMEDIES = {
     402: "check the account of the API",
     407: "check the user and password of the proxy",
 }
-MAX_REASON_CHARS = 500
+MAX_REASON_CHARS = 500  # of a server's text in messages
 MAX_RETRY_AFTER_S = 1e9  # of any number, which may exceed a float
 _LIBRARIES = {"aiohttp", "httpx", "httpx2", "requests"}
 _CONNECTION = {  # their errors for no or incomplete responses

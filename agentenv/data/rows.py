@@ -135,10 +135,9 @@ class MixPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 QUESTIONS = ("question", "Question", "problem", "prompt", "input", "extra_info.question")
 ANSWERS = ("reward_model.ground_truth", "answer", "answers", "Answer", "Final answer",
            "golden_answers", "ground_truth", "output", "answerKey")  # fmt: skip
-KINDS = ("kind", "data_source", "ability")
-ENV_BY = ("data_source", "ability")
+ORIGINS = ("data_source", "ability")  # kept in the metadata although they are used
+KINDS = ("kind", *ORIGINS)
 HELD_IN = ("text", "answer", "target")
-KEPT = ("data_source", "ability")  # kept in the metadata although they are used
 SOLUTION_KEY, GOLD_KEY = "solution", "ground_truth"
 # the last line begins with ####, or has it before a number
 GSM8K = re.compile(
@@ -298,7 +297,7 @@ class RowReader:
     def _env_by(self, row: Row) -> str:
         if not self.config.env_by:
             return ""
-        values = [str(row[key]) for key in ENV_BY if row.get(key) is not None]
+        values = [str(row[key]) for key in ORIGINS if row.get(key) is not None]
         self.env_by_seen |= {*values}
         for value in values:
             if value in self.config.env_by:
@@ -443,5 +442,5 @@ def _text(found: Found) -> str:
 def _rest(row: Row, used: list[str]) -> Row:
     """The metadata: the row without nulls and without the columns of the task; objects stay
     whole."""
-    left_out = {*used} - {*KEPT}
+    left_out = {*used} - {*ORIGINS}
     return {key: value for key, value in row.items() if value is not None and key not in left_out}
