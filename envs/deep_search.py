@@ -33,8 +33,6 @@ class DeepSearchEnv(WebSearchEnv):
         python: Mapping[str, Any] | PythonConfig | None = None,
         grader: GraderConfig | Mapping[str, Any] | None = None,
         prompt: Prompt = None,
-        tool_timeout_s: float = 0.0,
-        num_retries: int = 2,
     ) -> None:
         tool = interpreter(python_config(python))
         super().__init__(
@@ -43,7 +41,5 @@ class DeepSearchEnv(WebSearchEnv):
             open_page=open_page,
             grader=grader,
             prompt=preset("search+python") if prompt is None else prompt,
-            tool_timeout_s=tool_timeout_s,
-            num_retries=num_retries,
         )
         self.add_tool(tool, ToolLimits(timeout_s=tool.deadline_s))
