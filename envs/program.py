@@ -44,7 +44,7 @@ from msgspec.structs import replace
 from agentenv.base import types
 from agentenv.base.config import ESSENTIAL, about
 from agentenv.base.crashes import guarded
-from agentenv.base.deadline import admitted
+from agentenv.base.deadline import admitted, retrieve_exception
 from agentenv.base.errors import SHOWN, ConfigError, CrashError, EnvError, reported_as
 from agentenv.base.offload import in_thread
 from agentenv.base.registry import loaded
@@ -404,9 +404,8 @@ class ProgramEnv:
             return call  # type: ignore[no-any-return]
         finally:
             for one in (pending, ending):
+                one.add_done_callback(retrieve_exception)
                 one.cancel()
-                if one.done() and not one.cancelled():
-                    one.exception()
 
     async def _stop(self) -> None:
         if self._program is not None:

@@ -71,7 +71,8 @@ class WebSearchEnv(ToolEnv):
 
     `search` holds the keys of `SearchConfig`, e.g. {"backend": {"name": "web", "provider":
     "serper"}, "mode": "pages"}; without it the shipped sample of Wikipedia is searched. `grader`
-    holds the keys of `GraderConfig`. `tool_timeout_s` 0 is a default that fits the mode.
+    holds the keys of `GraderConfig`. The deadline of a call fits the mode, unless
+    `[[env.tools]]` sets another one.
     """
 
     def __init__(
@@ -81,8 +82,6 @@ class WebSearchEnv(ToolEnv):
         open_page: bool = True,
         grader: GraderConfig | Mapping[str, Any] | None = None,
         prompt: Prompt = None,
-        tool_timeout_s: float = 0.0,
-        num_retries: int = 2,
     ) -> None:
         config = search_config(search)
         service = shared_service(config)
@@ -94,8 +93,7 @@ class WebSearchEnv(ToolEnv):
             tools=tools,
             grader=make_grader(grader, reward="tools", partial_credit=True),
             prompt=prompt,
-            tool_timeout_s=tool_timeout_s or _TIMEOUT_S[config.sizes.mode],
-            num_retries=num_retries,
+            tool_timeout_s=_TIMEOUT_S[config.sizes.mode],
         )
 
     async def step(self, action: Message) -> tuple[list[Message], float, bool, bool, Info]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentenv.base.errors import ConfigError
+from agentenv.base.errors import ConfigError, reported_as
 from agentenv.base.types import Message, Task
 from agentenv.contract.env import Grade
 from agentenv.envs.grading.verdict import Matcher, Verdict
@@ -271,14 +271,11 @@ _FIELD = re.compile(rf"\{{({'|'.join(FIELDS)})\}}")
 def read_prompt(path: Path) -> str:
     """A text with the three FIELDS in braces: the whole file, or the only such text of a Python
     file, which is parsed and not run. Raises ConfigError."""
-    try:
+    who = f"grader.judge.prompt_file: {path} cannot be read"
+    remedy = "; expected evaluation/src/llm_evaluator_sds.py of your copy of ARPO's repository"
+    with reported_as(ConfigError, who, OSError, SyntaxError, ValueError, end=remedy):
         text = path.read_text(encoding="utf-8")
         nodes = ast.walk(ast.parse(text)) if path.suffix == ".py" else [ast.Constant(text)]
-    except (OSError, UnicodeDecodeError, SyntaxError, ValueError) as error:
-        raise ConfigError(
-            f"grader.judge.prompt_file: {path} cannot be read: {error}; expected "
-            "evaluation/src/llm_evaluator_sds.py of your copy of ARPO's repository"
-        ) from error
     texts = [node.value for node in nodes if isinstance(node, ast.Constant)]
     fitting = [one for one in texts if isinstance(one, str) and {*_FIELD.findall(one)} == {*FIELDS}]
     if len(fitting) != 1:

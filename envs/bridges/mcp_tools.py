@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TextIO, cast
 
-from agentenv.base.errors import ConfigError, ForeignError, InfraError, ToolError
+from agentenv.base.errors import ConfigError, ForeignError, InfraError, ToolError, reported_as
 from agentenv.base.installation import needed
 from agentenv.base.secrets import SECRETS
 from agentenv.base.types import ToolResult
@@ -170,10 +170,9 @@ class Connection:
         """The result of a call, in the package's form."""
         from mcp import MCPError
 
-        try:
+        # it worked at the start, so this is an infrastructure failure
+        with reported_as(InfraError, "", ConfigError):
             session, _ = await self._session()
-        except ConfigError as error:  # it worked at the start, so this is an infrastructure failure
-            raise InfraError(str(error)) from error
         owner = self._owner
         try:
             async with asyncio.timeout(timeout_s):

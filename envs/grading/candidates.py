@@ -204,16 +204,12 @@ def is_named_in(gold: Gold, text: str) -> bool:
     parts = parts_of(gold, text)
     if gold.kind in ("choice", "truth", "math") or not parts:
         return False
-    if gold.kind == "number" and not all(
-        part.meets or _is_explanation(gold, part) for part in parts
-    ):
+    if gold.kind == "number" and not all(part.meets or _is_explanation(part) for part in parts):
         return False  # a formula, which mathematics compares
     if gold.kind == "number" and BETWEEN.match(text):
         return False
     if all(part.meets for part in parts):
         return _DOUBT.search(text) is None
-    if len(parts) < 2:
-        return False
     if is_hedged(text):
         return False
     return any(part.meets for part in parts) and not any(_changes(gold, part) for part in parts)
@@ -224,7 +220,7 @@ def is_framed_in(gold: Gold, text: str) -> bool:
     return is_framed(text, gold.forms, is_word=gold.kind in ("truth", "choice"))
 
 
-def _is_explanation(gold: Gold, part: Part) -> bool:
+def _is_explanation(part: Part) -> bool:
     """Whether a part is words, another form of the amount, its calculation or a bracket."""
     bare = clean(part.text)
     if is_wordy(bare) or amount_of(bare) is not None:
@@ -262,7 +258,7 @@ def rivals_in(gold: Gold, text: str) -> Rivals:
     if others or (len(parts) < 2 and gold.kind != "date"):
         return Rivals(tuple(others))
     if gold.kind == "math":
-        return _other_expressions(gold, text, parts)
+        return _other_expressions(parts)
     found: list[str] = []
     is_aside = False
     for part, after in zip_longest(parts, parts[1:]):
@@ -322,7 +318,7 @@ def _other_letters(gold: Gold, text: str, parts: Sequence[Part]) -> Rivals:
     return Rivals()
 
 
-def _other_expressions(gold: Gold, text: str, parts: Sequence[Part]) -> Rivals:
+def _other_expressions(parts: Sequence[Part]) -> Rivals:
     """Expressions beside the gold, if a part alone is an expression that may be the gold."""
     others = [part for part in parts if not part.meets]
     names = [

@@ -22,7 +22,6 @@ from agentenv.envs.grading.forms import same_answers, special, truth, truth_of, 
 from agentenv.envs.grading.formulas import formulas
 from agentenv.envs.grading.gold import (
     Gold,
-    Same,
     gold_of,
     identifier,
     is_written,
@@ -266,7 +265,7 @@ def _gold(gold: str, ordered: bool) -> Gold:
     return gold_of(gold, _same(ordered))
 
 
-def _same(ordered: bool) -> Same:
+def _same(ordered: bool) -> forms.Compare:
     return lambda one, other: _compare(one, other, ordered)[0]
 
 
@@ -298,7 +297,7 @@ def _agree(answer: str, gold: str, ordered: bool = False) -> tuple[bool | None, 
     return states(found, wanted, lambda text: same(clean(text), wanted) is True), layer
 
 
-def _with_notes(found: str, wanted: str, same: Same) -> bool:
+def _with_notes(found: str, wanted: str, same: forms.Compare) -> bool:
     """Whether they agree without a note in brackets: 72 (seventy-two), 5 ft (1.5 m) long."""
     notes = [_NOTE.findall(text) for text in (found, wanted)]
     if not any(notes) or any(map(is_denied, notes[0] + notes[1])):
@@ -310,7 +309,7 @@ def _with_notes(found: str, wanted: str, same: Same) -> bool:
     return is_note or same(*bare) is True
 
 
-def _by_lines(answer: str, wanted: str, same: Same) -> bool:
+def _by_lines(answer: str, wanted: str, same: forms.Compare) -> bool:
     """Whether the first line is the gold, and the others deny nothing."""
     first, _, rest = answer.strip().partition("\n")
     if not rest or is_denied(answer) or len(rest.strip().splitlines()) > MAX_LINES:

@@ -140,6 +140,7 @@ class Matcher(Protocol):
 
     async def start(self) -> None:
         """Get ready, if anything must be; a ConfigError names a missing requirement."""
+        return None
 
     async def verdict(self, question: str, answer: str, golds: Sequence[str]) -> Verdict:
         """Right if any gold is met. Raises GraderError when there is no verdict, and
