@@ -109,7 +109,6 @@ ALLOWED = {
     "assembly/run/control.py _received: connection.recv": CALLER + "settimeout in send",
     "assembly/run/control.py send: connection.sendall": "settimeout, above",
     "learners/ranks/broadcast.py TorchLink.start.sent: work.wait": "it is completed",
-    "learners/ranks/rank_group.py RankGroup._wait_for_all: arrivals.get": "wait(timeout=..)",
     "learners/ranks/rank_process.py main: connection.sendall": CHILD,
     "learners/ranks/rank_process.py serve: connection.sendall": CHILD,
 }
