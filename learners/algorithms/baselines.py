@@ -57,9 +57,7 @@ class DrGRPO(algorithm.Clipped, frozen=True, kw_only=True, tag="dr_grpo"):
     """
 
     aggregation: algorithm.AggregationKey = "seq-mean-token-sum-norm"
-
-    def advantages(self, returns: Floats) -> Floats:
-        return group_advantages(returns, norm_by_std=False)
+    normalize_by_std: ClassVar[bool] = False
 
 
 OVERLONG: dict[Limit, Truncated] = {
@@ -161,6 +159,8 @@ class ReinforcePP(algorithm.Clipped, frozen=True, kw_only=True, tag="reinforce_p
     the statistics unless queue.equal_groups drops them. Differs from the paper: dual clip.
     """
 
+    normalize_by_std: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kl_reward > 0:
@@ -168,9 +168,6 @@ class ReinforcePP(algorithm.Clipped, frozen=True, kw_only=True, tag="reinforce_p
                 "algorithm.kl_reward: reinforce_pp normalizes over the whole update and has its KL "
                 "in the loss; set kl_loss"
             )
-
-    def advantages(self, returns: Floats) -> Floats:
-        return group_advantages(returns, norm_by_std=False)
 
     def over_update(
         self, trees: Sequence[TrajectoryTree], credits: Sequence[TreeCredit | None]
