@@ -47,10 +47,6 @@ SLACK_S = 5.0  # for a link to end by itself
 SOCKETS = Path("/proc/self/fd")
 
 
-class BroadcastError(RuntimeError):
-    """The controller aborted the command."""
-
-
 class Broadcaster:
     """Executes the commands of a Sender on one rank.
 
@@ -165,9 +161,9 @@ class Broadcaster:
         end = time.monotonic() + self._timeout_s
         while not sent():
             if self.interrupted():
-                raise BroadcastError("it was aborted")
+                raise RuntimeError("it was aborted")
             if time.monotonic() > end:
-                raise BroadcastError(f"a bucket was not received within {self._timeout_s:g} s")
+                raise RuntimeError(f"a bucket was not received within {self._timeout_s:g} s")
             time.sleep(POLL_S)
 
 
