@@ -38,7 +38,7 @@ from agentenv.learners.trees.policy import text_part
 if TYPE_CHECKING:
     from agentenv.learners.ranks.backend import RankBackend
 
-FOLDERS = ("additional_chat_templates",)  # subfolders that transformers also reads
+TEMPLATES = "additional_chat_templates"  # a subfolder that transformers also reads
 NOT_OF_THE_MODEL = ("state.json",)
 MAX_SHARD_BYTES = 5 << 30
 BUCKET_BYTES = 512 << 20
@@ -264,8 +264,7 @@ def copy_files(source: Path, directory: Path, dtype: str) -> None:
     DataError for a broken link.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    inside = [path for name in FOLDERS for path in (source / name).glob("*")]
-    for path in [*source.iterdir(), *inside]:
+    for path in [*source.iterdir(), *(source / TEMPLATES).glob("*")]:
         target = directory / path.relative_to(source)
         if path.name.endswith(model_files.WEIGHTS_SUFFIXES) or path.name in NOT_OF_THE_MODEL:
             continue
@@ -297,11 +296,8 @@ def check_written(directory: Path) -> None:
 
 def _config_with(path: Path, dtype: str) -> str:
     config = model_files.read_object(path, "model configuration")
-    for key in ("dtype", "torch_dtype"):
-        if key in config:
-            config[key] = dtype
-    if "torch_dtype" not in config:
-        config["dtype"] = dtype
+    known = config.keys() & {"dtype", "torch_dtype"}
+    config |= dict.fromkeys(known or {"dtype"}, dtype)
     return json.dumps(config, indent=2) + "\n"
 
 

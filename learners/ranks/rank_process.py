@@ -200,11 +200,10 @@ def end_with_controller(connection: socket.socket) -> None:
     while True:
         time.sleep(ORPHAN_POLL_S)
         try:
-            readable = select.select([connection], [], [], 0)[0]
-            gone = bool(readable) and not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:  # the main thread has read it
+            gone = not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:  # it is silent
             continue
-        except (OSError, ValueError):  # closed by the main thread, or broken
+        except OSError:  # closed by the main thread, or broken
             gone = True
         if gone:
             time.sleep(ORPHAN_GRACE_S)
