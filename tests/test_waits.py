@@ -108,7 +108,7 @@ ALLOWED = {
     "lab/viewing/page.py serve: asyncio.Event().wait": FOREVER,
     "assembly/run/control.py _received: connection.recv": CALLER + "settimeout in send",
     "assembly/run/control.py send: connection.sendall": "settimeout, above",
-    "learners/ranks/broadcast.py TorchLink.start.sent: work.wait": "it is completed",
+    "learners/ranks/broadcast.py TorchLink.start: work.wait": "it is completed",
     "learners/ranks/rank_process.py main: connection.sendall": CHILD,
     "learners/ranks/rank_process.py serve: connection.sendall": CHILD,
 }

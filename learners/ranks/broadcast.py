@@ -222,14 +222,7 @@ class TorchLink:
         options = BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         work = self._group.broadcast([data], options)
-
-        def sent() -> bool:
-            if work.is_completed():
-                work.wait()  # raises the error of a failed transfer
-                return True
-            return False
-
-        return sent
+        return lambda: work.is_completed() and work.wait()  # raises the error of a failed transfer
 
     def abort(self) -> None:
         """End transfers; on gloo by shutting down every connection, since its `abort` does nothing
