@@ -108,16 +108,14 @@ class Broadcaster:
         thread.start()
         problem = ""
         end = time.monotonic() + 2 * group.timeout_s + SLACK_S  # the store's, then the group's
-        while thread.is_alive():
+        while thread.is_alive() and not problem:
             thread.join(JOIN_POLL_S)
             late = time.monotonic() > end
-            if not problem and (late or self.interrupted()):
+            if late or self.interrupted():
                 kind = "did not form in time" if late else "was aborted"
                 problem = f"joining the group of the engines {kind}"
-                end = time.monotonic() + SLACK_S
                 link.abort()
-            elif problem and late:
-                break
+                thread.join(SLACK_S)
         problem = problem or outcome[0]
         self._joined = not problem
         if problem:
