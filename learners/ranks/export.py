@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from agentenv.learners.ranks.backend import RankBackend
 
 TEMPLATES = "additional_chat_templates"  # a subfolder that transformers also reads
-NOT_OF_THE_MODEL = ("state.json",)
 MAX_SHARD_BYTES = 5 << 30
 BUCKET_BYTES = 512 << 20
 
@@ -266,7 +265,7 @@ def copy_files(source: Path, directory: Path, dtype: str) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for path in [*source.iterdir(), *(source / TEMPLATES).glob("*")]:
         target = directory / path.relative_to(source)
-        if path.name.endswith(model_files.WEIGHTS_SUFFIXES) or path.name in NOT_OF_THE_MODEL:
+        if path.name.endswith(model_files.WEIGHTS_SUFFIXES) or path.name == "state.json":
             continue
         if not path.exists():
             raise DataError(f"{path}: this link is broken; download or copy the model again")
