@@ -131,11 +131,6 @@ class RankGroup:
         self._seconds: dict[str, deque[float]] = {}  # of the last answers, by command
 
     @property
-    def pids(self) -> list[int]:
-        """Process ids by rank; empty before the start and after close."""
-        return [link.hello.pid for link in self._links]
-
-    @property
     def store(self) -> str:
         """Rendezvous of the ranks; see `Hello`."""
         return self._links[0].hello.store
