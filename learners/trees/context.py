@@ -46,7 +46,8 @@ def join_context_group(size: int, timeout_s: float) -> ContextGroup | None:
     ranks."""
     if size == 1:
         return None
-    group, _ = dist.new_subgroups(size, timeout=timedelta(seconds=timeout_s))
+    timeout = timedelta(seconds=timeout_s)
+    group, _ = dist.new_subgroups(size, timeout=timeout)  # type: ignore[no-untyped-call]
     return ContextGroup(dist.get_rank() % size, size, group)
 
 
