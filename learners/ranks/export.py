@@ -112,7 +112,7 @@ def entries(model: Any, source: Path | None = None) -> Iterator[WeightEntry]:
         return
     files, same = WeightFiles(source), tied_names(model)
     by_name = {entry.name: entry for entry in written}
-    for name in files.names():
+    for name in files.files:
         if name in same and name not in by_name:
             yield replace(by_name[same[name]], name=name)
         elif name not in by_name:
@@ -154,7 +154,7 @@ def tied_names(model: Any) -> dict[str, str]:
 def untrained(model: Any, source: Path) -> list[str]:
     """The tensors of the directory `source` that the model does not train."""
     trained = {entry.name for entry in _own_entries(model, text_part(model))}
-    return sorted({*WeightFiles(source).names()} - trained - tied_names(model).keys())
+    return sorted(WeightFiles(source).files.keys() - trained - tied_names(model).keys())
 
 
 def _entries_of(
@@ -301,16 +301,13 @@ def _config_with(path: Path, dtype: str) -> str:
 
 
 class WeightFiles:
-    """The tensors of a Hugging Face directory, mapped from its files."""
+    """The tensors of a Hugging Face directory, mapped from its `files`, by the tensors' names."""
 
     def __init__(self, directory: Path) -> None:
         with reported_as(DataError, "", EngineError):
             paths = weight_files(directory)
-            self._files = {name: path for path in paths for name in read_header(path)}
+            self.files = {name: path for path in paths for name in read_header(path)}
         self._open = cache(partial(safe_open, framework="pt"))
-
-    def names(self) -> list[str]:
-        return list(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file(name).get_slice(name).get_shape())
@@ -323,4 +320,4 @@ class WeightFiles:
         return found
 
     def _file(self, name: str) -> Any:
-        return self._open(self._files[name])
+        return self._open(self.files[name])
