@@ -140,8 +140,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for pair in value.items():
-            yield from _tensors(pair)
+        yield from _tensors([*value.items()])
     elif isinstance(value, list | tuple | set):
         for each in value:
             yield from _tensors(each)

@@ -146,9 +146,8 @@ class RowLoader:
 
     def load(self, encoder: ChatEncoder) -> Loaded[Any]:
         """Sequences with their masks, or pairs without the reference's log-probs."""
-        if self.is_ranking:
-            return self._load(lambda raw, form: self._pairs(raw, form, encoder))
-        return self._load(lambda raw, form: self._examples(raw, form, encoder))
+        read: Any = self._pairs if self.is_ranking else self._examples
+        return self._load(lambda raw, form: read(raw, form, encoder))
 
     def count(self) -> int:
         """Number of rows that can be read as dialogues or preferences, without a tokenizer."""
