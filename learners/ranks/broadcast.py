@@ -331,6 +331,6 @@ def open_sockets() -> dict[int, str]:
     return found
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Of its text, or the name of its class."""
     return (str(error) or type(error).__name__).splitlines()[0]

@@ -28,8 +28,7 @@ class HostMemory:
 
     def take(self, num_bytes: int, device: torch.device) -> Tensor:
         """uint8 [num_bytes] for a copy of data on `device`."""
-        free = self._free.get(num_bytes)
-        if free:
+        if free := self._free.get(num_bytes):
             return free.pop()
         found = torch.empty(num_bytes, dtype=torch.uint8)
         if device.type == "cuda":

@@ -101,7 +101,6 @@ AGAIN = 4  # factor of the time until the next report
 LEAST_SILENT_S = 10.0  # for commands of less than a second
 FIRST_S = 30.0  # assumed usual duration before the first reply to a command
 NUM_USUAL = 20  # replies for the median
-LOST = (OSError, EOFError)  # IncompleteReadError is an EOFError
 
 
 @dataclass(eq=False)
@@ -398,7 +397,7 @@ class RankGroup:
 
 
 def _is_lost(task: asyncio.Task[Any]) -> bool:
-    return task.done() and not task.cancelled() and isinstance(task.exception(), LOST)
+    return task.done() and not task.cancelled() and isinstance(task.exception(), OSError | EOFError)
 
 
 def _is_failed(task: asyncio.Task[Any]) -> bool:
