@@ -108,8 +108,7 @@ ALLOWED = {
     "agentenv/endpoint/server.py ApiServer._stream: queue.get": SAME,
     "lab/viewing/page.py serve: asyncio.Event().wait": FOREVER,
     "assembly/run/control.py send: connection.sendall": "settimeout, above",
-    "learners/ranks/broadcast.py TorchLink.start.sent: work.wait": "it is completed",
-    "learners/ranks/rank_group.py RankGroup._wait_for_all: arrivals.get": "wait(timeout=..)",
+    "learners/ranks/broadcast.py TorchLink.start: work.wait": "it is completed",
     "learners/ranks/rank_process.py main: connection.sendall": CHILD,
     "learners/ranks/rank_process.py serve: connection.sendall": CHILD,
 }

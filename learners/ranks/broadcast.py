@@ -47,10 +47,6 @@ SLACK_S = 5.0  # for a link to end by itself
 SOCKETS = Path("/proc/self/fd")
 
 
-class BroadcastError(RuntimeError):
-    """The controller aborted the command."""
-
-
 class Broadcaster:
     """Executes the commands of a Sender on one rank.
 
@@ -112,16 +108,14 @@ class Broadcaster:
         thread.start()
         problem = ""
         end = time.monotonic() + 2 * group.timeout_s + SLACK_S  # the store's, then the group's
-        while thread.is_alive():
+        while thread.is_alive() and not problem:
             thread.join(JOIN_POLL_S)
             late = time.monotonic() > end
-            if not problem and (late or self.interrupted()):
+            if late or self.interrupted():
                 kind = "did not form in time" if late else "was aborted"
                 problem = f"joining the group of the engines {kind}"
-                end = time.monotonic() + SLACK_S
                 link.abort()
-            elif problem and late:
-                break
+                thread.join(SLACK_S)
         problem = problem or outcome[0]
         self._joined = not problem
         if problem:
@@ -165,9 +159,9 @@ class Broadcaster:
         end = time.monotonic() + self._timeout_s
         while not sent():
             if self.interrupted():
-                raise BroadcastError("it was aborted")
+                raise RuntimeError("it was aborted")
             if time.monotonic() > end:
-                raise BroadcastError(f"a bucket was not received within {self._timeout_s:g} s")
+                raise RuntimeError(f"a bucket was not received within {self._timeout_s:g} s")
             time.sleep(POLL_S)
 
 
@@ -226,14 +220,7 @@ class TorchLink:
         options = BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         work = self._group.broadcast([data], options)
-
-        def sent() -> bool:
-            if work.is_completed():
-                work.wait()  # raises the error of a failed transfer
-                return True
-            return False
-
-        return sent
+        return lambda: work.is_completed() and work.wait()  # raises the error of a failed transfer
 
     def abort(self) -> None:
         """End transfers; on gloo by shutting down every connection, since its `abort` does nothing
@@ -344,6 +331,6 @@ def open_sockets() -> dict[int, str]:
     return found
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Of its text, or the name of its class."""
     return (str(error) or type(error).__name__).splitlines()[0]

@@ -65,14 +65,15 @@ class Fragment:
         return tensor.detach().view(-1)[self.offset : self.offset + self.size]
 
 
+def trained_params(backend: RankBackend) -> list[tuple[str, Any]]:
+    """The trained parameters by name, in the order of the model."""
+    named = backend.policy.model.named_parameters()
+    return [(name, param) for name, param in named if param.requires_grad]
+
+
 def fragments(backend: RankBackend) -> Iterator[Fragment]:
     """The fragments of this rank, of trained parameters."""
-    stage = backend.stage
-    params = [
-        (name, param)
-        for name, param in backend.policy.model.named_parameters()
-        if param.requires_grad
-    ]
+    stage, params = backend.stage, trained_params(backend)
     if stage == 0:
         for name, param in params:
             yield Fragment(name, tuple(param.shape), 0, param.numel(), param, 0)

@@ -38,8 +38,7 @@ from agentenv.learners.trees.policy import text_part
 if TYPE_CHECKING:
     from agentenv.learners.ranks.backend import RankBackend
 
-FOLDERS = ("additional_chat_templates",)  # subfolders that transformers also reads
-NOT_OF_THE_MODEL = ("state.json",)
+TEMPLATES = "additional_chat_templates"  # a subfolder that transformers also reads
 MAX_SHARD_BYTES = 5 << 30
 BUCKET_BYTES = 512 << 20
 
@@ -113,7 +112,7 @@ def entries(model: Any, source: Path | None = None) -> Iterator[WeightEntry]:
         return
     files, same = WeightFiles(source), tied_names(model)
     by_name = {entry.name: entry for entry in written}
-    for name in files.names():
+    for name in files.files:
         if name in same and name not in by_name:
             yield replace(by_name[same[name]], name=name)
         elif name not in by_name:
@@ -155,7 +154,7 @@ def tied_names(model: Any) -> dict[str, str]:
 def untrained(model: Any, source: Path) -> list[str]:
     """The tensors of the directory `source` that the model does not train."""
     trained = {entry.name for entry in _own_entries(model, text_part(model))}
-    return sorted({*WeightFiles(source).names()} - trained - tied_names(model).keys())
+    return sorted(WeightFiles(source).files.keys() - trained - tied_names(model).keys())
 
 
 def _entries_of(
@@ -264,10 +263,9 @@ def copy_files(source: Path, directory: Path, dtype: str) -> None:
     DataError for a broken link.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    inside = [path for name in FOLDERS for path in (source / name).glob("*")]
-    for path in [*source.iterdir(), *inside]:
+    for path in [*source.iterdir(), *(source / TEMPLATES).glob("*")]:
         target = directory / path.relative_to(source)
-        if path.name.endswith(model_files.WEIGHTS_SUFFIXES) or path.name in NOT_OF_THE_MODEL:
+        if path.name.endswith(model_files.WEIGHTS_SUFFIXES) or path.name == "state.json":
             continue
         if not path.exists():
             raise DataError(f"{path}: this link is broken; download or copy the model again")
@@ -297,25 +295,19 @@ def check_written(directory: Path) -> None:
 
 def _config_with(path: Path, dtype: str) -> str:
     config = model_files.read_object(path, "model configuration")
-    for key in ("dtype", "torch_dtype"):
-        if key in config:
-            config[key] = dtype
-    if "torch_dtype" not in config:
-        config["dtype"] = dtype
+    known = config.keys() & {"dtype", "torch_dtype"}
+    config |= dict.fromkeys(known or {"dtype"}, dtype)
     return json.dumps(config, indent=2) + "\n"
 
 
 class WeightFiles:
-    """The tensors of a Hugging Face directory, mapped from its files."""
+    """The tensors of a Hugging Face directory, mapped from its `files`, by the tensors' names."""
 
     def __init__(self, directory: Path) -> None:
         with reported_as(DataError, "", EngineError):
             paths = weight_files(directory)
-            self._files = {name: path for path in paths for name in read_header(path)}
+            self.files = {name: path for path in paths for name in read_header(path)}
         self._open = cache(partial(safe_open, framework="pt"))
-
-    def names(self) -> list[str]:
-        return list(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file(name).get_slice(name).get_shape())
@@ -328,4 +320,4 @@ class WeightFiles:
         return found
 
     def _file(self, name: str) -> Any:
-        return self._open(self._files[name])
+        return self._open(self.files[name])

@@ -80,12 +80,12 @@ def export(
         before = weights.dtype(name)
         return wanted if before.is_floating_point and name in names else before
 
-    own = {name: name for name in weights.names()}
+    own = {name: name for name in weights.files}
     if text is not None:
         own = dict(zip(disk_names(model), disk_names(text), strict=True))
     entries = [
         exports.WeightEntry(own[name], written(name), weights.shape(name), partial(tensor, name))
-        for name in weights.names()
+        for name in weights.files
         if name in own
     ]
     if text is not None:

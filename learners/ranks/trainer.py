@@ -20,7 +20,7 @@ from agentenv.learners.ranks.backend import RankBackend
 from agentenv.learners.ranks.saved_checkpoint import Reference
 from agentenv.learners.trees.encoded_tree import ActionTokens, EncodedTree, Layout, computed
 from agentenv.learners.trees.minibatch import MiniBatch, over_all, ratios
-from agentenv.learners.trees.partition import MicroBatch, pack, split_by_tree
+from agentenv.learners.trees.partition import MicroBatch, by_tree, pack, split_by_tree
 from agentenv.learners.trees.policy import Policy
 
 # The layout of a rank's micro-batches; loss and gradient are the same, up to rounding.
@@ -139,11 +139,7 @@ class Trainer:
 
     def score(self, sequences: Sequence[EncodedTree]) -> list[Score]:
         """The scores of each sequence's predicted tokens, in order."""
-        figures = self.figures(sequences)
-        if not sequences:
-            return []
-        cuts = np.cumsum([sequence.num_action_tokens for sequence in sequences])[:-1]
-        parts = (np.split(values, cuts) for values in figures)
+        parts = (by_tree(sequences, values) for values in self.figures(sequences))
         return [Score(*(part.tolist() for part in one)) for one in zip(*parts, strict=True)]
 
     @torch.no_grad()

@@ -278,10 +278,6 @@ class LeafMap:
         self.is_home = np.concatenate(homes)[is_leaf]
         self.is_computed = np.concatenate(computed)[is_leaf]
 
-    @property
-    def num_leaves(self) -> int:
-        return len(self.leaf_node)
-
     def to_leaves(self, values: Floats) -> Floats:
         """float64 [tokens] -> [leaves]: sum over the trained tokens of each trajectory."""
         per_node = np.bincount(self.node, values, minlength=len(self.parent))
@@ -291,7 +287,7 @@ class LeafMap:
         """float64 [leaves], each summed over the ranks with a part of its tree, in the order of
         ranks, so that all get equal results; collective."""
         _, first, tree = np.unique(self.group, return_index=True, return_inverse=True)
-        ordinal = np.arange(self.num_leaves) - first[tree]  # in its tree
+        ordinal = np.arange(len(tree)) - first[tree]  # in its tree
         is_part = self.group >= 0
         keys = (self.group << 32 | ordinal)[is_part]
         everywhere = gather((keys, values[is_part]))
@@ -316,7 +312,7 @@ class LeafMap:
         """
         weight = self.to_tokens(weights)
         if sharing == "hard":
-            count = self.to_tokens(np.ones(self.num_leaves))
+            count = self.to_tokens(np.ones_like(self.lengths))
             mean = self.to_tokens(advantages) / count * weight
             return np.maximum(mean, 0.0), np.minimum(mean, 0.0), weight
         positive = self.to_tokens(weights * np.maximum(advantages, 0.0))
@@ -374,5 +370,5 @@ def sequence_weights(
 ) -> Floats:
     """1 for trajectories inside the band, 0 outside, float64 [leaves]."""
     if mask is None:
-        return np.ones(leaves.num_leaves)
+        return np.ones_like(leaves.lengths)
     return mask.holds(sequence_ratios(log_ratio, leaves, gather)).astype(np.float64)

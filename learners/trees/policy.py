@@ -424,7 +424,5 @@ def tensors(
     form = None if batch.layout == "tree" else batch.layout
     layout = TreeLayout(batch.end, device, form, share)
     given = token_ids, position_ids, layout, source, targets
-    more = (batch.temperature, batch.kept)
-    if all(one is None for one in more):
-        return given
+    more = batch.temperature, batch.kept
     return *given, *(None if one is None else torch.from_numpy(one).to(device) for one in more)

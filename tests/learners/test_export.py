@@ -70,7 +70,7 @@ def test_a_shard_does_not_exceed_its_limit(checkpoint: Path, tmp_path: Path) -> 
 
 def whole(directory: Path) -> dict[str, torch.Tensor]:
     weights = WeightFiles(directory)
-    return {name: weights.tensor(name) for name in weights.names()}
+    return {name: weights.tensor(name) for name in weights.files}
 
 
 def test_the_directory_has_all_files_that_engines_read(checkpoint: Path, tmp_path: Path) -> None:

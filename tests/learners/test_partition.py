@@ -103,7 +103,7 @@ def test_every_token_is_trained_on_one_rank(seed: int, num_ranks: int, max_token
     for name in ("behavior", "adv_pos", "adv_neg", "weight", "entropies"):
         assert sorted(getattr(found, name)) == sorted(getattr(expected, name))
     assert Counter(_contexts(parts)) == Counter(_contexts(trees))
-    assert sum(LeafMap(parts).is_home) == LeafMap(trees).num_leaves
+    assert sum(LeafMap(parts).is_home) == len(LeafMap(trees).lengths)
 
 
 def _contexts(trees: Sequence[EncodedTree]) -> list[tuple[int, ...]]:
